@@ -1,0 +1,39 @@
+# Two commands do all set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint format bench clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+demo: $(READY)  ## train a real model in FP32 and in mixed precision, side by side
+	$(BIN)/mezzo compare digits-cnn --out runs/demo
+
+test: $(READY)  ## run every test that needs neither GPU nor minutes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not slow'
+
+lint: $(READY)  ## format, lint, types, import contract
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test  ## everything CI runs: lint, types, import contract, tests, docs snippets
+
+format: $(READY)  ## rewrite the code as ruff wants it
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## print ratios against torch.amp on this machine
+	$(BIN)/python benchmarks/session.py
+
+clean:  ## remove the environment and run directories
+	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""mezzo trains PyTorch models in automatic mixed precision."""
