@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 __all__ = [
     "MezzoError",
@@ -64,7 +63,7 @@ class MezzoError(Exception):
         super().__init__(message(what, where=where, why=why, write=write))
 
     @classmethod
-    def together(cls, errors: Sequence[Self]) -> Self:
+    def together(cls, errors: Sequence[MezzoError]) -> MezzoError:
         """Join several problems of one input into one error of this class.
 
         Args:

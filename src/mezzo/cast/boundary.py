@@ -1,0 +1,127 @@
+"""What happens at a module's boundary: the pair of hooks around it, and casting through nested containers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections import defaultdict
+from collections.abc import MutableMapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from mezzo.cast import device
+from mezzo.cast.region import autocast
+from mezzo.errors import UnsupportedError
+from mezzo.policy import Policy, Rule, Treatment
+
+__all__ = ["CASTABLE", "Boundary", "WideNorm", "cast_floating"]
+
+#: What is ever cast: float64, complex, integers and bools are not.
+CASTABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Boundary:
+    """The pair of hooks around one module: cast, enter its region; leave it, cast back.
+
+    Between calls it holds no region, so that a prepared model can be copied and pickled.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        path: str,
+        params: tuple[tuple[Tensor, Treatment], ...],
+        *,
+        inputs: torch.dtype | str | None = None,
+        outputs: torch.dtype | str | None = None,
+        rule: Rule | None = None,
+    ) -> None:
+        self.policy, self.path, self.params = policy, path, params
+        self.inputs, self.outputs, self.rule = inputs, outputs, rule
+        # One stack for each thread, since threads may run one model at the same time.
+        self._entered: defaultdict[int, list[tuple[autocast, torch.dtype | None]]] = defaultdict(list)
+        self.region()
+
+    def pinned(self) -> dict[int, Treatment]:
+        """Return the treatment of ops that read a ruled parameter, by the parameter's ``id``."""
+        return {id(tensor): treatment for tensor, treatment in self.params}
+
+    def region(self) -> autocast:
+        return autocast.inside(self.policy, self.path, self.pinned(), tuple(device.devices()))
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.rule is not None and self.rule.treatment == "ban":
+            raise UnsupportedError(
+                f"the module {self.path} is banned under this policy",
+                where=type(module).__name__,
+                why=self.rule.reason or f"the rule {self.rule} bans it",
+                write="another module, or a policy without that rule",
+            )
+        dtypes = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
+        region = self.region()
+        region.__enter__()
+        self._entered[threading.get_ident()].append((region, dtypes[0] if dtypes else None))
+        target = self.inputs
+        if target == "widest" and dtypes:
+            target = torch.float32 if len(set(dtypes)) > 1 else dtypes[0]
+        return (args, kwargs) if not isinstance(target, torch.dtype) else cast_floating((args, kwargs), target)
+
+    def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
+        thread = threading.get_ident()
+        if not self._entered[thread]:
+            return output  # the module's own pre-hook raised before the region was entered
+        region, first = self._entered[thread].pop()
+        if not self._entered[thread]:
+            del self._entered[thread]
+        region.__exit__(None, None, None)
+        target = first if self.outputs == "input" else self.outputs
+        return cast_floating(output, target) if isinstance(target, torch.dtype) else output
+
+
+class WideNorm(Boundary):
+    """Batch norm with low-precision weights: kernels want weights in the dtype of the FP32 statistics."""
+
+    def region(self) -> autocast:
+        return super().region().with_wide_norm()
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating tensor in nested containers; other leaves stay the same objects.
+
+    Args:
+        value: Tensors in tuples, lists, dicts, named tuples, dataclasses, mappings and packed sequences, nested.
+        dtype: The target. float64, complex, integer and bool tensors are never cast.
+
+    Returns:
+        The same structure, of the same types.
+    """
+    return pytree.tree_map(lambda leaf: _cast_leaf(leaf, dtype), value)
+
+
+def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.to(dtype) if leaf.dtype in CASTABLE else leaf
+    if isinstance(leaf, PackedSequence):
+        return leaf.to(dtype) if leaf.data.dtype in CASTABLE else leaf
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        names = [field.name for field in dataclasses.fields(leaf)]
+        cast = {name: cast_floating(getattr(leaf, name), dtype) for name in names if hasattr(leaf, name)}
+        changed = {name: new for name, new in cast.items() if new is not getattr(leaf, name)}
+        if not changed:
+            return leaf
+        out = copy.copy(leaf)
+        for name, new in changed.items():
+            # Frozen dataclasses of the user's own cannot be assigned to, nor always be constructed anew.
+            object.__setattr__(out, name, new)
+        return out
+    if isinstance(leaf, MutableMapping):
+        mapping = copy.copy(leaf)
+        for key, item in leaf.items():
+            mapping[key] = cast_floating(item, dtype)
+        return mapping
+    return leaf

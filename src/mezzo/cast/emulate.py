@@ -1,0 +1,268 @@
+"""FP16 and BF16 matrix products and convolutions on a device that lacks fast ones.
+
+A tensor core multiplies low-precision operands, accumulates in FP32 and rounds the result once. Here the
+same happens in three visible steps: widen the (already rounded) operands to FP32, run torch's FP32 kernel,
+round the result. The backward pass does the same, and what it needs is saved in low precision, so that
+memory is what it would be on the device.
+
+Source: Micikevicius et al. 2018, §3.3; the error bound is that of an FP32 dot product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+__all__ = ["EMULATED", "emulate"]
+
+
+def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one op of :data:`EMULATED` on low-precision operands, as a device with FP32 accumulation would.
+
+    Args:
+        name: The op's base name, a key of :data:`EMULATED`.
+        function: The torch function itself, for ops that have no rule of their own here.
+        args: Its positional arguments; floating tensors all have the low dtype.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns, rounded to the operands' dtype.
+
+    **Cost**: two casts for each operand and one for the result; linear, matmul and convolution save exactly
+    their low-precision operands, other ops run forward once more in the backward pass.
+    """
+    if any(x.layout != torch.strided for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
+        return function(*args, **kwargs)  # sparse products have their own kernels
+    return EMULATED[name](function, *args, **kwargs)
+
+
+class _MatMul(torch.autograd.Function):
+    """``round(float(a) @ float(b))`` for operands of two or more dimensions."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)  # (..., n, k), (..., k, m)
+        return (a.float() @ b.float()).to(a.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        gradient = gradients[0].float()  # (..., n, m)
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = (gradient @ b.float().mT).sum_to_size(a.shape).to(a.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_b = (a.float().mT @ gradient).sum_to_size(b.shape).to(b.dtype)
+        return grad_a, grad_b
+
+
+class _Linear(torch.autograd.Function):
+    """``round(float(x) @ float(w).T + float(b))``: the bias is added before the one rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)  # (..., in), (out, in)
+        return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].float()  # (..., out)
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (gradient @ weight.float()).to(x.dtype)
+        rows = gradient.reshape(-1, weight.shape[0])  # (rows, out)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (rows.mT @ x.float().reshape(-1, weight.shape[1])).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0).to(x.dtype)
+        return grad_x, grad_weight, grad_bias
+
+
+class _Convolution(torch.autograd.Function):
+    """A batched convolution, transposed or not, on the arguments of ``aten::convolution``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options, ctx.bias_sizes = options, None if bias is None else list(bias.shape)
+        wide_bias = None if bias is None else bias.float()
+        out: Tensor = torch.ops.aten.convolution(x.float(), weight.float(), wide_bias, *options)
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+        wide = torch.ops.aten.convolution_backward(
+            gradients[0].float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.options, mask
+        )
+        rounded = (grad.to(x.dtype) if needed else None for grad, needed in zip(wide, mask, strict=True))
+        return (*rounded, *(None for _ in ctx.options))
+
+
+class _Recomputed(torch.autograd.Function):
+    """Any function of tensors, run in FP32; the backward pass runs it again from the saved low operands."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., list[Any]], state: Tensor | None, *operands: Tensor) -> tuple[Any, ...]:
+        ctx.save_for_backward(*operands)
+        ctx.run, ctx.state = run, state
+        outputs = run(*(_widen(operand) for operand in operands))
+        low = next(operand.dtype for operand in operands if operand.is_floating_point())
+        rounded = tuple(_narrow(output, low) for output in outputs)
+        ctx.mark_non_differentiable(
+            *(out for out in rounded if isinstance(out, Tensor) and not out.is_floating_point())
+        )
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        needed = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
+        # Under create_graph the saved tensors stay connected, so that the result can be differentiated again.
+        again = torch.is_grad_enabled()
+        operands = list(ctx.saved_tensors)
+        if not again:
+            operands = [x.detach().requires_grad_(i in needed) for i, x in enumerate(operands)]
+        with torch.enable_grad(), torch.random.fork_rng(devices=[], enabled=ctx.state is not None):
+            if ctx.state is not None:
+                torch.set_rng_state(ctx.state)
+            outputs = ctx.run(*(_widen(operand) for operand in operands))
+            pairs = [
+                (out, gradient.to(out.dtype))
+                for out, gradient in zip(outputs, gradients, strict=True)
+                if isinstance(out, Tensor) and out.requires_grad and gradient is not None
+            ]
+            wanted = [operands[i] for i in needed]
+            grads = torch.autograd.grad(
+                [out for out, _ in pairs], wanted, [gradient for _, gradient in pairs],
+                create_graph=again, allow_unused=True,
+            )  # fmt: skip
+        by_index = dict(zip(needed, grads, strict=True))
+        return (None, None, *(by_index.get(i) for i in range(len(operands))))
+
+
+def _widen(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _narrow(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+
+def _linear(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if weight.dim() != 2:
+        out = _rerun(function, input, weight, bias)
+        return cast(Tensor, out)
+    out = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out)
+
+
+def _matmul(_: Any, input: Tensor, other: Tensor) -> Tensor:
+    a = input.unsqueeze(0) if input.dim() == 1 else input
+    b = other.unsqueeze(1) if other.dim() == 1 else other
+    out: Tensor = _MatMul.apply(a, b)  # type: ignore[no-untyped-call]
+    out = out.squeeze(-1) if other.dim() == 1 else out
+    return out.squeeze(-1 if other.dim() == 1 else -2) if input.dim() == 1 else out
+
+
+def _mm(function: Any, input: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor:
+    """mm, bmm and mv: matmul's special cases (their extra keywords ask for another result dtype)."""
+    return _rerun(function, input, mat2, **kwargs) if kwargs else _matmul(function, input, mat2)
+
+
+def _mv(_: Any, input: Tensor, vec: Tensor) -> Tensor:
+    return _matmul(_, input, vec)
+
+
+def _each(value: Any, count: int) -> list[int]:
+    return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
+
+
+def _convolution(dims: int) -> Callable[..., Tensor]:
+    def run(
+        _: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    ) -> Tensor:  # fmt: skip
+        strides, dilations = _each(stride, dims), _each(dilation, dims)
+        if padding == "same":
+            # Torch pads the odd element on the right, where convolution itself cannot.
+            total = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
+            if any(amount % 2 for amount in total):
+                sides = [side for amount in reversed(total) for side in (0, amount % 2)]
+                input = functional.pad(input, sides)
+            padding = [amount // 2 for amount in total]
+        elif padding == "valid":
+            padding = 0
+        options = (strides, _each(padding, dims), dilations, False, [0] * dims, groups)
+        return _batched(dims, input, weight, bias, options)
+
+    return run
+
+
+def _transposed(dims: int) -> Callable[..., Tensor]:
+    def run(
+        _: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+        padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+    ) -> Tensor:  # fmt: skip
+        lists: Sequence[list[int]] = [_each(value, dims) for value in (stride, padding, dilation, output_padding)]
+        options = (lists[0], lists[1], lists[2], True, lists[3], groups)
+        return _batched(dims, input, weight, bias, options)
+
+    return run
+
+
+def _batched(dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+    single = x.dim() == dims + 1
+    out: Tensor = _Convolution.apply(x.unsqueeze(0) if single else x, weight, bias, *options)  # type: ignore[no-untyped-call]
+    return out.squeeze(0) if single else out
+
+
+def _rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    leaves, layout = pytree.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    shape: list[Any] = []
+
+    def run(*operands: Tensor) -> list[Any]:
+        filled = list(leaves)
+        for place, operand in zip(places, operands, strict=True):
+            filled[place] = operand
+        now_args, now_kwargs = pytree.tree_unflatten(filled, layout)
+        outputs, spec = pytree.tree_flatten(function(*now_args, **now_kwargs))
+        shape[:] = [spec]
+        return outputs
+
+    operands = [leaves[place] for place in places]
+    for place in places:
+        leaves[place] = None  # only the autograd node keeps operands alive
+    state = torch.get_rng_state() if _draws(args, kwargs) else None
+    outputs = _Recomputed.apply(run, state, *operands)  # type: ignore[no-untyped-call]
+    return pytree.tree_unflatten(list(outputs), shape[0])
+
+
+def _draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call may use random numbers: any float between 0 and 1 may be a dropout probability."""
+    return any(isinstance(value, float) and 0.0 < value <= 1.0 for value in (*args, *kwargs.values()))
+
+
+#: How each op is emulated, by base name.
+EMULATED: Final[dict[str, Callable[..., Any]]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _mm,
+    "bmm": _mm,
+    "mv": _mv,
+    **{f"conv{dims}d": _convolution(dims) for dims in (1, 2, 3)},
+    **{f"conv_transpose{dims}d": _transposed(dims) for dims in (1, 2, 3)},
+    **dict.fromkeys(
+        """addmm addmv addr addbmm baddbmm einsum chain_matmul linalg_multi_dot linalg_vecdot conv_tbc bilinear
+        scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell
+        rnn_relu_cell""".split(),
+        _rerun,
+    ),
+}

@@ -1,0 +1,297 @@
+"""``prepare``: module rules, O2/O3 conversion, and casting at a model's boundary."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
+
+from mezzo.cast import device
+from mezzo.cast.boundary import CASTABLE, Boundary, WideNorm
+from mezzo.cast.region import autocast
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
+from mezzo.policy import Policy, Rule, Treatment
+
+__all__ = ["Prepared", "prepare"]
+
+
+def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepared:
+    """Apply a policy's module rules to a model and, in O2 and O3, store it in low precision.
+
+    Parameters keep their identity (an optimizer built before stays valid, tied ones stay tied) and change
+    their dtype. Norms with running statistics keep FP32 weights while ``policy.keep_batchnorm_fp32``, and FP32
+    statistics always. Other persistent floating buffers go low; non-persistent ones stay.
+
+    Args:
+        model: The model; changed in place, or not at all when this raises.
+        policy: A policy, its text, or the path of a policy file.
+
+    Returns:
+        A handle, whose ``autocast()`` is the region to run the model in and whose ``remove()`` undoes it.
+
+    Raises:
+        PolicyError: A rule whose module or parameter glob matches nothing; two rules that store one tied parameter
+            differently.
+        UnsupportedError: Parameters in float64, complex or another low precision; a device without the format.
+        StateError: The model is prepared already, wrapped by DDP before conversion, or holds gradients.
+
+    **Cost**: none where nothing differs. In O2/O3 two hooks on the model, and two on each module with a rule.
+
+    Example:
+        >>> import mezzo
+        >>> from torch import nn
+        >>> model = nn.Linear(4, 2)
+        >>> handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+        >>> model.weight.dtype
+        torch.bfloat16
+        >>> handle.remove()
+        >>> model.weight.dtype
+        torch.float32
+    """
+    handle = Prepared(model, Policy.of(policy))
+    handle.release_originals()
+    return handle
+
+
+class Prepared:
+    """A model under a policy, as :func:`prepare` returns it.
+
+    Attributes:
+        model: The model.
+        policy: The policy it was prepared with.
+        converted: The tensors as they were before conversion, by the tensor that now stands in the model, until
+            :meth:`release_originals`.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self.model, self.policy = model, policy
+        storage = _check(model, policy)
+        self._before = {tensor: tensor.dtype for tensor in storage}
+        self.converted: dict[Tensor, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        # Planning the regions may find that the device cannot honour the policy: before anything is changed.
+        self._boundaries = _boundaries(model, policy)
+        for tensor, dtype in storage.items():
+            if tensor.dtype != dtype:
+                self.converted[tensor] = tensor.data
+                tensor.data = tensor.data.to(dtype)
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase) and self.converted:
+                module.flatten_parameters()
+        for module, boundary in self._boundaries:
+            before = module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(boundary.exit, always_call=True)
+            self._hooks += [before, after]
+
+    def autocast(self, *others: Prepared) -> autocast:
+        """Return a region for this model's policy: what to run the forward pass and the loss in.
+
+        Args:
+            *others: Models prepared with the same policy, whose parameter rules the region knows as well.
+        """
+        return autocast.inside(self.policy, "", self._pinned(*others), tuple(device.devices()))
+
+    def _pinned(self, *others: Prepared) -> dict[int, Treatment]:
+        boundaries = (boundary for each in (self, *others) for _, boundary in each._boundaries[:1])
+        return {param: treatment for boundary in boundaries for param, treatment in boundary.pinned().items()}
+
+    def release_originals(self) -> dict[Tensor, Tensor]:
+        """Hand over the tensors as they were before conversion, and forget them."""
+        originals, self.converted = self.converted, {}
+        return originals
+
+    def remove(self) -> None:
+        """Take the hooks off and store every tensor in the dtype it had; what rounding took stays lost."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._boundaries = []
+        for tensor, dtype in self._before.items():
+            if tensor.dtype != dtype:
+                tensor.data = self.converted[tensor] if tensor in self.converted else tensor.data.to(dtype)
+        self._before.clear()
+        self.converted.clear()
+
+
+# What is checked before anything changes ------------------------------------------------------------
+
+
+def _check(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
+    """Decide every tensor's storage, or raise all that stands against it.
+
+    Returns:
+        The dtype for each floating parameter and each buffer that a policy converts.
+    """
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.prepare(model, …)")
+    if any(isinstance(getattr(hook, "__self__", None), Boundary) for m in model.modules() for hook in _pre_hooks(m)):
+        raise StateError(
+            "the model is prepared already",
+            where=type(model).__name__,
+            write="handle.remove() (or session.close()) before preparing it again",
+        )
+    problems: list[MezzoError] = [*_foreign_dtypes(model), *_idle_rules(model, policy)]
+    storage: dict[Tensor, torch.dtype] = {}
+    deciding: dict[Tensor, tuple[Rule | None, str]] = {}
+    for tensor, path, module in _tensors(model):
+        is_norm = isinstance(module, _NormBase)
+        if is_norm and not isinstance(tensor, nn.Parameter):
+            continue  # running statistics stay FP32
+        dtype, rule = policy.storage(path, path.rpartition(".")[0], is_norm=is_norm)
+        before = deciding.get(tensor, (None, ""))
+        if rule is not None and before[0] is not None and storage[tensor] != dtype:
+            problems.append(
+                PolicyError(
+                    f"the tied parameter {path} is given two storage dtypes",
+                    where=f"{before[1]} by {before[0]}, {path} by {rule}",
+                    write="one rule that matches both paths",
+                )
+            )
+        if tensor not in storage or rule is not None:
+            storage[tensor], deciding[tensor] = dtype, (rule, path)
+    converting = {tensor: dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
+    problems += _cannot_convert(model, policy, converting)
+    if problems:
+        raise type(problems[0]).together(problems)
+    # FP32 policies store nothing anew: a model that came in low precision keeps what it has.
+    return {t: dtype for t, dtype in storage.items() if policy.param_dtype != torch.float32 or deciding[t][0]}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
+    """Yield each floating parameter and persistent buffer under every path it has, with its owner."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        persistent = (
+            (name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
+        )
+        for name, tensor in (*module._parameters.items(), *persistent):
+            if tensor is not None and tensor.dtype in CASTABLE:
+                yield tensor, f"{prefix}.{name}" if prefix else name, module
+
+
+def _foreign_dtypes(model: nn.Module) -> Iterator[UnsupportedError]:
+    wrong = [
+        f"{name} ({str(p.dtype).removeprefix('torch.')})"
+        for name, p in model.named_parameters()
+        if p.dtype == torch.float64 or p.dtype.is_complex
+    ]
+    if wrong:
+        yield UnsupportedError(
+            "float64 and complex parameters cannot be trained in mixed precision",
+            where=some_of(wrong),
+            why="they are never cast, so every op that reads them would run in their own precision",
+            write="model.float() first, or leave this model outside mezzo",
+        )
+
+
+def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    for rule in policy.rules:
+        if rule.module is not None and not any(rule.matches_module(name) for name in modules):
+            yield PolicyError(
+                f"the module glob {rule.module!r} matches no module",
+                where=f"rule {rule}",
+                why=nearest(rule.module, modules[:20]),
+            )
+        if rule.param is not None and not any(rule.matches_param(name) for name in tensors):
+            yield PolicyError(
+                f"the parameter glob {rule.param!r} matches no parameter or buffer",
+                where=f"rule {rule}",
+                why=nearest(rule.param, tensors[:20]),
+            )
+
+
+def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor, torch.dtype]) -> Iterator[MezzoError]:
+    if not converting or policy.param_dtype == torch.float32:
+        return
+    names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    low = [f"{names[t]} ({str(t.dtype).removeprefix('torch.')})" for t, d in converting.items()
+           if torch.float32 not in (t.dtype, d) and isinstance(t, nn.Parameter)]  # fmt: skip
+    if low:
+        yield UnsupportedError(
+            f"parameters are already in a low precision that {policy.level} would change",
+            where=some_of(low),
+            why=f"one 16-bit format does not hold what another does; the policy says {policy.param_dtype}",
+            write="model.float() first, or a policy with the parameters' own dtype",
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        yield StateError(
+            f"{policy.level} cannot convert a model that DistributedDataParallel already wraps",
+            why="its buckets were laid out for the parameters' old dtype",
+            write="prepare first, then DistributedDataParallel(model); or O1, which converts nothing",
+        )
+    held = [names[t] for t in converting if isinstance(t, nn.Parameter) and t.grad is not None]
+    if held:
+        yield StateError(
+            "parameters hold gradients in the dtype they are about to leave",
+            where=some_of(held),
+            write="optimizer.zero_grad(set_to_none=True) first",
+        )
+
+
+# Hooks ----------------------------------------------------------------------------------------------
+
+
+def _pre_hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    return iter(module._forward_pre_hooks.values())
+
+
+def _boundaries(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, Boundary]]:
+    """Find the modules at whose boundary something changes, the model itself first."""
+    low = policy.param_dtype != torch.float32
+    pinned: dict[Tensor, Treatment] = {}
+    deciding = [(tensor, policy.storage(path, path.rpartition(".")[0])[1]) for tensor, path, _ in _tensors(model)]
+    ruled = {tensor: rule for tensor, rule in deciding if rule is not None}
+    for tensor, rule in deciding:
+        # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
+        if tensor in ruled and (rule is None or rule.param is not None):
+            pinned[tensor] = ruled[tensor].treatment
+    params = tuple(pinned.items())
+    found = []
+    wide = WideNorm if low and not policy.keep_batchnorm_fp32 else Boundary
+    root = (wide if isinstance(model, _NormBase) else Boundary)(
+        policy, "", params,
+        inputs=policy.dtype if low else None,
+        outputs=policy.output_dtype,
+    )  # fmt: skip
+    if low or policy.output_dtype is not None or params:
+        found.append((model, root))
+    for path, module in model.named_modules():
+        parent = path.rpartition(".")[0]
+        if not path:
+            continue
+        whole, above = _module_rule(policy, path), _module_rule(policy, parent)
+        ops_differ = any(
+            rule.op is not None and rule.matches_module(path) != rule.matches_module(parent) for rule in policy.rules
+        )
+        if whole is not above or ops_differ:
+            inputs, outputs = _casts(policy, whole.treatment if whole is not above and whole else None)
+            found.append((module, Boundary(policy, path, params, inputs=inputs, outputs=outputs, rule=whole)))
+        elif isinstance(module, _NormBase) and wide is WideNorm:
+            found.append((module, WideNorm(policy, path, params)))
+    return found
+
+
+def _module_rule(policy: Policy, path: str) -> Rule | None:
+    """Return the rule that treats a module as a whole, if one does."""
+    return next((rule for rule in policy.rules if rule.op is None and path and rule.matches_module(path)), None)
+
+
+def _casts(policy: Policy, treatment: Treatment | None) -> tuple[torch.dtype | str | None, torch.dtype | str | None]:
+    """Say what a module's inputs and outputs are cast to; a word where the inputs themselves decide."""
+    match treatment:
+        case "fp32":
+            return torch.float32, None if policy.autocast else policy.dtype
+        case "fp32_math":
+            return torch.float32, "input"
+        case "low":
+            return policy.dtype, None
+        case "promote":
+            return "widest", None
+        case _:
+            return None, None

@@ -1,0 +1,139 @@
+"""Keep what was found out about this CPU on disk, so that the next process need not probe again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mezzo.cast.probe.children import isa_setting
+from mezzo.cast.probe.report import DeviceReport
+
+__all__ = ["PROBE_VERSION", "Processor", "folder", "load", "processor", "store"]
+
+logger = logging.getLogger(__name__)
+
+#: Counted up whenever the cases or the meaning of a report change.
+PROBE_VERSION = 1
+
+#: What /proc/cpuinfo calls the things that decide which kernels run; the rest varies, like the clock.
+IDENTIFYING = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processor:
+    """The CPU, as far as it matters which kernels run on it.
+
+    Args:
+        name: What to call it.
+        digest: A hash of its model, its flags, and the machine that may hide some of them.
+    """
+
+    name: str
+    digest: str
+
+
+def processor() -> Processor:
+    """Identify the CPU of this machine.
+
+    Example:
+        >>> processor() == processor()
+        True
+    """
+    facts: dict[str, str] = {}
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in IDENTIFYING:
+                facts[key.strip()] = value.strip()
+    name = facts.get("model name") or platform.processor() or platform.machine() or "unknown CPU"
+    # A cluster shares a home folder among machines, and whether an advertised instruction really works is
+    # a matter of the hypervisor, which only these give away.
+    for source in ("sys_vendor", "product_name"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            facts[source] = Path("/sys/class/dmi/id", source).read_text().strip()
+    facts["platform"] = f"{platform.machine()} {platform.system()} {platform.release()}"
+    return Processor(name=name, digest=_digest(facts))
+
+
+def folder() -> Path:
+    """Return the folder of the cache; it need not exist.
+
+    Raises:
+        RuntimeError: If this user has no home folder.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says that a relative path is to be ignored.
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "mezzo"
+
+
+def load(cpu: Processor) -> DeviceReport | None:
+    """Read the report of an earlier process, or None if there is none that fits and can be read.
+
+    Args:
+        cpu: The CPU of this machine.
+    """
+    key = _key(cpu)
+    try:
+        path = _path(key)
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["key"] != key:
+            raise ValueError("it was written for another key")
+        return DeviceReport.from_dict(stored["report"])
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as fault:
+        logger.info("ignoring the stored device report: %s", fault)
+        return None
+
+
+def store(cpu: Processor, report: DeviceReport) -> None:
+    """Write a report for later processes; if that fails, later processes probe again.
+
+    Args:
+        cpu: The CPU of this machine.
+        report: What the probe found.
+    """
+    key = _key(cpu)
+    try:
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several ranks may finish together. Each writes a file of its own beside the final one; replacing
+        # is atomic, so a reader sees one whole report.
+        descriptor, beside = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"key": key, "report": report.to_dict()}, file, indent=1)
+            os.replace(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+    except (OSError, RuntimeError) as fault:
+        logger.info("the device report could not be stored: %s", fault)
+
+
+def _key(cpu: Processor) -> dict[str, Any]:
+    return {
+        "probe": PROBE_VERSION,
+        "torch": torch.__version__,
+        "cpu": cpu.digest,
+        "isa_setting": isa_setting(),
+    }
+
+
+def _path(key: dict[str, Any]) -> Path:
+    return folder() / f"device-{_digest(key)}.json"
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]

@@ -1,0 +1,36 @@
+"""The command line: one file per verb, each a thin call of a public function.
+
+Results go to stdout, messages to stderr. Nothing here decides about numerics, and nothing outside this
+folder prints.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mezzo.cli import compare, doctor, formats, train  # noqa: F401  (each verb registers itself)
+from mezzo.cli.app import app
+from mezzo.errors import MezzoError, NumericsError, PolicyError, UnsupportedError
+
+__all__ = ["app", "main"]
+
+#: What a shell sees: 1 is a failed check or a call at the wrong moment.
+EXIT_CODES: tuple[tuple[type[MezzoError], int], ...] = (
+    (PolicyError, 2),
+    (UnsupportedError, 3),
+    (NumericsError, 4),
+    (MezzoError, 1),
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run ``mezzo VERB`` and exit with the code that fits the outcome.
+
+    Args:
+        arguments: The words after ``mezzo``; ``sys.argv[1:]`` when omitted.
+    """
+    try:
+        app(args=arguments, prog_name="mezzo")
+    except MezzoError as error:
+        print(f"mezzo: {error}", file=sys.stderr)
+        sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))

@@ -1,0 +1,140 @@
+"""``mezzo formats``: the number formats, and the values by which each is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mezzo.cli.app import app
+from mezzo.formats import FORMATS, Format, Landmark, by_name
+
+__all__ = ["described", "formats"]
+
+#: Wide enough for every column in one line where no terminal sets the width, so that `grep` works.
+PLAIN_WIDTH = 160
+
+
+@app.command("formats")
+def formats(
+    name: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(FORMATS)}, or a short name such as fp16.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+) -> None:
+    """Show the number formats side by side, or the telling bit patterns of one.
+
+    [bold]mezzo formats[/bold]          range and precision of every format
+
+    [bold]mezzo formats fp16[/bold]     its landmarks, from the smallest subnormal to infinity
+
+    [bold]mezzo formats --json[/bold]   for a program to read
+    """
+    chosen = None if name is None else by_name(name)
+    if as_json:
+        data = [described(entry) for entry in FORMATS.values()] if chosen is None else described(chosen, True)
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    if chosen is None:
+        console.print(_overview())
+        return
+    widths = f"{chosen.exponent_bits} exponent bits (bias {chosen.bias}), {chosen.mantissa_bits} mantissa bits"
+    console.print(f"{chosen.name}: 1 sign bit, {widths}", style="bold", highlight=False)
+    console.print(_landmarks(chosen))
+
+
+def described(number_format: Format, landmarks: bool = False) -> dict[str, Any]:
+    """Return a format as JSON can hold it.
+
+    Args:
+        number_format: The format.
+        landmarks: Whether to add its telling bit patterns.
+
+    Returns:
+        Its fields under their own names; values that JSON lacks are the text ``inf``, ``-inf`` or ``nan``.
+
+    Example:
+        >>> from mezzo.formats import FP16
+        >>> described(FP16)["max"], described(FP16)["dtype"]
+        (65504.0, 'float16')
+    """
+    fields: dict[str, Any] = {
+        "name": number_format.name,
+        "dtype": None if number_format.dtype is None else str(number_format.dtype).removeprefix("torch."),
+        "num_bits": number_format.num_bits,
+        "exponent_bits": number_format.exponent_bits,
+        "mantissa_bits": number_format.mantissa_bits,
+        "bias": number_format.bias,
+        "max": number_format.max,
+        "smallest_normal": number_format.smallest_normal,
+        "smallest_subnormal": number_format.smallest_subnormal,
+        "eps": number_format.eps,
+        "has_inf": number_format.has_inf,
+    }
+    if landmarks:
+        fields["landmarks"] = [
+            {
+                "bits": _fields_of(number_format, mark),
+                "hex": _hex_of(number_format, mark),
+                "value": mark.value if math.isfinite(mark.value) else str(mark.value),
+                "what": mark.what,
+            }
+            for mark in number_format.landmarks()
+        ]
+    return fields
+
+
+def _overview() -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("format")
+    for column in ("s/e/m", "bias", "max", "smallest normal", "smallest subnormal", "eps"):
+        table.add_column(column, justify="right")
+    table.add_column("infinity")
+    for entry in FORMATS.values():
+        table.add_row(
+            entry.name,
+            f"1/{entry.exponent_bits}/{entry.mantissa_bits}",
+            str(entry.bias),
+            f"{entry.max:.8g}",
+            _power(entry.smallest_normal),
+            _power(entry.smallest_subnormal),
+            _power(entry.eps),
+            "yes" if entry.has_inf else "no, overflow is NaN",
+        )
+    return table
+
+
+def _landmarks(number_format: Format) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("bits", "hex"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("value", justify="right")
+    table.add_column("what")
+    for mark in number_format.landmarks():
+        bits, digits = _fields_of(number_format, mark), _hex_of(number_format, mark)
+        table.add_row(bits, digits, f"{mark.value:.8g}", mark.what)
+    return table
+
+
+def _fields_of(number_format: Format, mark: Landmark) -> str:
+    """Write a pattern as its three fields: sign, exponent, mantissa."""
+    digits = f"{mark.bits:0{number_format.num_bits}b}"
+    mantissa = len(digits) - number_format.mantissa_bits
+    return f"{digits[0]} {digits[1:mantissa]} {digits[mantissa:]}"
+
+
+def _hex_of(number_format: Format, mark: Landmark) -> str:
+    return f"{mark.bits:0{-(-number_format.num_bits // 4)}x}"
+
+
+def _power(value: float) -> str:
+    """Write a power of two as one, with its decimal value."""
+    return f"2^{math.frexp(value)[1] - 1} ≈ {value:.4g}"

@@ -1,0 +1,37 @@
+"""``mezzo train RECIPE``: train a recipe under one policy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mezzo import recipes
+from mezzo.cli.app import app
+from mezzo.cli.compare import Json, Out, Overwrite, Seed, Steps, carry_out
+
+__all__ = ["train"]
+
+
+@app.command("train")
+def train(
+    recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
+    policy: Annotated[str, typer.Option(help="A level, and what to change in it.")] = "O1,dtype=float16",
+    steps: Steps = None,
+    seed: Seed = 0,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe under one policy.
+
+    [bold]mezzo train digits-cnn[/bold]   in FP16, level O1
+
+    [bold]mezzo train docs-lm --policy O2,dtype=bfloat16 --steps 300[/bold]
+
+    [bold]mezzo train digits-cnn --policy O0 --seed 1 --out runs/fp32-seed1 --json[/bold]
+
+    Ends with one row of the table that [bold]mezzo compare[/bold] prints, and the same run directory. Ctrl-C
+    sums up what there is, and the exit code is 130.
+    """
+    carry_out(recipe, [policy], steps, seed, out, overwrite, as_json)

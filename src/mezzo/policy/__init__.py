@@ -1,0 +1,11 @@
+"""What precision each thing gets: policies, their rules, and the op table.
+
+Values only. Nothing here holds a tensor, a module or a device; carrying a policy out is ``mezzo.cast``'s
+business.
+"""
+
+from mezzo.policy.ops import OPS, Op, Treatment
+from mezzo.policy.policy import LEVELS, Policy
+from mezzo.policy.rules import Decision, Rule
+
+__all__ = ["LEVELS", "OPS", "Decision", "Op", "Policy", "Rule", "Treatment"]

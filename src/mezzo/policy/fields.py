@@ -1,0 +1,236 @@
+"""The fields of a policy: their vocabulary, their text, each level's values, and what cannot go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import torch
+
+from mezzo.errors import PolicyError, nearest
+from mezzo.policy.rules import Rule, format_rules, rule_keys
+from mezzo.scale import LossScale
+
+__all__ = [
+    "FIELDS",
+    "LEVELS",
+    "Level",
+    "as_dtype",
+    "coerce",
+    "impossible_combinations",
+    "level_fields",
+    "show",
+    "split",
+    "text_of",
+    "unknown_key",
+    "wrong_value",
+    "wrong_values",
+]
+
+if TYPE_CHECKING:
+    from mezzo.policy.policy import Policy
+
+Level = Literal["O0", "O1", "O2", "O3"]
+#: The optimisation levels, in the field's numbering (apex).
+LEVELS: Final[tuple[Level, ...]] = get_args(Level)
+
+_DTYPES: Final[dict[str, torch.dtype]] = {
+    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float32": torch.float32, "fp32": torch.float32, "float": torch.float32,
+}  # fmt: skip
+_LOW: Final = (torch.float16, torch.bfloat16)
+_CHOICES: Final[dict[str, tuple[Any, ...]]] = {
+    "level": LEVELS,
+    "accumulate": ("fp32", "native"),
+    "lists": ("portable", "device"),
+    "norms": ("fp32", "fp32_math"),
+    "emulate": ("auto", True, False),
+}
+_BOOLEANS: Final = ("autocast", "keep_batchnorm_fp32", "master_weights")
+
+#: Every field but the level, the dtype and the rules, in the order in which a policy's text has them.
+FIELDS: Final = (
+    "param_dtype", "output_dtype", "autocast", "keep_batchnorm_fp32", "master_weights", "loss_scale", "accumulate",
+    "lists", "norms", "emulate",
+)  # fmt: skip
+_NAMES: Final = ("level", "dtype", *FIELDS, "rules")
+
+
+def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
+    """Build the table of DESIGN §4: what each level sets."""
+    low = level in ("O2", "O3")
+    scale: LossScale = LossScale.none()
+    if dtype == torch.float16 and level != "O0":
+        scale = LossScale.constant(1.0) if level == "O3" else LossScale.dynamic()
+    return {
+        "level": level,
+        "dtype": dtype,
+        "param_dtype": dtype if low else torch.float32,
+        "output_dtype": torch.float32 if low else None,
+        "autocast": level == "O1",
+        "keep_batchnorm_fp32": level != "O3",
+        "master_weights": level == "O2",
+        "loss_scale": scale,
+        "accumulate": "fp32",
+        "lists": "portable",
+        "norms": "fp32",
+        "emulate": "auto",
+    }
+
+
+def wrong_values(policy: Policy) -> Iterator[PolicyError]:
+    """Yield an error for each field whose value has the wrong type or is outside its vocabulary."""
+    for name in _NAMES:
+        if problem := wrong_value(name, getattr(policy, name)):
+            yield problem
+
+
+def wrong_value(name: str, value: Any) -> PolicyError | None:
+    """Return the error for one field's value, if it is wrong."""
+    if name in ("dtype", "param_dtype", "output_dtype"):
+        known = value in _DTYPES.values() or (name == "output_dtype" and value is None)
+        return None if known else _unknown_dtype(name, value)
+    if name == "loss_scale":
+        text = f"loss_scale is {value!r}, not a LossScale"
+        return None if isinstance(value, LossScale) else PolicyError(text, write="policy.evolve(loss_scale=1024)")
+    if name == "rules":
+        if isinstance(value, tuple) and all(isinstance(rule, Rule) for rule in value):
+            return None
+        return PolicyError("rules must be a tuple of Rule", write='rules=(Rule("fp32", op="softmax"),)')
+    choices = _CHOICES.get(name, (True, False))
+    # 1 == True, but a number is no answer to a yes-or-no question
+    known = value in choices and (isinstance(value, bool) or not isinstance(value, int))
+    return None if known else _unknown_value(name, value, choices)
+
+
+def impossible_combinations(policy: Policy) -> Iterator[PolicyError]:
+    """Yield an error, with its reason, for each combination that cannot be carried out."""
+    low, level = policy.param_dtype in _LOW, policy.level
+    name, params = text_of(policy.dtype), text_of(policy.param_dtype)
+    if level == "O0" and policy.dtype != torch.float32:
+        yield PolicyError(f"O0 cannot compute in {name}", why="O0 is the FP32 reference", write=f"O1,dtype={name}")
+    if level != "O0" and policy.dtype == torch.float32:
+        yield PolicyError(
+            f"{level} cannot compute in float32", why="nothing would be mixed", write="O0, or dtype=bfloat16"
+        )
+    if policy.dtype == torch.float32 and policy.autocast:
+        yield PolicyError(
+            f"{level} with dtype=float32 cannot autocast",
+            why="autocast casts to a low-precision dtype",
+            write="O1",
+        )
+    if low and policy.param_dtype != policy.dtype:
+        yield PolicyError(
+            f"weights cannot be {params} while ops compute in {name}",
+            why="each use would cast between two 16-bit formats, which is as lossy as both together",
+            write=f"param_dtype={name} or param_dtype=float32",
+        )
+    if level != "O0" and policy.dtype in _LOW and not low and not policy.autocast:
+        yield PolicyError(
+            f"{level} with float32 weights and no autocast has nothing in {name}",
+            why="neither the weights nor the ops would be low precision",
+            write=f"autocast=true, or param_dtype={name}",
+        )
+    if policy.master_weights and not low:
+        yield PolicyError(
+            "master weights need low-precision weights",
+            why="float32 weights are their own masters",
+            write=f"O2,dtype={name if policy.dtype in _LOW else 'float16'}, or master_weights=false",
+        )
+    if not policy.keep_batchnorm_fp32 and not low:
+        yield PolicyError(
+            "keep_batchnorm_fp32=false has no effect on float32 weights",
+            why="only weights stored in low precision can take batch norm with them",
+            write="O3, or O2,keep_batchnorm_fp32=false",
+        )
+    if policy.param_dtype == torch.float16 and not policy.master_weights and not _keeps_gradients(policy.loss_scale):
+        yield PolicyError(
+            "fp16 gradients cannot be unscaled in fp16",
+            where=f"{level},dtype=float16,master_weights=false,loss_scale={policy.loss_scale}",
+            why="dividing them by the scale in float16 flushes small ones to zero; FP32 masters take them in FP32",
+            write="O2,dtype=float16   # keeps FP32 masters; or loss_scale=1",
+        )
+
+
+def _keeps_gradients(scale: LossScale) -> bool:
+    return scale.mode == "none" or (scale.mode == "constant" and scale.init == 1.0)
+
+
+# Values and their text ----------------------------------------------------------------------------
+
+
+def coerce(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn text and shorthand into the fields' own types; unknown fields are errors."""
+    for name in fields:
+        if name not in _NAMES:
+            raise unknown_key(name)
+    converters: dict[str, Callable[[Any], Any]] = {
+        "dtype": lambda value: as_dtype("dtype", value),
+        "param_dtype": lambda value: as_dtype("param_dtype", value),
+        "output_dtype": lambda value: None if value in (None, "none") else as_dtype("output_dtype", value),
+        "loss_scale": LossScale.parse,
+        "rules": tuple,
+        **dict.fromkeys((*_BOOLEANS, "emulate"), _as_boolean),
+    }
+    return {name: converters.get(name, lambda value: value)(value) for name, value in fields.items()}
+
+
+def as_dtype(name: str, value: Any) -> torch.dtype:
+    """Read a dtype from its name; the field is named in the error."""
+    if isinstance(value, torch.dtype):
+        return value
+    if isinstance(value, str) and value.removeprefix("torch.") in _DTYPES:
+        return _DTYPES[value.removeprefix("torch.")]
+    raise _unknown_dtype(name, value)
+
+
+def _as_boolean(value: Any) -> Any:
+    """Read ``true`` and ``false``; anything else is left for the check of the field's vocabulary."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def text_of(value: Any) -> str:
+    """Write one value as a policy's text has it."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def show(value: Any) -> str:
+    """Write one value for people: rules as text, too."""
+    return (format_rules(value) or "no rules") if isinstance(value, tuple) else text_of(value)
+
+
+def split(text: str) -> list[str]:
+    """Split at commas outside parentheses, so that a loss scale's text can hold some."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        elif not character.isspace():
+            parts[-1] += character
+    return parts
+
+
+def unknown_key(key: str) -> PolicyError:
+    """Build the error for a key that no policy has."""
+    words = ("dtype", *FIELDS, *rule_keys())
+    why = nearest(key, words)
+    return PolicyError(f"unknown policy key {key!r}", why=why, write="O1,dtype=bfloat16,fp32=softmax")
+
+
+def _unknown_dtype(name: str, value: Any) -> PolicyError:
+    words = ("float16", "bfloat16", "float32")
+    return PolicyError(
+        f"unknown {name} {text_of(value)!r}", why=nearest(text_of(value), words), write=f'{name}="bfloat16"'
+    )
+
+
+def _unknown_value(name: str, value: Any, choices: tuple[Any, ...]) -> PolicyError:
+    words = [text_of(choice) for choice in choices]
+    why = nearest(text_of(value), words)
+    return PolicyError(f"unknown {name} {text_of(value)!r}", why=why, write=f"{name}={words[0]}")

@@ -1,0 +1,319 @@
+"""``Policy``: one frozen value that says what precision everything gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+
+from mezzo.errors import PolicyError, nearest
+from mezzo.policy.fields import (
+    FIELDS,
+    LEVELS,
+    Level,
+    as_dtype,
+    coerce,
+    impossible_combinations,
+    level_fields,
+    show,
+    split,
+    text_of,
+    unknown_key,
+    wrong_value,
+    wrong_values,
+)
+from mezzo.policy.ops import OPS, resolve
+from mezzo.policy.rules import Decision, Rule, format_rules, parse_rules, rule_keys
+from mezzo.scale import LossScale
+
+__all__ = ["LEVELS", "Policy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What precision each op, module and parameter gets, as one value.
+
+    Make one with a level, ``Policy.O1("bfloat16")``, or from text, ``Policy.parse("O1,dtype=bfloat16")``; the
+    constructor itself takes every field resolved. Policies compare by value and print as text that parses back.
+
+    Attributes:
+        level: ``O0`` … ``O3``, the defaults this policy started from.
+        dtype: What low-precision ops compute in; ``float32`` only in O0.
+        param_dtype: What parameters are stored in, where no rule says otherwise.
+        output_dtype: What the model's floating outputs are cast to; ``None`` leaves them.
+        autocast: Whether ops are cast one by one from the op table.
+        keep_batchnorm_fp32: Whether norms with running statistics keep FP32 weights.
+        master_weights: Whether the optimizer updates FP32 masters of low-precision parameters.
+        loss_scale: How the loss is scaled; :meth:`LossScale.none` when it is not.
+        accumulate: ``fp32`` forbids reduced-precision accumulation inside GEMMs; ``native`` leaves it to torch.
+        lists: ``portable`` gives torch's CUDA dtypes on every device; ``device`` torch's own on each.
+        norms: Whether softmax and normalisations return FP32 (``fp32``) or the input's dtype (``fp32_math``).
+        emulate: Whether GEMMs compute in FP32 from rounded operands; ``auto`` follows the device.
+        rules: Exceptions, in order; the first match wins.
+
+    Raises:
+        PolicyError: A value outside its vocabulary, or a combination that cannot be carried out.
+
+    Example:
+        >>> policy = Policy.O1("bfloat16").low("softmax").keep_fp32(modules=["head"])
+        >>> print(policy)
+        O1,dtype=bfloat16,fp32_module=head,low=softmax
+        >>> Policy.parse(str(policy)) == policy
+        True
+        >>> policy.explain("softmax").treatment
+        'low'
+
+    References:
+        Micikevicius et al., *Mixed Precision Training*, ICLR 2018; the levels are those of NVIDIA's apex.amp.
+    """
+
+    level: Level
+    dtype: torch.dtype
+    param_dtype: torch.dtype
+    output_dtype: torch.dtype | None
+    autocast: bool
+    keep_batchnorm_fp32: bool
+    master_weights: bool
+    loss_scale: LossScale
+    accumulate: Literal["fp32", "native"] = "fp32"
+    lists: Literal["portable", "device"] = "portable"
+    norms: Literal["fp32", "fp32_math"] = "fp32"
+    emulate: Literal["auto"] | bool = "auto"
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        if problems := [*wrong_values(self)] or [*impossible_combinations(self)]:
+            raise PolicyError.together(problems)
+
+    # Levels -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def O0(cls, **overrides: Any) -> Self:
+        """FP32 throughout: the reference every other level is compared with."""
+        return cls._of("O0", "float32", overrides)
+
+    @classmethod
+    def O1(cls, dtype: str | torch.dtype = "float16", **overrides: Any) -> Self:
+        """FP32 weights; each op cast by the op table. The level to start with."""
+        return cls._of("O1", dtype, overrides)
+
+    @classmethod
+    def O2(cls, dtype: str | torch.dtype = "float16", **overrides: Any) -> Self:
+        """Low-precision weights with FP32 masters; batch norm stays FP32."""
+        return cls._of("O2", dtype, overrides)
+
+    @classmethod
+    def O3(cls, dtype: str | torch.dtype = "float16", **overrides: Any) -> Self:
+        """Low precision throughout: the speed to aim for, not a way to train."""
+        return cls._of("O3", dtype, overrides)
+
+    @classmethod
+    def _of(cls, level: Level, dtype: str | torch.dtype, overrides: Mapping[str, Any]) -> Self:
+        fields = level_fields(level, as_dtype("dtype", dtype))
+        return cls(**fields | coerce({"level": level, **overrides}))
+
+    def evolve(self, **overrides: Any) -> Self:
+        """Return a policy with some fields replaced; dtypes and loss scales may be given as text.
+
+        Raises:
+            PolicyError: An unknown field, or as the constructor.
+        """
+        return dataclasses.replace(self, **coerce(overrides))
+
+    # Rules ------------------------------------------------------------------------------------------
+
+    def low(self, *ops: str) -> Self:
+        """Run these ops in ``dtype``. The new rules come first, as for every builder below."""
+        return self._first(Rule("low", op=op) for op in ops)
+
+    def fp32(self, *ops: str) -> Self:
+        """Run these ops in FP32 and return FP32."""
+        return self._first(Rule("fp32", op=op) for op in ops)
+
+    def fp32_math(self, *ops: str) -> Self:
+        """Run these ops in FP32 and return their input's dtype."""
+        return self._first(Rule("fp32_math", op=op) for op in ops)
+
+    def promote(self, *ops: str) -> Self:
+        """Run these ops in the widest of their inputs' dtypes."""
+        return self._first(Rule("promote", op=op) for op in ops)
+
+    def native(self, *ops: str) -> Self:
+        """Run these ops in the dtypes they are given, without a cast."""
+        return self._first(Rule("native", op=op) for op in ops)
+
+    def ban(self, *ops: str) -> Self:
+        """Refuse these ops with an error."""
+        return self._first(Rule("ban", op=op) for op in ops)
+
+    def keep_fp32(self, *, modules: Any = (), params: Any = ()) -> Self:
+        """Keep modules and parameters in FP32: what they store, and every op that uses it.
+
+        Args:
+            modules: Globs on module paths, such as ``["head", "blocks.*.norm"]``.
+            params: Globs on parameter paths, such as ``["*.scale"]``; buffers match too.
+        """
+        return self._first(
+            [*(Rule("fp32", module=glob) for glob in modules), *(Rule("fp32", param=glob) for glob in params)]
+        )
+
+    def _first(self, rules: Any) -> Self:
+        return dataclasses.replace(self, rules=(*rules, *self.rules))
+
+    def explain(self, op: str, module: str | None = None, *, device_type: str | None = None) -> Decision:
+        """Say what an op gets, and why.
+
+        Args:
+            op: Any spelling of the op's name.
+            module: Path of the module it runs in.
+            device_type: Matters only for ``lists="device"``; the current accelerator, else the CPU, when omitted.
+
+        Raises:
+            PolicyError: Nobody knows the op.
+        """
+        name = resolve(op)
+        for rule in self.rules:
+            if rule.matches(op=name, module=module):
+                reason = rule.reason or f"the rule {rule} matches first"
+                return Decision(treatment=rule.treatment, rule=rule, reason=reason, source="policy")
+        entry = OPS.get(name)
+        if entry is not None and entry.is_norm and self.norms == "fp32_math":
+            reason = f"{entry.reason}: FP32 inside, the input's dtype out"
+            return Decision(treatment="fp32_math", rule=None, reason=reason, source="norms=fp32_math")
+        if not self.autocast:
+            why = f"{self.level} casts no single op: each runs in the dtypes it is given"
+            return Decision(treatment="native", rule=None, reason=why, source=f"level {self.level}")
+        if entry is None:
+            return Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
+        if self.lists == "portable":
+            treatment = entry.portable
+        else:
+            treatment = entry.cpu if (device_type or _default_device()) == "cpu" else entry.cuda
+        return Decision(treatment=treatment, rule=None, reason=entry.reason, source=entry.source)
+
+    def storage(self, param: str, module: str, *, is_norm: bool = False) -> tuple[torch.dtype, Rule | None]:
+        """Say what dtype a floating parameter or buffer is stored in, and the rule that says so.
+
+        Args:
+            param: Its path in the model.
+            module: Path of the module that owns it.
+            is_norm: Whether that module is a norm with running statistics.
+        """
+        for rule in self.rules:
+            pinned = rule.matches_param(param) or (
+                rule.op is None and rule.treatment in ("low", "fp32") and rule.matches_module(module)
+            )
+            # A module rule speaks about storage only where the level stores low precision at all.
+            if pinned and (rule.param is not None or self.param_dtype != torch.float32):
+                return (self.dtype if rule.treatment == "low" else torch.float32), rule
+        if is_norm and self.keep_batchnorm_fp32:
+            return torch.float32, None
+        return self.param_dtype, None
+
+    # Text -------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """Write the level, the dtype, every field that differs from the level's, and the rules."""
+        default = level_fields(self.level, self.dtype)
+        parts: list[str] = [self.level, *([] if self.level == "O0" else [f"dtype={text_of(self.dtype)}"])]
+        parts += [f"{name}={text_of(getattr(self, name))}" for name in FIELDS if getattr(self, name) != default[name]]
+        return ",".join([*parts, *([format_rules(self.rules)] if self.rules else [])])
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a policy from its text.
+
+        Args:
+            text: A level, then ``key=value`` for fields and rules, such as
+                ``O1,dtype=bfloat16,low=softmax+gelu,fp32_module=head.*``.
+
+        Raises:
+            PolicyError: Every problem of the text: unknown levels, keys and values with the nearest valid one.
+        """
+        level, *items = split(text)
+        if level not in LEVELS:
+            raise PolicyError(
+                f"policy {text!r}: unknown level {level!r}",
+                why=nearest(level, LEVELS),
+                write='a level first, such as "O1,dtype=bfloat16"',
+            )
+        problems: list[PolicyError] = []
+        fields: dict[str, str] = {}
+        rules: list[Rule] = []
+        for item in items:
+            key, equals, value = item.partition("=")
+            try:
+                if not equals or not value:
+                    raise PolicyError(f"{item!r} is not key=value", write=f"{key}=…")
+                if key in fields:
+                    raise PolicyError(f"the key {key!r} stands twice", write=f"one {key}=…")
+                if key in rule_keys():
+                    rules += parse_rules(key, value)
+                elif key in ("dtype", *FIELDS):
+                    if problem := wrong_value(key, coerce({key: value})[key]):
+                        raise problem
+                    fields[key] = value
+                else:
+                    raise unknown_key(key)
+            except PolicyError as problem:
+                problems.append(problem)
+        if problems:
+            raise PolicyError(f"policy {text!r}: {PolicyError.together(problems)}")
+        dtype = fields.pop("dtype", "float32" if level == "O0" else "float16")
+        return cls._of(level, dtype, {**fields, "rules": tuple(rules)})
+
+    @classmethod
+    def of(cls, value: Policy | str | os.PathLike[str]) -> Policy:
+        """Accept a policy, its text, or the path of a file that :meth:`save` wrote.
+
+        Raises:
+            PolicyError: As :meth:`parse` and :meth:`load`; or the value is something else.
+        """
+        if isinstance(value, Policy):
+            return value
+        if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".toml")):
+            return cls.load(value)
+        if isinstance(value, str):
+            return cls.parse(value)
+        raise PolicyError(
+            f"a policy cannot be made from {type(value).__name__}",
+            write='mezzo.Policy.O1("bfloat16"), its text "O1,dtype=bfloat16", or the path of a policy file',
+        )
+
+    def differences(self, other: Policy) -> tuple[str, ...]:
+        """List the fields in which two policies differ, as ``field: this → other``."""
+        return tuple(
+            f"{field.name}: {show(getattr(self, field.name))} → {show(getattr(other, field.name))}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(other, field.name)
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a TOML file with every field, and the rules with their reasons.
+
+        Written beside and then renamed, so that no reader sees half a file.
+        """
+        from mezzo.policy import toml
+
+        toml.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that :meth:`save` wrote.
+
+        Raises:
+            PolicyError: No such file, not TOML, or an unknown key (named, with file and nearest key).
+        """
+        from mezzo.policy import toml
+
+        level, dtype, fields = toml.load(path)
+        return cls._of(level, dtype, fields)
+
+
+def _default_device() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"

@@ -1,0 +1,206 @@
+"""Rules: which treatment an op, a module or a parameter gets, and which rule decided."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby
+from typing import cast
+
+from mezzo.errors import PolicyError, nearest
+from mezzo.policy.ops import TREATMENTS, Treatment, matching, resolve
+
+__all__ = ["Decision", "Rule", "format_rules", "parse_rules", "rule_keys"]
+
+_GLOB_CHARACTERS = "*?["
+_TEXT_CHARACTERS = ",+=@; \t\n"
+_STORAGE_TREATMENTS: tuple[Treatment, ...] = ("low", "fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Give one treatment to the ops, modules or parameters that match.
+
+    In a policy rules are ordered and the first match wins. A module glob also covers everything inside
+    the modules it matches.
+
+    Attributes:
+        treatment: ``low``, ``fp32``, ``fp32_math``, ``promote``, ``native`` or ``ban``.
+        op: Glob on the op's base name (any spelling that :func:`mezzo.policy.ops.resolve` knows).
+        module: Glob on the module's path in the model. With ``op`` both must match.
+        param: Glob on the parameter's (or buffer's) path; stands alone.
+        reason: For people; it takes no part in comparison.
+
+    Raises:
+        PolicyError: An unknown treatment or op, nothing to match, or a combination without a meaning.
+
+    Example:
+        >>> Rule("fp32", module="head.*").matches(op="linear", module="head.fc.0")
+        True
+    """
+
+    treatment: Treatment
+    _: KW_ONLY
+    op: str | None = None
+    module: str | None = None
+    param: str | None = None
+    reason: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.treatment not in TREATMENTS:
+            raise PolicyError(
+                f"unknown treatment {self.treatment!r}",
+                where=f"Rule({self.treatment!r}, …)",
+                why=nearest(str(self.treatment), TREATMENTS),
+                write='Rule("fp32", op="softmax")',
+            )
+        globs = {"op": self.op, "module": self.module, "param": self.param}
+        for kind, glob in globs.items():
+            if not isinstance(glob, str | None):
+                raise PolicyError(f"the {kind} glob is {glob!r}, not text", write=f'{kind}="…"')
+        if not any(globs.values()):
+            raise PolicyError(
+                "a rule must match something",
+                where=f"Rule({self.treatment!r})",
+                write=f'Rule({self.treatment!r}, op="softmax"), or module="head.*", or param="*.scale"',
+            )
+        for kind, glob in globs.items():
+            if glob is not None and (not glob or any(character in glob for character in _TEXT_CHARACTERS)):
+                raise PolicyError(
+                    f"the {kind} glob {glob!r} cannot be written in a policy's text",
+                    why="a glob is not empty and has no space and none of , + = @ ;",
+                    write=f"one rule for each {kind}",
+                )
+        if self.param is not None and (self.op is not None or self.module is not None):
+            raise PolicyError(
+                f"the rule on parameter {self.param!r} also names an op or a module",
+                why="a parameter's path already contains its module's, and its rule covers every op that reads it",
+                write=f'Rule({self.treatment!r}, param="{self.module or "block"}.{self.param}")',
+            )
+        if self.param is not None and self.treatment not in _STORAGE_TREATMENTS:
+            raise PolicyError(
+                f"a parameter cannot be treated as {self.treatment!r}",
+                where=f"param={self.param!r}",
+                why="a parameter is stored either in the policy's dtype or in FP32",
+                write=f'Rule("low", param={self.param!r}) or Rule("fp32", param={self.param!r})',
+            )
+        if self.op is not None and not any(character in self.op for character in _GLOB_CHARACTERS):
+            resolve(self.op)
+
+    def matches(self, *, op: str, module: str | None) -> bool:
+        """Say whether this rule decides about an op.
+
+        Args:
+            op: The op's base name.
+            module: Path of the module it runs in; ``None`` outside any prepared module.
+        """
+        if self.param is not None:
+            return False
+        return (self.op is None or _matches_op(self.op, op)) and (
+            self.module is None or (module is not None and self.matches_module(module))
+        )
+
+    def matches_module(self, path: str) -> bool:
+        """Say whether the module glob matches a module or one that contains it."""
+        return self.module is not None and any(fnmatch.fnmatchcase(part, self.module) for part in _ancestry(path))
+
+    def matches_param(self, path: str) -> bool:
+        """Say whether the parameter glob matches a parameter's or buffer's path."""
+        return self.param is not None and fnmatch.fnmatchcase(path, self.param)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The classified ops it names: one, or those that its glob matches, or none."""
+        if self.op is None:
+            return ()
+        is_glob = any(character in self.op for character in _GLOB_CHARACTERS)
+        return tuple(matching(self.op)) if is_glob else (resolve(self.op),)
+
+    @property
+    def key(self) -> str:
+        """The key of this rule in a policy's text: ``low``, ``fp32_module``, ``fp32_param``."""
+        if self.param is not None:
+            return f"{self.treatment}_param"
+        return self.treatment if self.op is not None else f"{self.treatment}_module"
+
+    @property
+    def name(self) -> str:
+        """What stands for this rule behind its key: the glob, or ``op@module``."""
+        if self.op is not None and self.module is not None:
+            return f"{self.op}@{self.module}"
+        return self.op or self.module or self.param or ""
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What an op gets, and why.
+
+    Attributes:
+        treatment: The treatment.
+        rule: The rule that decided; ``None`` when the level or the op table did.
+        reason: Why, in words.
+        source: Whose decision it is: the policy, the level, or a list.
+    """
+
+    treatment: Treatment
+    rule: Rule | None
+    reason: str
+    source: str
+
+
+def format_rules(rules: Iterable[Rule]) -> str:
+    """Write rules as text, neighbours with one key joined by ``+``.
+
+    Example:
+        >>> format_rules([Rule("low", op="softmax"), Rule("low", op="gelu"), Rule("fp32", module="head")])
+        'low=softmax+gelu,fp32_module=head'
+    """
+    groups = groupby(rules, key=lambda rule: rule.key)
+    return ",".join(f"{key}={'+'.join(rule.name for rule in group)}" for key, group in groups)
+
+
+def rule_keys() -> tuple[str, ...]:
+    """List the keys that stand for rules in a policy's text."""
+    return (
+        *TREATMENTS,
+        *(f"{treatment}_module" for treatment in TREATMENTS),
+        *(f"{treatment}_param" for treatment in _STORAGE_TREATMENTS),
+    )
+
+
+def parse_rules(key: str, names: str) -> tuple[Rule, ...]:
+    """Read what :func:`format_rules` writes for one key.
+
+    Args:
+        key: One of :func:`rule_keys`.
+        names: Names joined by ``+``.
+
+    Raises:
+        PolicyError: As :class:`Rule` does.
+    """
+    for kind in ("module", "param"):
+        if key.endswith(f"_{kind}"):
+            treatment = cast(Treatment, key.removesuffix(f"_{kind}"))
+            return tuple(Rule(treatment, **{kind: name}) for name in names.split("+"))
+    rules = []
+    for name in names.split("+"):
+        op, _, module = name.partition("@")
+        rules.append(Rule(cast(Treatment, key), op=op, module=module or None))
+    return tuple(rules)
+
+
+def _matches_op(pattern: str, op: str) -> bool:
+    if any(character in pattern for character in _GLOB_CHARACTERS):
+        return fnmatch.fnmatchcase(op, pattern)
+    return op == resolve(pattern)
+
+
+def _ancestry(path: str) -> Iterator[str]:
+    """Yield a module's path and those of the modules around it, innermost first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]

@@ -1,0 +1,52 @@
+"""Training tasks on real data that installs with the package, and the loop that compares policies on them.
+
+Here live recipes, the training loop, what it counts, and the files a comparison leaves behind. Pictures and
+tables are ``report``'s, printing is ``cli``'s. No recipe downloads anything.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+from mezzo.errors import PolicyError, nearest
+from mezzo.recipes.comparison import Comparison, compare
+from mezzo.recipes.digits_cnn import DIGITS_CNN
+from mezzo.recipes.docs_lm import DOCS_LM
+from mezzo.recipes.recipe import Metric, Recipe, Split
+from mezzo.recipes.training import RunResult, StepRecord, Watcher, train
+
+__all__ = [
+    "RECIPES",
+    "Comparison",
+    "Metric",
+    "Recipe",
+    "RunResult",
+    "Split",
+    "StepRecord",
+    "Watcher",
+    "compare",
+    "get",
+    "train",
+]
+
+#: Every built-in recipe by name.
+RECIPES: Final = MappingProxyType({recipe.name: recipe for recipe in (DIGITS_CNN, DOCS_LM)})
+
+
+def get(name: str) -> Recipe:
+    """Return a built-in recipe.
+
+    Args:
+        name: A key of :data:`RECIPES`.
+
+    Raises:
+        PolicyError: There is no such recipe; the message names the nearest.
+
+    Example:
+        >>> get("digits-cnn").metric.name
+        'test accuracy'
+    """
+    if name not in RECIPES:
+        raise PolicyError(f"unknown recipe {name!r}", why=nearest(name, RECIPES), write="mezzo compare digits-cnn")
+    return RECIPES[name]

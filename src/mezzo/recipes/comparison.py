@@ -1,0 +1,261 @@
+"""One recipe trained under several policies on the same batches, with the evidence side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from mezzo.errors import MezzoError, PolicyError
+from mezzo.policy import Policy
+from mezzo.recipes.machine import default_device, describe
+from mezzo.recipes.recipe import Metric, Recipe, Split
+from mezzo.recipes.run_directory import RunDirectory
+from mezzo.recipes.training import Run, RunResult, StepRecord, Watcher, num_steps
+
+__all__ = ["DEFAULT_POLICIES", "SCHEMA", "Comparison", "compare"]
+
+#: Version of ``summary.json``; a reader refuses one it does not know.
+SCHEMA: Final = 1
+
+#: FP32, then what there is to gain and what there is to lose.
+DEFAULT_POLICIES: Final = (
+    "O0",
+    "O1,dtype=float16",
+    "O2,dtype=float16",
+    "O3,dtype=float16",
+    "O1,dtype=bfloat16",
+    "O2,dtype=bfloat16",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The results of one recipe under several policies.
+
+    Attributes:
+        recipe: Its name.
+        summary: Its one line.
+        metric: What the rows are judged by.
+        references: Values of the metric that the data alone gives.
+        data_sha256: Fingerprint of the data and its division.
+        steps: Steps per policy.
+        seed: Of initial weights and batches.
+        date: When it ended, ISO 8601 with the time zone.
+        machine: What it ran on.
+        policies: Every policy asked for, in order.
+        rows: The results, in the same order; fewer than policies after an interruption.
+        interrupted: Whether the user stopped it.
+        directory: Where the files are, if any were written.
+    """
+
+    recipe: str
+    summary: str
+    metric: Metric
+    references: Mapping[str, float]
+    data_sha256: str
+    steps: int
+    seed: int
+    date: str
+    machine: Mapping[str, str | int | bool]
+    policies: tuple[str, ...]
+    rows: tuple[RunResult, ...]
+    interrupted: bool
+    directory: Path | None
+
+    @property
+    def reference(self) -> str:
+        """The policy the others are compared with: the first plain O0, else the first of all."""
+        return next((text for text in self.policies if text == "O0"), self.policies[0])
+
+    def difference(self, row: RunResult) -> float | None:
+        """The row's final metric less the reference's; ``None`` for the reference and where unknown."""
+        base = next((other.final_metric for other in self.rows if other.policy == self.reference), None)
+        if row.policy == self.reference or base is None or row.final_metric is None:
+            return None
+        return row.final_metric - base
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``summary.json`` holds; every key with a unit names it."""
+        rows = [
+            dataclasses.asdict(row)
+            | {
+                "difference": self.difference(row),
+                "step_ms": row.step_ms and dict(zip(("p10", "median", "p90"), row.step_ms, strict=True)),
+                "state_bytes": row.state_bytes
+                and dataclasses.asdict(row.state_bytes) | {"total": row.state_bytes.total},
+            }
+            for row in self.rows
+        ]
+        return {
+            "schema": SCHEMA,
+            "recipe": self.recipe,
+            "summary": self.summary,
+            "metric": dataclasses.asdict(self.metric),
+            "references": dict(self.references),
+            "data_sha256": self.data_sha256,
+            "steps": self.steps,
+            "seed": self.seed,
+            "date": self.date,
+            "machine": dict(self.machine),
+            "policies": list(self.policies),
+            "reference": self.reference,
+            "interrupted": self.interrupted,
+            "rows": rows,
+        }
+
+
+def compare(
+    recipe: Recipe,
+    policies: Sequence[Policy | str] = DEFAULT_POLICIES,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    out: Path | str | None = None,
+    overwrite: bool = False,
+    device: torch.device | None = None,
+    watcher: Watcher | None = None,
+) -> Comparison:
+    """Train a recipe under each policy, from the same weights on the same batches.
+
+    Everything that can be refused is refused before the first step: data, policies, device, directory. Ctrl-C
+    ends the comparison early: the policies so far are summed up and written, the last one marked
+    ``interrupted``, and the comparison is returned with ``interrupted`` set.
+
+    Args:
+        recipe: What to train.
+        policies: Policies or their texts, each once.
+        steps: Steps per policy; the recipe's own number when ``None``.
+        seed: Of initial weights and batches.
+        out: Directory for ``summary.json`` and ``metrics.jsonl``; nothing is written when ``None``.
+        overwrite: Whether a run that is in ``out`` may be replaced.
+        device: Where; the accelerator if there is one.
+        watcher: Told of every step of every policy.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        PolicyError: Policies, steps or directory make no sense; all faulty policies in one error.
+        UnsupportedError: The data's package is missing, or the device cannot do what a policy asks for.
+
+    **Cost**: the trainings, one after the other; one transfer from the device per step.
+
+    Example:
+        >>> from mezzo.recipes import get
+        >>> comparison = compare(get("digits-cnn"), ["O0", "O1,dtype=bfloat16"], steps=2)
+        >>> [row.policy for row in comparison.rows], comparison.reference
+        (['O0', 'O1,dtype=bfloat16'], 'O0')
+    """
+    steps = num_steps(recipe, steps)
+    parsed = _parse(policies)
+    device = device or default_device()
+    directory = None if out is None else RunDirectory(Path(out), overwrite=overwrite)
+    split = recipe.load()
+    _try_out(recipe, parsed, split, device)
+
+    rows: list[RunResult] = []
+    interrupted = False
+    follow = _Following(directory, watcher)
+    try:
+        for policy in parsed:
+            run: Run | None = None
+            try:
+                run = Run(recipe, policy, split, steps=steps, seed=seed, device=device)
+                follow.started(policy, steps)
+                run.train(follow)
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                if run is not None:
+                    run.close()
+            if run is not None:
+                rows.append(run.result(interrupted=interrupted))
+                follow.ended(rows[-1])
+            if interrupted:
+                break
+    finally:
+        if directory is not None:
+            directory.close()
+    comparison = Comparison(
+        recipe=recipe.name,
+        summary=recipe.summary,
+        metric=recipe.metric,
+        references=recipe.references(split),
+        data_sha256=split.sha256(),
+        steps=steps,
+        seed=seed,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        machine=describe(device),
+        policies=tuple(str(policy) for policy in parsed),
+        rows=tuple(rows),
+        interrupted=interrupted,
+        directory=None if directory is None else directory.path,
+    )
+    if directory is not None:
+        directory.finish(comparison.to_dict())
+    return comparison
+
+
+class _Following:
+    """Hand every event to the run directory and to the caller's watcher, where there are such."""
+
+    def __init__(self, directory: RunDirectory | None, watcher: Watcher | None) -> None:
+        self._directory, self._watcher = directory, watcher
+
+    def started(self, policy: Policy, steps: int) -> None:
+        if self._watcher is not None:
+            self._watcher.started(policy, steps)
+
+    def stepped(self, record: StepRecord) -> None:
+        if self._directory is not None:
+            self._directory.write_step(record)
+        if self._watcher is not None:
+            self._watcher.stepped(record)
+
+    def ended(self, result: RunResult) -> None:
+        if self._watcher is not None:
+            self._watcher.ended(result)
+
+
+def _parse(policies: Sequence[Policy | str]) -> list[Policy]:
+    """Read every policy, and refuse all faulty and repeated ones together."""
+    parsed: list[Policy] = []
+    problems: list[PolicyError] = []
+    for policy in policies:
+        try:
+            value = Policy.parse(policy) if isinstance(policy, str) else policy
+        except PolicyError as error:
+            problems.append(error)
+            continue
+        if value in parsed:
+            problems.append(
+                PolicyError(
+                    f"the policy {value} is listed twice",
+                    why="both rows would show the same training",
+                    write="each policy once",
+                )
+            )
+        parsed.append(value)
+    if problems:
+        raise PolicyError.together(problems)
+    if not parsed:
+        raise PolicyError("no policy to compare", write='policies=["O0", "O1,dtype=bfloat16"]')
+    return parsed
+
+
+def _try_out(recipe: Recipe, policies: Sequence[Policy], split: Split, device: torch.device) -> None:
+    """Set up every training once, so that what the device cannot do is said before minutes are spent."""
+    problems: list[MezzoError] = []
+    for policy in policies:
+        try:
+            Run(recipe, policy, split, steps=1, device=device).close()
+        except MezzoError as error:
+            problems.append(error)
+    if problems:
+        raise type(problems[0]).together(problems)

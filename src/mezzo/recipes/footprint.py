@@ -1,0 +1,131 @@
+"""Bytes that a training step holds, counted from the tensors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["SavedBytes", "StateBytes", "state_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """What lives from one step to the next, each storage counted once, where it first appears.
+
+    Attributes:
+        weights: Parameters and buffers of the model.
+        gradients: Gradients held, of parameters and masters.
+        masters: FP32 copies of low-precision parameters.
+        optimizer: Moments and other tensors of the optimizer's state.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All four together."""
+        return self.weights + self.gradients + self.masters + self.optimizer
+
+
+def state_bytes(model: nn.Module, masters: Iterable[Tensor], optimizer: Optimizer) -> StateBytes:
+    """Count the bytes of weights, gradients, masters and optimizer state as they are now.
+
+    Args:
+        model: The model, with gradients held if they are to count.
+        masters: What the optimizer updates; parameters of the model among them are not counted again.
+        optimizer: Its ``state`` is searched for tensors at any depth.
+
+    Returns:
+        The count. Views of one storage, tied weights among them, count once and whole.
+
+    **Cost**: reads sizes only; no device sync.
+
+    Example:
+        >>> layer = nn.Linear(8, 8, bias=False)  # 64 weights
+        >>> sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> layer(torch.ones(1, 8)).sum().backward()
+        >>> state_bytes(layer, layer.parameters(), sgd)
+        StateBytes(weights=256, gradients=256, masters=0, optimizer=0)
+    """
+    masters = list(masters)
+    params = list(model.parameters())
+    seen: set[int] = set()
+    return StateBytes(
+        weights=_fresh_bytes([*params, *model.buffers()], seen),
+        gradients=_fresh_bytes((p.grad for p in [*params, *masters] if p.grad is not None), seen),
+        masters=_fresh_bytes(masters, seen),
+        optimizer=_fresh_bytes(_tensors_in(optimizer.state), seen),
+    )
+
+
+class SavedBytes:
+    """Count, inside the block, what autograd saves for the backward pass.
+
+    Every storage counts once and whole. Parameters and buffers do not count, as they are there anyway, but
+    copies of them do, such as the low-precision weights that autocast makes. Tensors that an op keeps outside
+    of ``save_for_backward`` are not seen.
+
+    Args:
+        model: The model whose own storages are left out.
+
+    **Cost**: a Python call per saved tensor, so a step inside the block is not one to time.
+
+    Example:
+        >>> x = torch.ones(1000, requires_grad=True)
+        >>> with SavedBytes(nn.Identity()) as saved:
+        ...     y = x.exp()
+        >>> saved.total  # the result of exp, 4 bytes each
+        4000
+
+    References:
+        ``torch.autograd.graph.saved_tensors_hooks``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.total = 0
+        self._seen: set[int] = set()
+        _fresh_bytes([*model.parameters(), *model.buffers()], self._seen)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.total += _fresh_bytes([tensor], self._seen)
+        return tensor
+
+
+def _fresh_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors_in(inner)

@@ -1,0 +1,13 @@
+"""From a run directory to tables and pictures.
+
+Everything here reads the files that a comparison wrote, or the dictionary that went into ``summary.json``, so
+that an old run can be shown as well as a new one. Nothing here trains, and nothing here prints.
+"""
+
+from __future__ import annotations
+
+from mezzo.report.picture import curves, require_matplotlib
+from mezzo.report.run import Run, read
+from mezzo.report.table import facts, results_table, to_markdown
+
+__all__ = ["Run", "curves", "facts", "read", "require_matplotlib", "results_table", "to_markdown"]

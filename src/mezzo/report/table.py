@@ -1,0 +1,225 @@
+"""The table of a comparison, for a terminal and for a page of markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+__all__ = ["Column", "byte_text", "columns", "facts", "results_table", "scale_text", "to_markdown"]
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column: its head, on one or two lines, and the text of a cell.
+
+    Attributes:
+        head: Lines of the heading.
+        right: Whether its cells are numbers, aligned right.
+        cell: From a row of the summary to the cell's text.
+    """
+
+    head: tuple[str, ...]
+    right: bool
+    cell: Callable[[Row], str]
+
+
+def columns(summary: Mapping[str, Any]) -> list[Column]:
+    """Return the columns of a comparison's table.
+
+    Args:
+        summary: What ``summary.json`` holds, or :meth:`Comparison.to_dict` returns.
+
+    Returns:
+        Columns in the order in which they are shown. The one for peak memory is there if it was measured.
+    """
+    metric = summary["metric"]
+    base = next((row for row in summary["rows"] if row["policy"] == summary["reference"]), None)
+
+    def value(key: str, sign: str = "") -> Callable[[Row], str]:
+        return lambda row: _number(row[key], f"{sign}.{metric['decimals']}f")
+
+    def size(read: Callable[[Row], int | None]) -> Callable[[Row], str]:
+        return lambda row: _size(read(row), None if base is None or row is base else read(base))
+
+    name, unit = metric["name"], metric["unit"]
+    found = [
+        Column(head=("policy",), right=False, cell=_policy),
+        Column(head=("arithmetic",), right=False, cell=lambda row: str(row["arithmetic"])),
+        Column(head=(name, f"final, {unit}"), right=True, cell=value("final_metric")),
+        Column(head=("best,", unit), right=True, cell=value("best_metric")),
+        Column(
+            head=(f"final − {summary['reference']},", metric["unit_of_difference"]),
+            right=True,
+            cell=value("difference", "+"),
+        ),
+        Column(head=("ms per step, median", "(10–90 %)"), right=True, cell=_milliseconds),
+        Column(
+            head=("weights + gradients", "+ optimizer"),
+            right=True,
+            cell=size(lambda row: row["state_bytes"] and row["state_bytes"]["total"]),
+        ),
+        Column(head=("saved for", "backward"), right=True, cell=size(lambda row: row["saved_bytes"])),
+        Column(head=("peak", "allocated"), right=True, cell=size(lambda row: row["peak_bytes"])),
+        Column(head=("steps", "skipped"), right=True, cell=lambda row: str(row["skipped_steps"])),
+        Column(head=("final", "scale"), right=True, cell=lambda row: scale_text(row["final_scale"])),
+        Column(head=("non-finite", "losses"), right=True, cell=lambda row: str(row["nonfinite_losses"])),
+    ]
+    if all(row["peak_bytes"] is None for row in summary["rows"]):
+        found = [column for column in found if column.head[0] != "peak"]
+    return found
+
+
+def results_table(summary: Mapping[str, Any]) -> Table:
+    """Make the table of a comparison for a terminal.
+
+    Args:
+        summary: What ``summary.json`` holds.
+
+    Returns:
+        A rich table, one row per policy that was trained.
+    """
+    shown = columns(summary)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in shown:
+        table.add_column(
+            "\n".join(column.head),
+            justify="right" if column.right else "left",
+            # Policies may fold at their commas; a folded number would be misread.
+            no_wrap=column.right,
+            overflow="fold",
+        )
+    for row in summary["rows"]:
+        table.add_row(*(column.cell(row) for column in shown), style="" if row["status"] == "finished" else "dim")
+    return table
+
+
+def to_markdown(summary: Mapping[str, Any]) -> str:
+    """Write the table of a comparison, and what it was measured on, as markdown.
+
+    Args:
+        summary: What ``summary.json`` holds.
+
+    Returns:
+        A table, an empty line, and the lines of :func:`facts` as one paragraph.
+    """
+    shown = columns(summary)
+    lines = [
+        [" ".join(column.head) for column in shown],
+        ["---:" if column.right else "---" for column in shown],
+        *([column.cell(row).replace("|", "\\|") for column in shown] for row in summary["rows"]),
+    ]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\n" + "\\\n".join(facts(summary)) + "\n"
+
+
+def facts(summary: Mapping[str, Any]) -> list[str]:
+    """Say what a reader must know to judge the table.
+
+    Args:
+        summary: What ``summary.json`` holds.
+
+    Returns:
+        One line each: the task, the machine and date, reference values, layouts, arithmetic, interruptions.
+    """
+    rows: Sequence[Row] = summary["rows"]
+    metric, machine = summary["metric"], summary["machine"]
+    lines = [
+        f"{summary['recipe']}: {summary['summary']}; {summary['steps']} steps, seed {summary['seed']}",
+        f"{_machine(machine)}; {summary['date'][:10]}",
+    ]
+    for name, number in summary["references"].items():
+        lines.append(f"for reference: {name} {float(number):.{metric['decimals']}f} {metric['unit']}")
+    if any(row["memory_format"] == "channels-last" for row in rows):
+        first = [row["policy"] for row in rows if row["memory_format"] != "channels-last"]
+        but = f" but {'; '.join(first)}, which is contiguous (NCHW)" if first else ""
+        lines.append(f"layout: channels-last (NHWC) in every policy{but}")
+    if any(row["arithmetic"] == "emulated" for row in rows):
+        lines.append(
+            "emulated: products computed in FP32 from rounded operands, as this device lacks fast ones; "
+            "their time says nothing about the format"
+        )
+    for row in rows:
+        if row["note"]:
+            lines.append(f"{row['policy']} stopped after {row['steps']} steps: {row['note'].splitlines()[0]}")
+    missing = [policy for policy in summary["policies"] if policy not in {row["policy"] for row in rows}]
+    if summary["interrupted"]:
+        lines.append("interrupted" + (f" before {'; '.join(missing)}" if missing else ""))
+    return lines
+
+
+def scale_text(scale: float | None) -> str:
+    """Write a loss scale: powers of two as such, since that is what they all should be.
+
+    Example:
+        >>> scale_text(65536.0), scale_text(1.0), scale_text(1000.0), scale_text(None)
+        ('2^16', '1', '1000', '–')
+    """
+    if scale is None:
+        return "–"
+    scale = float(scale)
+    if math.isfinite(scale) and scale > 0:
+        mantissa, exponent = math.frexp(scale)
+        if mantissa == 0.5 and scale != 1.0:
+            return f"2^{exponent - 1}"
+    return f"{scale:.6g}"
+
+
+def byte_text(num_bytes: int) -> str:
+    """Write a size with three digits and a binary unit.
+
+    Example:
+        >>> byte_text(512), byte_text(1536), byte_text(10_485_760)
+        ('512 B', '1.50 KiB', '10.0 MiB')
+    """
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        return f"{num_bytes} B"
+    decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:.{decimals}f} {unit}"
+
+
+def _policy(row: Row) -> str:
+    if row["status"] == "finished":
+        return str(row["policy"])
+    return f"{row['policy']} ({row['status']} at step {row['steps']})"
+
+
+def _number(value: float | str | None, form: str) -> str:
+    return "–" if value is None else format(float(value), form)
+
+
+def _milliseconds(row: Row) -> str:
+    times = row["step_ms"]
+    if times is None:
+        return "–"
+    return f"{times['median']:.3g} ({times['p10']:.3g}–{times['p90']:.3g})"
+
+
+def _size(num_bytes: int | None, base: int | None) -> str:
+    if num_bytes is None:
+        return "–"
+    return byte_text(num_bytes) + (f" ({num_bytes / base:.2f}×)" if base else "")
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    parts = [
+        *([str(machine["gpu"])] if "gpu" in machine else []),
+        f"{machine['cpu']}, {machine['threads']} threads",
+        f"torch {machine['torch']}",
+        f"mezzo {machine['mezzo']}",
+    ]
+    if "tf32_matmul" in machine:
+        states = (("products", machine["tf32_matmul"]), ("convolutions", machine["tf32_convolution"]))
+        parts.append("TF32 " + ", ".join(f"{'on' if on else 'off'} in {what}" for what, on in states))
+    return "; ".join(parts)

@@ -1,0 +1,12 @@
+"""Loss scaling: the rules as values and pure functions, and the tensors that hold their state.
+
+Here belong the arithmetic of the scale and its counters. What a skipped step does to weights, and whether
+a collapsed scale raises, is decided by ``mezzo.step`` and ``mezzo.session``. Nothing here reads a tensor
+from the host, but for ``state_dict``; nothing here imports a room above ``mezzo.errors``.
+"""
+
+from mezzo.scale.config import LossScale
+from mezzo.scale.rules import collapsed, next_scale
+from mezzo.scale.state import ScaleState
+
+__all__ = ["LossScale", "ScaleState", "collapsed", "next_scale"]

@@ -1,0 +1,9 @@
+"""The session: a model, an optimizer and a policy, tied into a training loop.
+
+The order of the calls, the accumulation window and the state live here. How ops are cast, how a scale moves and how
+masters are kept is other rooms' business.
+"""
+
+from mezzo.session.loop import MixedPrecision, Step
+
+__all__ = ["MixedPrecision", "Step"]

@@ -1,0 +1,387 @@
+"""``MixedPrecision``: a model, an optimizer and a policy, tied into a training loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.cast.modules import Prepared
+from mezzo.cast.region import accumulation, autocast
+from mezzo.errors import StateError, some_of
+from mezzo.policy import Policy
+from mezzo.scale.scaler import Scaler
+from mezzo.session.checks import check_loss, check_session, listed, refuse_fp16_unscaling
+from mezzo.session.gradients import dense, global_norm, multiply, step_or_skip
+from mezzo.step.master import MasterWeights
+
+__all__ = ["MixedPrecision", "Step"]
+
+logger = logging.getLogger(__name__)
+
+_STATE_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one optimizer step did. Reading a field as a Python value waits for the device.
+
+    Attributes:
+        skipped: 0-d bool: whether a gradient was not finite, so that nothing was updated.
+        scale: 0-d float32: the loss scale that this step's gradients carried.
+        next_scale: 0-d float32: the loss scale from now on.
+        grad_norm: 0-d float32: 2-norm of all unscaled gradients, before clipping.
+    """
+
+    skipped: Tensor
+    scale: Tensor
+    next_scale: Tensor
+    grad_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The micro-batches since the last step, and the scale that their gradients carry."""
+
+    scale: Tensor
+    version: int
+    micro_batches: int
+
+
+class MixedPrecision:
+    """Train models under a policy: five lines in a training loop.
+
+    Every step checks all gradients before anything is written: one that is not finite skips the step, whatever the
+    policy. Gradients are unscaled before they are clipped, so that no hyper-parameter changes its meaning.
+
+    Args:
+        models: The model, or a list of models. Converted in place where the policy stores them in low precision.
+        optimizers: The optimizer, or a list of them, over parameters of these models.
+        policy: A :class:`Policy`, its text, or the path of a policy file.
+        max_grad_norm: Clip the 2-norm of all gradients together to this; ``None`` does not clip.
+        device: Where the loss scale lives; the first parameter's device when omitted.
+
+    Raises:
+        PolicyError: A wrong policy, or an optimizer over parameters that are not the models'.
+        UnsupportedError: The device or the model cannot honour the policy.
+        StateError: The optimizer's state cannot be carried over exactly, or a model is prepared already.
+            Whatever is raised, models and optimizers are as they were.
+
+    **Cost**: per step one pass that reads the gradients (their norm is also the overflow check) and one that
+    multiplies them by clip coefficient / scale, left out where that is 1. One host sync to learn whether to skip,
+    none with torch's fused optimizers, which skip on the device.
+
+    Example:
+        >>> import mezzo, torch
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> amp = mezzo.MixedPrecision(model, optimizer, "O2,dtype=bfloat16", max_grad_norm=1.0)
+        >>> with amp.autocast():
+        ...     loss = model(torch.ones(4, 8)).square().mean()
+        >>> amp.backward(loss)
+        >>> step = amp.step()
+        >>> amp.zero_grad()
+        >>> bool(step.skipped)
+        False
+
+    References:
+        Micikevicius et al., *Mixed Precision Training*, ICLR 2018.
+    """
+
+    def __init__(
+        self,
+        models: nn.Module | Iterable[nn.Module],
+        optimizers: Optimizer | Iterable[Optimizer],
+        policy: Policy | str | os.PathLike[str] = "O1",
+        *,
+        max_grad_norm: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.policy = Policy.of(policy)
+        self.max_grad_norm = max_grad_norm
+        self._models = [models] if isinstance(models, nn.Module) else list(models)
+        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else listed(optimizers)
+        check_session(self._models, self._optimizers, self.policy, max_grad_norm)
+        self._prepared: list[Prepared] = []
+        self._masters: list[MasterWeights] = []
+        try:
+            self._convert()
+        except BaseException:
+            self._undo()
+            raise
+        first = next(self.master_params())
+        self._scaler = Scaler(self.policy.loss_scale, device if device is not None else first.device)
+        self._window: _Window | None = None
+        self._closed = False
+        if self.policy.dtype != torch.float32:
+            kind = "emulated in float32" if self.emulated else "native"
+            logger.info("%s arithmetic on %s is %s", self.policy.dtype, first.device.type, kind)
+
+    def _convert(self) -> None:
+        for model in self._models:
+            self._prepared.append(Prepared(model, self.policy))
+        refuse_fp16_unscaling(self._models, self._optimizers, self.policy)
+        if self.policy.master_weights:
+            originals = {t: data for prepared in self._prepared for t, data in prepared.converted.items()}
+            for optimizer in self._optimizers:
+                self._masters.append(MasterWeights(optimizer, grad_dtype="param", originals=originals))
+        for prepared in self._prepared:
+            prepared.release_originals()
+
+    def _undo(self) -> None:
+        for prepared in self._prepared:
+            prepared.remove()
+        for masters in self._masters:
+            masters.remove()
+
+    # The loop -----------------------------------------------------------------------------------------
+
+    @property
+    def emulated(self) -> bool:
+        """Whether GEMMs and convolutions compute in FP32 from rounded operands on this device."""
+        return self.autocast().emulated
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The current loss scale, 0-d float32 on the device."""
+        return self._scaler.state.scale
+
+    def autocast(self) -> autocast:
+        """Return the region to run the forward pass and the loss in."""
+        return self._prepared[0].autocast(*self._prepared[1:])
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scale a loss and run its backward pass; call it again to accumulate, or for another loss.
+
+        Gradients of low-precision parameters that have masters are summed in FP32 from the second call on.
+
+        Args:
+            loss: A floating scalar.
+            **kwargs: As ``Tensor.backward`` takes them: ``retain_graph``, ``create_graph``, ``inputs``.
+
+        Raises:
+            PolicyError: The loss is not a floating scalar.
+            StateError: The loss depends on no parameter, or the scale was changed since the last ``backward``.
+        """
+        self._require_open("backward")
+        check_loss(loss)
+        scale = self._scaler.state.scale
+        if self._window is None:
+            self._window = _Window(scale, scale._version, 0)
+        elif self._window.scale is not scale or self._window.version != scale._version:
+            raise StateError(
+                "the loss scale was changed inside an accumulation window",
+                where=f"after {self._window.micro_batches} backward pass(es) since the last step",
+                why="their gradients carry another scale, and the sum would mix the two",
+                write="amp.step() or amp.zero_grad() first",
+            )
+        else:
+            for masters in self._masters:
+                masters.gather()
+        with accumulation(self.policy):
+            torch.autograd.backward(self._scaler.scaled(loss), **kwargs)
+        self._window = _Window(scale, scale._version, self._window.micro_batches + 1)
+
+    @torch.no_grad()
+    def step(self, *, scheduler: Any = None) -> Step:
+        """Check the gradients, unscale and clip them, update or skip, and adapt the loss scale.
+
+        Args:
+            scheduler: A learning-rate scheduler (or a list of them) to step only if the weights were. Needs one
+                host sync.
+
+        Returns:
+            What happened, as device tensors.
+
+        Raises:
+            StateError: No ``backward`` since the last step, or no parameter has a gradient.
+        """
+        self._require_open("step")
+        window = self._window
+        if window is None:
+            raise StateError("step() before backward()", write="amp.backward(loss), then amp.step()")
+        if window.scale is not self._scaler.state.scale or window.version != window.scale._version:
+            raise StateError(
+                "the loss scale was changed inside an accumulation window",
+                why="the gradients carry the scale they were made with",
+                write="amp.zero_grad(), then amp.backward(loss) again",
+            )
+        for masters in self._masters:
+            masters.take_edits()
+            masters.gather()
+        gradients = [dense(param, param.grad) for param in self.master_params() if param.grad is not None]
+        if not gradients:
+            raise StateError(
+                "no parameter has a gradient",
+                why="every optimizer's gradients are None: frozen, detached, or cleared since backward()",
+                write="amp.zero_grad() only after amp.step()",
+            )
+        device = window.scale.device
+        inverse = self._scaler.state.inverse()
+        # The norm of the scaled gradients times 1/scale also finds an infinity that unscaling would make.
+        norm = global_norm(gradients, device) * inverse
+        found_inf = ~torch.isfinite(norm)
+        self._rescale(gradients, norm, inverse)
+        for optimizer in self._optimizers:
+            step_or_skip(optimizer, found_inf)
+        for masters in self._masters:
+            masters.drop_gradients()
+        self._scaler.update(found_inf)
+        self._window = None
+        step = Step(skipped=found_inf, scale=window.scale, next_scale=self._scaler.state.scale, grad_norm=norm)
+        if scheduler is not None and not bool(found_inf):
+            for each in scheduler if isinstance(scheduler, (list, tuple)) else (scheduler,):
+                each.step()
+        return step
+
+    def _rescale(self, gradients: list[Tensor], norm: Tensor, inverse: Tensor) -> None:
+        """Multiply gradients by clip coefficient / scale, in one pass, unless that is 1 by construction."""
+        multiplier = inverse
+        if self.max_grad_norm is not None:
+            # torch.nn.utils.clip_grad_norm_'s coefficient, its epsilon included
+            multiplier = inverse * torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+        elif not self._scaler.changes_gradients:
+            return
+        multiply(gradients, multiplier)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of models and masters, and forget an unfinished accumulation window."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for model in self._models:
+            model.zero_grad(set_to_none=True)
+        self._window = None
+
+    def master_params(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
+        """Yield the tensors that the optimizers update: FP32 masters, or the parameters themselves.
+
+        Args:
+            optimizer: One of the session's optimizers; all when omitted.
+        """
+        for each in self._optimizers:
+            if optimizer is None or each is optimizer:
+                for group in each.param_groups:
+                    yield from group["params"]
+
+    # State --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the models' and optimizers' own state dicts lack.
+
+        The loss scale with its counters, the masters, and in the middle of an accumulation window the gradients.
+        Plain containers and tensors: ``torch.load(weights_only=True)`` reads it back.
+
+        **Cost**: a host sync, and a copy of the masters.
+        """
+        for masters in self._masters:
+            masters.take_edits()
+        open_window = self._window is not None
+        gradients = {n: p.grad.clone() for n, p in self._named_params() if open_window and p.grad is not None}
+        return {
+            "version": _STATE_VERSION,
+            "policy": str(self.policy),
+            "parameters": self._fingerprint(),
+            "loss_scale": self._scaler.state_dict(),
+            "masters": [[m.detach().clone() for m in masters.masters().values()] for masters in self._masters],
+            "micro_batches": self._window.micro_batches if self._window else 0,
+            "gradients": gradients,
+            "master_gradients": [
+                [None if m.grad is None or not open_window else m.grad.clone() for m in masters.masters().values()]
+                for masters in self._masters
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; the models' and optimizers' own may be loaded before or after.
+
+        Raises:
+            StateError: Another policy or model (all differences listed), an unfinished accumulation window, or not
+                a session's state. Nothing was loaded.
+        """
+        self._require_open("load_state_dict")
+        if self._window is not None:
+            raise StateError(
+                "loading would change the loss scale inside an accumulation window",
+                where=f"after {self._window.micro_batches} backward pass(es) since the last step",
+                write="amp.step() or amp.zero_grad() first",
+            )
+        self._check_state(state)
+        self._scaler.load_state_dict(state["loss_scale"])
+        for masters, saved in zip(self._masters, state["masters"], strict=True):
+            masters.load_masters(saved)
+        if state["micro_batches"]:
+            self._load_window(state)
+
+    def _load_window(self, state: Mapping[str, Any]) -> None:
+        scale = self._scaler.state.scale
+        self._window = _Window(scale, scale._version, int(state["micro_batches"]))
+        for name, param in self._named_params():
+            saved = state["gradients"].get(name)
+            param.grad = None if saved is None else saved.to(param.device, copy=True)
+        for masters, gradients in zip(self._masters, state["master_gradients"], strict=True):
+            for master, saved in zip(masters.masters().values(), gradients, strict=True):
+                master.grad = None if saved is None else saved.to(master.device, copy=True)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        keys = ("version", "policy", "parameters", "loss_scale", "masters", "micro_batches", "gradients",
+                "master_gradients")  # fmt: skip
+        if not isinstance(state, Mapping) or (missing := [key for key in keys if key not in state]):
+            lacking = "" if not isinstance(state, Mapping) else f"it lacks {some_of(missing)}"
+            raise StateError("this is not the state of a MixedPrecision session", why=lacking, write="amp.state_dict()")
+        if state["version"] != _STATE_VERSION:
+            raise StateError(
+                f"the state has version {state['version']!r}",
+                why=f"this mezzo reads version {_STATE_VERSION}",
+            )
+        differences = [f"policy {line}" for line in Policy.parse(state["policy"]).differences(self.policy)]
+        mine, theirs = self._fingerprint(), state["parameters"]
+        differences += [f"parameter {name}: {theirs[name]} → missing" for name in theirs if name not in mine]
+        differences += [f"parameter {name}: missing → {mine[name]}" for name in mine if name not in theirs]
+        differences += [
+            f"parameter {name}: {theirs[name]} → {mine[name]}"
+            for name in mine
+            if name in theirs and theirs[name] != mine[name]
+        ]
+        differences += [
+            f"optimizer {i}: {len(saved)} masters → {len(masters.masters())}"
+            for i, (saved, masters) in enumerate(zip(state["masters"], self._masters, strict=False))
+            if len(saved) != len(masters.masters())
+        ]
+        if len(state["masters"]) != len(self._masters):
+            differences.append(f"optimizers with masters: {len(state['masters'])} → {len(self._masters)}")
+        if differences:
+            raise StateError(
+                "the state belongs to another session",
+                where="\n".join(differences),
+                why="saved → this session; continuing would not be the same run",
+                write="MixedPrecision(model, optimizer, policy) with the saved policy and model",
+            )
+
+    def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for number, model in enumerate(self._models):
+            prefix = f"{number}." if len(self._models) > 1 else ""
+            for name, param in model.named_parameters():
+                yield prefix + name, param
+
+    def _fingerprint(self) -> dict[str, str]:
+        return {n: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for n, p in self._named_params()}
+
+    def close(self) -> None:
+        """Undo the preparation: FP32 weights with the masters' values, and the optimizers as they were built."""
+        if self._closed:
+            return
+        for masters in self._masters:
+            masters.take_edits()
+        self.zero_grad()
+        self._undo()
+        self._closed = True
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise StateError(f"{call}() after close()", write="a new MixedPrecision(model, optimizer, policy)")

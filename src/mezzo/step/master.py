@@ -1,0 +1,331 @@
+"""``MasterWeights``: FP32 masters of low-precision parameters, for any torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.errors import PolicyError, StateError, some_of
+
+__all__ = ["MasterWeights", "held_state"]
+
+_LOW: Final = (torch.float16, torch.bfloat16)
+
+
+class MasterWeights:
+    r"""Keep an FP32 master of each low-precision parameter that an optimizer updates.
+
+    The masters take the parameters' places in ``optimizer.param_groups``, so that schedulers, closures and
+    third-party optimizers go on as before, and ``optimizer.step()`` itself does the right thing:
+
+    .. math:: g^{32} \leftarrow float32(g), \quad w^{32} \leftarrow update(w^{32}, g^{32}), \quad
+              w \leftarrow round(w^{32})
+
+    FP32 parameters stay where they are. A parameter changed in place from outside (a loaded state dict, an EMA
+    swap, weight clipping) is taken over at the next step; where its value is still what the master rounds to, the
+    master keeps its precision.
+
+    Args:
+        optimizer: Any torch optimizer. State it already holds moves to the masters, exactly.
+        grad_dtype: ``"float32"`` sums the gradients of several backward passes in FP32 (4 bytes a parameter,
+            through ``Tensor.grad_dtype``); ``"param"`` keeps them in the parameter's dtype (2 bytes).
+        originals: FP32 tensors, by parameter, that the parameters were rounded from; taken over without a copy.
+
+    Raises:
+        PolicyError: Not a torch optimizer, or an unknown ``grad_dtype``.
+        StateError: The optimizer has masters already.
+
+    **Cost**: 4 bytes a parameter for the master; inside ``step`` 4 more for its gradient, freed at its end. A step
+    reads 2 and writes 4 bytes a parameter for the gradient, reads 4 and writes 2 for the weight. No host sync.
+
+    Example:
+        >>> import torch
+        >>> from mezzo import MasterWeights
+        >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        >>> masters = MasterWeights(torch.optim.SGD([weight], lr=1e-3))
+        >>> for _ in range(4):  # each update alone is below half a unit in the last place of 1.0
+        ...     weight.sum().backward()
+        ...     masters.step()
+        ...     masters.zero_grad()
+        >>> weight.item(), round(masters.master_of(weight).item(), 6)
+        (0.99609375, 0.996)
+
+    References:
+        Micikevicius et al., *Mixed Precision Training*, ICLR 2018, §3.1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        grad_dtype: Literal["float32", "param"] = "float32",
+        originals: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise PolicyError(
+                f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}",
+                write="MasterWeights(torch.optim.AdamW(model.parameters()))",
+            )
+        if grad_dtype not in ("float32", "param"):
+            raise PolicyError(f"unknown grad_dtype {grad_dtype!r}", write='grad_dtype="float32" or "param"')
+        if isinstance(getattr(optimizer.zero_grad, "__self__", None), MasterWeights):
+            raise StateError(
+                "the optimizer has master weights already",
+                where=type(optimizer).__name__,
+                write="one MasterWeights (or MixedPrecision) for each optimizer",
+            )
+        self.optimizer = optimizer
+        self.grad_dtype = grad_dtype
+        self._master: dict[Tensor, nn.Parameter] = {}  # model parameter → master
+        self._seen: dict[Tensor, tuple[int, int]] = {}  # what a parameter was when its master was rounded into it
+        for group in optimizer.param_groups:
+            self._adopt_group(group, originals or {})
+        self._plain_add = optimizer.add_param_group
+        self._plain_zero = optimizer.zero_grad
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        # On the instance: torch has no hook for these two, and users call both out of habit.
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
+
+    def _adopt_group(self, group: dict[str, Any], originals: Mapping[Tensor, Tensor]) -> None:
+        params = group["params"]
+        for place, param in enumerate(params):
+            if param.dtype not in _LOW:
+                continue
+            source = originals.get(param)
+            data = param.detach().float() if source is None else source
+            master = nn.Parameter(data, requires_grad=param.requires_grad)
+            params[place] = self._master[param] = master
+            self._seen[param] = _mark(param)
+            if param in self.optimizer.state:
+                self.optimizer.state[master] = _widen_state(self.optimizer.state.pop(param))
+            if self.grad_dtype == "float32" and hasattr(param, "grad_dtype"):
+                param.grad_dtype = torch.float32
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._plain_add(param_group)
+        self._adopt_group(self.optimizer.param_groups[-1], {})
+
+    # Around the optimizer's own step ------------------------------------------------------------------
+
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.take_edits()
+        self.gather()
+        # torch hands the optimizer itself over as the first positional argument.
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._closure(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, kwargs | {"closure": self._closure(kwargs["closure"])}
+        return None
+
+    def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            self.round_to_params()  # the optimizer may have moved the masters since the last evaluation
+            loss = closure()
+            self.gather(accumulate=False)
+            return loss
+
+        return evaluate
+
+    def _after_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
+        self.round_to_params()
+        self.drop_gradients()
+
+    def gather(self, *, accumulate: bool = True) -> None:
+        """Move the model's gradients to the masters, in FP32, freeing each as its copy is made.
+
+        Args:
+            accumulate: Add to what the master already holds, instead of replacing it.
+
+        **Cost**: at its peak 4 bytes a parameter, plus the largest low-precision gradient.
+        """
+        for param, master in self._master.items():
+            gradient, param.grad = param.grad, None
+            if gradient is None:
+                continue
+            if accumulate and master.grad is not None:
+                master.grad.add_(gradient)
+            else:
+                master.grad = gradient.to(torch.float32)
+
+    def drop_gradients(self) -> None:
+        """Free the masters' gradients: between steps only the model's are held."""
+        for master in self._master.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def round_to_params(self) -> None:
+        """Write every master, rounded to nearest even, into its parameter."""
+        if self._master:
+            torch._foreach_copy_(list(self._master), list(self._master.values()))
+            self._seen = {param: _mark(param) for param in self._master}
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Take over parameters that were changed in place since the masters were last rounded into them.
+
+        Element by element, on the device: a value that the master still rounds to keeps the master.
+        """
+        for param, master in self._master.items():
+            if _mark(param) != self._seen[param]:
+                kept = master.to(param.dtype) == param
+                master.copy_(torch.where(kept, master, param.float()))
+                self._seen[param] = _mark(param)
+
+    # What users call -----------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run ``optimizer.step``: gradients to FP32, update the masters, round them into the model.
+
+        Args:
+            closure: As torch's optimizers take it; it sees the model's parameters and gradients as ever.
+
+        Returns:
+            What the optimizer returns.
+        """
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the masters *and* of the model: ``optimizer.zero_grad`` is this too."""
+        self._plain_zero(set_to_none)
+        self.drop_gradients()
+        for param in self._master:
+            if set_to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad.detach_().zero_()
+
+    def master_of(self, param: Tensor) -> Tensor:
+        """Return the FP32 master of a parameter; an FP32 parameter is its own.
+
+        Raises:
+            StateError: The optimizer does not update this parameter.
+        """
+        if param in self._master:
+            return self._master[param]
+        if any(param is known for group in self.optimizer.param_groups for known in group["params"]):
+            return param
+        raise StateError(
+            "the optimizer does not update this parameter",
+            where=f"a tensor of shape {tuple(param.shape)} and {param.dtype}",
+            write="optimizer.add_param_group({'params': [param]}) first",
+        )
+
+    def masters(self) -> dict[Tensor, nn.Parameter]:
+        """Return the masters by parameter, in the order of the parameter groups."""
+        return dict(self._master)
+
+    def model_state_dict(self, model: nn.Module, dtype: Literal["float32", "param"] = "float32") -> dict[str, Tensor]:
+        """Return a model's state dict with the masters' full precision.
+
+        Args:
+            model: A model whose parameters this optimizer updates.
+            dtype: ``"float32"`` gives masters and widens other low-precision tensors; ``"param"`` is
+                ``model.state_dict()``.
+
+        Returns:
+            Detached tensors by name; masters are shared, not copied.
+        """
+        if dtype not in ("float32", "param"):
+            raise PolicyError(f"unknown dtype {dtype!r}", write='dtype="float32" or "param"')
+        state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        if dtype == "param":
+            return {name: tensor.detach() for name, tensor in state.items()}
+        self.take_edits()
+        wide = {name: self._master.get(tensor, tensor).detach() for name, tensor in state.items()}
+        return {name: tensor.float() if tensor.dtype in _LOW else tensor for name, tensor in wide.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state and the masters, in the order of the parameter groups."""
+        self.take_edits()
+        masters = [master.detach().clone() for master in self._master.values()]
+        return {"optimizer": self.optimizer.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; the model's parameters are rounded anew.
+
+        Raises:
+            StateError: The masters have other shapes; nothing was loaded.
+        """
+        self.load_masters(state["masters"])
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+
+    @torch.no_grad()
+    def load_masters(self, masters: list[Tensor]) -> None:
+        """Copy saved masters, in the order of :meth:`masters`, and round them into the model.
+
+        Raises:
+            StateError: Another number of masters, or another shape.
+        """
+        own = list(self._master.values())
+        wrong = [
+            f"master {i}: {tuple(mine.shape)} → {tuple(saved.shape)}"
+            for i, (mine, saved) in enumerate(zip(own, masters, strict=False))
+            if mine.shape != saved.shape
+        ]
+        if len(own) != len(masters):
+            wrong.insert(0, f"{len(own)} masters → {len(masters)}")
+        if wrong:
+            raise StateError(
+                "the saved masters belong to another model",
+                where=some_of(wrong),
+                write="the same model and optimizer",
+            )
+        for mine, saved in zip(own, masters, strict=True):
+            mine.copy_(saved)
+        self.round_to_params()
+
+    def remove(self) -> None:
+        """Give the optimizer the model's parameters back, with its state; the hooks come off.
+
+        Parameters that are FP32 by now take the masters' values without a copy; low-precision ones keep theirs.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        del self.optimizer.zero_grad, self.optimizer.add_param_group
+        by_master = {master: param for param, master in self._master.items()}
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [by_master.get(param, param) for param in group["params"]]
+        for master, param in by_master.items():
+            if self.grad_dtype == "float32" and hasattr(param, "grad_dtype"):
+                param.grad_dtype = param.dtype
+            if param.dtype == torch.float32:
+                param.data = master.data
+            if master in self.optimizer.state:
+                self.optimizer.state[param] = self.optimizer.state.pop(master)
+        self._master.clear()
+        self._seen.clear()
+
+
+def _mark(param: Tensor) -> tuple[int, int]:
+    """Return what changes when a parameter is written in place or given other data."""
+    return param._version, param.data_ptr()
+
+
+def held_state(optimizer: Optimizer, params: Mapping[nn.Parameter, str]) -> list[str]:
+    """Name the parameters for which an optimizer holds floating state of the parameter's shape.
+
+    Args:
+        optimizer: The optimizer.
+        params: The names of the parameters in question.
+    """
+    return [
+        name
+        for param, name in params.items()
+        if any(
+            isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim() > 0
+            for value in optimizer.state.get(param, {}).values()
+        )
+    ]
+
+
+def _widen_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Widen low-precision state to FP32, which is exact; everything else stays."""
+    return {k: v.float() if isinstance(v, Tensor) and v.dtype in _LOW else v for k, v in state.items()}

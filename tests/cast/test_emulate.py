@@ -1,0 +1,198 @@
+"""Emulated arithmetic against float64 sums of the rounded operands."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+import mezzo
+from mezzo.cast.emulate import EMULATED, emulate
+
+DTYPES = [torch.float16, torch.bfloat16]
+FP32_EPS = 2.0**-24  # unit roundoff of FP32
+EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # unit roundoff of the format
+TINY = {torch.float16: 2.0**-25, torch.bfloat16: 0.0}  # half the smallest subnormal
+
+
+def operands(shapes, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+CASES = {
+    "linear": (functional.linear, [(5, 33), (7, 33), (7,)], {}),
+    "linear without bias": (functional.linear, [(2, 3, 33), (7, 33)], {}),
+    "linear of a vector": (functional.linear, [(33,), (7, 33), (7,)], {}),
+    "matmul": (torch.matmul, [(4, 33), (33, 6)], {}),
+    "matmul of vectors": (torch.matmul, [(33,), (33,)], {}),
+    "matmul vector first": (torch.matmul, [(33,), (33, 6)], {}),
+    "matmul vector last": (torch.matmul, [(2, 4, 33), (33,)], {}),
+    "matmul broadcast": (torch.matmul, [(3, 1, 4, 17), (5, 17, 6)], {}),
+    "mm": (torch.mm, [(4, 33), (33, 6)], {}),
+    "bmm": (torch.bmm, [(3, 4, 33), (3, 33, 6)], {}),
+    "mv": (torch.mv, [(4, 33), (33,)], {}),
+    "addmm": (torch.addmm, [(6,), (4, 33), (33, 6)], {"beta": 0.5, "alpha": 2.0}),
+    "baddbmm": (torch.baddbmm, [(3, 4, 6), (3, 4, 33), (3, 33, 6)], {}),
+    "conv1d": (functional.conv1d, [(2, 4, 19), (6, 4, 3), (6,)], {"stride": 2, "padding": 1}),
+    "conv2d": (functional.conv2d, [(2, 4, 9, 8), (6, 4, 3, 3), (6,)], {"padding": 1}),
+    "conv2d grouped": (functional.conv2d, [(2, 4, 9, 8), (6, 2, 3, 3)], {"groups": 2, "dilation": (2, 1)}),
+    "conv2d same": (functional.conv2d, [(2, 4, 9, 8), (6, 4, 2, 3), (6,)], {"padding": "same"}),
+    "conv2d valid": (functional.conv2d, [(2, 4, 9, 8), (6, 4, 3, 3)], {"padding": "valid"}),
+    "conv2d unbatched": (functional.conv2d, [(4, 9, 8), (6, 4, 3, 3), (6,)], {}),
+    "conv3d": (functional.conv3d, [(1, 2, 5, 6, 7), (3, 2, 2, 3, 3), (3,)], {"stride": (1, 2, 1)}),
+    "conv_transpose1d": (
+        functional.conv_transpose1d,
+        [(2, 4, 9), (4, 3, 3), (3,)],
+        {"stride": 2, "output_padding": 1},
+    ),
+    "conv_transpose2d": (functional.conv_transpose2d, [(2, 4, 5, 6), (4, 3, 3, 3)], {"padding": 1}),
+    "conv_transpose3d": (functional.conv_transpose3d, [(1, 2, 3, 4, 5), (2, 3, 2, 2, 2), (3,)], {}),
+}
+
+
+def name_of(function):
+    return next(name for name in EMULATED if getattr(function, "__name__", "") == name)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # the reference's own copy
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_gradients_are_within_the_fp32_accumulation_bound(case, dtype):
+    function, shapes, options = CASES[case]
+    low = operands(shapes, dtype)
+    out = emulate(name_of(function), function, tuple(low), options)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    gradients = torch.autograd.grad(out, low, upstream)
+
+    exact = [x.detach().double().requires_grad_() for x in low]
+    magnitude = [x.detach().double().abs().requires_grad_() for x in low]
+    wanted = function(*exact, **options)
+    bound_out = function(*magnitude, **options)
+    wanted_grads = torch.autograd.grad(wanted, exact, upstream.double())
+    bound_grads = torch.autograd.grad(bound_out, magnitude, upstream.double().abs())
+
+    terms = 4 * math.prod(max(shapes, key=len))  # more than any of these sums has
+    for got, want, bound in zip((out, *gradients), (wanted, *wanted_grads), (bound_out, *bound_grads), strict=True):
+        assert got.dtype == dtype
+        assert got.shape == want.shape
+        # |sum in FP32 − sum| ≤ n·u·Σ|terms| (Higham), then one rounding to the format
+        slack = terms * FP32_EPS * bound + EPS[dtype] * want.abs() * (1 + 2 * EPS[dtype]) + TINY[dtype]
+        assert ((got.double() - want).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_sums_are_the_correctly_rounded_result_bit_for_bit(dtype):
+    """With integers every FP32 sum is exact, so the one rounding must be nearest-even on it."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-15, 16, (64, 50), generator=generator).to(dtype)
+    b = torch.randint(-15, 16, (50, 64), generator=generator).to(dtype)
+    exact = a.double() @ b.double()
+    assert torch.equal(emulate("matmul", torch.matmul, (a, b), {}), exact.float().to(dtype))
+    assert (exact.abs() > 256).any()  # beyond BF16's integers: the rounding does something
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["linear", "matmul", "bmm", "conv2d", "conv2d same", "conv_transpose2d"])
+def test_exactly_the_low_precision_operands_are_saved(case, dtype):
+    function, shapes, options = CASES[case]
+    low = operands(shapes, dtype)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        emulate(name_of(function), function, tuple(low), options)
+    assert all(tensor.dtype == dtype for tensor in saved)
+    operand_bytes = sum(x.numel() * 2 for x in low[:2])
+    padding_bytes = 0 if options.get("padding") != "same" else 2 * low[0].numel()
+    assert sum({t.data_ptr(): t.numel() * t.element_size() for t in saved}.values()) <= operand_bytes + padding_bytes
+
+
+@pytest.mark.parametrize("name, function, shapes", [
+    ("scaled_dot_product_attention", functional.scaled_dot_product_attention, [(2, 2, 8, 16)] * 3),
+    ("einsum", torch.einsum, [(4, 9), (9, 5)]),
+])  # fmt: skip
+def test_recomputed_ops_match_fp32_math_rounded_once(name, function, shapes):
+    low = operands(shapes, torch.float16)
+    args = ("ij,jk->ik", *low) if name == "einsum" else tuple(low)
+    out = emulate(name, function, args, {})
+    wide = [x.detach().float().requires_grad_() for x in low]
+    expected = function(*(("ij,jk->ik", *wide) if name == "einsum" else wide))
+    assert torch.equal(out, expected.half())
+    upstream = torch.ones_like(out)
+    got = torch.autograd.grad(out, low, upstream)
+    want = torch.autograd.grad(expected, wide, upstream.float())
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs.half())
+
+
+def test_dropout_inside_attention_is_the_same_in_the_backward_pass():
+    query, key, value = operands([(1, 1, 32, 8)] * 3, torch.float16)
+    torch.manual_seed(3)
+    out = emulate(
+        "scaled_dot_product_attention", functional.scaled_dot_product_attention,
+        (query, key, value), {"dropout_p": 0.5},
+    )  # fmt: skip
+    torch.manual_seed(4)  # what happens between forward and backward must not matter
+    (gradient,) = torch.autograd.grad(out.float().sum(), value)
+    torch.manual_seed(3)
+    wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
+    reference = functional.scaled_dot_product_attention(*wide, dropout_p=0.5)
+    (expected,) = torch.autograd.grad(reference.sum(), wide[2])
+    assert torch.equal(gradient, expected.half())
+
+
+@pytest.mark.parametrize("case", ["linear", "matmul broadcast", "conv2d", "baddbmm"])
+def test_gradients_can_be_differentiated_again(case):
+    function, shapes, options = CASES[case]
+    low = operands(shapes, torch.bfloat16)
+    out = emulate(name_of(function), function, tuple(low), options)
+    (first,) = torch.autograd.grad(out.float().square().sum(), low[0], create_graph=True)
+    (second,) = torch.autograd.grad(first.float().square().sum(), low[1])
+    exact = [x.detach().double().requires_grad_() for x in low]
+    (want_first,) = torch.autograd.grad(function(*exact, **options).square().sum(), exact[0], create_graph=True)
+    (want_second,) = torch.autograd.grad(want_first.square().sum(), exact[1])
+    scale = want_second.abs().max()
+    assert ((second.double() - want_second).abs() <= 0.05 * scale).all()  # several BF16 roundings deep
+
+
+def test_only_needed_gradients_are_computed():
+    x, weight, bias = operands([(5, 33), (7, 33), (7,)], torch.float16)
+    out = emulate("linear", functional.linear, (x.detach(), weight, bias.detach()), {})
+    out.float().sum().backward()
+    assert x.grad is None
+    assert weight.grad.dtype == torch.float16
+
+
+def test_sparse_operands_go_to_their_own_kernel():
+    sparse = torch.eye(4).to_sparse()
+    dense = torch.ones(4, 4)
+    assert torch.equal(emulate("mm", torch.mm, (sparse, dense), {}), dense)
+
+
+def test_channels_last_survives():
+    x, weight = operands([(2, 8, 5, 5), (8, 8, 3, 3)], torch.float16)
+    x = x.detach().contiguous(memory_format=torch.channels_last)
+    out = emulate("conv2d", functional.conv2d, (x, weight), {"padding": 1})
+    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("layer, shape", [
+    (torch.nn.LSTM(8, 6, batch_first=True), (3, 5, 8)), (torch.nn.GRU(8, 6), (3, 5, 8)),
+    (torch.nn.MultiheadAttention(8, 2), (5, 3, 8)), (torch.nn.GRUCell(8, 6), (3, 8)),
+])  # fmt: skip
+def test_layers_made_of_products_train_in_an_emulated_region(layer, shape):
+    x = torch.randn(shape)
+    with mezzo.autocast("O1,dtype=float16,emulate=true"):
+        out = layer(x, x, x) if isinstance(layer, torch.nn.MultiheadAttention) else layer(x)
+    out = out[0] if isinstance(out, tuple) else out
+    assert out.dtype == torch.float16
+    plain = layer(x, x, x) if isinstance(layer, torch.nn.MultiheadAttention) else layer(x)
+    plain = plain[0] if isinstance(plain, tuple) else plain
+    torch.testing.assert_close(out.float(), plain, atol=5e-3, rtol=0)
+    out.float().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+    layer.zero_grad()

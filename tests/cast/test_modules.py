@@ -1,0 +1,371 @@
+"""prepare: conversion, casting at the boundary, module and parameter rules, and undoing it."""
+
+import collections
+import copy
+import dataclasses
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import mezzo
+from mezzo import Policy, PolicyError, StateError, UnsupportedError
+from mezzo.cast.boundary import cast_floating
+
+LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+        self.layer_norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight  # tied
+        self.register_buffer("mask", torch.ones(8))
+        self.register_buffer("rotary", torch.ones(8), persistent=False)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("wide", torch.ones(2, dtype=torch.float64))
+
+    def forward(self, tokens):
+        h = self.embed(tokens)  # (batch, tokens, channels)
+        h = torch.relu(self.norm(self.conv(h.mT))).mT * self.mask
+        return self.head(self.layer_norm(h))
+
+
+def dtypes(model):
+    return {name: t.dtype for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+tokens = torch.arange(20).reshape(2, 10) % 10
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("level, norm", [("O2", torch.float32), ("O3", None)])
+def test_conversion_stores_what_the_design_says(level, norm, dtype):
+    model, low = Net(), LOW[dtype]
+    mezzo.prepare(model, getattr(Policy, level)(dtype))
+    assert dtypes(model) == {
+        "embed.weight": low, "conv.weight": low, "conv.bias": low,
+        "norm.weight": norm or low, "norm.bias": norm or low,
+        "norm.running_mean": torch.float32, "norm.running_var": torch.float32,
+        "norm.num_batches_tracked": torch.int64,
+        "layer_norm.weight": low, "layer_norm.bias": low, "mask": low,
+        "rotary": torch.float32, "count": torch.int64, "wide": torch.float64,
+    }  # fmt: skip
+    assert model.head.weight is model.embed.weight
+    out = model(tokens)
+    assert out.dtype == torch.float32
+    out.sum().backward()
+    assert model.embed.weight.grad.dtype == low
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_o0_and_o1_convert_nothing_and_hook_nothing(level):
+    model = Net()
+    before = {name: t.data_ptr() for name, t in model.named_parameters()}
+    mezzo.prepare(model, level)
+    assert set(dtypes(model).values()) <= {torch.float32, torch.float64, torch.int64}
+    assert {name: t.data_ptr() for name, t in model.named_parameters()} == before
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_parameters_keep_their_identity_and_optimizers_their_references():
+    model = Net()
+    before = dict(model.named_parameters())
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    assert all(param is before[name] for name, param in model.named_parameters())
+
+
+def test_low_precision_weights_are_the_rounded_originals():
+    model = nn.Linear(64, 64)
+    original = model.weight.detach().clone()
+    mezzo.prepare(model, "O2,dtype=float16")
+    assert torch.equal(model.weight, original.half())
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    pixels: torch.Tensor
+    labels: torch.Tensor
+    name: str = "batch"
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+class Echo(nn.Module):
+    """Returns what it is given, after noting its floating dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, *args, **kwargs):
+        self.seen = (args, kwargs)
+        return {"args": args, **kwargs}
+
+
+def test_inputs_and_outputs_are_cast_through_nested_containers():
+    model = Echo()
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    value = torch.ones(2)
+    packed = pack_padded_sequence(torch.ones(2, 3, 1), [3, 2], batch_first=True)
+    out = model(
+        [value, (value, torch.arange(2))],
+        Pair(value, None),
+        collections.OrderedDict(a=value.double(), b=value.to(torch.complex64), c=value.half()),
+        Batch(value, torch.arange(2)),
+        collections.UserDict(x=value),
+        packed=packed,
+        text="unchanged",
+    )
+    (listed, pair, ordered, batch, user), kwargs = model.seen
+    low = torch.bfloat16
+    assert (listed[0].dtype, listed[1][0].dtype, listed[1][1].dtype) == (low, low, torch.int64)
+    assert (type(pair), pair.left.dtype, pair.right) == (Pair, low, None)
+    assert type(ordered) is collections.OrderedDict
+    assert [t.dtype for t in ordered.values()] == [torch.float64, torch.complex64, low]
+    assert (type(batch), batch.pixels.dtype, batch.labels.dtype, batch.name) == (
+        Batch,
+        low,
+        torch.int64,
+        "batch",
+    )
+    assert (type(user), user["x"].dtype) == (collections.UserDict, low)
+    assert kwargs["packed"].data.dtype == low
+    assert kwargs["text"] == "unchanged"
+    assert out["args"][0][0].dtype == out["args"][3].pixels.dtype == out["packed"].data.dtype == torch.float32
+    assert out["args"][2]["a"].dtype == torch.float64
+    assert value.dtype == torch.float32
+
+
+def test_containers_of_the_caller_are_not_changed():
+    mine = {
+        "x": torch.ones(2),
+        "user": collections.UserDict(y=torch.ones(1)),
+        "data": Batch(torch.ones(1), torch.ones(1)),
+    }
+    cast = cast_floating(mine, torch.float16)
+    assert mine["x"].dtype == mine["user"]["y"].dtype == mine["data"].pixels.dtype == torch.float32
+    assert cast["x"].dtype == cast["user"]["y"].dtype == cast["data"].pixels.dtype == torch.float16
+
+
+def test_output_dtype_none_leaves_outputs():
+    model = nn.Linear(4, 4)
+    mezzo.prepare(model, "O2,dtype=bfloat16,output_dtype=none")
+    assert model(torch.ones(1, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+def test_batch_norm_statistics_follow_the_fp32_formula(emulate):
+    """In O3 the weights are low and the statistics FP32: torch's kernel alone would refuse that."""
+    for level in ("O2", "O3"):
+        model = nn.BatchNorm2d(8, momentum=0.5)
+        mezzo.prepare(model, f"{level},dtype=bfloat16,emulate={str(emulate).lower()}")
+        images = torch.randn(16, 8, 4, 4)
+        model(images)
+        mean = images.bfloat16().float().mean((0, 2, 3))
+        torch.testing.assert_close(model.running_mean, 0.5 * mean, rtol=1e-4, atol=1e-5)
+        model.eval()
+        assert torch.isfinite(model(images)).all()
+
+
+def test_module_rules_in_o1():
+    model = nn.Sequential(collections.OrderedDict(body=nn.Linear(8, 8), head=nn.Sequential(nn.Linear(8, 8))))
+    seen = {}
+    model.body.register_forward_hook(lambda m, a, out: seen.update(body=out.dtype))
+    model.head[0].register_forward_hook(lambda m, a, out: seen.update(head=(a[0].dtype, out.dtype)))
+    handle = mezzo.prepare(model, Policy.O1("bfloat16").keep_fp32(modules=["head"]))
+    with handle.autocast():
+        out = model(torch.ones(2, 8))
+    assert seen == {"body": torch.bfloat16, "head": (torch.float32, torch.float32)}
+    assert out.dtype == torch.float32
+    reference = model.head(model.body(torch.ones(2, 8)).bfloat16().float())
+    torch.testing.assert_close(out, reference, atol=0.02, rtol=0)
+
+
+def test_module_rules_in_o2_store_fp32_and_return_low():
+    model = nn.Sequential(collections.OrderedDict(head=nn.Linear(8, 8), tail=nn.Linear(8, 8)))
+    seen = {}
+    model.head.register_forward_hook(lambda m, a, out: seen.update(head=(a[0].dtype, out.dtype)))
+    model.tail.register_forward_pre_hook(lambda m, a: seen.update(tail=a[0].dtype))
+    mezzo.prepare(model, Policy.O2("bfloat16").keep_fp32(modules=["head"]))
+    assert model.head.weight.dtype == torch.float32
+    model(torch.ones(2, 8))
+    assert seen == {"head": (torch.float32, torch.float32), "tail": torch.bfloat16}
+
+
+def test_op_rules_scoped_to_a_module():
+    class Block(nn.Module):
+        def forward(self, x):
+            return x.softmax(-1)
+
+    model = nn.ModuleDict({"a": Block(), "b": Block()})
+    handle = mezzo.prepare(model, Policy.parse("O1,dtype=bfloat16,low=softmax@a"))
+    x = torch.ones(2, 4).bfloat16()
+    with handle.autocast():
+        assert model["a"](x).dtype == torch.bfloat16
+        assert model["b"](x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("treatment, inside, after", [
+    ("low", torch.bfloat16, torch.bfloat16), ("fp32", torch.float32, torch.float32),
+    ("fp32_math", torch.float32, torch.bfloat16), ("native", torch.bfloat16, torch.bfloat16),
+])  # fmt: skip
+def test_every_module_treatment(treatment, inside, after):
+    class Exp(nn.Module):
+        def forward(self, x):
+            self.inside = torch.exp(x).dtype
+            return torch.exp(x)
+
+    model = nn.Sequential(Exp())
+    handle = mezzo.prepare(model, Policy.parse(f"O1,dtype=bfloat16,{treatment}_module=0"))
+    with handle.autocast():
+        out = model(torch.ones(2).bfloat16())
+    assert (model[0].inside, out.dtype) == (inside, after)
+
+
+def test_a_banned_module_says_so():
+    model = nn.Sequential(nn.Linear(2, 2))
+    mezzo.prepare(model, "O1,dtype=bfloat16,ban_module=0")
+    with pytest.raises(UnsupportedError, match="the module 0 is banned"):
+        model(torch.ones(1, 2))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_parameter_rules_store_and_treat():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8, bias=False)
+            self.scale = nn.Parameter(torch.full((8,), 1 + 2**-20))
+
+        def forward(self, x):
+            return self.fc(x) * self.scale
+
+    model = Scaled()
+    mezzo.prepare(model, Policy.O2("bfloat16").keep_fp32(params=["scale"]))
+    assert (model.scale.dtype, model.fc.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert model(torch.ones(2, 8)).dtype == torch.float32
+    model = Scaled()
+    handle = mezzo.prepare(model, Policy.O1("bfloat16").keep_fp32(params=["fc.weight"]))
+    with handle.autocast():
+        assert model.fc(torch.ones(2, 8)).dtype == torch.float32
+
+
+def test_remove_undoes_everything():
+    model = Net()
+    before = dtypes(model)
+    handle = mezzo.prepare(model, Policy.O2("bfloat16").keep_fp32(modules=["head"]))
+    handle.remove()
+    assert dtypes(model) == before
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert model(tokens).dtype == torch.float32
+    mezzo.prepare(model, "O1")
+
+
+def test_a_prepared_model_can_be_copied_and_pickled():
+    model = Net()
+    mezzo.prepare(model, Policy.O2("bfloat16").keep_fp32(modules=["layer_norm"], params=["conv.bias"]))
+    expected = model(tokens)
+    assert torch.equal(copy.deepcopy(model)(tokens), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), expected)
+
+
+def test_an_exception_in_the_model_leaves_no_region():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    model = nn.Sequential(Broken())
+    mezzo.prepare(model, "O2,dtype=bfloat16,emulate=true,fp32_module=0")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(1))
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_threads_may_run_one_prepared_model():
+    model = Net().eval()
+    mezzo.prepare(model, Policy.O2("bfloat16").keep_fp32(modules=["head"]))
+    expected, failures = model(tokens), []
+
+    def run():
+        for _ in range(10):
+            if not torch.equal(model(tokens), expected):
+                failures.append(1)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def half_parameters():
+    return nn.Linear(4, 4).half()
+
+
+def held_gradient():
+    model = nn.Linear(4, 4)
+    model(torch.ones(1, 4)).sum().backward()
+    return model
+
+
+def prepared():
+    model = nn.Linear(4, 4)
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    return model
+
+
+@pytest.mark.parametrize(
+    "build, policy, error, says",
+    [
+        (lambda: nn.Linear(4, 4).double(), "O2", UnsupportedError, "float64 and complex parameters"),
+        (
+            lambda: nn.Linear(4, 4, dtype=torch.complex64),
+            "O1",
+            UnsupportedError,
+            "float64 and complex parameters",
+        ),
+        (half_parameters, "O2,dtype=bfloat16", UnsupportedError, "already in a low precision"),
+        (held_gradient, "O2", StateError, "hold gradients"),
+        (prepared, "O2,dtype=bfloat16", StateError, "prepared already"),
+        (Net, "O2,fp32_module=haed", PolicyError, "'haed' matches no module"),
+        (Net, "O2,fp32_param=*.scale", PolicyError, r"'\*.scale' matches no parameter"),
+        (Net, "O2,fp32_param=head.weight,low_param=embed.weight", PolicyError, "two storage dtypes"),
+        (lambda: "model", "O2", PolicyError, "must be an nn.Module, not str"),
+    ],
+)
+def test_refusals_name_the_fault_and_change_nothing(build, policy, error, says):
+    model = build()
+    before = dtypes(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(error, match=says) as caught:
+        mezzo.prepare(model, policy)
+    assert len(str(caught.value).splitlines()) > 1
+    if before is not None:
+        assert dtypes(model) == before
+
+
+def test_several_problems_are_reported_together():
+    with pytest.raises(PolicyError) as caught:
+        mezzo.prepare(Net(), "O2,fp32_module=haed,fp32_param=nothing")
+    assert "2 problems" in str(caught.value)
+    assert "did you mean 'head'?" in str(caught.value)
+
+
+def test_low_parameters_in_the_policy_s_own_dtype_are_welcome():
+    model = half_parameters()
+    mezzo.prepare(model, "O2,dtype=float16")
+    assert model.weight.dtype == torch.float16

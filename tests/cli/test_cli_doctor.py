@@ -1,0 +1,149 @@
+"""``mezzo doctor`` prints what the probe found and what mezzo will do about it."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+
+from mezzo.cast import device
+from mezzo.cast.probe import children
+from mezzo.cast.probe.report import DeviceReport, FormatSupport
+from mezzo.cli import doctor as doctor_module
+from mezzo.cli import main
+
+
+def support(dtype, status, ratio, detail):
+    return FormatSupport(
+        dtype=dtype, status=status, fast=ratio is not None and ratio >= 0.5, speed_ratio=ratio,
+        cases={"gemm": status}, speeds={}, detail=detail,
+    )  # fmt: skip
+
+
+CRASHING = DeviceReport(
+    device_type="cpu",
+    name="a crashing CPU",
+    formats={
+        entry.dtype: entry
+        for entry in (
+            support(torch.float16, "native", 0.027, "slowest: matmul"),
+            support(torch.bfloat16, "crashes", 2.1, "gemm: the process was killed"),
+            support(torch.float8_e4m3fn, "unsupported", None, "convolution: no [kernel]"),
+            support(torch.float8_e5m2, "native", 1.0, "slowest: gemm"),
+        )
+    },
+    needs_isa_limit=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def crashing(monkeypatch, tmp_path):
+    monkeypatch.setattr(device, "_reports", {})
+    monkeypatch.setattr(device, "_protections", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    probed = []
+
+    def cpu_report(name):
+        probed.append(name)
+        return CRASHING, True
+
+    monkeypatch.setattr(children, "cpu_report", cpu_report)
+    return probed
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(["doctor", *arguments])
+    assert stopped.value.code == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+def test_the_table_says_what_works_what_crashes_and_what_follows(capsys):
+    out = run(capsys)
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
+    assert rows["float16"] == "yes 0.027× slow no emulate in FP32 slowest: matmul"
+    assert rows["bfloat16"] == (
+        "no 2.1× fast yes set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, then compute natively gemm: the process was killed"
+    )
+    assert rows["float8_e4m3fn"] == "no – no emulate in FP32 convolution: no [kernel]"
+    assert rows["float8_e5m2"] == "yes 1× fast no compute natively slowest: gemm"
+    assert rows["cpu:"] == "a crashing CPU"
+    assert rows["torch"] == torch.__version__
+    assert rows["python"] == platform.python_version()
+    assert rows["threads"] == str(torch.get_num_threads())
+    assert "TF32" not in out, "there is no GPU"
+    assert "\x1b" not in out
+    assert not os.environ["ONEDNN_MAX_CPU_ISA"], "the doctor looks, and changes nothing"
+
+
+def test_json_holds_the_same_facts(capsys):
+    found = json.loads(run(capsys, "--json"))
+    assert found["torch"] == torch.__version__
+    assert found["tf32"] is None
+    assert found["isa_setting"] is None
+    (cpu,) = found["devices"]
+    assert (cpu["device_type"], cpu["needs_isa_limit"]) == ("cpu", True)
+    assert {entry["dtype"]: entry["intention"] for entry in cpu["formats"]} == {
+        "float16": "emulate", "bfloat16": "limit", "float8_e4m3fn": "emulate", "float8_e5m2": "native"
+    }  # fmt: skip
+    for entry in cpu["formats"]:
+        del entry["intention"]
+    assert DeviceReport.from_dict(cpu) == CRASHING
+
+
+def test_refresh_probes_again(capsys, crashing):
+    run(capsys)
+    run(capsys)
+    assert len(crashing) == 1
+    run(capsys, "--refresh")
+    assert len(crashing) == 2
+
+
+def test_a_limit_in_the_environment_is_shown(capsys, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    out = run(capsys)
+    assert "limit    ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" in out
+    assert "set ONEDNN_MAX_CPU_ISA" not in out
+
+
+def test_every_intention_has_its_words():
+    assert set(doctor_module.WHAT_MEZZO_DOES) == set(get_args(device.Intention))
+
+
+def test_on_a_gpu_the_header_states_tf32(capsys, monkeypatch):
+    present = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: present)
+    gpu = DeviceReport(device_type="cuda", name="a GPU", formats=dict(CRASHING.formats), needs_isa_limit=False)
+    monkeypatch.setattr(device, "_accelerator", lambda _: gpu)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="ieee"))
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision="tf32"))
+    out = run(capsys)
+    assert "TF32     products off, convolutions on (float32 is measured so)" in out
+    assert "cuda: a GPU" in out
+
+
+def test_the_real_thing_without_the_variable(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("MAX_CPU_ISA")}
+    done = subprocess.run(
+        [sys.executable, "-c", "from mezzo.cli import main; main(['doctor', '--json'])"],
+        env={**environment, "XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    cpu = found["devices"][0]
+    assert [entry["dtype"] for entry in cpu["formats"]] == [
+        "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"
+    ]  # fmt: skip
+    assert all(entry["status"] in ("native", "crashes", "unsupported") for entry in cpu["formats"])
+    assert cpu["formats"][2]["status"] == "unsupported"
+    assert cpu["formats"][0]["speed_ratio"] > 0

@@ -1,0 +1,334 @@
+"""Policy as a value: levels, overrides, text, TOML, rules, and what it refuses."""
+
+import copy
+import pickle
+import string
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mezzo import LossScale, Policy, PolicyError, Rule
+from mezzo.policy.ops import OPS, TREATMENTS
+
+# DESIGN §4, written down a second time: weights, autocast, batch norm fp32, masters, scale (fp16, bf16).
+LEVEL_TABLE = {
+    "O0": (torch.float32, False, True, False, ("none", "none")),
+    "O1": (torch.float32, True, True, False, ("dynamic", "none")),
+    "O2": ("low", False, True, True, ("dynamic", "none")),
+    "O3": ("low", False, False, False, ("constant", "none")),
+}
+
+
+@pytest.mark.parametrize("level", LEVEL_TABLE)
+@pytest.mark.parametrize("number, dtype", [(0, torch.float16), (1, torch.bfloat16)])
+def test_levels_are_those_of_the_design(level, number, dtype):
+    weights, autocast, batchnorm, masters, scales = LEVEL_TABLE[level]
+    policy = Policy.O0() if level == "O0" else getattr(Policy, level)(dtype)
+    assert policy.level == level
+    assert policy.dtype == (torch.float32 if level == "O0" else dtype)
+    assert policy.param_dtype == (dtype if weights == "low" else weights)
+    assert policy.output_dtype == (torch.float32 if weights == "low" else None)
+    assert policy.autocast is autocast
+    assert policy.keep_batchnorm_fp32 is batchnorm
+    assert policy.master_weights is masters
+    assert policy.loss_scale.mode == scales[number]
+    assert (policy.accumulate, policy.lists, policy.norms, policy.emulate, policy.rules) == (
+        "fp32", "portable", "fp32", "auto", (),
+    )  # fmt: skip
+
+
+def test_o3_in_fp16_has_a_constant_scale_of_one():
+    assert Policy.O3().loss_scale == LossScale.constant(1.0)
+
+
+def test_default_dtype_is_float16():
+    assert Policy.O1().dtype == Policy.O2().dtype == Policy.O3().dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ({"autocast": True}, True),
+        ({"output_dtype": "bfloat16"}, torch.bfloat16),
+        ({"output_dtype": None}, None),
+        ({"keep_batchnorm_fp32": False}, False),
+        ({"loss_scale": 1024}, LossScale.constant(1024)),
+        ({"loss_scale": "dynamic"}, LossScale.dynamic()),
+        ({"loss_scale": None}, LossScale.none()),
+        ({"accumulate": "native"}, "native"),
+        ({"lists": "device"}, "device"),
+        ({"norms": "fp32_math"}, "fp32_math"),
+        ({"emulate": True}, True),
+    ],
+)
+def test_every_property_of_a_level_can_be_overridden(override, expected):
+    (name,) = override
+    assert getattr(Policy.O2(**override), name) == expected
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda: Policy.O0(dtype="float16"), "O0 cannot compute in float16"),
+        (lambda: Policy.O1("float32"), "O1 cannot compute in float32"),
+        (lambda: Policy.O0(autocast=True), "cannot autocast"),
+        (lambda: Policy.O1(autocast=False), "no autocast has nothing in float16"),
+        (lambda: Policy.O1(master_weights=True), "master weights need low-precision weights"),
+        (
+            lambda: Policy.O2(param_dtype="bfloat16"),
+            "weights cannot be bfloat16 while ops compute in float16",
+        ),
+        (lambda: Policy.O1(keep_batchnorm_fp32=False), "has no effect on float32 weights"),
+        (lambda: Policy.O3(loss_scale=128.0), "fp16 gradients cannot be unscaled in fp16"),
+        (lambda: Policy.O2(master_weights=False), "fp16 gradients cannot be unscaled in fp16"),
+    ],
+)
+def test_impossible_combinations_are_refused_with_the_reason(make, says):
+    with pytest.raises(PolicyError, match=says) as caught:
+        make()
+    assert "\n  why    " in str(caught.value)
+    assert "\n  write  " in str(caught.value)
+
+
+def test_several_impossible_things_are_reported_together():
+    with pytest.raises(PolicyError) as caught:
+        Policy.O1(master_weights=True, keep_batchnorm_fp32=False)
+    assert str(caught.value).startswith("2 problems\n1. master weights")
+    assert "2. keep_batchnorm_fp32=false" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make, says, suggests",
+    [
+        (lambda: Policy.parse("O4"), "unknown level 'O4'", "valid: O0, O1, O2, O3"),
+        (lambda: Policy.parse("O1,dtype=flaot16"), "unknown dtype 'flaot16'", "did you mean 'float16'?"),
+        (lambda: Policy.O1("bfloat61"), "unknown dtype 'bfloat61'", "did you mean 'bfloat16'?"),
+        (lambda: Policy.O1(torch.float64), "unknown dtype 'float64'", "valid: float16, bfloat16, float32"),
+        (lambda: Policy.parse("O1,keep_batchnrom_fp32=true"), "unknown policy key", "'keep_batchnorm_fp32'?"),
+        (lambda: Policy.O1(master_weihgts=True), "unknown policy key", "did you mean 'master_weights'?"),
+        (lambda: Policy.parse("O1,fp23=exp"), "unknown policy key 'fp23'", "did you mean 'fp32'?"),
+        (lambda: Policy.parse("O1,low=sofmax"), "unknown op 'sofmax'", "did you mean 'softmax'?"),
+        (lambda: Policy.parse("O1,lists=portabel"), "unknown lists 'portabel'", "did you mean 'portable'?"),
+        (lambda: Policy.parse("O2,autocast=maybe"), "unknown autocast 'maybe'", "valid: true, false"),
+        (lambda: Rule("fp23", op="exp"), "unknown treatment 'fp23'", "did you mean 'fp32'?"),
+        (lambda: Policy.O2(autocast=1), "unknown autocast '1'", "valid: true, false"),
+    ],
+)
+def test_unknown_words_name_the_nearest_valid_one(make, says, suggests):
+    with pytest.raises(PolicyError) as caught:
+        make()
+    assert says in str(caught.value)
+    assert suggests in str(caught.value)
+
+
+def test_all_problems_of_a_text_are_reported_together():
+    with pytest.raises(PolicyError) as caught:
+        Policy.parse("O1,dtype=int8,lists=x,low,low=exp,fp32_module=")
+    text = str(caught.value)
+    assert "4 problems" in text
+    for part in (
+        "unknown dtype 'int8'",
+        "unknown lists 'x'",
+        "'low' is not key=value",
+        "'fp32_module=' is not",
+    ):
+        assert part in text
+
+
+def test_a_key_that_stands_twice_is_refused():
+    with pytest.raises(PolicyError, match="the key 'lists' stands twice"):
+        Policy.parse("O1,lists=device,lists=portable")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "O0",
+        "O1,dtype=bfloat16",
+        "O1,dtype=bfloat16,low=softmax+gelu,fp32_module=head.*",
+        "O2,dtype=float16,loss_scale=constant(1024),fp32_param=*.scale",
+        "O2,dtype=bfloat16,output_dtype=none,autocast=true,low=a::b,fp32=exp+log,low=tanh",
+        "O1,dtype=float16,norms=fp32_math,emulate=false,fp32=softmax@blocks.*.attn",
+    ],
+)
+def test_canonical_text_round_trips(text):
+    assert str(Policy.parse(text)) == text
+
+
+def test_text_is_forgiving_about_space_and_defaults():
+    assert Policy.parse(" O1 , dtype = bfloat16 ") == Policy.O1("bfloat16")
+    assert Policy.parse("O2") == Policy.O2()
+    assert Policy.parse("O2,loss_scale=1024") == Policy.O2(loss_scale=1024)
+
+
+def test_builders_put_their_rule_first():
+    policy = Policy.O1().low("softmax").fp32("softmax")
+    assert policy.explain("softmax").treatment == "fp32"
+    assert [rule.key for rule in policy.rules] == ["fp32", "low"]
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_each_builder_gives_its_treatment(treatment):
+    policy = getattr(Policy.O1(), treatment)("gelu", "tanh")
+    assert policy.explain("gelu").treatment == treatment
+    assert policy.explain("torch.tanh").treatment == treatment
+    assert str(policy) == f"O1,dtype=float16,{treatment}=gelu+tanh"
+
+
+def test_builders_return_new_policies():
+    policy = Policy.O1()
+    policy.low("softmax")
+    assert policy.rules == ()
+
+
+def test_explain_gives_rule_reason_and_source():
+    policy = Policy.O1().keep_fp32(modules=["head"])
+    inside = policy.explain("linear", "head.fc")
+    assert (inside.treatment, inside.rule) == ("fp32", Rule("fp32", module="head"))
+    assert "fp32_module=head" in inside.reason
+    outside = policy.explain("linear", "body.fc")
+    assert (outside.treatment, outside.rule, outside.reason) == ("low", None, "gemm")
+    assert "CUDA" in outside.source
+    assert Policy.O2().explain("linear").treatment == "native"
+
+
+def test_explain_follows_the_device_lists_on_request():
+    policy = Policy.O1(lists="device")
+    assert policy.explain("softmax", device_type="cpu").treatment == "native"
+    assert policy.explain("softmax", device_type="cuda").treatment == "fp32"
+    assert Policy.O1().explain("softmax", device_type="cpu").treatment == "fp32"
+
+
+def test_norms_fp32_math_is_softmax_and_normalisations():
+    policy = Policy.O1(norms="fp32_math")
+    assert {op for op in OPS if policy.explain(op).treatment == "fp32_math"} >= {
+        "softmax",
+        "layer_norm",
+        "rms_norm",
+    }
+    assert policy.explain("exp").treatment == "fp32"
+
+
+def test_op_and_module_must_both_match():
+    policy = Policy.O1()._first([Rule("low", op="softmax", module="attn*")])
+    assert policy.explain("softmax", "attn.0").treatment == "low"
+    assert policy.explain("softmax", "mlp").treatment == "fp32"
+    assert policy.explain("exp", "attn.0").treatment == "fp32"
+    assert policy.explain("softmax").treatment == "fp32"
+
+
+def test_policies_are_values():
+    one, two = Policy.parse("O1,low=exp"), Policy.O1().low("exp")
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one == pickle.loads(pickle.dumps(one)) == copy.deepcopy(one)
+    with pytest.raises(AttributeError):
+        one.level = "O2"
+
+
+def test_differences_name_each_field():
+    lines = Policy.O1().differences(Policy.O2("bfloat16").low("exp"))
+    assert "level: O1 → O2" in lines
+    assert "dtype: float16 → bfloat16" in lines
+    assert "rules: no rules → low=exp" in lines
+    assert Policy.O1().differences(Policy.O1()) == ()
+
+
+@pytest.mark.parametrize(
+    "rule, says",
+    [
+        (lambda: Rule("low"), "must match something"),
+        (lambda: Rule("low", op=""), "must match something"),
+        (lambda: Rule("low", param="*.scale", module="head"), "also names an op or a module"),
+        (lambda: Rule("ban", param="*.scale"), "a parameter cannot be treated as 'ban'"),
+        (lambda: Rule("low", op="exp,log"), "cannot be written in a policy's text"),
+    ],
+)
+def test_rules_without_a_meaning_are_refused(rule, says):
+    with pytest.raises(PolicyError, match=says):
+        rule()
+
+
+def test_a_reason_takes_no_part_in_comparison():
+    assert Rule("low", op="exp", reason="measured") == Rule("low", op="exp")
+
+
+def test_toml_keeps_everything_and_the_reasons(tmp_path):
+    reasoned = (Rule("low", op="exp", reason='range "checked"\n2026 – ok'), Rule("fp32", param="*.g"))
+    policy = Policy.O2("bfloat16", output_dtype=None, loss_scale=8, rules=reasoned)
+    policy.save(tmp_path / "policy.toml")
+    loaded = Policy.load(tmp_path / "policy.toml")
+    assert loaded == policy == Policy.of(str(tmp_path / "policy.toml"))
+    assert [rule.reason for rule in loaded.rules] == ['range "checked"\n2026 – ok', ""]
+    assert [path.name for path in tmp_path.iterdir()] == ["policy.toml"]
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ('level = "O1"\ndtpye = "float16"', ["unknown key 'dtpye'", "policy.toml", "did you mean 'dtype'?"]),
+        ('level = "O9"', ["names no valid level"]),
+        (
+            'level = "O1"\n[[rules]]\nop = "exp"\ntreatmnt = "low"',
+            ["unknown key 'treatmnt'", "rule 1", "no treatment"],
+        ),
+        ("level = ", ["is not a policy file"]),
+        ('version = 99\nlevel = "O1"', ["version 99"]),
+        ('level = "O1"\nrules = 3', ["rules"]),
+        ('level = "O1"\n[[rules]]\ntreatment = "low"\nop = 3', ["op"]),
+    ],
+)
+def test_wrong_policy_files_say_what_is_wrong(tmp_path, text, says):
+    (tmp_path / "policy.toml").write_text(text)
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(tmp_path / "policy.toml")
+    for part in says:
+        assert part in str(caught.value)
+
+
+def test_a_missing_policy_file_is_named(tmp_path):
+    with pytest.raises(PolicyError, match=r"there is no policy file .*nowhere\.toml"):
+        Policy.of(str(tmp_path / "nowhere.toml"))
+
+
+def test_an_unwritable_place_leaves_no_half_file(tmp_path):
+    (tmp_path / "policy.toml").mkdir()
+    with pytest.raises(OSError, match="policy"):
+        Policy.O1().save(tmp_path / "policy.toml")
+    assert [path.name for path in tmp_path.iterdir()] == ["policy.toml"]
+
+
+def test_of_refuses_other_things():
+    with pytest.raises(PolicyError, match="a policy cannot be made from int"):
+        Policy.of(3)
+
+
+globs = st.text(string.ascii_lowercase + ".*_", min_size=1, max_size=8).filter(str.strip)
+op_rules = st.builds(
+    lambda treatment, op, module: Rule(treatment, op=op, module=module),
+    st.sampled_from(TREATMENTS), st.sampled_from(sorted(OPS)) | st.just("conv*"), st.none() | globs,
+)  # fmt: skip
+module_rules = st.builds(lambda treatment, glob: Rule(treatment, module=glob), st.sampled_from(TREATMENTS), globs)
+param_rules = st.builds(lambda treatment, glob: Rule(treatment, param=glob), st.sampled_from(["low", "fp32"]), globs)
+
+
+@given(
+    level=st.sampled_from(["O1", "O2", "O3"]),
+    dtype=st.sampled_from(["float16", "bfloat16"]),
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "output_dtype": st.sampled_from([None, "float32", "bfloat16"]),
+            "accumulate": st.sampled_from(["fp32", "native"]),
+            "lists": st.sampled_from(["portable", "device"]),
+            "norms": st.sampled_from(["fp32", "fp32_math"]),
+            "emulate": st.sampled_from(["auto", True, False]),
+        },
+    ),
+    rules=st.lists(op_rules | module_rules | param_rules, max_size=5),
+)
+def test_any_policy_round_trips_through_its_text(level, dtype, fields, rules):
+    policy = getattr(Policy, level)(dtype, rules=tuple(rules), **fields)
+    assert Policy.parse(str(policy)) == policy
