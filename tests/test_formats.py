@@ -496,6 +496,12 @@ def test_stochastic_rounding_beyond_the_largest_follows_the_nearest_rule():
     assert E4M3.round(torch.tensor([448.0, math.inf]), stochastic=True).isnan().tolist() == [False, True]
 
 
+def test_a_draw_of_zero_leaves_the_grid_alone_too(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.zeros(shape, dtype=options["dtype"]))
+    values = torch.tensor([1.0, -(2.0**-24), 0.0, 1.0 + 2.0**-20], dtype=torch.float64)
+    assert FP16.round(values, stochastic=True).tolist() == [1.0, -(2.0**-24), 0.0, 1.0 + 2.0**-10]
+
+
 def test_stochastic_rounding_draws_from_the_generator_it_is_given():
     values = torch.full((100,), 1.0 + 2.0**-12)
     draws = [FP16.round(values, stochastic=True, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]

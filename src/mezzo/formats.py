@@ -35,7 +35,7 @@ __all__ = [
 ROUNDABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 #: Elements that :meth:`Format.coverage` handles at a time, to bound its float64 scratch memory.
-CHUNK = 1 << 22
+CHUNK = 1 << 21
 
 _EXPONENT_OF_DOUBLE = 0x7FF0_0000_0000_0000
 
@@ -290,7 +290,7 @@ class Format:
             PolicyError: A scale or dtype as above is not given.
 
         Cost:
-            One host sync, at the end; at most 128 MiB of scratch memory.
+            One host sync, at the end; less than 128 MiB of scratch memory, whatever the size.
 
         Example:
             >>> FP16.coverage(torch.tensor([0.0, 1e-8, 1e-6, 1.0, 1e5, float("nan")]))

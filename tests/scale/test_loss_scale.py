@@ -18,7 +18,7 @@ from mezzo.scale.config import PRESETS
 scale_numbers = st.one_of(
     st.integers(-126, 127).map(lambda exponent: 2.0**exponent),
     st.floats(2.0**-126, 2.0**127),
-    st.integers(1, 2**60),
+    st.integers(1, 2**60).map(lambda whole: int(float(whole))),
 )
 counts = st.integers(1, 2**31 - 1)
 
@@ -222,6 +222,7 @@ def test_parse_refuses_other_types(value):
         ({"init": "1024"}, ["init is '1024'", "a number was expected"]),
         ({"init": 1e39, "ceiling": None}, ["init is 1e+39"]),
         ({"init": 10**400, "ceiling": None}, ["init is 1000", "a normal float32 number"]),
+        ({"init": 2**53 + 1, "ceiling": None}, ["init is 9007199254740993", "float64 does not hold it exactly"]),
         ({"floor": 1e-40}, ["floor is 1e-40"]),
         ({"floor": None}, ["floor is None", "a number was expected"]),
         ({"ceiling": math.inf}, ["ceiling is inf", "write  ceiling=None"]),

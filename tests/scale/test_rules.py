@@ -1,5 +1,6 @@
 """next_scale against plain-Python references of each system's rule, and torch's own kernel."""
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.errors import PolicyError
 from mezzo.scale import LossScale, ScaleState, collapsed, next_scale
+from mezzo.scale.config import allowed_skips
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 steps = st.lists(st.booleans(), max_size=60)
@@ -323,7 +325,23 @@ def test_growth_stops_where_float32_ends():
     ]
 
 
+def test_without_a_ceiling_the_last_float32_can_be_reached_but_not_infinity():
+    midpoint = 2 - 2.0**-24  # times 2^127: halfway from the largest float32 to 2^128, which rounds up
+    config = LossScale.dynamic(init=2.0**127, ceiling=None, interval=1, growth=midpoint)
+    assert scales(config, ".") == [2.0**127]
+    config = dataclasses.replace(config, growth=math.nextafter(midpoint, 1.0))
+    assert scales(config, "..") == [torch.finfo(torch.float32).max] * 2
+
+
 # The skip-rate limit
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 10, 100, 2000])
+@pytest.mark.parametrize("percent", [1, 7, 10, 25, 29, 33, 50, 57, 58, 99, 100])
+def test_the_allowed_count_of_skips(percent, interval):
+    # In integers, where 0.29 of 100 is 29 and not 28.999999999999996.
+    expected = max(count for count in range(interval + 1) if 100 * count <= percent * interval)
+    assert allowed_skips(percent / 100, interval) == expected
 
 
 def test_the_share_is_of_the_whole_interval_and_must_be_exceeded():

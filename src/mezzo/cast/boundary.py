@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -45,16 +46,21 @@ class Boundary:
         self.inputs, self.outputs, self.rule = inputs, outputs, rule
         # One stack for each thread, since threads may run one model at the same time.
         self._entered: defaultdict[int, list[tuple[autocast, torch.dtype | None]]] = defaultdict(list)
-        self.region()
+        region = self.region()
+        # Where the region would only switch torch's autocast off, it is needed only while that is on.
+        self._always = region.has_differences or policy.autocast or outputs == "input"
+        self._device_types = region.device_types
 
     def pinned(self) -> dict[int, Treatment]:
         """Return the treatment of ops that read a ruled parameter, by the parameter's ``id``."""
         return {id(tensor): treatment for tensor, treatment in self.params}
 
     def region(self) -> autocast:
+        """Return a new region for this module."""
         return autocast.inside(self.policy, self.path, self.pinned(), tuple(device.devices()))
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Enter the region and cast the inputs: a forward pre-hook."""
         if self.rule is not None and self.rule.treatment == "ban":
             raise UnsupportedError(
                 f"the module {self.path} is banned under this policy",
@@ -62,6 +68,17 @@ class Boundary:
                 why=self.rule.reason or f"the rule {self.rule} bans it",
                 write="another module, or a policy without that rule",
             )
+        if not self._always and not any(torch.is_autocast_enabled(kind) for kind in self._device_types):
+            return (
+                cast_floating((args, kwargs), self.inputs) if isinstance(self.inputs, torch.dtype) else (args, kwargs)
+            )
+        entered: tuple[Any, Any] = self._enter_region(args, kwargs)
+        return entered
+
+    # A region cannot be entered in one compiled frame and left in another: the two calls below stay in Python.
+    # (torch.compiler.disable is the public name, and costs a second of imports where it is only mentioned.)
+    @_disable_dynamo
+    def _enter_region(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtypes = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
         region = self.region()
         region.__enter__()
@@ -72,21 +89,28 @@ class Boundary:
         return (args, kwargs) if not isinstance(target, torch.dtype) else cast_floating((args, kwargs), target)
 
     def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Leave the region, after an exception too, and cast the outputs: a forward hook."""
+        # None was entered where none was needed, or where an earlier pre-hook raised.
+        target = self._leave_region() if self._entered else self.outputs
+        return cast_floating(output, target) if isinstance(target, torch.dtype) else output
+
+    @_disable_dynamo
+    def _leave_region(self) -> torch.dtype | str | None:
         thread = threading.get_ident()
-        if not self._entered[thread]:
-            return output  # the module's own pre-hook raised before the region was entered
-        region, first = self._entered[thread].pop()
-        if not self._entered[thread]:
+        if not (stack := self._entered.get(thread)):
+            return self.outputs
+        region, first = stack.pop()
+        if not stack:
             del self._entered[thread]
         region.__exit__(None, None, None)
-        target = first if self.outputs == "input" else self.outputs
-        return cast_floating(output, target) if isinstance(target, torch.dtype) else output
+        return first if self.outputs == "input" else self.outputs
 
 
 class WideNorm(Boundary):
     """Batch norm with low-precision weights: kernels want weights in the dtype of the FP32 statistics."""
 
     def region(self) -> autocast:
+        """Return a new region, in which batch norm gets wide weights."""
         return super().region().with_wide_norm()
 
 

@@ -18,7 +18,7 @@ from mezzo.cast.emulate import EMULATED
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
-__all__ = ["Handler", "Plan", "plan_for"]
+__all__ = ["Handler", "Plan", "open_function", "plan_for"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def _torch_does(op: str, device_type: str) -> Treatment:
     return entry.cpu if device_type == "cpu" else entry.cuda
 
 
-def _open(function: types.FunctionType) -> Callable[..., Any]:
+def open_function(function: types.FunctionType) -> Callable[..., Any]:
     """Copy a Python function of torch so that the functions it calls are seen by the mode.
 
     Such a function first asks ``has_torch_function`` and hands itself over whole; in the copy that question
@@ -134,7 +134,7 @@ def _concerned(handlers: Mapping[Any, Handler]) -> Mapping[Callable[..., Any], C
         more = {
             function: copy
             for function, copy in _OPENED.items()
-            if function not in handlers and function not in opened and names & set(function.__code__.co_names)
+            if function not in handlers and function not in opened and names & set(_calls(function))
         }
         if not more:
             return types.MappingProxyType(opened)
@@ -142,10 +142,15 @@ def _concerned(handlers: Mapping[Any, Handler]) -> Mapping[Callable[..., Any], C
         names |= {function.__name__ for function in more}
 
 
+def _calls(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names that a Python function's body uses."""
+    return function.__code__.co_names if isinstance(function, types.FunctionType) else ()
+
+
 #: Python-implemented functions of torch.nn.functional and torch.functional, opened once.
-_OPENED: Final[Mapping[types.FunctionType, Callable[..., Any]]] = types.MappingProxyType(
+_OPENED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = types.MappingProxyType(
     {
-        function: _open(function)
+        function: open_function(function)
         for place in (functional, torch.functional)
         for function in vars(place).values()
         if inspect.isfunction(function)

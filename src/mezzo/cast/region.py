@@ -14,7 +14,7 @@ import os
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import ContextDecorator, ExitStack
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from mezzo.cast import device
 from mezzo.cast.emulate import emulate
-from mezzo.cast.plan import Handler, Plan, plan_for
+from mezzo.cast.plan import Handler, Plan, open_function, plan_for
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
@@ -100,6 +100,24 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         """Whether entering the region changes anything but ``torch.autocast``'s own state."""
         return any(plan.handlers or plan.pinned for plan in self._plans)
 
+    def run_backward(self, tensor: Tensor, **kwargs: Any) -> None:
+        """Run a backward pass whose activation checkpoints are recomputed under this region's differences.
+
+        ``torch.utils.checkpoint`` restores torch's autocast by itself, but knows nothing of a function mode. One is
+        therefore kept active inside ``torch.autograd.backward``. Where the policy autocasts it acts only while
+        autocast is on, so in recomputation and not in the backward functions themselves.
+
+        Args:
+            tensor: What to differentiate.
+            **kwargs: As ``torch.autograd.backward`` takes them.
+        """
+        with accumulation(self.policy):
+            if self.has_differences:
+                with _Differences(self._plans, recomputing=True):
+                    _OPENED_BACKWARD(tensor, **kwargs)
+            else:
+                torch.autograd.backward(tensor, **kwargs)
+
     def __enter__(self) -> autocast:
         with ExitStack() as stack:
             stack.enter_context(accumulation(self.policy))
@@ -158,8 +176,9 @@ def accumulation(policy: Policy) -> Iterator[None]:
 class _Differences(TorchFunctionMode):
     """Handle the functions a policy treats differently, and open Python functions that call them."""
 
-    def __init__(self, plans: list[Plan]) -> None:
+    def __init__(self, plans: list[Plan], *, recomputing: bool = False) -> None:
         super().__init__()
+        self.recomputing = recomputing  # in a backward pass
         self.plans = {plan.device_type: plan for plan in plans}
         self.shadows = 0  # how many regions inside this one are active
 
@@ -167,8 +186,11 @@ class _Differences(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.shadows:
             return func(*args, **kwargs)
+        if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
+            with self:
+                return _OPENED_BACKWARD(*args, **kwargs)
         plan = self._plan_for(args, kwargs)
-        if plan is None:
+        if plan is None or (self.recomputing and plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
             return func(*args, **kwargs)
         if plan.pinned and (param := _pinned(plan, args, kwargs)) is not None:
             return _read_pinned(param, plan, func, args, kwargs)
@@ -281,3 +303,7 @@ def _banned(op: str) -> UnsupportedError:
         why="its gradient overflows in low precision" if op in instead else "a rule of the policy bans it",
         write=f'{instead.get(op, "another op")}; or allow it: policy.fp32("{op}")',
     )
+
+
+#: torch.autograd.backward hands itself over to a mode whole; opened, the mode stays active while it runs.
+_OPENED_BACKWARD: Final = open_function(cast(types.FunctionType, torch.autograd.backward))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
+
+import mezzo
 
 app = typer.Typer(
     name="mezzo",
-    help="Train PyTorch models in mixed precision, and see why it is safe.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -14,6 +17,26 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _root() -> None:
-    """Train PyTorch models in mixed precision, and see why it is safe."""
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mezzo {mezzo.__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    help="""Train PyTorch models in mixed precision, and see why it is safe.
+
+    \b
+    mezzo compare digits-cnn                    FP32 and five policies, side by side
+    mezzo compare docs-lm --policies "O0; O2,dtype=bfloat16"
+    mezzo train digits-cnn --policy O1,dtype=bfloat16
+    mezzo doctor                                what this machine can do
+    mezzo formats float16                       the numbers of a format
+    """
+)
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Hold what all verbs share: the version."""

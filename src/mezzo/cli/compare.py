@@ -99,6 +99,8 @@ def _show(comparison: Comparison) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    console.print(report.results_table(summary))
+    for table in report.results_tables(summary, console.width):
+        console.print(table)
+        console.print()
     for line in report.facts(summary):
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from mezzo.report.picture import curves, require_matplotlib
 from mezzo.report.run import Run, read
-from mezzo.report.table import facts, results_table, to_markdown
+from mezzo.report.table import facts, results_tables, to_markdown
 
-__all__ = ["Run", "curves", "facts", "read", "require_matplotlib", "results_table", "to_markdown"]
+__all__ = ["Run", "curves", "facts", "read", "require_matplotlib", "results_tables", "to_markdown"]

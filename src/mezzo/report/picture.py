@@ -125,10 +125,11 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 def _draw_loss(axes: Axes, run: Run) -> None:
     longest = max((len(series.step) for series in run.series.values()), default=0)
     span = longest // 60
-    smallest = math.inf
+    smallest, largest = math.inf, 0.0
     for (policy, series), style in zip(run.series.items(), _looks(run), strict=True):
         line = smooth(series.loss, span)
-        smallest = min([smallest, *(value for value in line if math.isfinite(value))])
+        finite = [value for value in line if math.isfinite(value)]
+        smallest, largest = min([smallest, *finite]), max([largest, *finite])
         axes.plot(series.step, line, label=policy, **style)
         bad = [i for i, value in enumerate(series.loss) if not math.isfinite(value)]
         if bad and bad[0] > 0:
@@ -143,7 +144,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
                 fontsize=8,
                 color=style["color"],
             )
-    if smallest > 0.0:
+    if 0.0 < 10.0 * smallest <= largest:  # within a decade a logarithm only makes the numbers odd
         axes.set_yscale("log")
     axes.set_ylabel("training loss (nats)" + (f"\n(mean over ≈{span} steps)" if span > 1 else ""))
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.table import Table
 
-__all__ = ["Column", "byte_text", "columns", "facts", "results_table", "scale_text", "to_markdown"]
+__all__ = ["Column", "byte_text", "columns", "facts", "results_tables", "scale_text", "to_markdown"]
 
 Row = Mapping[str, Any]
+_GAP = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ def columns(summary: Mapping[str, Any]) -> list[Column]:
             right=True,
             cell=value("difference", "+"),
         ),
-        Column(head=("ms per step, median", "(10–90 %)"), right=True, cell=_milliseconds),
+        Column(head=("ms per step,", "median (10–90 %)"), right=True, cell=_milliseconds),
         Column(
             head=("weights + gradients", "+ optimizer"),
             right=True,
@@ -76,28 +78,44 @@ def columns(summary: Mapping[str, Any]) -> list[Column]:
     return found
 
 
-def results_table(summary: Mapping[str, Any]) -> Table:
-    """Make the table of a comparison for a terminal.
+def results_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
+    """Make the table of a comparison for a terminal, in as many parts as its width asks for.
 
     Args:
         summary: What ``summary.json`` holds.
+        width: Of the terminal, in characters. Numbers are never folded or cut: columns that do not fit go to a
+            further part, which names the policies again.
 
     Returns:
-        A rich table, one row per policy that was trained.
+        Rich tables, one row per policy that was trained.
     """
-    shown = columns(summary)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    first, *others = columns(summary)
+    rows = summary["rows"]
+    parts: list[list[Column]] = [[]]
+    left = width - _width(first, rows)
+    for column in others:
+        needed = _GAP + _width(column, rows)
+        if needed > left and parts[-1]:
+            parts.append([])
+            left = width - _width(first, rows)
+        parts[-1].append(column)
+        left -= needed
+    return [_table([first, *part], rows) for part in parts]
+
+
+def _table(shown: Sequence[Column], rows: Sequence[Row]) -> Table:
+    # With a padding on the right of each cell but the last, columns are _GAP apart.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for column in shown:
-        table.add_column(
-            "\n".join(column.head),
-            justify="right" if column.right else "left",
-            # Policies may fold at their commas; a folded number would be misread.
-            no_wrap=column.right,
-            overflow="fold",
-        )
-    for row in summary["rows"]:
+        table.add_column("\n".join(column.head), justify="right" if column.right else "left", no_wrap=column.right)
+    for row in rows:
         table.add_row(*(column.cell(row) for column in shown), style="" if row["status"] == "finished" else "dim")
     return table
+
+
+def _width(column: Column, rows: Sequence[Row]) -> int:
+    lines = [*column.head, *(line for row in rows for line in column.cell(row).split("\n"))]
+    return max(cell_len(line) for line in lines)
 
 
 def to_markdown(summary: Mapping[str, Any]) -> str:
@@ -113,7 +131,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     lines = [
         [" ".join(column.head) for column in shown],
         ["---:" if column.right else "---" for column in shown],
-        *([column.cell(row).replace("|", "\\|") for column in shown] for row in summary["rows"]),
+        *([column.cell(row).replace("|", "\\|").replace("\n", " ") for column in shown] for row in summary["rows"]),
     ]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\n" + "\\\n".join(facts(summary)) + "\n"
@@ -192,18 +210,22 @@ def byte_text(num_bytes: int) -> str:
 def _policy(row: Row) -> str:
     if row["status"] == "finished":
         return str(row["policy"])
-    return f"{row['policy']} ({row['status']} at step {row['steps']})"
+    return f"{row['policy']}\n({row['status']} at step {row['steps']})"
 
 
 def _number(value: float | str | None, form: str) -> str:
-    return "–" if value is None else format(float(value), form)
+    if value is None:
+        return "–"
+    number = float(value)
+    return format(number, form) if math.isfinite(number) else str(number)
 
 
 def _milliseconds(row: Row) -> str:
     times = row["step_ms"]
     if times is None:
         return "–"
-    return f"{times['median']:.3g} ({times['p10']:.3g}–{times['p90']:.3g})"
+    low, middle, high = (f"{float(times[key]):#.3g}".rstrip(".") for key in ("p10", "median", "p90"))
+    return f"{middle} ({low}–{high})"
 
 
 def _size(num_bytes: int | None, base: int | None) -> str:

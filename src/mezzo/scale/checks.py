@@ -125,7 +125,10 @@ def _fault(name: str, value: Any, check: Check) -> str:
         return "a whole number was expected" if name in COUNTS else "a number was expected"
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number was expected"
-    return "" if check.accepts(value) else check.why
+    if not check.accepts(value):
+        return check.why
+    # Such an integer would come back from the text form as its neighbour.
+    return "" if value == float(value) else "float64 does not hold it exactly"
 
 
 def _out_of_order(scale: LossScale, bad: Mapping[str, object]) -> Iterator[PolicyError]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.cast.modules import Prepared
-from mezzo.cast.region import accumulation, autocast
+from mezzo.cast.region import autocast
 from mezzo.errors import StateError, some_of
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
@@ -184,8 +184,7 @@ class MixedPrecision:
         else:
             for masters in self._masters:
                 masters.gather()
-        with accumulation(self.policy):
-            torch.autograd.backward(self._scaler.scaled(loss), **kwargs)
+        self.autocast().run_backward(self._scaler.scaled(loss), **kwargs)
         self._window = _Window(scale, scale._version, self._window.micro_batches + 1)
 
     @torch.no_grad()

@@ -1,0 +1,200 @@
+"""mezzo's session against torch.amp, paired in one run: whole training steps, and the optimizer step alone.
+
+Run with ``make bench``. Prints ratios (below 1 is faster than torch.amp) and writes one dated JSON file under
+``benchmarks/results/``. Each pair alternates, so that what disturbs the machine disturbs both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional
+
+import mezzo
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Loop = Callable[[], None]
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.Sequential(nn.Embedding(256, 256), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+                         nn.Linear(256, 256)).to(DEVICE)  # fmt: skip
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (8, 129), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+def torch_amp_training(dtype: torch.dtype | None) -> Loop:
+    """The loop of torch's own documentation; ``None`` is FP32."""
+    model, data = transformer(), tokens()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler(DEVICE, enabled=dtype == torch.float16)
+    region = (lambda: torch.autocast(DEVICE, dtype=dtype)) if dtype else contextlib.nullcontext
+
+    def step() -> None:
+        with region():
+            loss = functional.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def mezzo_training(policy: str) -> Loop:
+    model, data = transformer(), tokens()
+    amp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy, max_grad_norm=1.0)
+
+    def step() -> None:
+        with amp.autocast():
+            loss = functional.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+
+    return step
+
+
+def parameters(shapes: list[tuple[int, ...]]) -> nn.ParameterList:
+    torch.manual_seed(0)
+    return nn.ParameterList(nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in shapes)
+
+
+def torch_amp_step(shapes: list[tuple[int, ...]], fused: bool) -> Loop:
+    params = parameters(shapes)
+    optimizer = torch.optim.AdamW(params, fused=fused)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+    gradients = [torch.randn_like(p) for p in params]
+
+    def step() -> None:
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g.clone()
+        scaler.scale(torch.ones((), device=DEVICE))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def mezzo_step(shapes: list[tuple[int, ...]], fused: bool) -> Loop:
+    params = parameters(shapes)
+    amp = mezzo.MixedPrecision(
+        params, torch.optim.AdamW(params, fused=fused), "O1,loss_scale=dynamic(init=1024),emulate=true",
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    gradients = [torch.randn_like(p) for p in params]
+    zero = torch.zeros((), device=DEVICE, requires_grad=True)
+
+    def step() -> None:
+        amp.backward(zero * 1.0)
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g.clone()
+        amp.step()
+
+    return step
+
+
+def paired(mine: Loop, rival: Loop, repetitions: int) -> dict[str, float]:
+    """Time both in turns; the ratio is taken pair by pair."""
+    for _ in range(3):
+        mine()
+        rival()
+    times: list[tuple[float, float]] = []
+    for _ in range(repetitions):
+        pair = []
+        for loop in (mine, rival):
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            loop()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            pair.append(time.perf_counter() - start)
+        times.append((pair[0], pair[1]))
+    ratios = sorted(a / b for a, b in times)
+    tenth = len(ratios) // 10
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_p10": ratios[tenth],
+        "ratio_p90": ratios[-1 - tenth],
+        "mezzo_ms": 1e3 * statistics.median(a for a, _ in times),
+        "rival_ms": 1e3 * statistics.median(b for _, b in times),
+    }
+
+
+SMALL, LARGE = [(64, 64)] * 200, [(1024, 1024)] * 3
+TRAINING = [
+    ("O0", None, "FP32"),
+    ("O1,dtype=bfloat16,lists=device", torch.bfloat16, "torch.amp bfloat16"),
+    ("O1,dtype=bfloat16", torch.bfloat16, "torch.amp bfloat16"),
+    ("O2,dtype=bfloat16", torch.bfloat16, "torch.amp bfloat16"),
+    ("O1,dtype=bfloat16", None, "FP32"),
+    ("O2,dtype=bfloat16", None, "FP32"),
+]
+STEPS = [("200 of 64×64", [(64, 64)] * 200), ("3 of 1024×1024", [(1024, 1024)] * 3)]
+
+
+def cases() -> Iterator[tuple[str, str, Loop, Loop]]:
+    """Yield what is compared, against what, and both loops."""
+    for policy, dtype, against in TRAINING:
+        yield f"training step, {policy}", against, mezzo_training(policy), torch_amp_training(dtype)
+    for name, shapes in STEPS:
+        for fused in (False, True):
+            kind = "fused" if fused else "default"
+            yield f"step, {name}, {kind} AdamW", "GradScaler", mezzo_step(shapes, fused), torch_amp_step(shapes, fused)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    console, rows = Console(), {}
+    table = Table("case", "against", "ratio", "10–90 %", "mezzo ms", "rival ms", title=f"mezzo / rival on {DEVICE}")
+    for name, against, mine, rival in cases():
+        row = paired(mine, rival, options.repetitions)
+        rows[f"{name} against {against}"] = row
+        spread = f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f}"
+        times = (f"{row['mezzo_ms']:.3g}", f"{row['rival_ms']:.3g}")
+        table.add_row(name, against, f"{row['ratio']:.3f}", spread, *times)
+    console.print(table)
+    machine = torch.cuda.get_device_name() if DEVICE == "cuda" else mezzo.cast.device.probe("cpu").name
+    facts = {
+        "date": datetime.date.today().isoformat(), "device": DEVICE, "machine": machine, "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+        "mezzo": mezzo.__version__, "repetitions": options.repetitions,
+        "tf32": DEVICE == "cuda" and torch.backends.cuda.matmul.allow_tf32, "cases": rows,
+    }  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / f"session-{DEVICE}-{facts['date']}.json"
+    beside = target.with_suffix(".json.part")
+    beside.write_text(json.dumps(facts, indent=1) + "\n")
+    beside.replace(target)
+    console.print(f"written to {target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Recomputed and compiled, a model gives the gradients of the plain eager run, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import mezzo
+
+POLICIES = [
+    f"{level},dtype={dtype},emulate={emulate},loss_scale=128"
+    for level in ("O1", "O2")
+    for dtype in ("float16", "bfloat16")
+    for emulate in ("true", "false")
+]
+
+
+class Block(nn.Module):
+    """Products, a normalisation, an exponential and a plain function: all kinds of ops a policy treats."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def body(self, x):
+        return self.down(functional.gelu(self.up(self.norm(x))).softmax(-1))
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+class PlainlyCheckpointed(Block):
+    """Recomputes a method, outside any module's hooks."""
+
+    use_reentrant = False
+
+    def forward(self, x):
+        return x + checkpoint(self.body, x, use_reentrant=self.use_reentrant)
+
+
+class Net(nn.Module):
+    """Two blocks, run as ``how`` says: the model itself is always what is called."""
+
+    def __init__(self, how, block):
+        super().__init__()
+        self.blocks, self.how = nn.Sequential(block(), block()), how
+
+    def forward(self, x):
+        return self.how(self.blocks, x)
+
+
+def plainly(blocks, x):
+    return blocks(x)
+
+
+def gradients(policy, how=plainly, block=Block, wrap=lambda model: model):
+    torch.manual_seed(0)
+    model = Net(how, block)
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with amp.autocast():
+        loss = wrap(model)(x).float().square().mean()
+    amp.backward(loss)
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def assert_equal(mine, theirs):
+    assert all(gradient.isfinite().all() for gradient in theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+RECOMPUTED = {
+    "whole": lambda blocks, x, reentrant: checkpoint(blocks, x, use_reentrant=reentrant),
+    "sequential": lambda blocks, x, reentrant: checkpoint_sequential(blocks, 2, x, use_reentrant=reentrant),
+    "nested": lambda blocks, x, reentrant: checkpoint(
+        lambda y: blocks[1](checkpoint(blocks[0], y, use_reentrant=reentrant)), x, use_reentrant=reentrant
+    ),
+}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("how", RECOMPUTED)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recomputed_activations(policy, how, reentrant):
+    recomputed = gradients(policy, lambda blocks, x: RECOMPUTED[how](blocks, x, reentrant))
+    assert_equal(recomputed, gradients(policy))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recomputed_plain_functions(policy, reentrant, monkeypatch):
+    monkeypatch.setattr(PlainlyCheckpointed, "use_reentrant", reentrant)
+    assert_equal(gradients(policy, block=PlainlyCheckpointed), gradients(policy))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")  # what it cannot trace it runs in Python
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of tensors at a graph break, read by Dynamo itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compiled_models(policy, backend):
+    torch.compiler.reset()
+    compiled = gradients(policy, wrap=lambda model: torch.compile(model, backend=backend))
+    assert_equal(compiled, gradients(policy))
+
+
+def test_backward_functions_of_the_user_s_own_see_no_autocast():
+    """The mode that serves recomputation must not reach into a custom backward."""
+    seen = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, w = ctx.saved_tensors
+            seen.append((gradient.float() @ w.float().T).dtype)
+            return seen and (gradient.float() @ w.float().T), x.float().T @ gradient.float()
+
+    model = nn.Linear(4, 4)
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1,dtype=bfloat16,emulate=true")
+    with amp.autocast():
+        loss = Product.apply(torch.ones(2, 4), model.weight).float().sum()
+    amp.backward(loss)
+    assert seen == [torch.float32]

@@ -1,0 +1,43 @@
+"""The root command: help, version, and exit codes a shell can read."""
+
+import pytest
+
+import mezzo
+from mezzo import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
+from mezzo.cli import app, main
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as stopped:
+        main(list(words))
+    captured = capsys.readouterr()
+    return stopped.value.code, captured.out, captured.err
+
+
+def test_help_leads_with_examples(capsys):
+    code, out, err = run(capsys, "--help")
+    assert (code, err) == (0, "")
+    assert out.index("mezzo compare digits-cnn") < out.index("Commands")
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"mezzo {mezzo.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [("comprae",), ("formats", "--jsno")])
+def test_usage_errors_exit_with_2_and_name_the_word(capsys, words):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert words[-1] in err
+
+
+@pytest.mark.parametrize(
+    "error, code", [(PolicyError, 2), (UnsupportedError, 3), (NumericsError, 4), (StateError, 1), (MezzoError, 1)]
+)
+def test_each_error_has_its_exit_code(capsys, monkeypatch, error, code):
+    def fail(*_, **__):
+        raise error("the fault", write="the cure")
+
+    monkeypatch.setattr("mezzo.cli.app", fail)
+    assert run(capsys, "formats") == (code, "", "mezzo: the fault\n  write  the cure\n")
+    assert callable(app)

@@ -1,0 +1,83 @@
+"""``mezzo train``: one policy, one row."""
+
+import inspect
+import json
+
+import pytest
+
+from mezzo.cli import main
+from mezzo.cli.train import train
+
+
+@pytest.fixture
+def mezzo(capsys, tmp_path, monkeypatch):
+    """Run the command line in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        with pytest.raises(SystemExit) as leaving:
+            main(list(words))
+        captured = capsys.readouterr()
+        return leaving.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_one_policy_gives_one_row_and_a_run_directory(mezzo, tmp_path):
+    code, out, err = mezzo(
+        "train", "docs-lm", "--policy", "O2,dtype=bfloat16", "--steps", "2", "--seed", "3", "--out", "run"
+    )
+    assert code == 0
+    assert len([line for line in out.splitlines() if line.startswith("O2,dtype=bfloat16")]) == 1
+    assert "for reference: bigram entropy of the held-out text " in out
+    assert "O2,dtype=bfloat16: finished, 2 steps in " in err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["recipe"], summary["steps"], summary["seed"]) == ("docs-lm", 2, 3)
+    assert summary["policies"] == ["O2,dtype=bfloat16"]
+    assert summary["rows"][0]["difference"] is None
+    assert (tmp_path / "run" / "curves.png").exists()
+
+
+def test_the_default_policy_is_the_level_to_start_with(mezzo):
+    assert inspect.signature(train).parameters["policy"].default == "O1,dtype=float16"
+    code, out, _ = mezzo("train", "digits-cnn", "--steps", "2", "--json")
+    assert code == 0
+    assert [row["policy"] for row in json.loads(out)["rows"]] == ["O1,dtype=float16"]
+
+
+def test_a_semicolon_does_not_make_two_policies(mezzo):
+    code, out, err = mezzo("train", "digits-cnn", "--policy", "O0; O1", "--steps", "2")
+    assert (code, out) == (2, "")
+    assert err.startswith("mezzo: ")
+    assert "'O0; O1'" in err
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (("digits-cnn", "--policy", "O4"), "unknown level 'O4'"),
+        (("digit-cnn",), "did you mean 'digits-cnn'?"),
+        (("digits-cnn", "--steps", "-3"), "--steps"),
+        ((), "RECIPE"),
+    ],
+)
+def test_bad_input_is_a_usage_error_and_leaves_nothing(mezzo, tmp_path, words, complaint):
+    code, out, err = mezzo("train", *words)
+    assert (code, out) == (2, "")
+    assert complaint.lower() in err.lower()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_run_is_refused(mezzo):
+    words = ("train", "digits-cnn", "--policy", "O0", "--steps", "1", "--out", "run")
+    assert mezzo(*words)[0] == 0
+    code, _, err = mezzo(*words)
+    assert code == 2
+    assert "the run directory already holds a run" in err
+    assert mezzo(*words, "--overwrite")[0] == 0
+
+
+def test_help_leads_with_examples(mezzo):
+    code, out, _ = mezzo("train", "--help")
+    assert code == 0
+    assert out.index("mezzo train digits-cnn") < out.index("--policy")
