@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)  ## train a real model in FP32 and in mixed precision, side by side
-	$(BIN)/mezzo compare digits-cnn --out runs/demo
+	$(BIN)/mezzo compare digits-cnn --out runs/demo --overwrite
 
 test: $(READY)  ## run every test that needs neither GPU nor minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not slow'
