@@ -74,8 +74,8 @@ def test_the_table_says_what_works_what_crashes_and_what_follows(capsys):
     assert rows["bfloat16"] == (
         "no 2.1× fast yes set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, then compute natively gemm: the process was killed"
     )
-    assert rows["float8_e4m3fn"] == "no – no emulate in FP32 convolution: no [kernel]"
-    assert rows["float8_e5m2"] == "yes 1× fast no compute natively slowest: gemm"
+    assert rows["float8_e4m3fn"] == "no – no not compute in it yet convolution: no [kernel]"
+    assert rows["float8_e5m2"] == "yes 1× fast no not compute in it yet slowest: gemm"
     assert rows["cpu:"] == "a crashing CPU"
     assert rows["torch"] == torch.__version__
     assert rows["python"] == platform.python_version()
@@ -93,7 +93,7 @@ def test_json_holds_the_same_facts(capsys):
     (cpu,) = found["devices"]
     assert (cpu["device_type"], cpu["needs_isa_limit"]) == ("cpu", True)
     assert {entry["dtype"]: entry["intention"] for entry in cpu["formats"]} == {
-        "float16": "emulate", "bfloat16": "limit", "float8_e4m3fn": "emulate", "float8_e5m2": "native"
+        "float16": "emulate", "bfloat16": "limit", "float8_e4m3fn": "unused", "float8_e5m2": "unused"
     }  # fmt: skip
     for entry in cpu["formats"]:
         del entry["intention"]
@@ -116,7 +116,7 @@ def test_a_limit_in_the_environment_is_shown(capsys, monkeypatch):
 
 
 def test_every_intention_has_its_words():
-    assert set(doctor_module.WHAT_MEZZO_DOES) == set(get_args(device.Intention))
+    assert set(doctor_module.WHAT_MEZZO_DOES) == {*get_args(device.Intention), "unused"}
 
 
 def test_on_a_gpu_the_header_states_tf32(capsys, monkeypatch):

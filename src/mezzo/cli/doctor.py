@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -19,16 +19,18 @@ from mezzo.cast.probe import cache
 from mezzo.cast.probe.children import ISA_LIMIT, isa_setting
 from mezzo.cast.probe.report import name_of
 from mezzo.cli.app import app
+from mezzo.policy.fields import LOW
 
 __all__ = ["doctor", "findings"]
 
 #: Wide enough for every column in one line where no terminal sets the width, so that `grep` works.
 PLAIN_WIDTH = 160
 
-WHAT_MEZZO_DOES: dict[Intention, str] = {
+WHAT_MEZZO_DOES: dict[Intention | Literal["unused"], str] = {
     "native": "compute natively",
     "limit": f"set {ISA_VARIABLE}={ISA_LIMIT}, then compute natively",
     "emulate": "emulate in FP32",
+    "unused": "not compute in it yet",
     "unsupported": "refuse",
 }
 
@@ -86,7 +88,7 @@ def findings(reports: list[DeviceReport]) -> dict[str, Any]:
     for report in reports:
         shown = report.to_dict()
         for entry, support in zip(shown["formats"], report.formats.values(), strict=True):
-            entry["intention"] = device.intention(report, support.dtype)
+            entry["intention"] = _intention(report, support)
         devices.append(shown)
     return {
         "torch": torch.__version__,
@@ -97,6 +99,11 @@ def findings(reports: list[DeviceReport]) -> dict[str, Any]:
         "tf32": _tf32(),
         "devices": devices,
     }
+
+
+def _intention(report: DeviceReport, support: FormatSupport) -> Intention | Literal["unused"]:
+    """Say what mezzo will do with a format; one that no policy can ask for is measured all the same."""
+    return device.intention(report, support.dtype) if support.dtype in LOW else "unused"
 
 
 def _tf32() -> dict[str, bool] | None:
@@ -126,6 +133,6 @@ def _row(report: DeviceReport, support: FormatSupport) -> tuple[str, ...]:
         "yes" if support.status == "native" else "no",
         "–" if ratio is None else f"{ratio:.2g}× {'fast' if support.fast else 'slow'}",
         "yes" if support.status == "crashes" else "no",
-        WHAT_MEZZO_DOES[device.intention(report, support.dtype)],
+        WHAT_MEZZO_DOES[_intention(report, support)],
         support.detail,
     )

@@ -14,6 +14,7 @@ from mezzo.scale import LossScale
 __all__ = [
     "FIELDS",
     "LEVELS",
+    "LOW",
     "Level",
     "as_dtype",
     "coerce",
@@ -39,7 +40,8 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float32": torch.float32, "fp32": torch.float32, "float": torch.float32,
 }  # fmt: skip
-_LOW: Final = (torch.float16, torch.bfloat16)
+#: The dtypes that a policy can compute in below FP32.
+LOW: Final = (torch.float16, torch.bfloat16)
 _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "level": LEVELS,
     "accumulate": ("fp32", "native"),
@@ -106,7 +108,7 @@ def wrong_value(name: str, value: Any) -> PolicyError | None:
 
 def impossible_combinations(policy: Policy) -> Iterator[PolicyError]:
     """Yield an error, with its reason, for each combination that cannot be carried out."""
-    low, level = policy.param_dtype in _LOW, policy.level
+    low, level = policy.param_dtype in LOW, policy.level
     name, params = text_of(policy.dtype), text_of(policy.param_dtype)
     if level == "O0" and policy.dtype != torch.float32:
         yield PolicyError(f"O0 cannot compute in {name}", why="O0 is the FP32 reference", write=f"O1,dtype={name}")
@@ -126,7 +128,7 @@ def impossible_combinations(policy: Policy) -> Iterator[PolicyError]:
             why="each use would cast between two 16-bit formats, which is as lossy as both together",
             write=f"param_dtype={name} or param_dtype=float32",
         )
-    if level != "O0" and policy.dtype in _LOW and not low and not policy.autocast:
+    if level != "O0" and policy.dtype in LOW and not low and not policy.autocast:
         yield PolicyError(
             f"{level} with float32 weights and no autocast has nothing in {name}",
             why="neither the weights nor the ops would be low precision",
@@ -136,7 +138,7 @@ def impossible_combinations(policy: Policy) -> Iterator[PolicyError]:
         yield PolicyError(
             "master weights need low-precision weights",
             why="float32 weights are their own masters",
-            write=f"O2,dtype={name if policy.dtype in _LOW else 'float16'}, or master_weights=false",
+            write=f"O2,dtype={name if policy.dtype in LOW else 'float16'}, or master_weights=false",
         )
     if not policy.keep_batchnorm_fp32 and not low:
         yield PolicyError(
