@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 import weakref
 
 import pytest
@@ -472,6 +473,23 @@ def stepped(level):
     return model, optimizer
 
 
+def in_session():
+    model, optimizer, _ = session("O1,emulate=true")
+    return model, optimizer
+
+
+def lazy():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    return model, torch.optim.SGD(model[0].parameters(), lr=1.0)
+
+
+def huge():
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1e5)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
 def half_model():
     model = network().half()
     return model, OPTIMIZERS["sgd"](model.parameters())
@@ -489,6 +507,12 @@ def double_model():
         (foreign_optimizer, "O1", PolicyError, "updates parameters that are not the models'"),
         (lambda: (network(), "adamw"), "O1", PolicyError, "must be a torch.optim.Optimizer, not str"),
         (lambda: ("net", fresh()[1]), "O1", PolicyError, "models must be"),
+        (lambda: (m := network(), [o := OPTIMIZERS["sgd"](m.parameters()), o]), "O1", PolicyError, "listed twice"),
+        (lambda: (m := network(), torch.optim.LBFGS(m.parameters())), "O1", UnsupportedError, "inside its step"),
+        (lambda: (network(), torch.optim.SGD([{"params": []}])), "O1", PolicyError, "updates no parameter"),
+        (lambda: in_session(), "O1", StateError, "belongs to a session"),
+        (lambda: lazy(), "O2", UnsupportedError, "lazy parameters have no values yet"),
+        (lambda: huge(), "O2", UnsupportedError, "values do not fit float16"),
         (lambda: stepped("O3"), "O3,dtype=bfloat16", StateError, "holds FP32 state"),
         (half_model, "O1", UnsupportedError, "fp16 gradients cannot be unscaled in fp16"),
         (double_model, "O2", UnsupportedError, "float64 and complex parameters"),
@@ -498,6 +522,7 @@ def double_model():
 def test_refused_sessions_leave_everything_as_it_was(build, policy, error, says):
     model, optimizer = build()
     real = isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+    real = real and "lazy" not in says and "belongs" not in says  # those are not as they were built
     before = snapshot(model, optimizer) if real else None
     groups = list(optimizer.param_groups[0]["params"]) if real else None
     with pytest.raises(error, match=says) as caught:
@@ -583,8 +608,12 @@ def test_states_of_another_session_list_every_difference():
     before = copy.deepcopy(amp.state_dict())
     with pytest.raises(StateError) as caught:
         amp.load_state_dict(other)
-    for line in ("policy level: O2 → O1", "parameter weight: float16 [2, 3] → missing",
-                 "parameter 0.weight: missing → float32 [4, 1, 3, 3]", "optimizers with masters: 1 → 0"):  # fmt: skip
+    for line in (
+        "policy level: O2 → O1",
+        "parameter weight: float16 [2, 3] → missing",
+        "parameter 0.weight: missing → float32 [4, 1, 3, 3]",
+        "master of weight: [2, 3] → missing",
+    ):
         assert line in str(caught.value)
     assert_same(before, amp.state_dict())
     for wrong in ({}, {"version": 1}, 7):
@@ -594,7 +623,114 @@ def test_states_of_another_session_list_every_difference():
         amp.load_state_dict(before | {"version": 99})
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
+def test_optimizers_may_share_parameters_without_masters():
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    pair = [torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(model.parameters(), lr=1.0)]
+    amp = MixedPrecision(model, pair, "O1,emulate=true,loss_scale=64", max_grad_norm=10.0)
+    amp.backward((model.weight * torch.tensor([3.0, 4.0])).sum())
+    assert amp.step().grad_norm.item() == 5.0
+    assert model.weight.tolist() == [[-6.0, -8.0]]
+
+
+def test_a_step_that_fails_cannot_unscale_twice():
+    model, optimizer, amp = session("O1,emulate=true")
+    failing = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    backward(amp, model, 0)
+    with pytest.raises(ZeroDivisionError):
+        amp.step()
+    failing.remove()
+    with pytest.raises(StateError, match=r"step\(\) before backward\(\)"):
+        amp.step()
+
+
+def test_forgetting_zero_grad_is_noticed_before_gradients_mix():
+    model, optimizer, amp = session("O1,emulate=true")
+    backward(amp, model, 0)
+    amp.step()
+    with pytest.raises(StateError, match="the last step's gradients are still there"):
+        backward(amp, model, 1)
+    optimizer.zero_grad(set_to_none=False)  # zeros are no leftovers
+    backward(amp, model, 1)
+    amp.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_behind_the_session_s_back_is_refused_before_anything_is_written(policy):
+    model, optimizer, amp = session(policy)
+    backward(amp, model, 0)
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises(StateError, match=r"behind the session's back(.|\n)*write  amp.step\(\)"):
+        optimizer.step()
+    assert_same(before, list(model.parameters()))
+    amp.step()
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_fused_sgd_makes_its_momentum_in_a_real_step():
+    """torch's kernel allocates the buffer and, when told to skip, leaves it as it found it."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    amp = MixedPrecision(model, optimizer, "O1,emulate=true")
+    amp.backward((model.weight * float("inf")).sum())
+    assert bool(amp.step().skipped)
+    amp.zero_grad()
+    assert not optimizer.state
+    before = model.weight.detach().clone()
+    amp.backward(model.weight.sum())
+    amp.step()
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+
+
+def test_masters_are_saved_by_name():
+    def build(order):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        params = [p for i in order for p in model[i].parameters()]
+        return model, MixedPrecision(model, torch.optim.SGD(params, lr=0.1), "O2,dtype=bfloat16,emulate=true")
+
+    model, amp = build([0, 1])
+    again, other = build([1, 0])
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(amp.state_dict())
+    assert_same(model.state_dict(), again.state_dict())
+    assert_same(amp.state_dict()["masters"], other.state_dict()["masters"])
+
+
+def test_two_models_may_share_a_parameter():
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    amp = MixedPrecision([first, second], torch.optim.SGD(first.parameters(), lr=0.1), "O2,dtype=bfloat16,emulate=true")
+    assert first.weight.dtype == torch.bfloat16
+    amp.close()
+    assert first.weight.dtype == torch.float32
+
+
+def test_sessions_are_neither_copied_nor_pickled():
+    _, _, amp = session("O2,emulate=true")
+    with pytest.raises(StateError, match=r"cannot be copied(.|\n)*copy.deepcopy\(model\)"):
+        copy.deepcopy(amp)
+    with pytest.raises(StateError, match=r"cannot be pickled(.|\n)*amp.state_dict\(\)"):
+        pickle.dumps(amp)
+
+
+@pytest.mark.parametrize(
+    "scheduler, says",
+    [
+        (3, "a scheduler has a step"),
+        (lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o), "ReduceLROnPlateau needs a metric"),
+    ],
+)
+def test_schedulers_are_checked_before_anything_is_written(scheduler, says):
+    model, optimizer, amp = session("O1,emulate=true")
+    backward(amp, model, 0)
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises(PolicyError, match=says):
+        amp.step(scheduler=scheduler(optimizer) if callable(scheduler) else scheduler)
+    assert_same(before, list(model.parameters()))
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), "1"])
 def test_a_norm_to_clip_to_is_positive(wrong):
     with pytest.raises(PolicyError, match="max_grad_norm is"):
         session("O0", max_grad_norm=wrong)

@@ -369,3 +369,74 @@ def test_low_parameters_in_the_policy_s_own_dtype_are_welcome():
     model = half_parameters()
     mezzo.prepare(model, "O2,dtype=float16")
     assert model.weight.dtype == torch.float16
+
+
+def test_a_rule_on_a_container_reaches_its_modules():
+    """An nn.ModuleList is never called itself."""
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)])
+            self.tail = nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.seen = []
+            for block in self.blocks:
+                x = block(x)
+                self.seen.append(x.dtype)
+            return self.tail(x)
+
+    for level, after in (("O1", torch.float32), ("O2", torch.bfloat16)):
+        model = Stack()
+        handle = mezzo.prepare(model, f"{level},dtype=bfloat16,emulate=true,output_dtype=none,fp32_module=blocks")
+        with handle.autocast():
+            out = model(torch.ones(2, 8))
+        assert model.blocks[0][0].weight.dtype == torch.float32
+        assert (model.seen, out.dtype) == ([after, after], torch.bfloat16)
+
+
+def test_parameter_rules_follow_views_and_lists():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return x @ self.w.T, torch.einsum("ij,jk->ik", [x, self.w]), x[:, :2] @ self.w[:2]
+
+    model = Views()
+    handle = mezzo.prepare(model, "O1,dtype=bfloat16,emulate=true,fp32_param=w")
+    with handle.autocast():
+        assert [out.dtype for out in model(torch.randn(4, 8))] == [torch.float32] * 3
+
+
+def test_a_module_that_is_never_called_cannot_have_a_rule():
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+    with pytest.raises(PolicyError, match="never called") as caught:
+        mezzo.prepare(model, "O1,fp32_module=attn.out_proj")
+    assert "module='attn', or param='attn.out_proj.weight'" in str(caught.value)
+    mezzo.prepare(model, "O1,fp32_module=attn")
+
+
+def test_a_conversion_that_fails_half_way_is_undone(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
+
+    def out_of_memory():
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model[1], "flatten_parameters", out_of_memory)
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        mezzo.prepare(model, "O2,dtype=bfloat16")
+    assert set(dtypes(model).values()) == {torch.float32}
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_remove_converts_gradients_too():
+    model = nn.Linear(4, 4)
+    handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+    model(torch.ones(1, 4)).sum().backward()
+    handle.remove()
+    assert model.weight.grad.dtype == torch.float32

@@ -238,3 +238,13 @@ def test_an_absent_device_is_refused():
     absent = "cuda" if not torch.cuda.is_available() else "xpu"
     with pytest.raises(UnsupportedError, match=absent):
         mezzo.autocast(BF16, absent)
+
+
+def test_autocast_switched_off_inside_a_region_switches_the_policy_off():
+    """The idiom of code that protects its own precision, in rotary embeddings and norms."""
+    for policy in (BF16, "O1,dtype=float16,emulate=true"):
+        with mezzo.autocast(policy, "cpu"):
+            with torch.autocast("cpu", enabled=False):
+                assert functional.linear(x, w).dtype == torch.float32
+                assert x.bfloat16().softmax(-1).dtype == torch.bfloat16
+            assert functional.linear(x, w).dtype == Policy.of(policy).dtype

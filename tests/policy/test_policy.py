@@ -219,6 +219,19 @@ def test_op_and_module_must_both_match():
     assert policy.explain("softmax").treatment == "fp32"
 
 
+def test_keep_fp32_takes_one_glob_or_several():
+    assert Policy.O1().keep_fp32(modules="head") == Policy.O1().keep_fp32(modules=["head"])
+    assert str(Policy.O1().keep_fp32(modules="head", params=["a", "b"])) == (
+        "O1,dtype=float16,fp32_module=head,fp32_param=a+b"
+    )
+
+
+def test_wrong_values_in_a_file_name_the_file(tmp_path):
+    (tmp_path / "mine.toml").write_text('level = "O1"\ndtype = "flaot16"')
+    with pytest.raises(PolicyError, match=r"mine\.toml(.|\n)*unknown dtype 'flaot16'"):
+        Policy.load(tmp_path / "mine.toml")
+
+
 def test_policies_are_values():
     one, two = Policy.parse("O1,low=exp"), Policy.O1().low("exp")
     assert one == two
@@ -244,6 +257,13 @@ def test_differences_name_each_field():
         (lambda: Rule("low", param="*.scale", module="head"), "also names an op or a module"),
         (lambda: Rule("ban", param="*.scale"), "a parameter cannot be treated as 'ban'"),
         (lambda: Rule("low", op="exp,log"), "cannot be written in a policy's text"),
+        (lambda: Rule("low", module="a(b"), "cannot be written in a policy's text"),
+        (lambda: Rule("low", module="a\u00a0b"), "cannot be written in a policy's text"),
+        (lambda: Rule("low", op=3), "the op glob is 3, not text"),
+        (lambda: Rule("low", op="exp", reason=3), "the reason is 3, not text"),
+        (lambda: Policy.parse("O1,fp32=softmax@"), "cannot be written in a policy's text"),
+        (lambda: Policy.parse(None), "a policy's text is not None"),
+        (lambda: Policy.O1(rules=3), "rules must be a tuple of Rule"),
     ],
 )
 def test_rules_without_a_meaning_are_refused(rule, says):
@@ -295,7 +315,7 @@ def test_a_missing_policy_file_is_named(tmp_path):
 
 def test_an_unwritable_place_leaves_no_half_file(tmp_path):
     (tmp_path / "policy.toml").mkdir()
-    with pytest.raises(OSError, match="policy"):
+    with pytest.raises(PolicyError, match=r"cannot be written to .*policy\.toml"):
         Policy.O1().save(tmp_path / "policy.toml")
     assert [path.name for path in tmp_path.iterdir()] == ["policy.toml"]
 

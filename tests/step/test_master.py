@@ -249,3 +249,27 @@ def test_remove_gives_the_parameters_back_with_their_state():
 def test_wrong_use_is_named(make, error, says):
     with pytest.raises(error, match=says):
         make()
+
+
+def test_states_that_are_none_are_named_and_nothing_is_loaded():
+    masters = MasterWeights(torch.optim.SGD(params_of(torch.half), lr=1.0))
+    for wrong in ({}, None, {"masters": []}):
+        with pytest.raises(StateError, match="not the state of MasterWeights"):
+            masters.load_state_dict(wrong)
+
+
+def test_a_parameter_is_added_once():
+    param = nn.Parameter(torch.ones(2).half())
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    masters = MasterWeights(optimizer)
+    with pytest.raises(PolicyError, match="updates these parameters already"):
+        optimizer.add_param_group({"params": param})
+    assert len(optimizer.param_groups) == 1
+    other = nn.Parameter(torch.ones(3).half())
+    optimizer.add_param_group({"params": (p for p in [other])})
+    assert masters.master_of(other).dtype == torch.float32
+
+
+def test_masters_are_not_copied():
+    with pytest.raises(StateError, match="MasterWeights cannot be copied"):
+        copy.deepcopy(MasterWeights(torch.optim.SGD(params_of(torch.half), lr=1.0)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, 
 from mezzo.policy import Policy, Rule, Treatment
 
 __all__ = ["Prepared", "prepare"]
+
+_NEVER_CALLED: Final = (nn.modules.linear.NonDynamicallyQuantizableLinear,)
 
 
 def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepared:
@@ -76,17 +78,23 @@ class Prepared:
         self._hooks: list[RemovableHandle] = []
         # Planning the regions may find that the device cannot honour the policy: before anything is changed.
         self._boundaries = _boundaries(model, policy)
+        try:
+            self._carry_out(storage)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _carry_out(self, storage: Mapping[Tensor, torch.dtype]) -> None:
         for tensor, dtype in storage.items():
             if tensor.dtype != dtype:
-                self.converted[tensor] = tensor.data
-                tensor.data = tensor.data.to(dtype)
-        for module in model.modules():
+                low, self.converted[tensor] = tensor.data.to(dtype), tensor.data
+                tensor.data = low
+        for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and self.converted:
                 module.flatten_parameters()
         for module, boundary in self._boundaries:
-            before = module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True)
-            after = module.register_forward_hook(boundary.exit, always_call=True)
-            self._hooks += [before, after]
+            self._hooks.append(module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(boundary.exit, always_call=True))
 
     def autocast(self, *others: Prepared) -> autocast:
         """Return a region for this model's policy: what to run the forward pass and the loss in.
@@ -113,7 +121,9 @@ class Prepared:
         self._boundaries = []
         for tensor, dtype in self._before.items():
             if tensor.dtype != dtype:
+                gradient, tensor.grad = tensor.grad, None
                 tensor.data = self.converted[tensor] if tensor in self.converted else tensor.data.to(dtype)
+                tensor.grad = None if gradient is None else gradient.to(dtype)
         self._before.clear()
         self.converted.clear()
 
@@ -135,7 +145,9 @@ def _check(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
             where=type(model).__name__,
             write="handle.remove() (or session.close()) before preparing it again",
         )
-    problems: list[MezzoError] = [*_foreign_dtypes(model), *_idle_rules(model, policy)]
+    problems: list[MezzoError] = [*_uninitialized(model), *_foreign_dtypes(model), *_idle_rules(model, policy)]
+    if problems:
+        raise type(problems[0]).together(problems)
     storage: dict[Tensor, torch.dtype] = {}
     deciding: dict[Tensor, tuple[Rule | None, str]] = {}
     for tensor, path, module in _tensors(model):
@@ -188,8 +200,20 @@ def _foreign_dtypes(model: nn.Module) -> Iterator[UnsupportedError]:
         )
 
 
+def _uninitialized(model: nn.Module) -> Iterator[UnsupportedError]:
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        yield UnsupportedError(
+            "lazy parameters have no values yet",
+            where=some_of(lazy),
+            why="there is nothing to store in the policy's dtype, and no shape for a master",
+            write="model(one_batch) first, then prepare it",
+        )
+
+
 def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    modules = [name for name, _ in named]
     tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
     for rule in policy.rules:
         if rule.module is not None and not any(rule.matches_module(name) for name in modules):
@@ -197,6 +221,15 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
                 f"the module glob {rule.module!r} matches no module",
                 where=f"rule {rule}",
                 why=nearest(rule.module, modules[:20]),
+            )
+        # Attention reads this projection's weight, and never calls it: a rule on the module would do nothing.
+        silent = [name for name, m in named if rule.matches_module(name) and isinstance(m, _NEVER_CALLED)]
+        if silent and not any(rule.matches_module(name.rpartition(".")[0]) for name in silent):
+            yield PolicyError(
+                f"the module glob {rule.module!r} matches a module that is never called",
+                where=some_of(silent),
+                why="attention reads its weight directly, so nothing would enter its region",
+                write=f"module={silent[0].rpartition('.')[0]!r}, or param={silent[0] + '.weight'!r}",
             )
         if rule.param is not None and not any(rule.matches_param(name) for name in tensors):
             yield PolicyError(
@@ -218,6 +251,16 @@ def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor
             where=some_of(low),
             why=f"one 16-bit format does not hold what another does; the policy says {policy.param_dtype}",
             write="model.float() first, or a policy with the parameters' own dtype",
+        )
+    lost = [torch.isfinite(t).logical_and(~torch.isfinite(t.detach().to(d))).any() for t, d in converting.items()]
+    device_of_flags = next(iter(converting)).device
+    flags = torch.stack([flag.to(device_of_flags) for flag in lost]).tolist()
+    if overflowing := [names[t] for t, is_lost in zip(converting, flags, strict=True) if is_lost]:
+        yield UnsupportedError(
+            f"values do not fit {str(policy.param_dtype).removeprefix('torch.')}",
+            where=some_of(overflowing),
+            why=f"they are beyond {torch.finfo(policy.param_dtype).max:g} and would become infinite",
+            write=f"policy.keep_fp32(params=[{overflowing[0]!r}]), or dtype=bfloat16",
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         yield StateError(
@@ -262,12 +305,13 @@ def _boundaries(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, Bound
     if low or policy.output_dtype is not None or params:
         found.append((model, root))
     for path, module in model.named_modules():
-        parent = path.rpartition(".")[0]
-        if not path:
+        if not path or not _has_forward(module):
             continue
-        whole, above = _module_rule(policy, path), _module_rule(policy, parent)
+        # Containers are never called, so the region around a module is that of the nearest one that is.
+        around = _nearest_called(model, path)
+        whole, above = _module_rule(policy, path), _module_rule(policy, around)
         ops_differ = any(
-            rule.op is not None and rule.matches_module(path) != rule.matches_module(parent) for rule in policy.rules
+            rule.op is not None and rule.matches_module(path) != rule.matches_module(around) for rule in policy.rules
         )
         if whole is not above or ops_differ:
             inputs, outputs = _casts(policy, whole.treatment if whole is not above and whole else None)
@@ -275,6 +319,18 @@ def _boundaries(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, Bound
         elif isinstance(module, _NormBase) and wide is WideNorm:
             found.append((module, WideNorm(policy, path, params)))
     return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
+
+
+def _nearest_called(model: nn.Module, path: str) -> str:
+    """Return the path of the nearest module around this one that has a forward of its own."""
+    path = path.rpartition(".")[0]
+    while path and not _has_forward(model.get_submodule(path)):
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _module_rule(policy: Policy, path: str) -> Rule | None:

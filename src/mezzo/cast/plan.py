@@ -86,8 +86,8 @@ def plan_for(
         handlers.update(dict.fromkeys(functions(op), handler))
     return Plan(
         device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
-        handlers=types.MappingProxyType(handlers), opened=_concerned(handlers),
-        pinned=types.MappingProxyType(dict(pinned)),
+        handlers=handlers, opened=_concerned(handlers),
+        pinned=dict(pinned),
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def _concerned(handlers: Mapping[Any, Handler]) -> Mapping[Callable[..., Any], C
             if function not in handlers and function not in opened and names & set(_calls(function))
         }
         if not more:
-            return types.MappingProxyType(opened)
+            return opened
         opened.update(more)
         names |= {function.__name__ for function in more}
 

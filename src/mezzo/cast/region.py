@@ -57,9 +57,10 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     """
 
     def __init__(self, policy: Policy | str | os.PathLike[str], device_type: str | None = None) -> None:
-        self.policy = Policy.of(policy)
-        self.device_types = (device_type,) if device_type else tuple(device.devices())
-        self._plans = [plan_for(self.policy, kind) for kind in self.device_types]
+        resolved = _resolve(policy, device_type)
+        self.policy = resolved.policy
+        self.device_types = resolved.device_types
+        self._plans = list(resolved.plans)
         self._entered: list[ExitStack] = []
 
     @classmethod
@@ -84,10 +85,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         handler = Handler(op="batch_norm", treatment="native", wide_weights=True)
         wide = dict.fromkeys((*functions("batch_norm"), *functions("instance_norm")), handler)
         region = self._recreate_cm()
-        region._plans = [
-            dataclasses.replace(plan, handlers=types.MappingProxyType({**plan.handlers, **wide}))
-            for plan in self._plans
-        ]
+        region._plans = [dataclasses.replace(plan, handlers={**plan.handlers, **wide}) for plan in self._plans]
         return region
 
     @property
@@ -152,6 +150,24 @@ def _unshadow(mode: _Differences) -> None:
     mode.shadows -= 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Resolved:
+    policy: Policy
+    device_types: tuple[str, ...]
+    plans: tuple[Plan, ...]
+
+
+def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> _Resolved:
+    value = Policy.of(policy)
+    kinds = (device_type,) if device_type else tuple(device.devices())
+    return _Resolved(value, kinds, tuple(plan_for(value, kind) for kind in kinds))
+
+
+# What torch._dynamo.assume_constant_result sets, without a second of imports: a region entered inside a compiled
+# function is resolved while it is traced, and is part of the graph from then on.
+_resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def accumulation(policy: Policy) -> Iterator[None]:
     """Forbid reduced-precision accumulation inside GEMMs while ``policy.accumulate`` is ``fp32``.
@@ -190,7 +206,8 @@ class _Differences(TorchFunctionMode):
             with self:
                 return _OPENED_BACKWARD(*args, **kwargs)
         plan = self._plan_for(args, kwargs)
-        if plan is None or (self.recomputing and plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
+        # With autocast switched off inside the region, or in the functions of a backward pass, nothing is cast.
+        if plan is None or (plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
             return func(*args, **kwargs)
         if plan.pinned and (param := _pinned(plan, args, kwargs)) is not None:
             return _read_pinned(param, plan, func, args, kwargs)
@@ -246,8 +263,13 @@ def _carry_out(handler: Handler, plan: Plan, func: Any, args: Any, kwargs: Any) 
 
 
 def _pinned(plan: Plan, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the first parameter among the arguments that a rule speaks about."""
-    return next((x for x in (*args, *kwargs.values()) if id(x) in plan.pinned), None)
+    """Return the first parameter among the arguments, or behind a view among them, that a rule speaks about."""
+    for x in _tensors((args, kwargs)):
+        if id(x) in plan.pinned:
+            return x
+        if x._base is not None and id(x._base) in plan.pinned:
+            return x._base
+    return None
 
 
 def _read_pinned(param: Tensor, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:

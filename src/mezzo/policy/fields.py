@@ -172,7 +172,7 @@ def coerce(fields: Mapping[str, Any]) -> dict[str, Any]:
         "param_dtype": lambda value: as_dtype("param_dtype", value),
         "output_dtype": lambda value: None if value in (None, "none") else as_dtype("output_dtype", value),
         "loss_scale": LossScale.parse,
-        "rules": tuple,
+        "rules": lambda value: tuple(value) if isinstance(value, list) else value,
         **dict.fromkeys((*_BOOLEANS, "emulate"), _as_boolean),
     }
     return {name: converters.get(name, lambda value: value)(value) for name, value in fields.items()}

@@ -154,9 +154,10 @@ class Policy:
         """Keep modules and parameters in FP32: what they store, and every op that uses it.
 
         Args:
-            modules: Globs on module paths, such as ``["head", "blocks.*.norm"]``.
-            params: Globs on parameter paths, such as ``["*.scale"]``; buffers match too.
+            modules: Globs on module paths, such as ``["head", "blocks.*.norm"]``, or one of them.
+            params: Globs on parameter paths, such as ``["*.scale"]``, or one of them; buffers match too.
         """
+        modules, params = ([globs] if isinstance(globs, str) else globs for globs in (modules, params))
         return self._first(
             [*(Rule("fp32", module=glob) for glob in modules), *(Rule("fp32", param=glob) for glob in params)]
         )
@@ -234,6 +235,8 @@ class Policy:
         Raises:
             PolicyError: Every problem of the text: unknown levels, keys and values with the nearest valid one.
         """
+        if not isinstance(text, str):
+            raise PolicyError(f"a policy's text is not {text!r}", write='Policy.parse("O1,dtype=bfloat16")')
         level, *items = split(text)
         if level not in LEVELS:
             raise PolicyError(
@@ -310,8 +313,13 @@ class Policy:
         """
         from mezzo.policy import toml
 
-        level, dtype, fields = toml.load(path)
-        return cls._of(level, dtype, fields)
+        try:
+            level, dtype, fields = toml.load(path)
+            return cls._of(level, dtype, fields)
+        except PolicyError as problem:
+            if os.fspath(path) in str(problem):
+                raise
+            raise PolicyError(f"policy file {os.fspath(path)!r}: {problem}") from problem
 
 
 def _default_device() -> str:

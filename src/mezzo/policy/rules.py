@@ -14,7 +14,7 @@ from mezzo.policy.ops import TREATMENTS, Treatment, matching, resolve
 __all__ = ["Decision", "Rule", "format_rules", "parse_rules", "rule_keys"]
 
 _GLOB_CHARACTERS = "*?["
-_TEXT_CHARACTERS = ",+=@; \t\n"
+_TEXT_CHARACTERS = ",+=@;()"
 _STORAGE_TREATMENTS: tuple[Treatment, ...] = ("low", "fp32")
 
 
@@ -55,6 +55,8 @@ class Rule:
                 why=nearest(str(self.treatment), TREATMENTS),
                 write='Rule("fp32", op="softmax")',
             )
+        if not isinstance(self.reason, str):
+            raise PolicyError(f"the reason is {self.reason!r}, not text", write='reason="…"')
         globs = {"op": self.op, "module": self.module, "param": self.param}
         for kind, glob in globs.items():
             if not isinstance(glob, str | None):
@@ -66,10 +68,10 @@ class Rule:
                 write=f'Rule({self.treatment!r}, op="softmax"), or module="head.*", or param="*.scale"',
             )
         for kind, glob in globs.items():
-            if glob is not None and (not glob or any(character in glob for character in _TEXT_CHARACTERS)):
+            if glob is not None and (not glob or any(c in _TEXT_CHARACTERS or c.isspace() for c in glob)):
                 raise PolicyError(
                     f"the {kind} glob {glob!r} cannot be written in a policy's text",
-                    why="a glob is not empty and has no space and none of , + = @ ;",
+                    why="a glob is not empty and has no space and none of , + = @ ; ( )",
                     write=f"one rule for each {kind}",
                 )
         if self.param is not None and (self.op is not None or self.module is not None):
@@ -188,8 +190,8 @@ def parse_rules(key: str, names: str) -> tuple[Rule, ...]:
             return tuple(Rule(treatment, **{kind: name}) for name in names.split("+"))
     rules = []
     for name in names.split("+"):
-        op, _, module = name.partition("@")
-        rules.append(Rule(cast(Treatment, key), op=op, module=module or None))
+        op, scoped, module = name.partition("@")
+        rules.append(Rule(cast(Treatment, key), op=op, module=module if scoped else None))
     return tuple(rules)
 
 

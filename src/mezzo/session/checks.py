@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,22 @@ from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, 
 from mezzo.policy import Policy
 from mezzo.step.master import held_state
 
-__all__ = ["check_loss", "check_session", "listed", "refuse_fp16_unscaling"]
+__all__ = [
+    "STATE_VERSION",
+    "check_loss",
+    "check_session",
+    "check_state",
+    "checked_schedulers",
+    "listed",
+    "refuse_fp16_unscaling",
+]
+
+#: Of the form of a session's state dict.
+STATE_VERSION: Final = 1
+_STATE_KEYS: Final[dict[str, type]] = {
+    "version": int, "policy": str, "parameters": Mapping, "loss_scale": Mapping, "masters": Mapping,
+    "micro_batches": int, "gradients": Mapping, "master_gradients": Mapping,
+}  # fmt: skip
 
 
 def listed(optimizers: Any) -> list[Any]:
@@ -21,7 +37,9 @@ def listed(optimizers: Any) -> list[Any]:
     return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
 
 
-def check_session(models: list[nn.Module], optimizers: list[Any], policy: Policy, max_grad_norm: float | None) -> None:
+def check_session(
+    models: list[nn.Module], optimizers: list[Any], policy: Policy, max_grad_norm: Any, device: Any
+) -> None:
     """Raise all that stands against a session, before anything is changed."""
     problems: list[MezzoError] = []
     if not models or not all(isinstance(model, nn.Module) for model in models):
@@ -34,16 +52,29 @@ def check_session(models: list[nn.Module], optimizers: list[Any], policy: Policy
                     write="MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy)",
                 )
             )
-    if max_grad_norm is not None and not max_grad_norm > 0:
+        elif needs_closure(optimizer):
+            problems.append(
+                UnsupportedError(
+                    f"{type(optimizer).__name__} evaluates the loss inside its step, which a session does not do yet",
+                    why="its step() needs a closure, and each evaluation would need its own check and unscaling",
+                    write="mezzo.MasterWeights(optimizer).step(closure), which needs no loss scale in bfloat16",
+                )
+            )
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        problems.append(PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once"))
+    if device is not None:
+        problems += _absent_device(device)
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         problems.append(
             PolicyError(
-                f"max_grad_norm is {max_grad_norm}",
+                f"max_grad_norm is {max_grad_norm!r}",
                 why="a norm to clip to is positive",
                 write="max_grad_norm=1.0",
             )
         )
     if not problems:
         problems += _foreign_params(models, optimizers)
+        problems += _taken(optimizers)
         if policy.master_weights:
             problems += _shared_params(optimizers)
         elif policy.param_dtype != torch.float32:
@@ -70,10 +101,68 @@ def _foreign_params(models: list[nn.Module], optimizers: list[Optimizer]) -> Ite
             )
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step cannot be called without a closure, as with LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _absent_device(device: Any) -> Iterator[UnsupportedError]:
+    try:
+        torch.zeros((), device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        why = str(error).splitlines()[0]
+        yield UnsupportedError(f"the device {device!r} cannot be used", why=why, write="the device of the model")
+
+
+def _taken(optimizers: list[Optimizer]) -> Iterator[MezzoError]:
+    """Yield an error for each optimizer that is empty, or that another session holds."""
+    for optimizer in optimizers:
+        if not any(group["params"] for group in optimizer.param_groups):
+            yield PolicyError(
+                "the optimizer updates no parameter",
+                where=type(optimizer).__name__,
+                write=f"{type(optimizer).__name__}(model.parameters(), …)",
+            )
+        owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+        if any(type(owner).__module__.startswith("mezzo.") for owner in owners):
+            yield StateError(
+                "the optimizer belongs to a session or to MasterWeights already",
+                where=type(optimizer).__name__,
+                write="session.close() (or masters.remove()) first",
+            )
+
+
+def checked_schedulers(scheduler: Any) -> list[Any]:
+    """Return the schedulers to step, or refuse what cannot be stepped without more."""
+    schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
+    for each in schedulers:
+        if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise PolicyError(
+                "ReduceLROnPlateau needs a metric",
+                where="amp.step(scheduler=…)",
+                write="if not step.skipped: scheduler.step(metric)",
+            )
+        if not callable(getattr(each, "step", None)):
+            raise PolicyError(
+                f"a scheduler has a step(), and {type(each).__name__} has none",
+                where="amp.step(scheduler=…)",
+                write="amp.step(scheduler=torch.optim.lr_scheduler.…)",
+            )
+    return schedulers
+
+
 def _shared_params(optimizers: list[Optimizer]) -> Iterator[PolicyError]:
     seen: set[int] = set()
     for number, optimizer in enumerate(optimizers):
-        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        params = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        own = set(params)
+        if len(own) < len(params):
+            yield PolicyError(
+                "a parameter stands twice in one optimizer, and can have only one master",
+                where=f"optimizer {number} ({type(optimizer).__name__})",
+                write="each parameter once",
+            )
         if shared := own & seen:
             yield PolicyError(
                 "two optimizers update the same parameters, which can have only one master each",
@@ -129,4 +218,44 @@ def check_loss(loss: Any) -> None:
             "the loss depends on no parameter",
             why="it does not require a gradient: detached, computed under no_grad, or all parameters are frozen",
             write="compute it from the model's outputs, outside torch.no_grad()",
+        )
+
+
+def check_state(state: Any, policy: Policy, parameters: Mapping[str, str], masters: Mapping[str, Tensor]) -> None:
+    """Refuse a state that is not this session's, with every difference.
+
+    Args:
+        state: What was given to ``load_state_dict``.
+        policy: The session's policy.
+        parameters: Dtype and shape of each of its parameters, as text.
+        masters: Its masters.
+    """
+    if isinstance(state, Mapping):
+        wrong = [
+            f"{key} is missing" if key not in state else f"{key} is a {type(state[key]).__name__}"
+            for key, kind in _STATE_KEYS.items()
+            if not isinstance(state.get(key), kind)
+        ]
+    else:
+        wrong = [f"it is a {type(state).__name__}"]
+    if wrong:
+        raise StateError(
+            "this is not the state of a MixedPrecision session", why=some_of(wrong), write="amp.state_dict()"
+        )
+    if state["version"] != STATE_VERSION:
+        raise StateError(f"the state has version {state['version']}", why=f"this mezzo reads version {STATE_VERSION}")
+    shapes, saved_shapes = ({n: str(list(m.shape)) for n, m in each.items()} for each in (masters, state["masters"]))
+    differences = [f"policy {line}" for line in Policy.parse(state["policy"]).differences(policy)]
+    for kind, saved, mine in (("parameter", state["parameters"], parameters), ("master of", saved_shapes, shapes)):
+        differences += [
+            f"{kind} {name}: {saved.get(name, 'missing')} → {mine.get(name, 'missing')}"
+            for name in dict.fromkeys((*saved, *mine))
+            if saved.get(name) != mine.get(name)
+        ]
+    if differences:
+        raise StateError(
+            "the state belongs to another session",
+            where="\n".join(differences),
+            why="saved → this session; continuing would not be the same run",
+            write="MixedPrecision(model, optimizer, policy) with the saved policy and model",
         )

@@ -41,7 +41,7 @@ def multiply(gradients: list[Tensor], multiplier: Tensor) -> None:
 
 def step_or_skip(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Step if the gradients are finite. Fused optimizers take the flag to the device; others need a sync."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and not _lacks_momentum(optimizer):
         fused: Any = optimizer
         fused.found_inf, fused.grad_scale = found_inf.to(torch.float32), None
         try:
@@ -50,3 +50,13 @@ def step_or_skip(optimizer: Optimizer, found_inf: Tensor) -> None:
             del fused.found_inf, fused.grad_scale
     elif not bool(found_inf):
         optimizer.step()
+
+
+def _lacks_momentum(optimizer: Optimizer) -> bool:
+    """Whether torch's fused SGD has momentum buffers to make: a skipped kernel would leave them uninitialised."""
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    )

@@ -6,26 +6,33 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.modules import Prepared
 from mezzo.cast.region import autocast
-from mezzo.errors import StateError, some_of
+from mezzo.errors import StateError
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
-from mezzo.session.checks import check_loss, check_session, listed, refuse_fp16_unscaling
+from mezzo.session.checks import (
+    STATE_VERSION,
+    check_loss,
+    check_session,
+    check_state,
+    checked_schedulers,
+    listed,
+    refuse_fp16_unscaling,
+)
 from mezzo.session.gradients import dense, global_norm, multiply, step_or_skip
 from mezzo.step.master import MasterWeights
 
 __all__ = ["MixedPrecision", "Step"]
 
 logger = logging.getLogger(__name__)
-
-_STATE_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,11 @@ class Step:
     scale: Tensor
     next_scale: Tensor
     grad_norm: Tensor
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Return what tells one writing of a tensor from the next."""
+    return tensor.data_ptr(), tensor._version
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +119,27 @@ class MixedPrecision:
         self.max_grad_norm = max_grad_norm
         self._models = [models] if isinstance(models, nn.Module) else list(models)
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else listed(optimizers)
-        check_session(self._models, self._optimizers, self.policy, max_grad_norm)
+        check_session(self._models, self._optimizers, self.policy, max_grad_norm, device)
         self._prepared: list[Prepared] = []
         self._masters: list[MasterWeights] = []
+        self._guards: list[RemovableHandle] = []
+        self._window: _Window | None = None
+        self._rescaled: set[tuple[int, int]] = set()
+        self._stepping = self._closed = False
+        first = next(self.master_params())
+        self._scaler = Scaler(self.policy.loss_scale, device if device is not None else first.device)
         try:
             self._convert()
         except BaseException:
             self._undo()
             raise
-        first = next(self.master_params())
-        self._scaler = Scaler(self.policy.loss_scale, device if device is not None else first.device)
-        self._window: _Window | None = None
-        self._closed = False
         if self.policy.dtype != torch.float32:
             kind = "emulated in float32" if self.emulated else "native"
             logger.info("%s arithmetic on %s is %s", self.policy.dtype, first.device.type, kind)
 
     def _convert(self) -> None:
+        for optimizer in self._optimizers:  # before the masters' own hooks, so that nothing is gathered either
+            self._guards.append(optimizer.register_step_pre_hook(self._refuse_foreign_step))
         for model in self._models:
             self._prepared.append(Prepared(model, self.policy))
         refuse_fp16_unscaling(self._models, self._optimizers, self.policy)
@@ -135,10 +151,32 @@ class MixedPrecision:
             prepared.release_originals()
 
     def _undo(self) -> None:
-        for prepared in self._prepared:
+        for guard in self._guards:
+            guard.remove()
+        # Backwards, since the first of two models that share a parameter knows what it was before.
+        for prepared in reversed(self._prepared):
             prepared.remove()
         for masters in self._masters:
             masters.remove()
+
+    def _refuse_foreign_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._window is not None and not self._stepping:
+            raise StateError(
+                "optimizer.step() behind the session's back",
+                where=f"{type(optimizer).__name__}, after {self._window.micro_batches} amp.backward() call(s)",
+                why="the gradients still carry the loss scale, and were neither checked nor clipped",
+                write="amp.step()",
+            )
+
+    def __deepcopy__(self, memo: Any) -> MixedPrecision:
+        raise StateError(
+            "a session cannot be copied",
+            why="the copied optimizer would have no hooks, and would never update the copied model",
+            write="copy.deepcopy(model), then MixedPrecision(copied_model, new_optimizer, policy)",
+        )
+
+    def __reduce__(self) -> Any:
+        raise StateError("a session cannot be pickled", write="torch.save(amp.state_dict(), path)")
 
     # The loop -----------------------------------------------------------------------------------------
 
@@ -154,6 +192,7 @@ class MixedPrecision:
 
     def autocast(self) -> autocast:
         """Return the region to run the forward pass and the loss in."""
+        self._require_open("autocast")
         return self._prepared[0].autocast(*self._prepared[1:])
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -173,7 +212,7 @@ class MixedPrecision:
         check_loss(loss)
         scale = self._scaler.state.scale
         if self._window is None:
-            self._window = _Window(scale, scale._version, 0)
+            self._refuse_leftovers()
         elif self._window.scale is not scale or self._window.version != scale._version:
             raise StateError(
                 "the loss scale was changed inside an accumulation window",
@@ -184,8 +223,18 @@ class MixedPrecision:
         else:
             for masters in self._masters:
                 masters.gather()
+        self._window = _Window(scale, scale._version, self._window.micro_batches + 1 if self._window else 1)
         self.autocast().run_backward(self._scaler.scaled(loss), **kwargs)
-        self._window = _Window(scale, scale._version, self._window.micro_batches + 1)
+
+    def _refuse_leftovers(self) -> None:
+        """Refuse to add scaled gradients to those that the last step unscaled."""
+        if any(p.grad is not None and _mark(p.grad) in self._rescaled for p in self.master_params()):
+            raise StateError(
+                "the last step's gradients are still there",
+                why="they are unscaled by now, and the new ones would be added to them with the loss scale",
+                write="amp.zero_grad() after each amp.step()",
+            )
+        self._rescaled.clear()
 
     @torch.no_grad()
     def step(self, *, scheduler: Any = None) -> Step:
@@ -211,10 +260,12 @@ class MixedPrecision:
                 why="the gradients carry the scale they were made with",
                 write="amp.zero_grad(), then amp.backward(loss) again",
             )
+        schedulers = checked_schedulers(scheduler)
         for masters in self._masters:
             masters.take_edits()
             masters.gather()
-        gradients = [dense(param, param.grad) for param in self.master_params() if param.grad is not None]
+        params = {id(param): param for param in self.master_params()}.values()  # optimizers may share some
+        gradients = [dense(param, param.grad) for param in params if param.grad is not None]
         if not gradients:
             raise StateError(
                 "no parameter has a gradient",
@@ -226,16 +277,20 @@ class MixedPrecision:
         # The norm of the scaled gradients times 1/scale also finds an infinity that unscaling would make.
         norm = global_norm(gradients, device) * inverse
         found_inf = ~torch.isfinite(norm)
+        self._window = None  # whatever happens from here on, these gradients are not the scaled ones any more
         self._rescale(gradients, norm, inverse)
-        for optimizer in self._optimizers:
-            step_or_skip(optimizer, found_inf)
+        self._stepping = True
+        try:
+            for optimizer in self._optimizers:
+                step_or_skip(optimizer, found_inf)
+        finally:
+            self._stepping = False
         for masters in self._masters:
             masters.drop_gradients()
         self._scaler.update(found_inf)
-        self._window = None
         step = Step(skipped=found_inf, scale=window.scale, next_scale=self._scaler.state.scale, grad_norm=norm)
-        if scheduler is not None and not bool(found_inf):
-            for each in scheduler if isinstance(scheduler, (list, tuple)) else (scheduler,):
+        if schedulers and not bool(found_inf):
+            for each in schedulers:
                 each.step()
         return step
 
@@ -248,13 +303,15 @@ class MixedPrecision:
         elif not self._scaler.changes_gradients:
             return
         multiply(gradients, multiplier)
+        if self._scaler.changes_gradients:
+            self._rescaled = {_mark(gradient) for gradient in gradients}
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of models and masters, and forget an unfinished accumulation window."""
         for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none)
         for model in self._models:
-            model.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none)
         self._window = None
 
     def master_params(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
@@ -278,22 +335,21 @@ class MixedPrecision:
 
         **Cost**: a host sync, and a copy of the masters.
         """
+        self._require_open("state_dict")
         for masters in self._masters:
             masters.take_edits()
         open_window = self._window is not None
         gradients = {n: p.grad.clone() for n, p in self._named_params() if open_window and p.grad is not None}
+        named = self._named_masters()
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "policy": str(self.policy),
             "parameters": self._fingerprint(),
             "loss_scale": self._scaler.state_dict(),
-            "masters": [[m.detach().clone() for m in masters.masters().values()] for masters in self._masters],
+            "masters": {name: master.detach().clone() for name, master in named.items()},
             "micro_batches": self._window.micro_batches if self._window else 0,
             "gradients": gradients,
-            "master_gradients": [
-                [None if m.grad is None or not open_window else m.grad.clone() for m in masters.masters().values()]
-                for masters in self._masters
-            ],
+            "master_gradients": {n: m.grad.clone() for n, m in named.items() if open_window and m.grad is not None},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -310,10 +366,13 @@ class MixedPrecision:
                 where=f"after {self._window.micro_batches} backward pass(es) since the last step",
                 write="amp.step() or amp.zero_grad() first",
             )
-        self._check_state(state)
+        check_state(state, self.policy, self._fingerprint(), self._named_masters())
         self._scaler.load_state_dict(state["loss_scale"])
-        for masters, saved in zip(self._masters, state["masters"], strict=True):
-            masters.load_masters(saved)
+        with torch.no_grad():
+            for name, master in self._named_masters().items():
+                master.copy_(state["masters"][name])
+        for masters in self._masters:
+            masters.round_to_params()
         if state["micro_batches"]:
             self._load_window(state)
 
@@ -323,50 +382,19 @@ class MixedPrecision:
         for name, param in self._named_params():
             saved = state["gradients"].get(name)
             param.grad = None if saved is None else saved.to(param.device, copy=True)
-        for masters, gradients in zip(self._masters, state["master_gradients"], strict=True):
-            for master, saved in zip(masters.masters().values(), gradients, strict=True):
-                master.grad = None if saved is None else saved.to(master.device, copy=True)
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        keys = ("version", "policy", "parameters", "loss_scale", "masters", "micro_batches", "gradients",
-                "master_gradients")  # fmt: skip
-        if not isinstance(state, Mapping) or (missing := [key for key in keys if key not in state]):
-            lacking = "" if not isinstance(state, Mapping) else f"it lacks {some_of(missing)}"
-            raise StateError("this is not the state of a MixedPrecision session", why=lacking, write="amp.state_dict()")
-        if state["version"] != _STATE_VERSION:
-            raise StateError(
-                f"the state has version {state['version']!r}",
-                why=f"this mezzo reads version {_STATE_VERSION}",
-            )
-        differences = [f"policy {line}" for line in Policy.parse(state["policy"]).differences(self.policy)]
-        mine, theirs = self._fingerprint(), state["parameters"]
-        differences += [f"parameter {name}: {theirs[name]} → missing" for name in theirs if name not in mine]
-        differences += [f"parameter {name}: missing → {mine[name]}" for name in mine if name not in theirs]
-        differences += [
-            f"parameter {name}: {theirs[name]} → {mine[name]}"
-            for name in mine
-            if name in theirs and theirs[name] != mine[name]
-        ]
-        differences += [
-            f"optimizer {i}: {len(saved)} masters → {len(masters.masters())}"
-            for i, (saved, masters) in enumerate(zip(state["masters"], self._masters, strict=False))
-            if len(saved) != len(masters.masters())
-        ]
-        if len(state["masters"]) != len(self._masters):
-            differences.append(f"optimizers with masters: {len(state['masters'])} → {len(self._masters)}")
-        if differences:
-            raise StateError(
-                "the state belongs to another session",
-                where="\n".join(differences),
-                why="saved → this session; continuing would not be the same run",
-                write="MixedPrecision(model, optimizer, policy) with the saved policy and model",
-            )
+        for name, master in self._named_masters().items():
+            saved = state["master_gradients"].get(name)
+            master.grad = None if saved is None else saved.to(master.device, copy=True)
 
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for number, model in enumerate(self._models):
             prefix = f"{number}." if len(self._models) > 1 else ""
             for name, param in model.named_parameters():
                 yield prefix + name, param
+
+    def _named_masters(self) -> dict[str, nn.Parameter]:
+        held = {param: master for masters in self._masters for param, master in masters.masters().items()}
+        return {name: held[param] for name, param in self._named_params() if param in held}
 
     def _fingerprint(self) -> dict[str, str]:
         return {n: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for n, p in self._named_params()}

@@ -25,9 +25,10 @@ class MasterWeights:
     .. math:: g^{32} \leftarrow float32(g), \quad w^{32} \leftarrow update(w^{32}, g^{32}), \quad
               w \leftarrow round(w^{32})
 
-    FP32 parameters stay where they are. A parameter changed in place from outside (a loaded state dict, an EMA
-    swap, weight clipping) is taken over at the next step; where its value is still what the master rounds to, the
-    master keeps its precision.
+    FP32 parameters stay where they are. A parameter changed in place under ``no_grad`` (a loaded state dict, weight
+    clipping) or given other data is taken over at the next step; where its value is still what the master rounds to,
+    the master keeps its precision. In-place writes *through* ``param.data`` leave no trace that torch could show, and
+    are overwritten: write ``with torch.no_grad(): param.clamp_(…)``.
 
     Args:
         optimizer: Any torch optimizer. State it already holds moves to the masters, exactly.
@@ -96,12 +97,8 @@ class MasterWeights:
 
     def _adopt_group(self, group: dict[str, Any], originals: Mapping[Tensor, Tensor]) -> None:
         params = group["params"]
-        for place, param in enumerate(params):
-            if param.dtype not in _LOW:
-                continue
-            source = originals.get(param)
-            data = param.detach().float() if source is None else source
-            master = nn.Parameter(data, requires_grad=param.requires_grad)
+        made = [(place, param, _master_for(param, originals)) for place, param in enumerate(params) if _is_low(param)]
+        for place, param, master in made:
             params[place] = self._master[param] = master
             self._seen[param] = _mark(param)
             if param in self.optimizer.state:
@@ -110,7 +107,16 @@ class MasterWeights:
                 param.grad_dtype = torch.float32
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._plain_add(param_group)
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        if known := [tuple(param.shape) for param in params if param in self._master]:
+            raise PolicyError(
+                "the optimizer updates these parameters already",
+                where=f"shapes {some_of([str(shape) for shape in known])}",
+                why="a parameter has one master",
+                write="a group of parameters that are not in another",
+            )
+        self._plain_add({**param_group, "params": params})
         self._adopt_group(self.optimizer.param_groups[-1], {})
 
     # Around the optimizer's own step ------------------------------------------------------------------
@@ -254,8 +260,11 @@ class MasterWeights:
         Raises:
             StateError: The masters have other shapes; nothing was loaded.
         """
-        self.load_masters(state["masters"])
+        if not isinstance(state, Mapping) or not {"masters", "optimizer"} <= state.keys():
+            raise StateError("this is not the state of MasterWeights", write="masters.state_dict()")
+        self._check_shapes(state["masters"])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
+        self.load_masters(state["masters"])
 
     @torch.no_grad()
     def load_masters(self, masters: list[Tensor]) -> None:
@@ -264,6 +273,12 @@ class MasterWeights:
         Raises:
             StateError: Another number of masters, or another shape.
         """
+        self._check_shapes(masters)
+        for mine, saved in zip(self._master.values(), masters, strict=True):
+            mine.copy_(saved)
+        self.round_to_params()
+
+    def _check_shapes(self, masters: list[Tensor]) -> None:
         own = list(self._master.values())
         wrong = [
             f"master {i}: {tuple(mine.shape)} → {tuple(saved.shape)}"
@@ -278,9 +293,13 @@ class MasterWeights:
                 where=some_of(wrong),
                 write="the same model and optimizer",
             )
-        for mine, saved in zip(own, masters, strict=True):
-            mine.copy_(saved)
-        self.round_to_params()
+
+    def __deepcopy__(self, memo: Any) -> MasterWeights:
+        raise StateError(
+            "MasterWeights cannot be copied",
+            why="a copied optimizer has no hooks, and would never update the copied model",
+            write="MasterWeights(new_optimizer) over the copied model's parameters",
+        )
 
     def remove(self) -> None:
         """Give the optimizer the model's parameters back, with its state; the hooks come off.
@@ -302,6 +321,15 @@ class MasterWeights:
                 self.optimizer.state[param] = self.optimizer.state.pop(master)
         self._master.clear()
         self._seen.clear()
+
+
+def _is_low(param: Tensor) -> bool:
+    return param.dtype in _LOW
+
+
+def _master_for(param: Tensor, originals: Mapping[Tensor, Tensor]) -> nn.Parameter:
+    source = originals.get(param)
+    return nn.Parameter(param.detach().float() if source is None else source, requires_grad=param.requires_grad)
 
 
 def _mark(param: Tensor) -> tuple[int, int]:

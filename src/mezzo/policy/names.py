@@ -1,0 +1,207 @@
+"""From any spelling of an op to its base name, and from there to torch's callables."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal
+
+import torch
+from torch.nn import functional
+
+from mezzo.errors import PolicyError
+from mezzo.policy.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS, synonyms_of
+from mezzo.policy.table import OPS
+
+__all__ = ["System", "functions", "is_in_place", "matching", "resolve"]
+
+System = Literal["torch", "paddle"]
+
+# Where a user finds functions, with the prefix that the op's base name has for each place.
+_NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
+    ("", torch),
+    ("", functional),
+    ("", torch._C._nn),
+    ("", torch.Tensor),
+    ("linalg_", torch.linalg),
+    ("fft_", torch.fft),
+    ("", torch.special),
+)
+# How names begin, the longer first, and the prefix of the base name; None for the classes of torch.nn.
+_PREFIXES: Final[tuple[tuple[str, str | None], ...]] = (
+    ("torch.nn.functional.", ""), ("nn.functional.", ""), ("functional.", ""), ("F.", ""),
+    ("torch.linalg.", "linalg_"), ("linalg.", "linalg_"), ("torch.fft.", "fft_"), ("fft.", "fft_"),
+    ("torch.special.", ""), ("special.", ""), ("aten::special_", ""), ("torch.ops.aten.special_", ""),
+    ("torch.Tensor.", ""), ("Tensor.", ""), ("torch._C._nn.", ""),
+    ("torch.ops.aten.", ""), ("ops.aten.", ""), ("aten::", ""), ("aten.", ""),
+    ("torch.nn.modules.", None), ("torch.nn.", None), ("nn.", None), ("torch.", ""),
+)  # fmt: skip
+_PADDLE_PREFIXES: Final = ("paddle:", "paddle.nn.functional.", "paddle.")
+
+
+@functools.cache
+def functions(name: str) -> tuple[Callable[..., Any], ...]:
+    """List the Python callables behind an op's base name.
+
+    Args:
+        name: A base name, such as ``softmax`` or ``linalg_inv``.
+
+    Returns:
+        Each distinct callable once: ``torch.softmax``, ``F.softmax``, ``Tensor.softmax``. Empty for a name
+        that torch does not know, and for in-place variants, which nothing ever casts.
+
+    Example:
+        >>> torch.Tensor.__matmul__ in functions("matmul"), functions("exp_")
+        (True, ())
+    """
+    if is_in_place(name):
+        return ()
+    names = (name, *synonyms_of(name))
+    found = (
+        getattr(place, candidate.removeprefix(prefix), None)
+        for prefix, place in _NAMESPACES
+        for candidate in names
+        if candidate.startswith(prefix)
+    )
+    return tuple(dict.fromkeys(function for function in found if callable(function) and not inspect.isclass(function)))
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a bare name is that of an in-place variant: ``exp_``, ``__iadd__``.
+
+    Example:
+        >>> is_in_place("exp_"), is_in_place("__imul__"), is_in_place("__matmul__")
+        (True, True, False)
+    """
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+    return name.endswith("_") and any(hasattr(place, name) for _, place in _NAMESPACES[:4])
+
+
+def resolve(name: str, *, system: System = "torch", in_place: bool = False) -> str:
+    """Return the base name for any spelling of an op.
+
+    Args:
+        name: ``softmax``, ``torch.softmax``, ``F.softmax``, ``Tensor.softmax``, ``aten::softmax.int``,
+            ``torch.ops.aten.softmax.int``, ``nn.Softmax``, ``__matmul__``, or a name of Paddle's such as
+            ``softmax_with_cross_entropy``. Names of custom ops (``mylib::op``) are kept.
+        system: Whose name it is where two systems use one word: torch's ``mul`` is element-wise, Paddle's is the
+            matrix product. ``paddle:mul`` says so inside a policy's text.
+        in_place: Whether in-place variants are allowed. They keep their own name, for nothing ever casts them:
+            what they write to keeps its dtype. Elsewhere a rule on one would silently do nothing, so it is refused.
+
+    Returns:
+        The base name.
+
+    Raises:
+        PolicyError: Neither the op table nor torch knows the name, or it is that of an in-place variant.
+
+    Example:
+        >>> resolve("aten::softmax.int"), resolve("torch.linalg.inv"), resolve("nn.LayerNorm")
+        ('softmax', 'linalg_inv', 'layer_norm')
+        >>> resolve("mul"), resolve("mul", system="paddle"), resolve("paddle:mul")
+        ('mul', 'matmul', 'matmul')
+    """
+    bare = name
+    for prefix in _PADDLE_PREFIXES:
+        if name.startswith(prefix):
+            bare, system = name.removeprefix(prefix), "paddle"
+            break
+    if system == "paddle" and bare in PADDLE_ALIASES:
+        return PADDLE_ALIASES[bare]
+    if (custom := _custom(bare)) is not None:
+        return custom
+    bare = _without_prefix(bare)
+    if is_in_place(bare):
+        if in_place:
+            return bare
+        raise PolicyError(
+            f"the in-place op {name!r} is never cast",
+            why="what it writes to keeps its dtype, under torch.autocast too",
+            write=f"{_out_of_place(bare)!r}, and the out-of-place form in the model",
+        )
+    if (found := _known_as(bare)) is not None:
+        return found
+    raise PolicyError(
+        f"unknown op {name!r}",
+        why=_question(bare) + "neither the op table nor torch has it",
+        write="the name of a function in torch, torch.nn.functional or torch.Tensor, or a glob such as conv*",
+    )
+
+
+def matching(pattern: str) -> Iterator[str]:
+    """Yield the classified ops whose base name matches a glob.
+
+    Example:
+        >>> list(matching("conv?d"))
+        ['conv1d', 'conv2d', 'conv3d']
+    """
+    return (name for name in OPS if fnmatch.fnmatchcase(name, pattern))
+
+
+def _custom(name: str) -> str | None:
+    """Return the qualified name of an op outside aten."""
+    if name.startswith(("torch.ops.", "ops.")) and not name.startswith(("torch.ops.aten.", "ops.aten.")):
+        library, _, op = name.removeprefix("torch.").removeprefix("ops.").partition(".")
+        return f"{library}::{op.split('.')[0]}"
+    return name if "::" in name and not name.startswith("aten::") else None
+
+
+def _without_prefix(name: str) -> str:
+    """Drop where the name was found and the overload; keep the family in the base name."""
+    for prefix, family in _PREFIXES:
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            return rest.rsplit(".", 1)[-1] if family is None else family + rest.split(".")[0]
+    base, dot, overload = name.partition(".")
+    return base if dot and overload and base in OPS else name
+
+
+def _known_as(bare: str) -> str | None:
+    """Find the op that a bare name stands for."""
+    bare = SYNONYMS.get(bare, SPELLINGS.get(bare, bare))
+    if bare in OPS:
+        return bare
+    if bare.removeprefix("special_") in OPS:
+        return bare.removeprefix("special_")
+    if functions(bare):
+        return bare
+    for family in ("linalg_", "fft_"):
+        if family + bare in OPS:
+            return family + bare
+    if bare in PADDLE_ALIASES:
+        return PADDLE_ALIASES[bare]
+    return MODULES.get(bare) or _module(bare)
+
+
+def _module(name: str) -> str | None:
+    """Find the functional form of a torch.nn class by its letters: LayerNorm, CrossEntropyLoss, LSTMCell."""
+    return _by_letters().get(name.lower()) if inspect.isclass(getattr(torch.nn, name, None)) else None
+
+
+@functools.cache
+def _by_letters() -> Mapping[str, str]:
+    return {name.replace("_", ""): op for name, op in ({op: op for op in OPS} | dict(SYNONYMS)).items()}
+
+
+def _out_of_place(name: str) -> str:
+    bare = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+    return _known_as(bare) or bare
+
+
+def _question(bare: str) -> str:
+    """Ask for the nearest known name, whatever its case; the list itself would be too long to read."""
+    lowered = {word.lower(): word for word in _vocabulary()}
+    near = difflib.get_close_matches(bare.lower(), lowered, n=1, cutoff=0.6)
+    return f"did you mean {lowered[near[0]]!r}? " if near else ""
+
+
+@functools.cache
+def _vocabulary() -> tuple[str, ...]:
+    """List the names that a misspelt op may have meant; of two spelt alike the later wins."""
+    public = (name for name in (*dir(torch.Tensor), *dir(functional), *dir(torch)) if not name.startswith("_"))
+    callables = (name for name in public if functions(name))
+    return tuple(dict.fromkeys((*callables, *PADDLE_ALIASES, *SYNONYMS, *MODULES, *OPS)))

@@ -1,0 +1,242 @@
+"""The op table: every op mezzo names, what it gets, and why.
+
+It is a risk table, not a device table: the ``portable`` column is what a policy asks for on every device, and
+gives torch's CUDA dtypes; the other two say what torch would do by itself, so that a region needs to add only
+the difference. Both come from the registrations in :mod:`mezzo.policy.lists`. An op that is not registered
+itself but that C++ composes of one that is (``square`` of ``pow``) goes by the op it is made of.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, get_args
+
+from mezzo.policy.aliases import PADDLE_ALIASES, SYNONYMS, synonyms_of
+from mezzo.policy.lists import APEX, FLEET, PADDLE, Treatment, base_names
+
+__all__ = ["NORMS", "OPS", "TREATMENTS", "Op", "Reason", "Treatment"]
+
+Reason = Literal[
+    "gemm", "exponential range", "reduction", "loss", "bandwidth-bound", "type-mixing", "no low kernel",
+    "data movement", "composite",
+]  # fmt: skip
+
+#: The treatments that a rule may ask for, in the order of DESIGN §4.
+TREATMENTS: Final[tuple[Treatment, ...]] = get_args(Treatment)
+
+#: Softmax and the normalisations: read and write low precision, compute in FP32 (Micikevicius 2018, §3.3). Batch and
+#: instance norm are not among them: their kernels keep FP32 statistics, which they update in place.
+NORMS: Final = frozenset("softmax log_softmax softmin layer_norm native_layer_norm rms_norm group_norm".split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One row of the op table.
+
+    Attributes:
+        name: The op's base name, without overload: ``softmax``, ``conv2d``.
+        portable: What a policy with ``lists="portable"`` asks for, on every device.
+        cuda: What ``torch.autocast("cuda")`` does.
+        cpu: What ``torch.autocast("cpu")`` does.
+        reason: Why the op is treated so.
+        source: Whose lists name the op, or what it is made of.
+        parts: The ops it is made of, where they decide instead of it.
+    """
+
+    name: str
+    portable: Treatment
+    cuda: Treatment
+    cpu: Treatment
+    reason: Reason
+    source: str
+    parts: tuple[str, ...] = ()
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the paper computes this op in FP32 on low-precision storage (softmax, normalisation)."""
+        return self.name in NORMS
+
+
+class _Rows(NamedTuple):
+    """Ops that share everything but their name.
+
+    ``parts`` are the registered ops they are made of. A column that is given overrides what the lists say.
+    """
+
+    portable: Treatment
+    reason: Reason
+    names: str
+    parts: str = ""
+    cuda: Treatment | None = None
+    cpu: Treatment | None = None
+    note: str = ""
+
+
+_ROWS: Final = (
+    # Low: matrix products and convolutions.
+    _Rows("low", "gemm", """
+        conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
+        cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr addbmm baddbmm bmm matmul mm mv einsum
+        linear linalg_vecdot linalg_multi_dot chain_matmul scaled_dot_product_attention lstm_cell gru_cell
+        rnn_tanh_cell rnn_relu_cell _addmm_activation _native_multi_head_attention"""),
+    _Rows("low", "gemm", "lstm gru rnn_tanh rnn_relu", "_cudnn_rnn", cuda="low",
+          note="torch's CPU autocast reaches only the products inside, and leaves states in FP32"),
+    _Rows("low", "gemm", "linalg_matrix_power", "matmul"),
+    _Rows("low", "gemm", "cov corrcoef", "mm matmul"),
+    # FP32: where 16 bits lack range or precision.
+    _Rows("fp32", "exponential range", """
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus softmax
+        log_softmax"""),
+    _Rows("fp32", "exponential range", "square ldexp", "pow"),
+    _Rows("fp32", "exponential range", "mvlgamma", "log"),
+    _Rows("fp32", "reduction", """
+        layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm dist pdist cdist renorm
+        logsumexp prod cumprod cumsum sum norm linalg_vector_norm linalg_matrix_norm cosine_similarity"""),
+    _Rows("fp32", "reduction", "linalg_norm", "linalg_vector_norm linalg_matrix_norm"),
+    _Rows("fp32", "reduction", "pairwise_distance norm_except_dim", "norm"),
+    _Rows("fp32", "reduction", "trapezoid sum_to_size", "sum"),
+    _Rows("fp32", "reduction", "cumulative_trapezoid", "cumsum"),
+    _Rows("fp32", "loss", """
+        poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss
+        mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+        binary_cross_entropy_with_logits"""),
+    _Rows("fp32", "loss", "cross_entropy", "cross_entropy_loss log_softmax nll_loss"),
+    _Rows("fp32", "loss", "ctc_loss", note="no low kernel"),
+    _Rows("ban", "loss", "binary_cross_entropy"),
+    _Rows("fp32", "bandwidth-bound", """
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+        upsample_bicubic2d _upsample_bicubic2d_aa"""),
+    # Torch's CUDA kernels take no low input, or take it only here and there; FP32 runs everywhere.
+    _Rows("fp32", "no low kernel", """
+        quantile nanquantile stft polar view_as_complex trace cholesky cholesky_inverse cholesky_solve qr ormqr geqrf
+        svd triangular_solve fake_quantize_per_tensor_affine
+        fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn
+        fft_irfftn fft_hfft fft_ihfft
+        linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky linalg_cholesky_ex linalg_svdvals linalg_svd
+        linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_householder_product
+        linalg_tensorinv linalg_tensorsolve linalg_qr linalg_lstsq linalg_matrix_sqrth"""),
+    _Rows("fp32", "no low kernel", "linalg_pinv", "pinverse", cpu="native", note="a product inside it would be low"),
+    _Rows("fp32", "no low kernel", "linalg_lu_solve", "lu_solve", cpu="native"),
+    _Rows("fp32", "no low kernel", "linalg_lu_factor linalg_lu lu", "_lu_with_info", cpu="native"),
+    _Rows("fp32", "no low kernel", "svd_lowrank pca_lowrank", "matmul linalg_qr linalg_svd", cpu="native",
+          cuda="native", note="a product inside it would be low"),
+    # Promote: arguments of one dtype, the widest.
+    _Rows("promote", "type-mixing", """
+        addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add grid_sampler"""),
+    _Rows("promote", "type-mixing", "grid_sample", "grid_sampler"),
+    _Rows("promote", "type-mixing", "inner", "tensordot"),
+    _Rows("promote", "type-mixing", "cat stack", cuda="promote", note="torch's built-in promotion on CUDA"),
+    _Rows("promote", "type-mixing", "index_copy"),
+    # Native on CUDA; a CPU has no low kernel, so FP32 inside there.
+    _Rows("native", "bandwidth-bound", """
+        avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d adaptive_max_pool3d
+        fractional_max_pool2d fractional_max_pool3d grid_sampler_2d grid_sampler_3d"""),
+    _Rows("native", "data movement", """
+        reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"""),
+    _Rows("native", "data movement", "pad", "reflection_pad1d replication_pad1d"),
+    # Python functions made of ops with rows of their own: opened, so that those decide.
+    _Rows("native", "composite", "softmin gumbel_softmax", "softmax"),
+    _Rows("native", "composite", "multi_head_attention_forward", "linear bmm softmax scaled_dot_product_attention"),
+    _Rows("native", "composite", "normalize", "norm"),
+    _Rows("native", "composite", "local_response_norm lp_pool1d lp_pool2d lp_pool3d", "pow"),
+    _Rows("native", "composite", "max_unpool1d", "max_unpool2d"),
+    _Rows("native", "composite", "gaussian_nll_loss", "log"),
+    _Rows("native", "composite", "multilabel_soft_margin_loss", "sum"),
+    _Rows("native", "composite", "triplet_margin_with_distance_loss", "pairwise_distance"),
+    _Rows("native", "composite", "linear_cross_entropy", "linear cross_entropy"),
+    _Rows("native", "composite", "interpolate", """
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+        upsample_bicubic2d _upsample_bicubic2d_aa"""),
+    _Rows("native", "composite", "upsample upsample_nearest upsample_bilinear", "interpolate"),
+    # Gray: no list of torch's names them, and they run in the dtypes they are given.
+    _Rows("native", "bandwidth-bound", """
+        abs acosh add angle asinh atan atanh ceil clamp clamp_max clamp_min conj_physical copysign cos deg2rad div
+        erf erfc floor floor_divide fmax fmin fmod frac heaviside hypot lerp maximum minimum mul nan_to_num neg
+        nextafter positive rad2deg remainder round rsub sgn sigmoid sign sin sinc sqrt sub tanh trunc
+        relu relu6 elu celu selu gelu glu silu mish leaky_relu rrelu threshold hardshrink hardsigmoid hardswish
+        hardtanh logsigmoid softshrink softsign tanhshrink
+        dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout
+        avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d max_pool1d max_pool2d max_pool1d_with_indices
+        max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d
+        adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
+        fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
+        embedding embedding_bag affine_grid where masked_fill outer kron diff gradient linalg_cross linalg_vander
+        vander cartesian_prod"""),
+    _Rows("native", "exponential range", """
+        exp2 float_power frexp lgamma digamma polygamma igamma igammac i0 logaddexp logaddexp2 logit xlogy zeta entr
+        erfcx i0e i1 i1e log_ndtr ndtr ndtri xlog1py airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1
+        modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0
+        scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u
+        chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
+        laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+        shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w linalg_matrix_exp"""),
+    _Rows("native", "reduction", """
+        mean nanmean nansum std std_mean var var_mean amax amin aminmax max min median nanmedian mode kthvalue
+        cummax cummin logcumsumexp segment_reduce histc histogram histogramdd"""),
+    _Rows("native", "reduction", "batch_norm instance_norm", note="torch's kernel mixes dtypes, statistics in FP32"),
+    _Rows("native", "type-mixing", """
+        hstack vstack dstack column_stack block_diag index_add index_reduce scatter scatter_reduce put masked_scatter
+        index_fill select_scatter slice_scatter diagonal_scatter as_strided_scatter"""),
+    _Rows("native", "no low kernel", """
+        linalg_det linalg_slogdet logdet linalg_solve_ex linalg_solve_triangular linalg_ldl_factor
+        linalg_ldl_factor_ex linalg_ldl_solve linalg_lu_factor_ex lu_unpack istft lobpcg
+        fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn fake_quantize_per_channel_affine complex"""),
+    _Rows("native", "gemm", "grouped_mm scaled_mm scaled_grouped_mm", note="the caller chooses the formats"),
+    _Rows("native", "data movement", """
+        as_strided atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to channel_shuffle chunk clone
+        combinations conj contiguous detach diag diag_embed diagflat diagonal dsplit expand expand_as flatten flip fliplr flipud
+        fold gather getitem hsplit imag index_select masked_select meshgrid movedim msort narrow narrow_copy
+        native_channel_shuffle permute pixel_shuffle pixel_unshuffle ravel real repeat repeat_interleave reshape
+        reshape_as resolve_conj resolve_neg roll rot90 select slice_inverse sort split split_with_sizes squeeze t take
+        take_along_dim tensor_split tile topk transpose tril triu unbind unflatten unfold unique unique_consecutive
+        unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze view view_as view_as_real vsplit adjoint
+        constant_pad_nd"""),
+)  # fmt: skip
+
+
+def _by_op(lists: Mapping[str, frozenset[str]], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Turn another system's lists into the list that names each op."""
+    ops = ((aliases.get(name, name), title) for title, names in lists.items() for name in names)
+    return {SYNONYMS.get(op, op): title for op, title in ops}
+
+
+_OTHERS: Final = {
+    "apex": _by_op(APEX, {}),
+    "Fleet": _by_op(FLEET, PADDLE_ALIASES),
+    "Paddle": _by_op(PADDLE, PADDLE_ALIASES),
+}
+
+
+def _row(name: str, rows: _Rows) -> Op:
+    """Look an op, or what it is made of, up in the lists."""
+    own, parts = (name, *synonyms_of(name)), tuple(rows.parts.split())
+    columns: dict[str, Treatment] = {"CUDA": "native", "CPU": "native"}
+    listed: list[tuple[str, str]] = []
+    through: list[tuple[str, str]] = []
+    if rows.reason != "composite":
+        for title, names in (("CUDA", base_names("cuda")), ("CPU", base_names("cpu"))):
+            for part in (*own, *parts):
+                if part in names:
+                    columns[title] = names[part]
+                    (listed if part in own else through).append((title, part))
+                    break
+    notes = [f"torch {' and '.join(title for title, _ in listed)} list{'s' * (len(listed) > 1)}"] if listed else []
+    notes += [f"made of {part}, on torch's {title} list" for title, part in through]
+    notes += [f"made of {', '.join(parts)}"] if rows.reason == "composite" else []
+    notes += [f"{system} {titles[name]}" for system, titles in _OTHERS.items() if name in titles]
+    notes += [rows.note] if rows.note else []
+    return Op(
+        name=name, portable=rows.portable, cuda=rows.cuda or columns["CUDA"], cpu=rows.cpu or columns["CPU"],
+        reason=rows.reason, source="; ".join(notes) or "no list names it",
+        parts=parts if rows.reason == "composite" else (),
+    )  # fmt: skip
+
+
+#: Every classified op, by base name.
+OPS: Final[Mapping[str, Op]] = types.MappingProxyType(
+    {name: _row(name, rows) for rows in _ROWS for name in rows.names.split()}
+)
