@@ -128,3 +128,57 @@ def test_backward_functions_of_the_user_s_own_see_no_autocast():
         loss = Product.apply(torch.ones(2, 4), model.weight).float().sum()
     amp.backward(loss)
     assert seen == [torch.float32]
+
+
+WHOLE_GRAPH = [
+    "O1,dtype=bfloat16",
+    "O1,dtype=float16,emulate=true",
+    "O1,dtype=bfloat16,lists=device",
+    "O1,dtype=bfloat16,low=softmax,fp32=gelu",
+]
+
+
+def whole_graph(policy, where, backend):
+    """Compile with the region outside or inside; return the output, the eager one, and the counter of frames."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(4, 8)
+    counter = CompileCounterWithBackend(backend)
+
+    def inside(y):
+        with mezzo.autocast(policy, "cpu"):
+            return model(y)
+
+    compiled = torch.compile(model if where == "outside" else inside, backend=counter, fullgraph=True)
+    with mezzo.autocast(policy, "cpu"):
+        expected = model(x)
+        out = compiled(x)
+    return out, expected, counter, compiled, x
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("policy", WHOLE_GRAPH)
+def test_one_graph_with_the_region_outside_or_inside(policy, where, backend):
+    out, expected, counter, *_ = whole_graph(mezzo.Policy.parse(policy), where, backend)
+    assert counter.frame_count == 1
+    assert out.dtype == expected.dtype
+    # inductor fuses: 4 units in the last place of the compute dtype, at values up to 4
+    eps = torch.finfo(mezzo.Policy.parse(policy).dtype).eps
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0, atol=16 * eps if backend == "inductor" else 0)
+
+
+def test_a_changed_policy_recompiles_and_an_equal_one_does_not():
+    policy = mezzo.Policy.parse("O1,dtype=bfloat16,low=softmax")
+    _, _, counter, compiled, x = whole_graph(policy, "outside", "eager")
+    with mezzo.autocast(mezzo.Policy.parse(str(policy)), "cpu"):
+        compiled(x)
+    assert counter.frame_count == 1
+    with mezzo.autocast(policy.fp32("gelu"), "cpu"):
+        compiled(x)
+    assert counter.frame_count == 2
+    with mezzo.autocast(policy, "cpu"):
+        compiled(x)
+    assert counter.frame_count == 2

@@ -13,7 +13,7 @@ import functools
 import os
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import ContextDecorator, ExitStack
+from contextlib import ContextDecorator
 from typing import Any, Final, cast
 
 import torch
@@ -57,11 +57,11 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     """
 
     def __init__(self, policy: Policy | str | os.PathLike[str], device_type: str | None = None) -> None:
-        resolved = _resolve(policy, device_type)
+        resolved = _RESOLVED[_resolve(policy, device_type)]
         self.policy = resolved.policy
         self.device_types = resolved.device_types
         self._plans = list(resolved.plans)
-        self._entered: list[ExitStack] = []
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     @classmethod
     def inside(
@@ -117,18 +117,9 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
                 torch.autograd.backward(tensor, **kwargs)
 
     def __enter__(self) -> autocast:
-        with ExitStack() as stack:
-            stack.enter_context(accumulation(self.policy))
-            for plan in self._plans:
-                stack.enter_context(plan.native())
-            active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-            outer = [mode for mode in active if isinstance(mode, _Differences)]
-            for mode in outer:
-                mode.shadows += 1
-                stack.callback(_unshadow, mode)
-            if self.has_differences:
-                stack.enter_context(_Differences(self._plans))
-            self._entered.append(stack.pop_all())
+        active = _active(self.policy, self._plans)
+        active.__enter__()
+        self._entered.append(active)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -146,8 +137,37 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         return fresh
 
 
-def _unshadow(mode: _Differences) -> None:
-    mode.shadows -= 1
+@contextlib.contextmanager
+def _active(policy: Policy, plans: list[Plan]) -> Iterator[None]:
+    """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
+    mode = _Differences(plans) if any(plan.handlers or plan.pinned for plan in plans) else contextlib.nullcontext()
+    with accumulation(policy), _native(plans), _shadowed(), mode:
+        yield
+
+
+@contextlib.contextmanager
+def _native(plans: list[Plan]) -> Iterator[None]:
+    """Enter torch's own autocast for each device."""
+    with plans[0].native():
+        if len(plans) == 1:
+            yield
+        else:
+            with _native(plans[1:]):
+                yield
+
+
+@contextlib.contextmanager
+def _shadowed() -> Iterator[None]:
+    """Silence the regions around this one."""
+    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    outer = [mode for mode in active if isinstance(mode, _Differences)]
+    for mode in outer:
+        mode.shadows += 1
+    try:
+        yield
+    finally:
+        for mode in outer:
+            mode.shadows -= 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,14 +177,21 @@ class _Resolved:
     plans: tuple[Plan, ...]
 
 
-def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> _Resolved:
+#: A memo of what regions resolve to; torch.compile can guard what it finds in a global, and by a text.
+_RESOLVED: Final[dict[str, _Resolved]] = {}
+
+
+def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> str:
     value = Policy.of(policy)
     kinds = (device_type,) if device_type else tuple(device.devices())
-    return _Resolved(value, kinds, tuple(plan_for(value, kind) for kind in kinds))
+    key = f"{value} on {'+'.join(kinds)}"
+    if key not in _RESOLVED:
+        _RESOLVED[key] = _Resolved(value, kinds, tuple(plan_for(value, kind) for kind in kinds))
+    return key
 
 
 # What torch._dynamo.assume_constant_result sets, without a second of imports: a region entered inside a compiled
-# function is resolved while it is traced, and is part of the graph from then on.
+# function is resolved while it is traced.
 _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -251,15 +278,23 @@ def _carry_out(handler: Handler, plan: Plan, func: Any, args: Any, kwargs: Any) 
         )
     if target is not None:
         args, kwargs = _cast(args, target), _cast(kwargs, target)
-    enabled = torch.is_autocast_enabled(plan.device_type)
-    torch.set_autocast_enabled(plan.device_type, False)
-    try:
-        if handler.emulated and _all_low((args, kwargs), plan.dtype):
-            return emulate(handler.op, func, args, kwargs)
-        out = func(*args, **kwargs)
-    finally:
-        torch.set_autocast_enabled(plan.device_type, enabled)
+    if torch.compiler.is_compiling():
+        with torch.autocast(plan.device_type, enabled=False):
+            out = _run(handler, plan, func, args, kwargs)
+    else:  # the same without the 10 µs of entering a context
+        enabled = torch.is_autocast_enabled(plan.device_type)
+        torch.set_autocast_enabled(plan.device_type, False)
+        try:
+            out = _run(handler, plan, func, args, kwargs)
+        finally:
+            torch.set_autocast_enabled(plan.device_type, enabled)
     return _cast(out, found[0].dtype) if handler.treatment == "fp32_math" and found else out
+
+
+def _run(handler: Handler, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    if handler.emulated and _all_low((args, kwargs), plan.dtype):
+        return emulate(handler.op, func, args, kwargs)
+    return func(*args, **kwargs)
 
 
 def _pinned(plan: Plan, args: Any, kwargs: Any) -> Tensor | None:
