@@ -1,7 +1,7 @@
 """mezzo trains PyTorch models in automatic mixed precision."""
 
 from mezzo import formats
-from mezzo.cast import Prepared, autocast, prepare
+from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepare, promote
 from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.scale import LossScale
@@ -26,6 +26,10 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "autocast",
+    "checkpoint_contexts",
     "formats",
+    "fp32",
+    "low",
     "prepare",
+    "promote",
 ]

@@ -158,6 +158,8 @@ def whole_graph(policy, where, backend):
     return out, expected, counter, compiled, x
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("where", ["outside", "inside"])
 @pytest.mark.parametrize("policy", WHOLE_GRAPH)

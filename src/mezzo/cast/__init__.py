@@ -4,6 +4,7 @@ Decides nothing: every question "which precision?" is answered by :class:`mezzo.
 """
 
 from mezzo.cast.modules import Prepared, prepare
-from mezzo.cast.region import autocast
+from mezzo.cast.pins import fp32, low, promote
+from mezzo.cast.region import autocast, checkpoint_contexts
 
-__all__ = ["Prepared", "autocast", "prepare"]
+__all__ = ["Prepared", "autocast", "checkpoint_contexts", "fp32", "low", "prepare", "promote"]

@@ -13,7 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast import device
 from mezzo.cast.boundary import CASTABLE, Boundary, WideNorm
+from mezzo.cast.pins import PIN
 from mezzo.cast.region import autocast
+from mezzo.cast.weights import WeightCasts
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
 from mezzo.policy import Policy, Rule, Treatment
 
@@ -68,10 +70,13 @@ class Prepared:
         policy: The policy it was prepared with.
         converted: The tensors as they were before conversion, by the tensor that now stands in the model, until
             :meth:`release_originals`.
+        casts: The casts of weights made in its regions, kept from one to the next until cleared.
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
+        policy = _with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
+        self.casts = WeightCasts()
         storage = _check(model, policy)
         self._before = {tensor: tensor.dtype for tensor in storage}
         self.converted: dict[Tensor, Tensor] = {}
@@ -102,7 +107,7 @@ class Prepared:
         Args:
             *others: Models prepared with the same policy, whose parameter rules the region knows as well.
         """
-        return autocast.inside(self.policy, "", self._pinned(*others), tuple(device.devices()))
+        return autocast.inside(self.policy, "", self._pinned(*others), tuple(device.devices()), self.casts)
 
     def _pinned(self, *others: Prepared) -> dict[int, Treatment]:
         boundaries = (boundary for each in (self, *others) for _, boundary in each._boundaries[:1])
@@ -126,6 +131,15 @@ class Prepared:
                 tensor.grad = None if gradient is None else gradient.to(dtype)
         self._before.clear()
         self.converted.clear()
+
+
+def _with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:
+    """Store modules of classes that ``@mezzo.fp32`` pins in FP32, unless a rule of the policy says otherwise."""
+    if not isinstance(model, nn.Module) or policy.param_dtype == torch.float32:
+        return policy
+    pinned = [path for path, module in model.named_modules() if path and getattr(type(module), PIN, None) == "fp32"]
+    rules = (Rule("fp32", module=path, reason="its class is pinned by @mezzo.fp32") for path in pinned)
+    return policy.evolve(rules=(*policy.rules, *rules)) if pinned else policy
 
 
 # What is checked before anything changes ------------------------------------------------------------

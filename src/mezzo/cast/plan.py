@@ -71,6 +71,7 @@ def plan_for(
     whole = _whole_module(policy, module)
     native_autocast = policy.autocast and whole not in ("fp32", "fp32_math", "native", "promote")
     handlers: dict[Callable[..., Any], Handler] = {}
+    alike: dict[str, Handler] = {}
     for op in dict.fromkeys([*OPS, *(op for rule in policy.rules for op in rule.ops), *(EMULATED if emulated else ())]):
         decision = policy.explain(op, module, device_type=device_type)
         wanted: Treatment = decision.treatment
@@ -81,9 +82,14 @@ def plan_for(
         if wanted == "native" and torch_does == "fp32" and decision.rule is None:
             wanted = "fp32_math"  # a CPU without the low-precision kernel: same dtypes, FP32 inside
         if wanted == torch_does and not by_emulation:
+            if wanted == "low":
+                alike[op] = Handler(op=op, treatment="low", emulated=False)
             continue
         handler = Handler(op=op, treatment=wanted, emulated=by_emulation)
         handlers.update(dict.fromkeys(functions(op), handler))
+    if handlers:  # the mode runs anyway: products go through it too, so that their weights are cast once
+        for op, handler in alike.items():
+            handlers.update(dict.fromkeys(functions(op), handler))
     return Plan(
         device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         handlers=handlers, opened=_concerned(handlers),

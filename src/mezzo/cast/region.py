@@ -17,17 +17,18 @@ from contextlib import ContextDecorator
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from mezzo.cast import device
 from mezzo.cast.emulate import emulate
 from mezzo.cast.plan import Handler, Plan, open_function, plan_for
+from mezzo.cast.weights import WeightCasts
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
-__all__ = ["accumulation", "autocast"]
+__all__ = ["accumulation", "autocast", "checkpoint_contexts", "emulates_here"]
 
 _CASTABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -61,11 +62,17 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         self.policy = resolved.policy
         self.device_types = resolved.device_types
         self._plans = list(resolved.plans)
+        self._casts: WeightCasts | None = None  # of its own, for as long as it is entered
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     @classmethod
     def inside(
-        cls, policy: Policy, module: str, pinned: Mapping[int, Treatment], device_types: tuple[str, ...]
+        cls,
+        policy: Policy,
+        module: str,
+        pinned: Mapping[int, Treatment],
+        device_types: tuple[str, ...],
+        casts: WeightCasts | None = None,
     ) -> autocast:
         """Make the region of one module of a prepared model.
 
@@ -74,9 +81,10 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             module: Path of the module, for rules that name one.
             pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
             device_types: The devices to cover.
+            casts: Where weight casts are kept; those of the region around it, or its own, when omitted.
         """
         region = cls.__new__(cls)
-        region.policy, region.device_types, region._entered = policy, device_types, []
+        region.policy, region.device_types, region._entered, region._casts = policy, device_types, [], casts
         region._plans = [plan_for(policy, kind, module, tuple(pinned.items())) for kind in device_types]
         return region
 
@@ -111,13 +119,14 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         """
         with accumulation(self.policy):
             if self.has_differences:
-                with _Differences(self._plans, recomputing=True):
+                casts = WeightCasts() if self._casts is None else self._casts
+                with _Differences(self._plans, casts, recomputing=True):
                     _OPENED_BACKWARD(tensor, **kwargs)
             else:
                 torch.autograd.backward(tensor, **kwargs)
 
     def __enter__(self) -> autocast:
-        active = _active(self.policy, self._plans)
+        active = _active(self.policy, self._plans, self._casts)
         active.__enter__()
         self._entered.append(active)
         return self
@@ -134,15 +143,23 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             self._plans,
             [],
         )
+        fresh._casts = self._casts
         return fresh
 
 
 @contextlib.contextmanager
-def _active(policy: Policy, plans: list[Plan]) -> Iterator[None]:
+def _active(policy: Policy, plans: list[Plan], casts: WeightCasts | None) -> Iterator[None]:
     """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
-    mode = _Differences(plans) if any(plan.handlers or plan.pinned for plan in plans) else contextlib.nullcontext()
-    with accumulation(policy), _native(plans), _shadowed(), mode:
-        yield
+    with accumulation(policy), _native(plans), _shadowed() as around:
+        if not any(plan.handlers or plan.pinned for plan in plans):
+            yield
+            return
+        own = WeightCasts()
+        if casts is None:
+            casts = around[-1].casts if around else own
+        with _Differences(plans, casts):
+            yield
+        own.clear()
 
 
 @contextlib.contextmanager
@@ -157,17 +174,50 @@ def _native(plans: list[Plan]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _shadowed() -> Iterator[None]:
+def _shadowed() -> Iterator[list[_Differences]]:
     """Silence the regions around this one."""
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     outer = [mode for mode in active if isinstance(mode, _Differences)]
     for mode in outer:
         mode.shadows += 1
     try:
-        yield
+        yield outer
     finally:
         for mode in outer:
             mode.shadows -= 1
+
+
+def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    """Return the contexts in which an activation checkpoint runs first and is recomputed.
+
+    For ``torch.utils.checkpoint`` without reentry, where the backward pass is a bare ``loss.backward()``:
+    ``MixedPrecision.backward`` and modules of a prepared O2 or O3 model need no such help.
+
+    Returns:
+        A context that does nothing, for the first run, and one that brings the current region's differences back.
+
+    Example:
+        >>> import mezzo, torch
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> x = torch.ones(2, 2, requires_grad=True)
+        >>> with mezzo.autocast("O1,dtype=bfloat16,emulate=true"):
+        ...     y = checkpoint(torch.exp, x, use_reentrant=False, context_fn=mezzo.checkpoint_contexts)
+        >>> y.sum().backward()
+        >>> x.grad.dtype
+        torch.float32
+    """
+    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in active if isinstance(mode, _Differences) and not mode.shadows]
+    if not modes:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+    return contextlib.nullcontext(), _Differences(list(modes[-1].plans.values()), modes[-1].casts)
+
+
+def emulates_here(device_type: str) -> bool:
+    """Whether the innermost active region emulates arithmetic on a device."""
+    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in active if isinstance(mode, _Differences) and device_type in mode.plans]
+    return bool(modes) and modes[-1].plans[device_type].emulated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,8 +269,9 @@ def accumulation(policy: Policy) -> Iterator[None]:
 class _Differences(TorchFunctionMode):
     """Handle the functions a policy treats differently, and open Python functions that call them."""
 
-    def __init__(self, plans: list[Plan], *, recomputing: bool = False) -> None:
+    def __init__(self, plans: list[Plan], casts: WeightCasts, *, recomputing: bool = False) -> None:
         super().__init__()
+        self.casts = casts
         self.recomputing = recomputing  # in a backward pass
         self.plans = {plan.device_type: plan for plan in plans}
         self.shadows = 0  # how many regions inside this one are active
@@ -237,9 +288,9 @@ class _Differences(TorchFunctionMode):
         if plan is None or (plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
             return func(*args, **kwargs)
         if plan.pinned and (param := _pinned(plan, args, kwargs)) is not None:
-            return _read_pinned(param, plan, func, args, kwargs)
+            return _read_pinned(param, plan, self.casts, func, args, kwargs)
         if (handler := plan.handlers.get(func)) is not None:
-            return _carry_out(handler, plan, func, args, kwargs)
+            return _carry_out(handler, plan, self.casts, func, args, kwargs)
         if (opened := plan.opened.get(func)) is not None:
             with self:
                 return opened(*args, **kwargs)
@@ -252,7 +303,7 @@ class _Differences(TorchFunctionMode):
         return next((self.plans[kind] for kind in kinds if kind in self.plans), None)
 
 
-def _carry_out(handler: Handler, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _carry_out(handler: Handler, plan: Plan, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
     # In-place and out= variants are never cast, as in torch.autocast.
     if kwargs.get("out") is not None:
@@ -277,7 +328,7 @@ def _carry_out(handler: Handler, plan: Plan, func: Any, args: Any, kwargs: Any) 
             kwargs | {name: _cast(value, torch.float32) for name, value in kwargs.items() if name != "input"},
         )
     if target is not None:
-        args, kwargs = _cast(args, target), _cast(kwargs, target)
+        args, kwargs = _cast(args, target, casts), _cast(kwargs, target, casts)
     if torch.compiler.is_compiling():
         with torch.autocast(plan.device_type, enabled=False):
             out = _run(handler, plan, func, args, kwargs)
@@ -307,14 +358,14 @@ def _pinned(plan: Plan, args: Any, kwargs: Any) -> Tensor | None:
     return None
 
 
-def _read_pinned(param: Tensor, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _read_pinned(param: Tensor, plan: Plan, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
     Without autocast (O2, O3) the result goes back to the compute dtype, as for a pinned module; views and
     properties of the parameter itself stay what they are.
     """
     handler = Handler(op="", treatment=plan.pinned[id(param)])
-    out = _carry_out(handler, plan, func, args, kwargs)
+    out = _carry_out(handler, plan, casts, func, args, kwargs)
     if plan.autocast or not isinstance(out, Tensor) or out.untyped_storage()._cdata == param.untyped_storage()._cdata:
         return out
     return _cast(out, plan.dtype)
@@ -341,14 +392,16 @@ def _all_low(value: Any, dtype: torch.dtype) -> bool:
     return dtypes == {dtype}
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> Any:
     """Cast floating tensors, those in lists too; float64, complex, integer and bool ones are never cast."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype in _CASTABLE else value
+        if value.dtype not in _CASTABLE:
+            return value
+        return casts.cast(value, dtype) if casts is not None and isinstance(value, nn.Parameter) else value.to(dtype)
     if type(value) in (tuple, list):
-        return type(value)(_cast(item, dtype) for item in value)
+        return type(value)(_cast(item, dtype, casts) for item in value)
     if type(value) is dict:
-        return {key: _cast(item, dtype) for key, item in value.items()}
+        return {key: _cast(item, dtype, casts) for key, item in value.items()}
     return value
 
 

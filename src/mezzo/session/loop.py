@@ -288,6 +288,7 @@ class MixedPrecision:
         for masters in self._masters:
             masters.drop_gradients()
         self._scaler.update(found_inf)
+        self._forget_casts()
         step = Step(skipped=found_inf, scale=window.scale, next_scale=self._scaler.state.scale, grad_norm=norm)
         if schedulers and not bool(found_inf):
             for each in schedulers:
@@ -312,7 +313,12 @@ class MixedPrecision:
             optimizer.zero_grad(set_to_none)
         for model in self._models:
             model.zero_grad(set_to_none)
+        self._forget_casts()
         self._window = None
+
+    def _forget_casts(self) -> None:
+        for prepared in self._prepared:
+            prepared.casts.clear()
 
     def master_params(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
         """Yield the tensors that the optimizers update: FP32 masters, or the parameters themselves.

@@ -1,0 +1,125 @@
+"""Decorators that pin a function, or an ``nn.Module`` class, to one precision."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mezzo.cast.boundary import CASTABLE, cast_floating
+from mezzo.cast.region import autocast, emulates_here
+from mezzo.errors import PolicyError
+from mezzo.policy import Policy, Rule, Treatment
+
+__all__ = ["PIN", "fp32", "low", "promote"]
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+#: The attribute by which ``prepare`` knows a pinned class.
+PIN: Final = "__mezzo_pin__"
+
+
+def low(target: Target) -> Target:
+    """Pin a function or an ``nn.Module`` class to the compute dtype of the region it is called in.
+
+    Inside it every op runs low, whatever the policy's op lists say; floating inputs are cast. Outside any autocast
+    region, and under policies without autocast, it changes nothing.
+
+    Args:
+        target: A function, or a class derived from ``nn.Module``, whose ``forward`` is pinned.
+
+    Returns:
+        The same class, or a function that behaves as the given one.
+
+    Example:
+        >>> import mezzo, torch
+        >>> @mezzo.low
+        ... def attend(scores):
+        ...     return scores.softmax(-1)
+        >>> with mezzo.autocast("O1,dtype=bfloat16,emulate=true"):
+        ...     attend(torch.ones(2, 2)).dtype
+        torch.bfloat16
+    """
+    return _pin(target, "low")
+
+
+def fp32(target: Target) -> Target:
+    """Pin a function or an ``nn.Module`` class to FP32.
+
+    Floating inputs are cast to FP32 and nothing inside is cast. Under autocast the result is FP32; under policies that
+    store low precision (O2, O3) it goes back to the first floating input's dtype, and ``prepare`` keeps the parameters
+    of a pinned class in FP32.
+
+    Args:
+        target: As for :func:`low`.
+
+    Returns:
+        As for :func:`low`.
+    """
+    return _pin(target, "fp32")
+
+
+def promote(target: Target) -> Target:
+    """Pin a function or an ``nn.Module`` class to the widest dtype among its floating inputs.
+
+    Args:
+        target: As for :func:`low`.
+
+    Returns:
+        As for :func:`low`.
+    """
+    return _pin(target, "promote")
+
+
+def _pin(target: Target, treatment: Treatment) -> Target:
+    if isinstance(target, type):
+        if not issubclass(target, nn.Module):
+            raise PolicyError(
+                f"{target.__name__} is a class, and not one of modules",
+                where=f"@mezzo.{treatment}",
+                write="the decorator on its method, or on a class derived from nn.Module",
+            )
+        target.forward = _pinned(target.forward, treatment)
+        setattr(target, PIN, treatment)
+        return target
+    if not callable(target):
+        raise PolicyError(
+            f"{target!r} cannot be pinned", where=f"@mezzo.{treatment}", write="a function or an nn.Module class"
+        )
+    return _pinned(target, treatment)  # type: ignore[return-value]
+
+
+def _pinned(function: Callable[..., Any], treatment: Treatment) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def pinned(*args: Any, **kwargs: Any) -> Any:
+        floats = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
+        kind = floats[0].device.type if floats else "cpu"
+        autocasting = torch.is_autocast_enabled(kind)
+        if treatment == "low":
+            if not autocasting:
+                return function(*args, **kwargs)
+            dtype = torch.get_autocast_dtype(kind)
+            args, kwargs = cast_floating((args, kwargs), dtype)
+            with autocast(_everything_low(dtype, emulates_here(kind)), kind):
+                return function(*args, **kwargs)
+        dtype = torch.float32
+        if treatment == "promote" and floats:
+            dtype = functools.reduce(torch.promote_types, {x.dtype for x in floats})
+        args, kwargs = cast_floating((args, kwargs), dtype)
+        with autocast(_OFF, kind):
+            out = function(*args, **kwargs)
+        return out if autocasting or not floats else cast_floating(out, floats[0].dtype)
+
+    return pinned
+
+
+_OFF: Final = Policy.O0()
+
+
+@functools.cache
+def _everything_low(dtype: torch.dtype, emulated: bool) -> Policy:
+    return Policy.O1(dtype, emulate=emulated, rules=(Rule("low", op="*", reason="pinned by @mezzo.low"),))
