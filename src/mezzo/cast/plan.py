@@ -81,7 +81,9 @@ def plan_for(
         by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
         if wanted == "native" and torch_does == "fp32" and decision.rule is None:
             wanted = "fp32_math"  # a CPU without the low-precision kernel: same dtypes, FP32 inside
-        if wanted == torch_does and not by_emulation:
+        # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
+        built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
+        if wanted == torch_does and not by_emulation and not built_in:
             if wanted == "low":
                 alike[op] = Handler(op=op, treatment="low", emulated=False)
             continue
