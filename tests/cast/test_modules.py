@@ -343,6 +343,8 @@ def prepared():
         (held_gradient, "O2", StateError, "hold gradients"),
         (prepared, "O2,dtype=bfloat16", StateError, "prepared already"),
         (Net, "O2,fp32_module=haed", PolicyError, "'haed' matches no module"),
+        (Net, "O1,fp32=sofmax*", PolicyError, r"the op glob 'sofmax\*' matches no op"),
+        (Net, "O1,fp32=view", PolicyError, "the op glob 'view' matches no op that could be cast"),
         (Net, "O2,fp32_param=*.scale", PolicyError, r"'\*.scale' matches no parameter"),
         (Net, "O2,fp32_param=head.weight,low_param=embed.weight", PolicyError, "two storage dtypes"),
         (lambda: "model", "O2", PolicyError, "must be an nn.Module, not str"),
@@ -440,3 +442,14 @@ def test_remove_converts_gradients_too():
     model(torch.ones(1, 4)).sum().backward()
     handle.remove()
     assert model.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("rule", ["low=batch_norm", "fp32=batch_norm", "low_module=0", "fp32_module=0"])
+def test_rules_on_batch_norm_leave_its_statistics_alone(rule):
+    model = nn.Sequential(nn.BatchNorm1d(8, momentum=1.0))
+    handle = mezzo.prepare(model, f"O1,dtype=bfloat16,emulate=true,{rule}")
+    data = torch.randn(16, 8) + 3
+    with handle.autocast():
+        out = model(data)
+    assert out.dtype == (torch.bfloat16 if rule.startswith("low") else torch.float32)
+    torch.testing.assert_close(model[0].running_mean, data.mean(0), rtol=1e-2, atol=0)

@@ -248,3 +248,14 @@ def test_autocast_switched_off_inside_a_region_switches_the_policy_off():
                 assert functional.linear(x, w).dtype == torch.float32
                 assert x.bfloat16().softmax(-1).dtype == torch.bfloat16
             assert functional.linear(x, w).dtype == Policy.of(policy).dtype
+
+
+def test_a_rule_that_torch_has_no_kernel_for_says_what_to_write():
+    with (
+        mezzo.autocast(BF16.low("linalg_inv"), "cpu"),
+        pytest.raises(UnsupportedError, match="linalg_inv has no kernel in bfloat16") as caught,
+    ):
+        torch.linalg.inv(torch.eye(3))
+    assert 'policy.fp32_math("linalg_inv")' in str(caught.value)
+    with mezzo.autocast(BF16.fp32_math("linalg_inv"), "cpu"):
+        assert torch.linalg.inv(torch.eye(3).bfloat16()).dtype == torch.bfloat16

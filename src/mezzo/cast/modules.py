@@ -18,6 +18,7 @@ from mezzo.cast.region import autocast
 from mezzo.cast.weights import WeightCasts
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
 from mezzo.policy import Policy, Rule, Treatment
+from mezzo.policy.ops import functions
 
 __all__ = ["Prepared", "prepare"]
 
@@ -244,6 +245,12 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
                 where=some_of(silent),
                 why="attention reads its weight directly, so nothing would enter its region",
                 write=f"module={silent[0].rpartition('.')[0]!r}, or param={silent[0] + '.weight'!r}",
+            )
+        if rule.op is not None and not any("::" in op or functions(op) for op in (*rule.ops, rule.op)):
+            yield PolicyError(
+                f"the op glob {rule.op!r} matches no op that could be cast",
+                where=f"rule {rule}",
+                write="mezzo ops 'conv*' lists them",
             )
         if rule.param is not None and not any(rule.matches_param(name) for name in tensors):
             yield PolicyError(

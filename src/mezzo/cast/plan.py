@@ -78,6 +78,8 @@ def plan_for(
         if decision.rule is not None and decision.rule.op is None and not native_autocast:
             wanted = "native"
         torch_does = _torch_does(op, device_type) if native_autocast else "native"
+        if decision.rule is None and device_type != "cpu" and native_autocast and policy.norms == "fp32":
+            wanted = torch_does  # portable means what torch does on an accelerator: there is no difference there
         by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
         if wanted == "native" and torch_does == "fp32" and decision.rule is None:
             wanted = "fp32_math"  # a CPU without the low-precision kernel: same dtypes, FP32 inside

@@ -30,6 +30,10 @@ from mezzo.policy.ops import functions
 
 __all__ = ["accumulation", "autocast", "checkpoint_contexts", "emulates_here"]
 
+#: How torch says that it has no kernel for a dtype.
+_NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
+#: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
+_INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 _CASTABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -328,7 +332,11 @@ def _carry_out(handler: Handler, plan: Plan, casts: WeightCasts, func: Any, args
             kwargs | {name: _cast(value, torch.float32) for name, value in kwargs.items() if name != "input"},
         )
     if target is not None:
-        args, kwargs = _cast(args, target, casts), _cast(kwargs, target, casts)
+        if handler.op in _INPUT_ONLY:
+            args = (*_cast(args[:1], target), *args[1:])
+            kwargs = kwargs | {name: _cast(value, target) for name, value in kwargs.items() if name == "input"}
+        else:
+            args, kwargs = _cast(args, target, casts), _cast(kwargs, target, casts)
     if torch.compiler.is_compiling():
         with torch.autocast(plan.device_type, enabled=False):
             out = _run(handler, plan, func, args, kwargs)
@@ -345,7 +353,17 @@ def _carry_out(handler: Handler, plan: Plan, casts: WeightCasts, func: Any, args
 def _run(handler: Handler, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     if handler.emulated and _all_low((args, kwargs), plan.dtype):
         return emulate(handler.op, func, args, kwargs)
-    return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if handler.treatment != "low" or not any(words in str(error) for words in _NO_KERNEL):
+            raise
+        raise UnsupportedError(
+            f"{handler.op} has no kernel in {str(plan.dtype).removeprefix('torch.')}",
+            where=f"device {plan.device_type}",
+            why=str(error).splitlines()[0],
+            write=f'policy.fp32_math("{handler.op}")   # FP32 inside, low out; or policy.fp32("{handler.op}")',
+        ) from error
 
 
 def _pinned(plan: Plan, args: Any, kwargs: Any) -> Tensor | None:

@@ -32,6 +32,7 @@ def _show_version(wanted: bool) -> None:
     mezzo train digits-cnn --policy O1,dtype=bfloat16
     mezzo doctor                                what this machine can do
     mezzo formats float16                       the numbers of a format
+    mezzo ops softmax                           which precision an op gets, and why
     """
 )
 def _root(

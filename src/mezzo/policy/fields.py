@@ -146,6 +146,7 @@ def impossible_combinations(policy: Policy) -> Iterator[PolicyError]:
             why="only weights stored in low precision can take batch norm with them",
             write="O3, or O2,keep_batchnorm_fp32=false",
         )
+    yield from _contradictions(policy.rules)
     if policy.param_dtype == torch.float16 and not policy.master_weights and not _keeps_gradients(policy.loss_scale):
         yield PolicyError(
             "fp16 gradients cannot be unscaled in fp16",
@@ -153,6 +154,20 @@ def impossible_combinations(policy: Policy) -> Iterator[PolicyError]:
             why="dividing them by the scale in float16 flushes small ones to zero; FP32 masters take them in FP32",
             write="O2,dtype=float16   # keeps FP32 masters; or loss_scale=1",
         )
+
+
+def _contradictions(rules: tuple[Rule, ...]) -> Iterator[PolicyError]:
+    """Yield an error for each thing that is named twice with different treatments."""
+    seen: dict[object, Rule] = {}
+    for rule in rules:
+        first = seen.setdefault(rule.selector, rule)
+        if first.treatment != rule.treatment:
+            yield PolicyError(
+                f"{rule.name!r} is named twice, with different treatments",
+                where=f"{first} and {rule}",
+                why="the first match wins, so the second would never decide",
+                write=f"one of the two, such as {first}",
+            )
 
 
 def _keeps_gradients(scale: LossScale) -> bool:

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from mezzo.errors import PolicyError
 from mezzo.policy.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS, synonyms_of
-from mezzo.policy.table import OPS
+from mezzo.policy.table import OPS, VIEWS
 
-__all__ = ["System", "functions", "is_in_place", "matching", "resolve"]
+__all__ = ["System", "callables", "functions", "is_in_place", "matching", "resolve"]
 
 System = Literal["torch", "paddle"]
 
@@ -39,26 +39,33 @@ _PREFIXES: Final[tuple[tuple[str, str | None], ...]] = (
     ("torch.ops.aten.", ""), ("ops.aten.", ""), ("aten::", ""), ("aten.", ""),
     ("torch.nn.modules.", None), ("torch.nn.", None), ("nn.", None), ("torch.", ""),
 )  # fmt: skip
+_IN_PLACE_OPERATORS: Final = frozenset(
+    f"__i{operator}__"
+    for operator in "add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift".split()
+)
 _PADDLE_PREFIXES: Final = ("paddle:", "paddle.nn.functional.", "paddle.")
 
 
 @functools.cache
 def functions(name: str) -> tuple[Callable[..., Any], ...]:
-    """List the Python callables behind an op's base name.
+    """List the Python callables behind an op's base name that a treatment can reach.
 
     Args:
         name: A base name, such as ``softmax`` or ``linalg_inv``.
 
     Returns:
         Each distinct callable once: ``torch.softmax``, ``F.softmax``, ``Tensor.softmax``. Empty for a name
-        that torch does not know, and for in-place variants, which nothing ever casts.
+        that torch does not know, and for views and in-place variants, which nothing ever casts.
 
     Example:
-        >>> torch.Tensor.__matmul__ in functions("matmul"), functions("exp_")
-        (True, ())
+        >>> torch.Tensor.__matmul__ in functions("matmul"), functions("exp_"), functions("view")
+        (True, (), ())
     """
-    if is_in_place(name):
-        return ()
+    return () if name in VIEWS or is_in_place(name) else callables(name)
+
+
+def callables(name: str) -> tuple[Callable[..., Any], ...]:
+    """List every Python callable behind an op's base name, those that nothing casts too."""
     names = (name, *synonyms_of(name))
     found = (
         getattr(place, candidate.removeprefix(prefix), None)
@@ -77,7 +84,7 @@ def is_in_place(name: str) -> bool:
         (True, True, False)
     """
     if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+        return name in _IN_PLACE_OPERATORS
     return name.endswith("_") and any(hasattr(place, name) for _, place in _NAMESPACES[:4])
 
 
@@ -105,6 +112,22 @@ def resolve(name: str, *, system: System = "torch", in_place: bool = False) -> s
         >>> resolve("mul"), resolve("mul", system="paddle"), resolve("paddle:mul")
         ('mul', 'matmul', 'matmul')
     """
+    # The casting plan asks for hundreds of base names.
+    return name if name in OPS and system == "torch" else _resolve(name, system, in_place)
+
+
+def matching(pattern: str) -> Iterator[str]:
+    """Yield the classified ops whose base name matches a glob.
+
+    Example:
+        >>> list(matching("conv?d"))
+        ['conv1d', 'conv2d', 'conv3d']
+    """
+    return (name for name in OPS if fnmatch.fnmatchcase(name, pattern))
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolve(name: str, system: System, in_place: bool) -> str:
     bare = name
     for prefix in _PADDLE_PREFIXES:
         if name.startswith(prefix):
@@ -118,28 +141,25 @@ def resolve(name: str, *, system: System = "torch", in_place: bool = False) -> s
     if is_in_place(bare):
         if in_place:
             return bare
+        instead = _known_as(f"__{bare[3:]}" if bare.startswith("__i") else bare.removesuffix("_"))
         raise PolicyError(
             f"the in-place op {name!r} is never cast",
             why="what it writes to keeps its dtype, under torch.autocast too",
-            write=f"{_out_of_place(bare)!r}, and the out-of-place form in the model",
+            write=f"{instead!r}, and the out-of-place form in the model" if instead else "",
         )
     if (found := _known_as(bare)) is not None:
         return found
+    if inspect.isclass(getattr(torch.nn, bare, None)):
+        raise PolicyError(
+            f"{name!r} is a module, not an op",
+            why="it runs several ops, or none",
+            write='a rule on its path in the model: keep_fp32(modules=["head"]), fp32_module=head',
+        )
     raise PolicyError(
         f"unknown op {name!r}",
         why=_question(bare) + "neither the op table nor torch has it",
         write="the name of a function in torch, torch.nn.functional or torch.Tensor, or a glob such as conv*",
     )
-
-
-def matching(pattern: str) -> Iterator[str]:
-    """Yield the classified ops whose base name matches a glob.
-
-    Example:
-        >>> list(matching("conv?d"))
-        ['conv1d', 'conv2d', 'conv3d']
-    """
-    return (name for name in OPS if fnmatch.fnmatchcase(name, pattern))
 
 
 def _custom(name: str) -> str | None:
@@ -167,7 +187,7 @@ def _known_as(bare: str) -> str | None:
         return bare
     if bare.removeprefix("special_") in OPS:
         return bare.removeprefix("special_")
-    if functions(bare):
+    if callables(bare):
         return bare
     for family in ("linalg_", "fft_"):
         if family + bare in OPS:
@@ -178,18 +198,17 @@ def _known_as(bare: str) -> str | None:
 
 
 def _module(name: str) -> str | None:
-    """Find the functional form of a torch.nn class by its letters: LayerNorm, CrossEntropyLoss, LSTMCell."""
-    return _by_letters().get(name.lower()) if inspect.isclass(getattr(torch.nn, name, None)) else None
+    """Find the functional form of a torch.nn class by its letters: LayerNorm, LazyLinear, CrossEntropyLoss."""
+    if not inspect.isclass(getattr(torch.nn, name, None)):
+        return None
+    name = name.removeprefix("Lazy")
+    letters, by_letters = name.lower(), _by_letters()
+    return MODULES.get(name) or by_letters.get(letters) or by_letters.get(letters.removesuffix("loss"))
 
 
 @functools.cache
 def _by_letters() -> Mapping[str, str]:
     return {name.replace("_", ""): op for name, op in ({op: op for op in OPS} | dict(SYNONYMS)).items()}
-
-
-def _out_of_place(name: str) -> str:
-    bare = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
-    return _known_as(bare) or bare
 
 
 def _question(bare: str) -> str:
@@ -203,5 +222,5 @@ def _question(bare: str) -> str:
 def _vocabulary() -> tuple[str, ...]:
     """List the names that a misspelt op may have meant; of two spelt alike the later wins."""
     public = (name for name in (*dir(torch.Tensor), *dir(functional), *dir(torch)) if not name.startswith("_"))
-    callables = (name for name in public if functions(name))
-    return tuple(dict.fromkeys((*callables, *PADDLE_ALIASES, *SYNONYMS, *MODULES, *OPS)))
+    known = (name for name in public if callables(name))
+    return tuple(dict.fromkeys((*known, *PADDLE_ALIASES, *SYNONYMS, *MODULES, *OPS)))

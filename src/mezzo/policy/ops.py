@@ -5,17 +5,19 @@
 (:mod:`mezzo.policy.aliases`), and how a spelling finds its row (:mod:`mezzo.policy.names`).
 """
 
-from mezzo.policy.names import System, functions, is_in_place, matching, resolve
-from mezzo.policy.table import NORMS, OPS, TREATMENTS, Op, Reason, Treatment
+from mezzo.policy.names import System, callables, functions, is_in_place, matching, resolve
+from mezzo.policy.table import NORMS, OPS, TREATMENTS, VIEWS, Op, Reason, Treatment
 
 __all__ = [
     "NORMS",
     "OPS",
     "TREATMENTS",
+    "VIEWS",
     "Op",
     "Reason",
     "System",
     "Treatment",
+    "callables",
     "functions",
     "is_in_place",
     "matching",

@@ -163,7 +163,11 @@ class Policy:
         )
 
     def _first(self, rules: Any) -> Self:
-        return dataclasses.replace(self, rules=(*rules, *self.rules))
+        first = tuple(rules)
+        said = {rule.selector for rule in first}
+        # An older rule on exactly the same thing can never win again.
+        kept = (rule for rule in self.rules if rule.selector not in said)
+        return dataclasses.replace(self, rules=(*first, *kept))
 
     def explain(self, op: str, module: str | None = None, *, device_type: str | None = None) -> Decision:
         """Say what an op gets, and why.
@@ -176,7 +180,7 @@ class Policy:
         Raises:
             PolicyError: Nobody knows the op.
         """
-        name = resolve(op)
+        name = resolve(op, in_place=True)
         for rule in self.rules:
             if rule.matches(op=name, module=module):
                 reason = rule.reason or f"the rule {rule} matches first"

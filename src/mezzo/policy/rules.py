@@ -120,6 +120,12 @@ class Rule:
         return tuple(matching(self.op)) if is_glob else (resolve(self.op),)
 
     @property
+    def selector(self) -> tuple[str | None, str | None, str | None]:
+        """What it matches, in one form for every spelling: op, module, parameter."""
+        ops = self.ops
+        return (ops[0] if len(ops) == 1 else self.op), self.module, self.param
+
+    @property
     def key(self) -> str:
         """The key of this rule in a policy's text: ``low``, ``fp32_module``, ``fp32_param``."""
         if self.param is not None:

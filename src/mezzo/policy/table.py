@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple, get_args
 from mezzo.policy.aliases import PADDLE_ALIASES, SYNONYMS, synonyms_of
 from mezzo.policy.lists import APEX, FLEET, PADDLE, Treatment, base_names
 
-__all__ = ["NORMS", "OPS", "TREATMENTS", "Op", "Reason", "Treatment"]
+__all__ = ["NORMS", "OPS", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment"]
 
 Reason = Literal[
     "gemm", "exponential range", "reduction", "loss", "bandwidth-bound", "type-mixing", "no low kernel",
@@ -29,6 +29,19 @@ TREATMENTS: Final[tuple[Treatment, ...]] = get_args(Treatment)
 #: Softmax and the normalisations: read and write low precision, compute in FP32 (Micikevicius 2018, §3.3). Batch and
 #: instance norm are not among them: their kernels keep FP32 statistics, which they update in place.
 NORMS: Final = frozenset("softmax log_softmax softmin layer_norm native_layer_norm rms_norm group_norm".split())
+
+
+#: Ops that may return their argument's own memory. A cast would make a copy of it, and a write to the result would
+#: then be lost, so nothing ever casts them, rules included.
+VIEWS: Final = frozenset(
+    """
+    adjoint as_strided atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to chunk conj contiguous
+    detach diagonal dsplit expand expand_as flatten getitem hsplit imag meshgrid movedim narrow permute
+    ravel real reshape reshape_as resolve_conj resolve_neg select split split_with_sizes squeeze t
+    tensor_split transpose unbind unflatten unfold unsafe_chunk unsafe_split unsafe_split_with_sizes
+    unsqueeze view view_as view_as_real vsplit
+""".split()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +96,13 @@ _ROWS: Final = (
         rnn_tanh_cell rnn_relu_cell _addmm_activation _native_multi_head_attention"""),
     _Rows("low", "gemm", "lstm gru rnn_tanh rnn_relu", "_cudnn_rnn", cuda="low",
           note="torch's CPU autocast reaches only the products inside, and leaves states in FP32"),
-    _Rows("low", "gemm", "linalg_matrix_power", "matmul"),
-    _Rows("low", "gemm", "cov corrcoef", "mm matmul"),
     # FP32: where 16 bits lack range or precision.
     _Rows("fp32", "exponential range", """
         acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus softmax
         log_softmax"""),
     _Rows("fp32", "exponential range", "square ldexp", "pow"),
     _Rows("fp32", "exponential range", "mvlgamma", "log"),
+    _Rows("fp32", "exponential range", "linalg_matrix_exp", note="torch's CUDA autocast: FP32 or failure, by size"),
     _Rows("fp32", "reduction", """
         layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm dist pdist cdist renorm
         logsumexp prod cumprod cumsum sum norm linalg_vector_norm linalg_matrix_norm cosine_similarity"""),
@@ -121,8 +133,6 @@ _ROWS: Final = (
     _Rows("fp32", "no low kernel", "linalg_pinv", "pinverse", cpu="native", note="a product inside it would be low"),
     _Rows("fp32", "no low kernel", "linalg_lu_solve", "lu_solve", cpu="native"),
     _Rows("fp32", "no low kernel", "linalg_lu_factor linalg_lu lu", "_lu_with_info", cpu="native"),
-    _Rows("fp32", "no low kernel", "svd_lowrank pca_lowrank", "matmul linalg_qr linalg_svd", cpu="native",
-          cuda="native", note="a product inside it would be low"),
     # Promote: arguments of one dtype, the widest.
     _Rows("promote", "type-mixing", """
         addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add grid_sampler"""),
@@ -137,7 +147,9 @@ _ROWS: Final = (
     _Rows("native", "data movement", """
         reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"""),
     _Rows("native", "data movement", "pad", "reflection_pad1d replication_pad1d"),
-    # Python functions made of ops with rows of their own: opened, so that those decide.
+    # Composed in C++ of products, which torch's autocast reaches.
+    _Rows("native", "composite", "linalg_matrix_power cov corrcoef", "matmul"),
+    # Python functions made of ops with rows of their own, which decide: a region opens the function.
     _Rows("native", "composite", "softmin gumbel_softmax", "softmax"),
     _Rows("native", "composite", "multi_head_attention_forward", "linear bmm softmax scaled_dot_product_attention"),
     _Rows("native", "composite", "normalize", "norm"),
@@ -147,6 +159,7 @@ _ROWS: Final = (
     _Rows("native", "composite", "multilabel_soft_margin_loss", "sum"),
     _Rows("native", "composite", "triplet_margin_with_distance_loss", "pairwise_distance"),
     _Rows("native", "composite", "linear_cross_entropy", "linear cross_entropy"),
+    _Rows("native", "composite", "svd_lowrank pca_lowrank lobpcg", "matmul"),
     _Rows("native", "composite", "interpolate", """
         upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
@@ -173,7 +186,7 @@ _ROWS: Final = (
         scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u
         chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
         laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
-        shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w linalg_matrix_exp"""),
+        shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w"""),
     _Rows("native", "reduction", """
         mean nanmean nansum std std_mean var var_mean amax amin aminmax max min median nanmedian mode kthvalue
         cummax cummin logcumsumexp segment_reduce histc histogram histogramdd"""),
@@ -183,18 +196,16 @@ _ROWS: Final = (
         index_fill select_scatter slice_scatter diagonal_scatter as_strided_scatter"""),
     _Rows("native", "no low kernel", """
         linalg_det linalg_slogdet logdet linalg_solve_ex linalg_solve_triangular linalg_ldl_factor
-        linalg_ldl_factor_ex linalg_ldl_solve linalg_lu_factor_ex lu_unpack istft lobpcg
+        linalg_ldl_factor_ex linalg_ldl_solve linalg_lu_factor_ex lu_unpack istft
         fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn fake_quantize_per_channel_affine complex"""),
     _Rows("native", "gemm", "grouped_mm scaled_mm scaled_grouped_mm", note="the caller chooses the formats"),
     _Rows("native", "data movement", """
-        as_strided atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to channel_shuffle chunk clone
-        combinations conj contiguous detach diag diag_embed diagflat diagonal dsplit expand expand_as flatten flip fliplr flipud
-        fold gather getitem hsplit imag index_select masked_select meshgrid movedim msort narrow narrow_copy
-        native_channel_shuffle permute pixel_shuffle pixel_unshuffle ravel real repeat repeat_interleave reshape
-        reshape_as resolve_conj resolve_neg roll rot90 select slice_inverse sort split split_with_sizes squeeze t take
-        take_along_dim tensor_split tile topk transpose tril triu unbind unflatten unfold unique unique_consecutive
-        unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze view view_as view_as_real vsplit adjoint
-        constant_pad_nd"""),
+        channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud fold
+        gather index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
+        repeat repeat_interleave roll rot90 slice_inverse sort take take_along_dim tile topk tril triu unique
+        unique_consecutive"""),
+    _Rows("native", "data movement", "fft_fftshift fft_ifftshift"),
+    _Rows("native", "data movement", " ".join(sorted(VIEWS))),
 )  # fmt: skip
 
 

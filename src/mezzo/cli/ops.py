@@ -1,0 +1,108 @@
+"""``mezzo ops``: the op table, and what a policy makes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mezzo.cli.app import app
+from mezzo.errors import MezzoError
+from mezzo.policy import Policy
+from mezzo.policy.ops import OPS, matching, resolve
+
+__all__ = ["described", "ops"]
+
+#: Wide enough for nearly every row in one line where no terminal sets the width, so that `grep` works.
+PLAIN_WIDTH = 200
+_GLOB_CHARACTERS = "*?["
+
+
+@app.command("ops")
+def ops(
+    pattern: Annotated[
+        str | None, typer.Argument(help="A glob on the ops' names, or any spelling of one: F.softmax, nn.Softmax.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+) -> None:
+    """Show which precision a policy gives to each op, what torch alone would do, and why.
+
+    [bold]mezzo ops[/bold]                every op that mezzo classifies
+
+    [bold]mezzo ops softmax[/bold]        one, by any spelling: torch.softmax, aten::softmax.int, nn.Softmax
+
+    [bold]mezzo ops 'conv*' --policy O1,dtype=bfloat16,fp32=conv1d[/bold]
+
+    [bold]mezzo ops paddle:mul[/bold]     Paddle's name, where torch's means something else
+
+    [bold]mezzo ops 'fft_*' --json[/bold] for a program to read
+
+    fp32: inputs cast to FP32. low: to the policy's dtype. promote: to the widest among them. native: left as they are.
+    fp32_math: FP32 inside, the input's dtype out. ban: refused.
+    """
+    value = Policy.of(policy)
+    names = _chosen(pattern)
+    if as_json:
+        typer.echo(json.dumps([described(name, value) for name in names], indent=2))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("op", str(value), "torch CUDA", "torch CPU", "reason", "source"):
+        # As Text, for a policy's text may hold brackets that rich would take for markup.
+        table.add_column(Text(column), no_wrap=column in ("op", "torch CUDA", "torch CPU"))
+    for name in names:
+        row = described(name, value)
+        cells = ("op", "treatment", "torch_cuda", "torch_cpu", "reason", "source")
+        table.add_row(*(Text(row[cell]) for cell in cells))
+    console.print(table)
+
+
+def described(name: str, policy: Policy) -> dict[str, Any]:
+    """Return one row as JSON can hold it.
+
+    Args:
+        name: The op's base name.
+        policy: The policy that decides.
+
+    Returns:
+        The op, its treatment and the rule that gave it, torch's own treatments, the reason and its source.
+
+    Example:
+        >>> row = described("softmax", Policy.O1(rules=[]))
+        >>> row["treatment"], row["torch_cuda"], row["torch_cpu"], row["reason"]
+        ('fp32', 'fp32', 'native', 'exponential range')
+    """
+    decision = policy.explain(name)
+    entry = OPS.get(name)
+    return {
+        "op": name,
+        "treatment": decision.treatment,
+        "rule": None if decision.rule is None else str(decision.rule),
+        "torch_cuda": "native" if entry is None else entry.cuda,
+        "torch_cpu": "native" if entry is None else entry.cpu,
+        "reason": decision.reason,
+        "source": decision.source,
+    }
+
+
+def _chosen(pattern: str | None) -> list[str]:
+    if pattern is None:
+        return sorted(OPS)
+    if not any(character in pattern for character in _GLOB_CHARACTERS):
+        return [resolve(pattern)]
+    names = sorted(matching(pattern))
+    if not names:
+        raise MezzoError(
+            f"no op matches {pattern!r}",
+            why="a glob is matched with base names, such as softmax, conv2d, linalg_inv, fft_rfft",
+            write="mezzo ops '*norm*'",
+        )
+    return names

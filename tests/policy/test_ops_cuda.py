@@ -1,0 +1,134 @@
+"""The op table against torch itself: CUDA's autocast simulated at the dispatcher, and the CPU's own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mezzo import PolicyError
+from mezzo.policy.ops import OPS, resolve
+
+# Where the portable lists give another dtype than CUDA's autocast, on purpose. Rows without a low kernel on CUDA are
+# not repeated: CUDA raises, and so does the simulation, except on empty inputs.
+ON_PURPOSE = {
+    "trace": "CUDA's kernel is diagonal().sum(), which returns FP32 there; the CPU's kernel is another",
+    "ldexp": "made of pow: always FP32, where CUDA lets a 0-d exponent give way to a low tensor",
+}
+
+
+def is_error(outcome):
+    return isinstance(outcome, str) and ":" in outcome
+
+
+def row_of(name):
+    """The row of an operator of torch's samples: nn.functional.pad.reflect → pad."""
+    for part in (name, name.rpartition(".")[0]):
+        try:
+            return OPS.get(resolve(part))
+        except PolicyError:
+            continue
+    return None
+
+
+@pytest.fixture(scope="module")
+def rows():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("cuda_on_cpu.py"))],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_the_samples_are_many(rows):
+    assert len({row["op"] for row in rows}) > 450
+    assert len(rows) > 8000
+    changed = {row["op"] for row in rows if row["cuda"] != row["plain"]}
+    assert len(changed) > 120
+
+
+def test_portable_lists_give_cuda_dtypes_on_a_cpu(rows):
+    wrong = {}
+    for row in rows:
+        op = row_of(row["op"])
+        known = row["op"] in ON_PURPOSE or (op is not None and op.reason == "no low kernel")
+        # Where CUDA's autocast raises for want of a kernel, anything that works is an improvement.
+        if row["mezzo"] != row["cuda"] and not is_error(row["cuda"]) and not known:
+            wrong.setdefault(row["op"], row)
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", ON_PURPOSE)
+def test_deviations_still_deviate(rows, name):
+    assert any(row["mezzo"] != row["cuda"] for row in rows if row["op"] == name)
+
+
+def test_rows_without_a_low_kernel_always_give_fp32(rows):
+    low = {"bfloat16", "float16", "complex32"}
+    wrong = {
+        row["op"]: row["mezzo"]
+        for row in rows
+        if (op := row_of(row["op"])) is not None and (op.portable, op.reason) == ("fp32", "no low kernel")
+        if not is_error(row["mezzo"])
+        if low & set([row["mezzo"]] if isinstance(row["mezzo"], str) else map(str, row["mezzo"]))
+    }
+    assert wrong == {}
+
+
+def test_the_ban_is_cudas(rows):
+    banned = [row for row in rows if row["op"] == "nn.functional.binary_cross_entropy"]
+    assert {row["cuda"] for row in banned} == {"RuntimeError: banned"}
+    assert all("UnsupportedError: binary_cross_entropy is banned" in row["mezzo"] for row in banned)
+
+
+@pytest.mark.parametrize("column, at_least", [("cuda", 75), ("cpu", 60)])
+def test_each_column_says_what_torch_does(rows, column, at_least):
+    """Inputs of the dtype that the treatment changes: an fp32 op widens low ones, a low op narrows wide ones."""
+    changes = {"fp32": ("low", ("float32", "complex64", "int64")), "low": ("wide", ("bfloat16",))}
+    wrong, checked = {}, set()
+    for row in rows:
+        op = row_of(row["op"])
+        if op is None or op.name in ON_PURPOSE or row["variant"] == "extra" or row["op"].endswith("with_dtype"):
+            continue
+        inputs, expected = changes.get(getattr(op, column), ("", ()))
+        if row["inputs"] == inputs and isinstance(row[column], str) and not is_error(row[column]):
+            checked.add(op.name)
+            if row[column] not in expected:
+                wrong.setdefault(op.name, row)
+    # Of the ways to pad only reflection and replication are on the list.
+    assert set(wrong) == ({"pad"} if column == "cpu" else set()), wrong
+    assert len(checked) > at_least
+
+
+def test_native_rows_are_left_alone_by_torch_on_both_devices(rows):
+    wrong = {
+        op.name: row
+        for row in rows
+        if (op := row_of(row["op"])) is not None and (op.cuda, op.cpu) == ("native", "native") and not op.parts
+        if row["variant"] != "extra" and op.portable == "native"
+        for column in ("cuda", "cpu")
+        if row[column] != row["plain"] and not is_error(row[column]) and not is_error(row["plain"])
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "name, low",
+    [
+        ("x @ y.T", "bfloat16"), ("x ** 2", "float32"), ("2 ** x", "float32"), ("1 / x", "float32"),
+        ("1 - x", "bfloat16"), ("x.norm()", "float32"), ("torch.norm(dim)", "float32"),
+        ("pairwise_distance", "float32"), ("gumbel_softmax", "float32"), ("softmin", "float32"),
+        ("instance_norm", "bfloat16"), ("interpolate(nearest)", "float32"), ("interpolate(area)", "bfloat16"),
+        ("pad(reflect)", "bfloat16"), ("torch.var", "bfloat16"), ("gaussian_nll_loss", "float32"),
+        ("triplet_margin_with_distance_loss", "float32"), ("embedding_bag", "bfloat16"), ("exp_", "bfloat16"),
+        ("x **= 2", "bfloat16"), ("exp(out=)", "bfloat16"), ("sum(dtype)", "float64"), ("softmax(dtype)", "bfloat16"),
+        ("multi_head_attention", ["bfloat16", "float32"]),
+    ],
+)  # fmt: skip
+def test_tricky_ones_by_name(rows, name, low):
+    """Written out, so that a reader sees what CUDA's autocast makes of low inputs."""
+    (row,) = (row for row in rows if row["op"] == name and row["inputs"] == "low")
+    assert (row["cuda"], row["mezzo"]) == (low, low)
