@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
 import os
-import platform
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
 import mezzo
+from harness import DEVICE, Row, paired, show, write
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Loop = Callable[[], None]
 
 
@@ -117,35 +110,6 @@ def mezzo_step(shapes: list[tuple[int, ...]], fused: bool) -> Loop:
     return step
 
 
-def paired(mine: Loop, rival: Loop, repetitions: int) -> dict[str, float]:
-    """Time both in turns; the ratio is taken pair by pair."""
-    for _ in range(3):
-        mine()
-        rival()
-    times: list[tuple[float, float]] = []
-    for _ in range(repetitions):
-        pair = []
-        for loop in (mine, rival):
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            loop()
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            pair.append(time.perf_counter() - start)
-        times.append((pair[0], pair[1]))
-    ratios = sorted(a / b for a, b in times)
-    tenth = len(ratios) // 10
-    return {
-        "ratio": statistics.median(ratios),
-        "ratio_p10": ratios[tenth],
-        "ratio_p90": ratios[-1 - tenth],
-        "mezzo_ms": 1e3 * statistics.median(a for a, _ in times),
-        "rival_ms": 1e3 * statistics.median(b for _, b in times),
-    }
-
-
-SMALL, LARGE = [(64, 64)] * 200, [(1024, 1024)] * 3
 TRAINING = [
     ("O0", None, "FP32"),
     ("O1,dtype=bfloat16,lists=device", torch.bfloat16, "torch.amp bfloat16"),
@@ -172,28 +136,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    console, rows = Console(), {}
-    table = Table("case", "against", "ratio", "10–90 %", "mezzo ms", "rival ms", title=f"mezzo / rival on {DEVICE}")
-    for name, against, mine, rival in cases():
-        row = paired(mine, rival, options.repetitions)
-        rows[f"{name} against {against}"] = row
-        spread = f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f}"
-        times = (f"{row['mezzo_ms']:.3g}", f"{row['rival_ms']:.3g}")
-        table.add_row(name, against, f"{row['ratio']:.3f}", spread, *times)
-    console.print(table)
-    machine = torch.cuda.get_device_name() if DEVICE == "cuda" else mezzo.cast.device.probe("cpu").name
-    facts = {
-        "date": datetime.date.today().isoformat(), "device": DEVICE, "machine": machine, "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
-        "mezzo": mezzo.__version__, "repetitions": options.repetitions,
-        "tf32": DEVICE == "cuda" and torch.backends.cuda.matmul.allow_tf32, "cases": rows,
-    }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"session-{DEVICE}-{facts['date']}.json"
-    beside = target.with_suffix(".json.part")
-    beside.write_text(json.dumps(facts, indent=1) + "\n")
-    beside.replace(target)
-    console.print(f"written to {target}")
+    rows = [
+        Row(name=name, against=against, **paired(mine, rival, options.repetitions))
+        for name, against, mine, rival in cases()
+    ]
+    show(rows, "mezzo / rival: whole training steps, and the optimizer step alone")
+    write(options.out, "session", rows, repetitions=options.repetitions)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -18,7 +18,7 @@ from mezzo.cast.emulate import EMULATED
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
-__all__ = ["Handler", "Plan", "open_function", "plan_for"]
+__all__ = ["OPENED", "Handler", "Plan", "Traced", "open_function", "plan_for", "remember", "traced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class Plan:
     handlers: Mapping[Callable[..., Any], Handler]
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
+    key: str  # equal for equal differences, and for nothing else
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state this plan was made for."""
@@ -98,7 +99,38 @@ def plan_for(
         device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         handlers=handlers, opened=_concerned(handlers),
         pinned=dict(pinned),
+        key=f"{policy} in {module!r} on {device_type} with {pinned} {'emulated' if emulated else ''}",
     )  # fmt: skip
+
+
+class Traced(NamedTuple):
+    """What a compiled graph needs to know of a plan and a function."""
+
+    dtype: torch.dtype
+    device_type: str
+    autocast: bool
+    handler: Handler | None
+    is_opened: bool
+
+
+#: The plans that a mode was made for, by key: what torch.compile asks for while it traces.
+_PLANS: Final[dict[str, Plan]] = {}
+
+
+def remember(plan: Plan) -> str:
+    """Make a plan known to :func:`traced`, and return its key."""
+    _PLANS.setdefault(plan.key, plan)
+    return plan.key
+
+
+def traced(key: str, function: Callable[..., Any]) -> Traced:
+    """Look a function up in a plan, as a constant of the graph: it is guarded by the plan's key alone."""
+    plan = _PLANS[key]
+    return Traced(plan.dtype, plan.device_type, plan.autocast, plan.handlers.get(function), function in plan.opened)
+
+
+# What torch._dynamo.assume_constant_result sets, without a second of imports.
+traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _whole_module(policy: Policy, module: str | None) -> Treatment | None:
@@ -143,7 +175,7 @@ def _concerned(handlers: Mapping[Any, Handler]) -> Mapping[Callable[..., Any], C
     while True:
         more = {
             function: copy
-            for function, copy in _OPENED.items()
+            for function, copy in OPENED.items()
             if function not in handlers and function not in opened and names & set(_calls(function))
         }
         if not more:
@@ -158,7 +190,7 @@ def _calls(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 #: Python-implemented functions of torch.nn.functional and torch.functional, opened once.
-_OPENED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = types.MappingProxyType(
+OPENED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = types.MappingProxyType(
     {
         function: open_function(function)
         for place in (functional, torch.functional)

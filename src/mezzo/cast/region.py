@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from mezzo.cast import device
 from mezzo.cast.emulate import emulate
-from mezzo.cast.plan import Handler, Plan, open_function, plan_for
+from mezzo.cast.plan import OPENED, Handler, Plan, Traced, open_function, plan_for, remember, traced
 from mezzo.cast.weights import WeightCasts
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
@@ -97,7 +97,10 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         handler = Handler(op="batch_norm", treatment="native", wide_weights=True)
         wide = dict.fromkeys((*functions("batch_norm"), *functions("instance_norm")), handler)
         region = self._recreate_cm()
-        region._plans = [dataclasses.replace(plan, handlers={**plan.handlers, **wide}) for plan in self._plans]
+        region._plans = [
+            dataclasses.replace(plan, handlers={**plan.handlers, **wide}, key=f"{plan.key}, wide norms")
+            for plan in self._plans
+        ]
         return region
 
     @property
@@ -278,6 +281,7 @@ class _Differences(TorchFunctionMode):
         self.casts = casts
         self.recomputing = recomputing  # in a backward pass
         self.plans = {plan.device_type: plan for plan in plans}
+        self.key = remember(plans[0]) if len(plans) == 1 and not plans[0].pinned else ""
         self.shadows = 0  # how many regions inside this one are active
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -287,6 +291,8 @@ class _Differences(TorchFunctionMode):
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
                 return _OPENED_BACKWARD(*args, **kwargs)
+        if self.key and torch.compiler.is_compiling():
+            return self._trace(func, args, kwargs)
         plan = self._plan_for(args, kwargs)
         # With autocast switched off inside the region, or in the functions of a backward pass, nothing is cast.
         if plan is None or (plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
@@ -300,6 +306,18 @@ class _Differences(TorchFunctionMode):
                 return opened(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do the same for a graph, which then depends on the plan's key and on no table of it."""
+        found = traced(self.key, func)
+        if found.autocast and not torch.is_autocast_enabled(found.device_type):
+            return func(*args, **kwargs)
+        if found.handler is not None:
+            return _carry_out(found.handler, found, self.casts, func, args, kwargs)
+        if found.is_opened:
+            with self:
+                return OPENED[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
     def _plan_for(self, args: Any, kwargs: Any) -> Plan | None:
         if len(self.plans) == 1:
             return next(iter(self.plans.values()))
@@ -307,7 +325,7 @@ class _Differences(TorchFunctionMode):
         return next((self.plans[kind] for kind in kinds if kind in self.plans), None)
 
 
-def _carry_out(handler: Handler, plan: Plan, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
+def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
     # In-place and out= variants are never cast, as in torch.autocast.
     if kwargs.get("out") is not None:
@@ -325,7 +343,7 @@ def _carry_out(handler: Handler, plan: Plan, casts: WeightCasts, func: Any, args
             target = functools.reduce(torch.promote_types, dtypes) if dtypes else None
         case "ban":
             raise _banned(handler.op)
-    found = _floats(args, kwargs)
+    back = _floats(args, kwargs)[:1] if handler.treatment == "fp32_math" else []
     if handler.wide_weights:
         args, kwargs = (
             (*args[:1], *_cast(args[1:], torch.float32)),
@@ -347,10 +365,10 @@ def _carry_out(handler: Handler, plan: Plan, casts: WeightCasts, func: Any, args
             out = _run(handler, plan, func, args, kwargs)
         finally:
             torch.set_autocast_enabled(plan.device_type, enabled)
-    return _cast(out, found[0].dtype) if handler.treatment == "fp32_math" and found else out
+    return _cast(out, back[0].dtype) if back else out
 
 
-def _run(handler: Handler, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+def _run(handler: Handler, plan: Plan | Traced, func: Any, args: Any, kwargs: Any) -> Any:
     if handler.emulated and _all_low((args, kwargs), plan.dtype):
         return emulate(handler.op, func, args, kwargs)
     try:
