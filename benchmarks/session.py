@@ -88,6 +88,7 @@ def torch_amp_step(shapes: list[tuple[int, ...]], fused: bool) -> Loop:
         nn.utils.clip_grad_norm_(params, 1.0)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
 
     return step
 
@@ -106,6 +107,7 @@ def mezzo_step(shapes: list[tuple[int, ...]], fused: bool) -> Loop:
         for p, g in zip(params, gradients, strict=True):
             p.grad = g.clone()
         amp.step()
+        amp.zero_grad()
 
     return step
 

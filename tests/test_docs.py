@@ -44,3 +44,11 @@ def test_make_targets_named_in_the_readme_exist():
     named = set(re.findall(r"`?make ([a-z]+)", (ROOT / "README.md").read_text()))
     assert named <= targets
     assert {"demo", "test"} <= named
+
+
+def test_the_readme_s_figures_are_those_of_committed_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import readme
+
+    text = (ROOT / "README.md").read_text()
+    assert readme.filled(text) == text, "run: .venv/bin/python benchmarks/readme.py"

@@ -1,5 +1,7 @@
 """mezzo trains PyTorch models in automatic mixed precision."""
 
+from typing import TYPE_CHECKING, Any
+
 from mezzo import formats
 from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepare, promote
 from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
@@ -8,10 +10,14 @@ from mezzo.scale import LossScale
 from mezzo.session import MixedPrecision, Step
 from mezzo.step import MasterWeights
 
+if TYPE_CHECKING:
+    from mezzo.explanation import Explanation, explain
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Decision",
+    "Explanation",
     "LossScale",
     "MasterWeights",
     "MezzoError",
@@ -27,9 +33,19 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint_contexts",
+    "explain",
     "formats",
     "fp32",
     "low",
     "prepare",
     "promote",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only some programs need, when they first ask for it."""
+    if name in ("Explanation", "explain"):
+        from mezzo import explanation
+
+        return getattr(explanation, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

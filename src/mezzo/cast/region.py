@@ -28,7 +28,14 @@ from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
-__all__ = ["accumulation", "autocast", "checkpoint_contexts", "emulates_here"]
+__all__ = [
+    "Differences",
+    "accumulation",
+    "autocast",
+    "checkpoint_contexts",
+    "emulates_here",
+    "pinned_parameter",
+]
 
 #: How torch says that it has no kernel for a dtype.
 _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
@@ -124,10 +131,10 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             tensor: What to differentiate.
             **kwargs: As ``torch.autograd.backward`` takes them.
         """
-        with accumulation(self.policy):
+        with accumulation(self.policy), _shadowed():
             if self.has_differences:
                 casts = WeightCasts() if self._casts is None else self._casts
-                with _Differences(self._plans, casts, recomputing=True):
+                with Differences(self._plans, casts, recomputing=True):
                     _OPENED_BACKWARD(tensor, **kwargs)
             else:
                 torch.autograd.backward(tensor, **kwargs)
@@ -164,7 +171,7 @@ def _active(policy: Policy, plans: list[Plan], casts: WeightCasts | None) -> Ite
         own = WeightCasts()
         if casts is None:
             casts = around[-1].casts if around else own
-        with _Differences(plans, casts):
+        with Differences(plans, casts):
             yield
         own.clear()
 
@@ -181,10 +188,10 @@ def _native(plans: list[Plan]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _shadowed() -> Iterator[list[_Differences]]:
+def _shadowed() -> Iterator[list[Differences]]:
     """Silence the regions around this one."""
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    outer = [mode for mode in active if isinstance(mode, _Differences)]
+    outer = [mode for mode in active if isinstance(mode, Differences)]
     for mode in outer:
         mode.shadows += 1
     try:
@@ -214,16 +221,16 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
         torch.float32
     """
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    modes = [mode for mode in active if isinstance(mode, _Differences) and not mode.shadows]
+    modes = [mode for mode in active if isinstance(mode, Differences) and not mode.shadows]
     if not modes:
         return contextlib.nullcontext(), contextlib.nullcontext()
-    return contextlib.nullcontext(), _Differences(list(modes[-1].plans.values()), modes[-1].casts)
+    return contextlib.nullcontext(), Differences(list(modes[-1].plans.values()), modes[-1].casts)
 
 
 def emulates_here(device_type: str) -> bool:
     """Whether the innermost active region emulates arithmetic on a device."""
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    modes = [mode for mode in active if isinstance(mode, _Differences) and device_type in mode.plans]
+    modes = [mode for mode in active if isinstance(mode, Differences) and device_type in mode.plans]
     return bool(modes) and modes[-1].plans[device_type].emulated
 
 
@@ -273,7 +280,7 @@ def accumulation(policy: Policy) -> Iterator[None]:
 # Carrying them out ----------------------------------------------------------------------------------
 
 
-class _Differences(TorchFunctionMode):
+class Differences(TorchFunctionMode):
     """Handle the functions a policy treats differently, and open Python functions that call them."""
 
     def __init__(self, plans: list[Plan], casts: WeightCasts, *, recomputing: bool = False) -> None:
@@ -297,7 +304,7 @@ class _Differences(TorchFunctionMode):
         # With autocast switched off inside the region, or in the functions of a backward pass, nothing is cast.
         if plan is None or (plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
             return func(*args, **kwargs)
-        if plan.pinned and (param := _pinned(plan, args, kwargs)) is not None:
+        if plan.pinned and (param := pinned_parameter(plan, args, kwargs)) is not None:
             return _read_pinned(param, plan, self.casts, func, args, kwargs)
         if (handler := plan.handlers.get(func)) is not None:
             return _carry_out(handler, plan, self.casts, func, args, kwargs)
@@ -384,7 +391,7 @@ def _run(handler: Handler, plan: Plan | Traced, func: Any, args: Any, kwargs: An
         ) from error
 
 
-def _pinned(plan: Plan, args: Any, kwargs: Any) -> Tensor | None:
+def pinned_parameter(plan: Plan, args: Any, kwargs: Any) -> Tensor | None:
     """Return the first parameter among the arguments, or behind a view among them, that a rule speaks about."""
     for x in _tensors((args, kwargs)):
         if id(x) in plan.pinned:

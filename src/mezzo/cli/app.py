@@ -27,12 +27,13 @@ def _show_version(wanted: bool) -> None:
     help="""Train PyTorch models in mixed precision, and see why it is safe.
 
     \b
-    mezzo compare digits-cnn                    FP32 and five policies, side by side
+    mezzo compare digits-cnn        FP32 and five policies, side by side
     mezzo compare docs-lm --policies "O0; O2,dtype=bfloat16"
     mezzo train digits-cnn --policy O1,dtype=bfloat16
-    mezzo doctor                                what this machine can do
-    mezzo formats float16                       the numbers of a format
-    mezzo ops softmax                           which precision an op gets, and why
+    mezzo explain digits-cnn        the precision of each op, and why
+    mezzo ops softmax               what the lists say about an op
+    mezzo formats float16           the numbers of a format
+    mezzo doctor                    what this machine can do
     """
 )
 def _root(

@@ -1,0 +1,153 @@
+"""``mezzo explain``: which precision each op in each module gets, and why."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from torch import Tensor, nn
+
+from mezzo import recipes
+from mezzo.cli.app import app
+from mezzo.errors import PolicyError, nearest
+from mezzo.explanation.run import explain as explained
+from mezzo.explanation.table import difference_table, differences_json, plain, renderables
+from mezzo.policy import Policy
+from mezzo.recipes.machine import default_device
+
+__all__ = ["explain"]
+
+Subject = tuple[nn.Module, Any, Callable[[Any], Tensor] | None]
+
+_FACTORY = "def factory():\n    return model, inputs   # or (model, inputs, loss)"
+
+
+@app.command("explain")
+def explain(
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL-OR-RECIPE",
+            help=f"One of {', '.join(recipes.RECIPES)}, or package.module:factory.",
+        ),
+    ],
+    policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1,dtype=float16",
+    against: Annotated[
+        str | None, typer.Option(metavar="POLICY", help="Show only what another policy would change.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+) -> None:
+    """Show which precision each op in each module gets, and why, from one traced forward and backward pass.
+
+    [bold]mezzo explain digits-cnn[/bold]                              a recipe, in FP16, level O1
+
+    [bold]mezzo explain docs-lm --policy O1,dtype=bfloat16,low=softmax[/bold]
+
+    [bold]mezzo explain docs-lm --policy O1 --against O2[/bold]        what the second policy would change
+
+    [bold]mezzo explain mypackage.models:tiny --json[/bold]            your own model, for a program to read
+
+    A factory takes no argument and returns (model, inputs) or (model, inputs, loss): inputs are a tensor, a tuple of
+    arguments or a mapping of keyword arguments; loss maps the model's output to a scalar. Modules are looked up from
+    the working directory, too.
+
+    Then come casts by place with their bytes, products whose dimensions should be padded, and findings: rules
+    without effect, and ops where what was measured is not what the policy decided, marked (!).
+    """
+    chosen = Policy.of(policy)
+    other = None if against is None else Policy.of(against)
+    model, inputs, loss = _from_recipe(subject) if ":" not in subject else _from_factory(subject)
+    with Console(stderr=True).status("tracing one forward and backward pass"):
+        first = explained(model, inputs, chosen, loss=loss)
+        second = None if other is None else explained(model, inputs, other, loss=loss)
+    if as_json:
+        typer.echo(first.to_json() if second is None else differences_json(first, second))
+    elif second is None:
+        _show(list(renderables(first)))
+    else:
+        _show([difference_table(first, second)])
+
+
+def _show(parts: list[RenderableType]) -> None:
+    console = Console()
+    if console.is_terminal:
+        console.print(*parts, sep="\n")
+    else:
+        typer.echo(plain(parts))
+
+
+def _from_recipe(name: str) -> Subject:
+    if name not in recipes.RECIPES:
+        raise PolicyError(
+            f"unknown recipe {name!r}",
+            why=nearest(name, recipes.RECIPES),
+            write="mezzo explain digits-cnn, or mezzo explain package.module:factory for a model of yours",
+        )
+    recipe = recipes.get(name)
+    device = default_device()
+    inputs, targets = (tensor.to(device) for tensor in next(recipe.batches(recipe.load(), 0)))
+    return recipe.build(0).to(device), inputs, lambda output: recipe.loss(output, targets)
+
+
+def _from_factory(text: str) -> Subject:
+    """Import ``package.module:factory`` and call it.
+
+    Raises:
+        PolicyError: No such module or function, or a result of another kind. What the module or the factory raises by
+            itself passes through.
+    """
+    module_name, _, name = text.partition(":")
+    with _importing_from_here():
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # an import inside the user's module
+            raise PolicyError(
+                f"there is no module {module_name!r}",
+                where=text,
+                why=f"looked up from {os.getcwd()} and where Python finds packages: {error}",
+                write="mezzo explain package.module:factory, without .py",
+            ) from error
+        except (ValueError, TypeError) as error:
+            if module_name and not module_name.startswith("."):
+                raise
+            raise PolicyError(
+                f"{text!r} names no module", where=text, write="mezzo explain package.module:factory"
+            ) from error
+        factory = getattr(module, name, None)
+        if factory is None:
+            public = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+            why = nearest(name, public) if public else "the module has no public function"
+            raise PolicyError(f"{module_name} has no {name!r}", why=why, write=_FACTORY)
+        if not callable(factory):
+            raise PolicyError(f"{text} is no function but of type {type(factory).__name__}", write=_FACTORY)
+        result = factory()
+    if type(result) is not tuple or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        shown = tuple(type(each).__name__ for each in result) if isinstance(result, tuple) else type(result).__name__
+        raise PolicyError(f"{text} returned {shown}, not a model and its inputs", write=_FACTORY)
+    loss = result[2] if len(result) == 3 else None
+    if loss is not None and not callable(loss):
+        raise PolicyError(
+            f"the loss that {text} returned is a {type(loss).__name__}",
+            write="a function of the model's output: lambda output: criterion(output, target)",
+        )
+    return result[0], result[1], loss
+
+
+@contextmanager
+def _importing_from_here() -> Iterator[None]:
+    """Let modules in the working directory be imported, as ``python -m`` does."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the user's module may have changed it, too
+            sys.path.remove(here)

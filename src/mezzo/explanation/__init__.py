@@ -1,0 +1,11 @@
+"""Which precision each op in each module gets, and why: one traced forward and backward pass.
+
+Watches only: the policy decides, ``mezzo.cast`` carries it out. Tables and JSON are views of one value; printing
+is ``cli``'s.
+"""
+
+from mezzo.explanation.differences import Difference
+from mezzo.explanation.explanation import Cast, Explanation, Finding, Misaligned, Padding, Row
+from mezzo.explanation.run import explain
+
+__all__ = ["Cast", "Difference", "Explanation", "Finding", "Misaligned", "Padding", "Row", "explain"]

@@ -1,0 +1,90 @@
+"""Where two explanations differ, op by op and cast by cast."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from mezzo.explanation.explanation import Explanation
+
+__all__ = ["MODEL", "Difference", "differences"]
+
+#: How the model itself is called where people read, for its path is empty.
+MODEL: Final = "(model)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One line in which two explanations differ.
+
+    Attributes:
+        about: ``policy``, ``run``, ``op``, ``casts``, ``alignment`` or ``finding``.
+        where: The module, the op and the line, or what is cast.
+        this: What the first explanation says; ``–`` where it has nothing.
+        other: What the second one says.
+    """
+
+    about: str
+    where: str
+    this: str
+    other: str
+
+    def __str__(self) -> str:
+        return f"{self.about} {self.where}: {self.this} → {self.other}"
+
+
+def differences(first: Explanation, second: Explanation) -> tuple[Difference, ...]:
+    """List what differs between two explanations; see :meth:`Explanation.differences`."""
+    found: list[Difference] = []
+    for name in ("policy", "model", "torch", "devices", "emulated"):
+        mine, theirs = (_show(getattr(each, name)) for each in (first, second))
+        if mine != theirs:
+            about = "policy" if name == "policy" else "run"
+            found.append(Difference(about=about, where=name, this=mine, other=theirs))
+    for about, read in (("op", _ops), ("casts", _casts), ("alignment", _alignment), ("finding", _findings)):
+        sides = read(first), read(second)
+        for where in dict.fromkeys((*sides[0], *sides[1])):
+            mine, theirs = ("; ".join(side.get(where, ())) or "–" for side in sides)
+            if mine != theirs:
+                found.append(Difference(about=about, where=where, this=mine, other=theirs))
+    return tuple(found)
+
+
+def _show(value: Any) -> str:
+    return "+".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _ops(explanation: Explanation) -> Mapping[str, list[str]]:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for row in explanation.rows:
+        where = " ".join((row.module or MODEL, row.op, *([f"({row.line})"] if row.line else [])))
+        dtypes = " → ".join(_show(dtypes) or "–" for dtypes in (row.given, row.computes_in, row.returns))
+        emulated = " emulated" if row.emulated else ""
+        found[where].append(f"{row.count} × {dtypes}{emulated}, {row.treatment} by {row.rule or row.source}")
+    return found
+
+
+def _casts(explanation: Explanation) -> Mapping[str, list[str]]:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for cast in sorted(explanation.casts, key=lambda cast: (cast.before, cast.after, cast.by)):
+        where = f"{cast.module or MODEL} {cast.phase} {cast.what}"
+        found[where].append(f"{cast.count} × {cast.before}→{cast.after} by {cast.by}, {cast.num_bytes} bytes")
+    return found
+
+
+def _alignment(explanation: Explanation) -> Mapping[str, list[str]]:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for entry in explanation.misaligned:
+        pads = ", ".join(f"{padding.dimension} {padding.size} → {padding.padded}" for padding in entry.paddings)
+        found[f"{entry.module or MODEL} {entry.op}"].append(f"{entry.count} × {entry.dtype} {pads}")
+    return found
+
+
+def _findings(explanation: Explanation) -> Mapping[str, list[str]]:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for finding in explanation.findings:
+        found[f"{finding.kind}, {finding.where}"].append(finding.text)
+    return found

@@ -1,0 +1,169 @@
+"""What one kernel says about itself: a cast, a view, a product and its dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = [
+    "Storages",
+    "dtype_name",
+    "has_fraction",
+    "is_allocation",
+    "is_cast",
+    "is_view",
+    "multiple_of",
+    "product",
+    "tensors",
+]
+
+_FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+_ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
+
+Shape = tuple[tuple[str, int], ...]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Write a dtype as policies do: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def has_fraction(dtype: torch.dtype) -> bool:
+    """Whether a dtype holds floating or complex numbers."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def is_cast(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Whether a kernel converts one floating dtype to another."""
+    return (
+        kernel is torch.ops.aten._to_copy.default
+        and args[0].dtype != out.dtype
+        and args[0].dtype.is_floating_point
+        and out.dtype.is_floating_point
+    )
+
+
+def is_view(kernel: Any) -> bool:
+    """Whether a kernel returns its argument's memory; torch does not mark ``_unsafe_view`` as one."""
+    return bool(kernel.is_view) or kernel is torch.ops.aten._unsafe_view.default
+
+
+def is_allocation(kernel: Any) -> bool:
+    """Whether a kernel returns memory that nothing has been written to."""
+    return str(kernel._schema.name).removeprefix("aten::") in _ALLOCATIONS
+
+
+def multiple_of(dtype: torch.dtype) -> int | None:
+    """Return what dimensions should be multiples of in this format; ``None`` where it does not matter."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return 8
+    return 16 if dtype in _FP8 else None
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among a call's arguments or results, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+class Storages:
+    """A label for each storage, which lasts as long as this object, though it keeps no memory alive."""
+
+    def __init__(self) -> None:
+        self._labels: dict[int, tuple[str, StorageWeakRef]] = {}
+
+    def get(self, tensor: Tensor) -> str | None:
+        """Return the label of a tensor's storage."""
+        storage = _storage(tensor)
+        found = None if storage is None else self._labels.get(storage._cdata)
+        return None if found is None else found[0]
+
+    def put(self, each: Iterable[Tensor], label: str, *, replace: bool = True) -> None:
+        """Label the storages of tensors."""
+        for tensor in each:
+            storage = _storage(tensor)
+            if storage is not None and (replace or storage._cdata not in self._labels):
+                # The weak reference keeps the address from being used again.
+                self._labels[storage._cdata] = (label, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage; sparse, nested and opaque ones have none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+# Products -------------------------------------------------------------------------------------------
+
+
+def product(kernel: Any, args: tuple[Any, ...]) -> tuple[Shape, torch.dtype] | None:
+    """Return a product's dimensions by name and its operands' dtype; ``None`` for any other kernel."""
+    name = str(kernel._schema.name).removeprefix("aten::")
+    if name.endswith("_backward"):
+        return None
+    if "scaled_dot_product" in name:
+        name = "attention"
+    found = _PRODUCTS.get(name)
+    if found is None:
+        return None
+    position, measure = found
+    return measure(args), args[position].dtype
+
+
+def _matrices(position: int) -> Callable[[tuple[Any, ...]], Shape]:
+    def measure(args: tuple[Any, ...]) -> Shape:
+        a, b = args[position], args[position + 1]  # (..., M, K), (..., K, N)
+        return ("M", a.shape[-2]), ("N", b.shape[-1]), ("K", a.shape[-1])
+
+    return measure
+
+
+def _convolution(args: tuple[Any, ...]) -> Shape:
+    weight, transposed, groups = args[1], args[6], args[8]
+    inputs, outputs = (weight.shape[0] // groups, weight.shape[1]) if transposed else (
+        weight.shape[1], weight.shape[0] // groups
+    )  # fmt: skip
+    if groups > 1 and inputs == 1:  # depthwise: no sum over channels, all of them side by side
+        return (("channels", groups * outputs),)
+    return ("channels in", inputs), ("channels out", outputs)
+
+
+def _attention(args: tuple[Any, ...]) -> Shape:
+    query, key, value = args[:3]  # (batch, heads, tokens, head_dim)
+    widths = [("head_dim", query.shape[-1])]
+    if value.shape[-1] != query.shape[-1]:
+        widths.append(("value head_dim", value.shape[-1]))
+    return ("queries", query.shape[-2]), ("keys", key.shape[-2]), *widths
+
+
+def _recurrent(args: tuple[Any, ...]) -> Shape:
+    weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
+    features, hidden = weights[0].shape[-1], weights[1].shape[-1]
+    return ("batch", args[0].shape[1]), ("input features", features), ("hidden features", hidden)
+
+
+# The position of the operand whose dtype counts, and how the dimensions are read, by aten kernel.
+_PRODUCTS: Final[Mapping[str, tuple[int, Callable[[tuple[Any, ...]], Shape]]]] = {
+    "mm": (0, _matrices(0)),
+    "bmm": (0, _matrices(0)),
+    "_scaled_mm": (0, _matrices(0)),
+    "addmm": (1, _matrices(1)),
+    "baddbmm": (1, _matrices(1)),
+    "addbmm": (1, _matrices(1)),
+    "convolution": (1, _convolution),
+    "attention": (0, _attention),
+    "_cudnn_rnn": (0, _recurrent),
+    "mkldnn_rnn_layer": (0, _recurrent),
+}

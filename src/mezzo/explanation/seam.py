@@ -1,0 +1,66 @@
+"""The one place that looks inside the active region: what it opens, and which parameter rule speaks about a call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+
+from mezzo.cast.plan import Plan, open_function
+from mezzo.cast.region import Differences, pinned_parameter
+from mezzo.explanation.frames import op_name
+from mezzo.policy import Treatment
+from mezzo.policy.ops import OPS
+
+__all__ = ["opened_by_region", "pinned"]
+
+
+def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return the copy of a Python function to run in its place, so that the ops inside it are seen one by one.
+
+    What the region itself would open is opened here first, with the region below, which changes nothing. Other
+    Python functions are opened where the op table has no decision about the function as a whole; to them too it is
+    all the same, unless an argument's class overrides torch functions.
+    """
+    plan = _active_plan(args, kwargs)
+    if plan is not None:
+        if pinned(args, kwargs) is not None or function in plan.handlers:
+            return None
+        if (opened := plan.opened.get(function)) is not None:
+            return opened
+    if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+        return None
+    entry = OPS.get(op_name(function))
+    return None if entry is not None and not entry.parts else _openable(function)
+
+
+def pinned(args: Any, kwargs: Any) -> tuple[torch.Tensor, Treatment] | None:
+    """Return the parameter among the arguments that a parameter rule speaks about, and its treatment."""
+    plan = _active_plan(args, kwargs)
+    if plan is None or not plan.pinned:
+        return None
+    param = pinned_parameter(plan, args, kwargs)
+    return None if param is None else (param, plan.pinned[id(param)])
+
+
+def _active_plan(args: Any, kwargs: Any) -> Plan | None:
+    """Return the plan of the innermost region, where it acts."""
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+        if isinstance(mode, Differences) and not mode.shadows:
+            plan = mode._plan_for(args, kwargs)
+            acts = plan is not None and (not plan.autocast or torch.is_autocast_enabled(plan.device_type))
+            return plan if acts else None
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _openable(function: Any) -> Any:
+    if not inspect.isfunction(function) or function.__module__ not in (functional.__name__, "torch.functional"):
+        return None
+    if not any(name.startswith("has_torch_function") for name in function.__code__.co_names):
+        return None
+    return open_function(function)

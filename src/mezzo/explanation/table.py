@@ -1,0 +1,158 @@
+"""An explanation for people: tables that are as wide as they need to be, and never cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from mezzo.explanation.differences import MODEL
+from mezzo.explanation.explanation import Cast, Explanation, Finding, Misaligned, Row
+
+__all__ = ["byte_text", "difference_table", "differences_json", "plain", "renderables"]
+
+#: Wide enough for most tables in one line where no terminal sets the width, so that `grep` works.
+PLAIN_WIDTH: Final = 160
+
+
+def plain(parts: Iterable[RenderableType]) -> str:
+    """Write tables as text without colours, each row in one line, however long."""
+    file = io.StringIO()
+    console = Console(file=file, no_color=True, force_terminal=False, width=PLAIN_WIDTH)
+    parts = list(parts)
+    wide = console.options.update(width=100_000)
+    console.width = max(PLAIN_WIDTH, *(Measurement.get(console, wide, part).maximum for part in parts))
+    console.print(Group(*parts))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def renderables(explanation: Explanation) -> Iterator[RenderableType]:
+    """Yield the heading, the tables that have rows, and the findings."""
+    yield Text(_heading(explanation), style="bold")
+    for title, table in (
+        ("ops, forward", _ops(explanation.rows)),
+        (_casts_title(explanation), _casts(explanation.casts)),
+        ("products whose dimensions tensor cores do not like", _misaligned(explanation.misaligned)),
+        ("findings", _findings(explanation.findings)),
+    ):
+        # The title is no part of the table, within whose width it would be folded.
+        yield Text(title if table.rows else f"{title}: none", style="bold")
+        if table.rows:
+            yield table
+
+
+def difference_table(first: Explanation, second: Explanation) -> RenderableType:
+    """Show two explanations side by side, only where they differ."""
+    differences = first.differences(second)
+    if not differences:
+        return Text(f"{first.policy} and {second.policy} explain the same")
+    table = _table(("about", "where", first.policy, second.policy))
+    for each in differences:
+        _add(table, (each.about, _short(each.where), each.this, each.other))
+    return table
+
+
+def differences_json(first: Explanation, second: Explanation) -> str:
+    """Write the differences as a JSON list."""
+    found = [dataclasses.asdict(each) for each in first.differences(second)]
+    return json.dumps(found, indent=2, ensure_ascii=False)
+
+
+def byte_text(count: int) -> str:
+    """Write a number of bytes with its unit.
+
+    Example:
+        >>> byte_text(864), byte_text(3 * 2**20)
+        ('864 B', '3 MiB')
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def _heading(explanation: Explanation) -> str:
+    arithmetic = "products emulated in FP32" if explanation.emulated else "native arithmetic"
+    devices = "+".join(explanation.devices) or "no device"
+    return f"{explanation.model} under {explanation.policy} on {devices}, {arithmetic}, torch {explanation.torch}"
+
+
+def _ops(rows: Sequence[Row]) -> Table:
+    heads = ("module", "op", "count", "given", "computes in", "returns", "treatment", "decided by", "because", "line")
+    table = _table(heads, right=("count",))
+    for row in rows:
+        computes = "+".join(row.computes_in) or "–"
+        _add(
+            table,
+            (
+                row.module or MODEL, row.op, str(row.count), "+".join(row.given) or "–",
+                f"{computes}, emulated" if row.emulated else computes, "+".join(row.returns) or "–",
+                f"{row.treatment} (!)" if row.disagreement else row.treatment,
+                f"rule {row.rule}" if row.rule else row.source, row.reason, _short(row.line or "–"),
+            ),
+        )  # fmt: skip
+    return table
+
+
+def _casts_title(explanation: Explanation) -> str:
+    if not explanation.casts:
+        return "casts"
+    title = f"casts: {explanation.num_casts()}, {byte_text(explanation.cast_bytes())} read and written"
+    emulation = explanation.num_casts(by="emulation")
+    return (
+        f"{title}; and {emulation} by emulation, which a device with the arithmetic does not do" if emulation else title
+    )
+
+
+def _casts(casts: Sequence[Cast]) -> Table:
+    table = _table(("module", "phase", "what", "from", "to", "by", "count", "bytes"), right=("count", "bytes"))
+    for cast in casts:
+        cells = (cast.module or MODEL, cast.phase, cast.what, cast.before, cast.after, cast.by, str(cast.count))
+        _add(table, (*cells, byte_text(cast.num_bytes)))
+    return table
+
+
+def _misaligned(entries: Sequence[Misaligned]) -> Table:
+    heads = ("module", "op", "count", "format", "shape", "multiple of", "pad", "line")
+    table = _table(heads, right=("count", "multiple of"))
+    for entry in entries:
+        shape = " · ".join(f"{name} {size}" for name, size in entry.shape)
+        pads = ", ".join(f"{pad.dimension} {pad.size} → {pad.padded}" for pad in entry.paddings)
+        cells = (entry.module or MODEL, entry.op, str(entry.count), entry.dtype, shape, str(entry.multiple), pads)
+        _add(table, (*cells, _short(entry.line or "–")))
+    return table
+
+
+def _findings(entries: Sequence[Finding]) -> Table:
+    table = _table(("kind", "where", "what"))
+    for finding in entries:
+        _add(table, (finding.kind, _short(finding.where), finding.text))
+    return table
+
+
+def _table(heads: Sequence[str], right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for head in heads:
+        # Long words are folded in a narrow terminal: nothing is cut. As Text, for rules may hold brackets.
+        table.add_column(Text(head), justify="right" if head in right else "left", overflow="fold")
+    return table
+
+
+def _add(table: Table, cells: Iterable[str]) -> None:
+    table.add_row(*(Text(cell) for cell in cells))
+
+
+def _short(text: str) -> str:
+    """Write paths below the working directory relative to it."""
+    return text.replace(f"{os.getcwd()}{os.sep}", "")

@@ -1,0 +1,294 @@
+"""Findings, decisions and shapes: what the policy's rules did, and what they could not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mezzo
+from mezzo import Policy, Rule
+from mezzo.explanation import Padding, explain
+
+LOW = Policy.O1("bfloat16", emulate=False)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return functional.softmax(self.head(torch.relu(self.body(x))), -1)
+
+
+def explained(policy, model=None, x=None):
+    return explain(model or Model(), torch.randn(8, 8) if x is None else x, policy)
+
+
+def found(explanation, kind):
+    return {finding.where: finding.text for finding in explanation.findings if finding.kind == kind}
+
+
+# Decisions ------------------------------------------------------------------------------------------
+
+
+def test_each_row_says_who_decided():
+    policy = LOW.evolve(rules=(Rule("fp32", module="head", reason="logits"), Rule("low", op="softmax")))
+    rows = {(row.module, row.op): row for row in explained(policy).rows}
+    head, softmax, body = rows["head", "linear"], rows["", "softmax"], rows["body", "linear"]
+    assert (head.rule, head.treatment, head.reason, head.source) == ("fp32_module=head", "fp32", "logits", "policy")
+    assert head.computes_in == head.returns == ("float32",)
+    assert (softmax.rule, softmax.treatment, softmax.returns) == ("low=softmax", "low", ("bfloat16",))
+    assert (body.rule, body.treatment, body.reason) == (None, "low", "gemm")
+    assert body.source == LOW.explain("linear").source
+    assert rows["", "relu"].treatment == "native"
+    assert explained(policy).findings == ()
+
+
+def test_a_parameter_rule_decides_the_ops_that_read_it():
+    rows = {row.module: row for row in explained(LOW.keep_fp32(params=["head.bias"])).rows if row.op == "linear"}
+    assert (rows["head"].rule, rows["head"].treatment) == ("fp32_param=head.bias", "fp32")
+    assert rows["head"].reason == "it reads head.bias, which the rule fp32_param=head.bias pins"
+    assert rows["head"].computes_in == rows["head"].returns == ("float32",)
+    assert rows["body"].returns == ("bfloat16",)
+
+
+def test_the_level_decides_without_autocast():
+    rows = explained("O2,dtype=bfloat16,emulate=false").rows
+    assert {(row.treatment, row.rule, row.source) for row in rows} == {("native", None, "level O2")}
+
+
+@pytest.mark.parametrize("norms, returns", [("fp32", "float32"), ("fp32_math", "bfloat16")])
+def test_norms(norms, returns):
+    (row,) = [row for row in explained(LOW.evolve(norms=norms)).rows if row.op == "softmax"]
+    assert (row.given, row.computes_in, row.returns, row.treatment) == (("bfloat16",), ("float32",), (returns,), norms)
+    assert row.disagreement == ""
+
+
+def test_device_lists_are_seen_as_they_are():
+    (row,) = [row for row in explained(LOW.evolve(lists="device")).rows if row.op == "softmax"]
+    assert (row.treatment, row.returns) == ("native", ("bfloat16",))  # torch's CPU list does not name softmax
+
+
+# Rules without effect -------------------------------------------------------------------------------
+
+
+def test_rules_that_decide_nothing():
+    policy = LOW.fp32("exp", "softmax").fp32("relu")
+    assert found(explained(policy), "idle rule") == {
+        "fp32=exp": "it decided nothing in this run: no op that exp matches was called"
+    }
+    elsewhere = Policy.parse(f"{LOW},fp32=softmax@head")
+    assert found(explained(elsewhere), "idle rule") == {
+        "fp32=softmax@head": "it decided nothing in this run: softmax ran only in (model)"
+    }
+
+
+def test_a_module_that_was_not_called():
+    class Unused(Model):
+        def __init__(self):
+            super().__init__()
+            self.spare = nn.Linear(8, 8)
+
+    assert found(explained(LOW.keep_fp32(modules=["spare"]), Unused()), "idle rule") == {
+        "fp32_module=spare": "it decided nothing in this run: no module that spare matches was called"
+    }
+
+
+def test_shadowed_rules():
+    policy = Policy.parse(f"{LOW},fp32_module=head,low_module=he*")
+    texts = found(explained(policy), "shadowed rule")
+    assert texts == {
+        "low_module=he*": "all that it matches is decided before, by fp32_module=head; put it first, or drop it"
+    }
+    by_two = Policy.parse(f"{LOW},fp32=linear+relu,low_module=body")
+    assert found(explained(by_two), "shadowed rule") == {}  # other ops of that module are left to it
+    params = Policy.parse(f"{LOW},fp32_param=head.*,low_param=head.bias")
+    assert list(found(explained(params), "shadowed rule")) == ["low_param=head.bias"]
+
+
+def test_a_rule_half_of_which_is_left_is_not_shadowed():
+    policy = Policy.parse(f"{LOW},fp32_module=head,low=linear")
+    assert explained(policy).findings == ()  # it still decides about body
+
+
+# Out of reach ---------------------------------------------------------------------------------------
+
+
+def test_a_rule_on_an_op_inside_a_composite():
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unsqueeze(1).split(8, -1)
+            return functional.scaled_dot_product_attention(q, k, v)
+
+    explanation = explained(LOW.fp32_math("softmax"), Attend(), torch.randn(2, 8, 8))
+    (row,) = [row for row in explanation.rows if row.op == "scaled_dot_product_attention"]
+    assert (row.treatment, row.computes_in) == ("low", ("bfloat16",))
+    assert found(explanation, "unreachable") == {
+        "(model) scaled_dot_product_attention": "the rule fp32_math=softmax does not reach softmax inside "
+        "scaled_dot_product_attention, which gets low as a whole; write fp32_math=scaled_dot_product_attention, or "
+        "call softmax by itself"
+    }
+    assert found(explanation, "idle rule") == {
+        "fp32_math=softmax": "it decided nothing in this run: softmax ran only inside scaled_dot_product_attention"
+    }
+    whole = explained(LOW.fp32("scaled_dot_product_attention"), Attend(), torch.randn(2, 8, 8))
+    assert whole.findings == ()
+
+
+def test_a_rule_on_a_gate_of_an_lstm(make):
+    explanation = explain(*make("lstm"), LOW.fp32("tanh"))
+    assert list(found(explanation, "unreachable")) == ["lstm lstm"]
+    assert "does not reach tanh inside lstm" in found(explanation, "unreachable")["lstm lstm"]
+
+
+def test_a_rule_reaches_inside_python_functions(make):
+    explanation = explain(*make("attention"), LOW.low("softmax"))
+    (row,) = [row for row in explanation.rows if row.op == "softmax"]
+    assert (row.rule, row.returns) == ("low=softmax", ("bfloat16",))
+    assert explanation.findings == ()
+
+
+# Measured is not decided ----------------------------------------------------------------------------
+
+
+def test_attention_with_dropout_computes_in_fp32_on_a_cpu():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    explanation = explain(layer, torch.randn(2, 8, 16), LOW)
+    (row,) = [row for row in explanation.rows if row.op == "scaled_dot_product_attention"]
+    assert row.computes_in == ("float32",)  # torch has a low kernel only without dropout
+    (text,) = found(explanation, "disagreement").values()
+    assert text.startswith(
+        "decided: bfloat16; measured: float32 in, bfloat16 out; torch runs it as one C++ function, whose parts it "
+        "casts by itself; its kernels: "
+    )
+    assert text == f"{row.disagreement} (treatment low, {row.source})"
+
+
+@pytest.mark.parametrize(
+    "act, cause",
+    [
+        (lambda x: torch.exp(x, out=torch.empty_like(x)), "out= variants are never cast, as in torch.autocast"),
+        (lambda x: torch.sum(x, -1, dtype=torch.bfloat16), "the call's own dtype= wins"),
+    ],
+)
+def test_calls_that_the_policy_does_not_reach(act, cause):
+    class Acts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.no_grad():
+                act(self.layer(x))
+            return self.layer(x)
+
+    texts = found(explained(LOW, Acts()), "disagreement")
+    assert len(texts) == 1
+    assert cause in next(iter(texts.values()))
+
+
+def test_autocast_switched_off_by_the_model():
+    class Off(Model):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return self.head(self.body(x))
+
+    texts = found(explained(LOW, Off()), "disagreement")
+    line = Off.forward.__code__.co_firstlineno + 2
+    assert set(texts) == {f"body linear ({__file__}:{line})", f"head linear ({__file__}:{line})"}
+    assert all("the model's code switches autocast off here" in text for text in texts.values())
+
+
+def test_a_region_of_the_model_s_own():
+    class Nested(Model):
+        def forward(self, x):
+            with mezzo.autocast(Policy.O1("bfloat16", emulate=False).low("softmax"), "cpu"):
+                return torch.softmax(self.body(x), -1)
+
+    explanation = explained(LOW, Nested())
+    (text,) = found(explanation, "disagreement").values()
+    assert "decided: float32; measured: bfloat16 in, bfloat16 out" in text
+    assert "a region that the model's own code enters decides here" in text
+    assert {row.op for row in explanation.rows} == {"linear", "softmax"}
+
+
+def test_fast_paths_of_inference():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    x = torch.randn(2, 8, 16)
+    assert found(explain(layer.train(), x, "O0"), "fast path") == {}
+    (text,) = found(explain(layer.eval(), x, "O0"), "fast path").values()
+    assert "it may run as torch._transformer_encoder_layer_fwd" in text
+    assert found(explain(layer, x, LOW), "fast path") == {}  # autocast keeps torch off it
+
+
+def test_nothing_to_differentiate():
+    explanation = explain(nn.Linear(8, 8).requires_grad_(False), torch.randn(8, 8), LOW)
+    assert list(found(explanation, "no backward")) == ["Linear"]
+    assert explanation.num_casts(phase="backward") == 0
+    assert explanation.num_casts(phase="forward") == 3
+
+
+# Shapes ---------------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_that_is_no_multiple_of_eight():
+    (entry,) = explain(nn.Linear(16, 50257), torch.randn(8, 16), LOW).misaligned
+    assert entry.shape == (("M", 8), ("N", 50257), ("K", 16))
+    assert entry.paddings == (Padding(dimension="N", size=50257, padded=50264),)
+    assert (entry.module, entry.op, entry.dtype, entry.multiple, entry.count) == ("", "linear", "bfloat16", 8, 1)
+
+
+def test_aligned_and_fp32_products_are_not_mentioned():
+    assert explain(nn.Linear(16, 24), torch.randn(8, 16), LOW).misaligned == ()
+    assert explain(nn.Linear(3, 5), torch.randn(7, 3), "O0").misaligned == ()
+    assert explain(nn.Linear(3, 5), torch.randn(7, 3), LOW.fp32("linear")).misaligned == ()
+
+
+@pytest.mark.parametrize(
+    "layer, shape, paddings",
+    [
+        (nn.Conv2d(3, 8, 3), (2, 3, 8, 8), {"channels in": (3, 8)}),
+        (nn.Conv2d(16, 24, 3, groups=2), (2, 16, 8, 8), {"channels out": (12, 16)}),
+        (nn.Conv2d(16, 16, 3, groups=16), (2, 16, 8, 8), {}),
+        (nn.Conv2d(12, 12, 3, groups=12), (2, 12, 8, 8), {"channels": (12, 16)}),
+        (nn.ConvTranspose2d(8, 5, 3), (2, 8, 8, 8), {"channels out": (5, 8)}),
+        (nn.Conv1d(1, 8, 3), (2, 1, 8), {"channels in": (1, 8)}),
+        (nn.Bilinear(8, 8, 8), None, {}),
+    ],
+)
+@pytest.mark.parametrize("emulate", ["true", "false"])
+def test_convolutions(layer, shape, paddings, emulate):
+    inputs = (torch.randn(8, 8), torch.randn(8, 8)) if shape is None else (torch.randn(shape),)
+    entries = explain(layer, inputs, f"O1,dtype=bfloat16,emulate={emulate}").misaligned
+    assert {pad.dimension: (pad.size, pad.padded) for entry in entries for pad in entry.paddings} == paddings
+
+
+def test_attention_and_batched_products():
+    class Products(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(torch.randn(2, 10, 12))
+
+        def forward(self, y):
+            heads = self.x.unsqueeze(1)  # (batch, 1, tokens, head_dim)
+            attended = functional.scaled_dot_product_attention(heads, heads, heads).squeeze(1)
+            return torch.bmm(attended.mT, y)  # (2, 12, 10) @ (2, 10, 16)
+
+    by_op = {entry.op: entry for entry in explain(Products(), torch.randn(2, 10, 16), LOW).misaligned}
+    attention, bmm = by_op["scaled_dot_product_attention"], by_op["bmm"]
+    assert attention.shape == (("queries", 10), ("keys", 10), ("head_dim", 12))
+    assert bmm.shape == (("M", 12), ("N", 16), ("K", 10))
+    assert [pad.padded for pad in bmm.paddings] == [16, 16]
+
+
+def test_recurrent_layers(make):
+    torch.manual_seed(0)
+    entries = explain(nn.LSTM(6, 12), torch.randn(3, 8, 6), LOW).misaligned
+    sizes = {(pad.size, pad.padded) for entry in entries for pad in entry.paddings}
+    assert {(6, 8), (12, 16)} <= sizes

@@ -1,0 +1,295 @@
+"""What an explanation says about dtypes and casts, against counts by hand and an independent trace."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from mezzo.explanation import Cast, explain
+
+BF16 = "O1,dtype=bfloat16,emulate=false"
+POLICIES = [
+    "O0",
+    *(f"O{level},dtype=bfloat16,emulate=false" for level in (1, 2, 3)),
+    *(f"O{level},dtype=float16,emulate=true" for level in (1, 2, 3)),
+]
+MODELS = ["two-layers", "conv", "gpt", "attention", "lstm"]
+
+
+def cast(module, phase, what, before, after, count, num_bytes, by="policy"):
+    return Cast(
+        module=module, phase=phase, what=what, before=before, after=after, by=by, count=count, num_bytes=num_bytes
+    )
+
+
+# Casts ----------------------------------------------------------------------------------------------
+
+# x has 12 numbers; first has 32 + 8, second 16 + 2 parameters; a cast moves 4 + 2 bytes a number. relu's result is
+# low already, x needs no gradient, and the backward pass starts from ones in the output's dtype.
+BY_HAND = {
+    cast("first", "forward", "activation", "float32", "bfloat16", 1, 12 * 6),
+    cast("first", "forward", "parameter", "float32", "bfloat16", 2, 40 * 6),
+    cast("second", "forward", "parameter", "float32", "bfloat16", 2, 18 * 6),
+    cast("first", "backward", "gradient", "bfloat16", "float32", 2, 40 * 6),
+    cast("second", "backward", "gradient", "bfloat16", "float32", 2, 18 * 6),
+}
+
+
+def test_casts_of_two_layers_counted_by_hand(two_layers):
+    explanation = explain(*two_layers, BF16)
+    assert set(explanation.casts) == BY_HAND
+    assert explanation.num_casts() == 9
+    assert explanation.cast_bytes() == (12 + 2 * 40 + 2 * 18) * 6
+    assert explanation.num_casts(what="parameter") == 4
+    assert explanation.cast_bytes(phase="backward", module="first") == 240
+
+
+def test_emulation_is_told_apart_from_the_policy(two_layers):
+    explanation = explain(*two_layers, "O1,dtype=bfloat16,emulate=true")
+    assert {each for each in explanation.casts if each.by != "emulation"} == BY_HAND
+    # Forward: x, weight, bias widened and the result rounded, twice. Backward: gradient, weight and input widened, and
+    # gradients of weight, bias and input rounded; the first layer needs no gradient of its input, nor its weight.
+    assert explanation.num_casts(by="emulation", phase="forward") == 8
+    assert explanation.num_casts(by="emulation", phase="backward") == 6 + 4
+    assert explanation.emulated
+    assert all(row.emulated == (row.op == "linear") for row in explanation.rows)
+    assert {row.computes_in for row in explanation.rows} == {("bfloat16",)}
+
+
+def test_a_model_stored_low_casts_at_its_boundary_only(two_layers):
+    explanation = explain(*two_layers, "O2,dtype=bfloat16,emulate=false")
+    assert set(explanation.casts) == {
+        cast("", "forward", "activation", "float32", "bfloat16", 1, 12 * 6),
+        cast("", "forward", "activation", "bfloat16", "float32", 1, 6 * 6),
+        cast("", "backward", "gradient", "float32", "bfloat16", 1, 6 * 6),
+    }
+
+
+def test_whose_cast_it_is():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            low = self.layer(x)  # 12 numbers
+            return low.float() + low * self.gain
+
+    explanation = explain(Mixed(), torch.randn(3, 4), BF16)
+    by = {name: {each for each in explanation.casts if each.by == name} for name in ("policy", "model", "torch")}
+    assert by["model"] == {
+        cast("", "forward", "activation", "bfloat16", "float32", 1, 72, "model"),
+        cast("", "backward", "gradient", "float32", "bfloat16", 1, 72, "model"),
+    }
+    # The product of both dtypes is FP32; the gradient of its low factor has to go back.
+    assert by["torch"] == {cast("", "backward", "gradient", "float32", "bfloat16", 1, 72, "torch")}
+    assert {(each.module, each.what) for each in by["policy"]} == {
+        ("layer", "activation"), ("layer", "parameter"), ("layer", "gradient"),
+    }  # fmt: skip
+
+
+def test_a_cast_inside_a_user_s_autograd_function_is_the_model_s():
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.float().exp().to(x.dtype)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            return (gradient.float() * x.float().exp()).to(x.dtype)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Exp.apply(self.layer(x))
+
+    explanation = explain(Model(), torch.randn(3, 4), BF16)
+    mine = {(e.phase, e.what, e.before, e.count) for e in explanation.casts if e.module == ""}
+    assert mine == {
+        ("forward", "activation", "bfloat16", 1), ("forward", "activation", "float32", 1),
+        ("backward", "gradient", "bfloat16", 1), ("backward", "activation", "bfloat16", 1),
+        ("backward", "gradient", "float32", 1),
+    }  # fmt: skip
+    assert explanation.num_casts(by="model") == 5
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_counts_as_backward(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    model, x = Checkpointed(), torch.randn(3, 4, requires_grad=True)
+    explanation = explain(model, x, "O1,dtype=bfloat16,emulate=false,lists=portable")
+    assert [(row.module, row.op, row.count) for row in explanation.rows] == [
+        ("inner.0", "linear", 1),
+        ("inner.1", "softmax", 1),
+    ]
+    again = {(e.module, e.what, e.before) for e in explanation.casts if e.phase == "backward"}
+    assert ("inner.1", "activation", "bfloat16") in again  # what softmax reads is widened once more
+    assert ("inner.0", "gradient", "bfloat16") in again
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_casts_are_those_of_an_independent_trace(make, independent, name, policy):
+    explanation = explain(*make(name), policy)
+    model, inputs = make(name)
+    truth = independent(model, inputs, policy)
+    for phase, kernels in (("forward", truth.forward), ("backward", truth.backward)):
+        mine = Counter()
+        for each in explanation.casts:
+            if each.phase == phase:
+                mine[each.before, each.after] += each.count
+        assert mine == kernels.casts
+    assert sum(each.num_bytes for each in explanation.casts) == truth.forward.num_bytes + truth.backward.num_bytes
+
+
+# Dtypes ---------------------------------------------------------------------------------------------
+
+KERNELS = {
+    "linear": {"addmm", "mm"},
+    "conv2d": {"convolution"},
+    "layer_norm": {"native_layer_norm"},
+    "batch_norm": {"native_batch_norm"},
+    "gelu": {"gelu"},
+    "relu": {"relu"},
+    "embedding": {"embedding"},
+    "scaled_dot_product_attention": {"_scaled_dot_product_flash_attention_for_cpu"},
+}
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if "emulate=true" not in policy])
+@pytest.mark.parametrize("name", ["two-layers", "conv", "gpt"])
+def test_dtypes_are_those_of_the_kernels(make, independent, name, policy):
+    explanation = explain(*make(name), policy)
+    model, inputs = make(name)
+    truth = independent(model, inputs, policy).forward.calls
+    compared = 0
+    for op, kernels in KERNELS.items():
+        mine = Counter()
+        for row in explanation.rows:
+            if row.op == op:
+                mine[frozenset(row.computes_in)] += row.count
+        theirs = Counter()
+        for (kernel, dtypes), count in truth.items():
+            if kernel in kernels:
+                theirs[dtypes] += count
+        assert mine == theirs, op
+        compared += sum(mine.values())
+    assert compared >= 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_layer_returns_is_what_a_hook_sees(make, independent, name, policy):
+    explanation = explain(*make(name), policy)
+    model, inputs = make(name)
+    outputs = independent(model, inputs, policy).outputs
+    last = {row.module: row.returns[0] for row in explanation.rows}
+    if name == "attention":  # its one layer, whose weights torch reads from outside
+        assert outputs == {}
+        return
+    assert len(outputs) >= 2
+    assert {path: last[path] for path in outputs} == outputs
+
+
+def test_the_ops_inside_attention_are_seen_one_by_one(make):
+    for policy in ("O0", BF16, "O2,dtype=bfloat16,emulate=false"):
+        rows = explain(*make("attention"), policy).rows
+        ops = Counter()
+        for row in rows:
+            ops[row.op] += row.count
+        assert ops["linear"] == ops["bmm"] == 2
+        assert ops["softmax"] == 1
+        assert "multi_head_attention_forward" not in ops
+        assert {row.module for row in rows} == {"mha"}
+    by_op = {row.op: row for row in explain(*make("attention"), BF16).rows}
+    assert by_op["softmax"].computes_in == by_op["softmax"].returns == ("float32",)
+    assert by_op["softmax"].treatment == "fp32"
+    assert by_op["bmm"].computes_in == ("bfloat16",)
+
+
+def test_shared_modules_are_named_by_their_first_path():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+            self.two = self.one
+
+        def forward(self, x):
+            return self.two(self.one(x))
+
+    (row, other) = explain(Twice(), torch.randn(3, 4), BF16).rows
+    assert (row.module, row.given, row.count) == ("one", ("float32",), 1)
+    assert (other.module, other.given, other.count) == ("one", ("bfloat16", "float32"), 1)
+
+
+def test_integers_and_views_are_no_rows():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            picked = torch.arange(3) + 1
+            return self.layer(x).view(12)[picked]
+
+    assert [row.op for row in explain(Model(), torch.randn(3, 4), BF16).rows] == ["linear", "getitem"]
+
+
+def test_a_gradient_penalty_is_backward(two_layers):
+    model, x = two_layers
+
+    def penalty(output):
+        (gradient,) = torch.autograd.grad(output.sum(), model_weights(output), create_graph=True)
+        return output.float().mean() + gradient.square().mean()
+
+    def model_weights(output):
+        node = output.grad_fn
+        while not hasattr(node, "variable"):
+            node = node.next_functions[0][0]
+        return node.variable
+
+    explanation = explain(model, x, "O0", loss=penalty)
+    assert "grad" not in {row.op for row in explanation.rows}
+    assert {row.op for row in explanation.rows if row.module == "(loss)"} >= {"sum", "mean", "square", "add"}
+
+
+# Lines ----------------------------------------------------------------------------------------------
+
+
+def test_the_line_is_the_user_s():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+        def forward(self, x):
+            x = self.layers(x)  # the line of what torch's own modules do
+            return functional.softmax(x, -1)
+
+    explanation = explain(Model(), torch.randn(3, 4), BF16, loss=lambda output: output.square().mean())
+    first = Model.forward.__code__.co_firstlineno
+    lines = {row.op: row.line for row in explanation.rows}
+    assert lines["linear"] == lines["relu"] == f"{__file__}:{first + 1}"
+    assert lines["softmax"] == f"{__file__}:{first + 2}"
+    assert lines["square"] == lines["mean"] == f"{__file__}:{first + 4}"
+
+
+def test_without_code_of_the_user_s_there_is_no_line():
+    rows = explain(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4), BF16).rows
+    assert [row.line for row in rows] == [None]

@@ -1,0 +1,201 @@
+"""The explanation as a value: JSON and back, differences, text."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import mezzo.explanation.table as table
+from mezzo import PolicyError, StateError
+from mezzo.explanation import Cast, Explanation, Finding, Misaligned, Padding, Row, explain
+
+EXPLANATION = Explanation(
+    model="Net", policy="O1,dtype=bfloat16", devices=("cpu",), torch="2.13.0", emulated=False,
+    rows=(
+        Row(
+            module="body.0", op="linear", given=("float32",), computes_in=("bfloat16",), returns=("bfloat16",), count=2,
+            treatment="low", rule=None, reason="gemm", source="torch CUDA list", line="/model.py:7",
+        ),
+        Row(
+            module="", op="exp", given=("bfloat16",), computes_in=("float32",), returns=("float32",), count=1,
+            treatment="low", rule="low=exp", reason="[mine]", source="policy", line=None, disagreement="decided: low",
+        ),
+    ),
+    casts=(
+        Cast(module="body.0", phase="forward", what="parameter", before="float32", after="bfloat16", by="policy",
+             count=2, num_bytes=6144),
+        Cast(module="", phase="backward", what="gradient", before="float32", after="bfloat16", by="model",
+             count=1, num_bytes=60),
+        Cast(module="body.0", phase="forward", what="parameter", before="bfloat16", after="float32", by="emulation",
+             count=2, num_bytes=6144),
+    ),
+    misaligned=(
+        Misaligned(
+            module="body.0", op="linear", shape=(("M", 8), ("N", 50257), ("K", 16)), dtype="bfloat16", multiple=8,
+            paddings=(Padding(dimension="N", size=50257, padded=50264),), count=2, line="/model.py:7",
+        ),
+    ),
+    findings=(Finding(kind="idle rule", where="fp32=log[a-z]", text="it decided nothing"),),
+)  # fmt: skip
+EMPTY = Explanation(
+    model="Net", policy="O0", devices=("cpu",), torch="2.13.0", emulated=False, rows=(), casts=(), misaligned=(),
+    findings=(),
+)  # fmt: skip
+
+
+# JSON -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("explanation", [EXPLANATION, EMPTY])
+def test_json_and_back(explanation):
+    again = Explanation.from_json(explanation.to_json())
+    assert again == explanation
+    assert hash(again) == hash(explanation)
+    assert json.loads(explanation.to_json()) == explanation.to_dict()
+    assert explanation.to_dict()["version"] == 1
+
+
+@pytest.mark.parametrize("policy", ["O0", "O1,dtype=bfloat16,emulate=true", "O2,dtype=float16,emulate=true"])
+@pytest.mark.parametrize("name", ["conv", "gpt", "attention", "lstm"])
+def test_a_real_one_goes_to_json_and_back(make, name, policy):
+    explanation = explain(*make(name), policy)
+    assert Explanation.from_json(explanation.to_json()) == explanation
+    assert explanation.differences(Explanation.from_json(explanation.to_json())) == ()
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("{", "not JSON"),
+        ("[]", "it names no version"),
+        ("{}", "it names no version"),
+        ('{"version": 1}', "a field is wrong: 'rows'"),
+        (EMPTY.to_json().replace('"policy"', '"polcy"'), "a field is wrong: .*polcy"),
+        (EXPLANATION.to_json().replace('"op"', '"opp"'), "a field is wrong: .*opp"),
+        (EXPLANATION.to_json().replace('"M",', '"M", 8,'), "a field is wrong: too many values"),
+    ],
+)
+def test_what_is_no_explanation(text, why):
+    with pytest.raises(StateError, match="this is not an explanation") as caught:
+        Explanation.from_json(text)
+    assert caught.match(why)
+    assert caught.match(r"write  explanation.to_json\(\)")
+
+
+def test_another_version():
+    with pytest.raises(StateError, match="the explanation has version 2\n  why    this mezzo reads version 1"):
+        Explanation.from_json(EMPTY.to_json().replace('"version": 1', '"version": 2'))
+
+
+# Sums -----------------------------------------------------------------------------------------------
+
+
+def test_sums_leave_emulation_out_unless_asked():
+    assert (EXPLANATION.num_casts(), EXPLANATION.cast_bytes()) == (3, 6204)
+    assert (EXPLANATION.num_casts(by="emulation"), EXPLANATION.cast_bytes(by="emulation")) == (2, 6144)
+    assert EXPLANATION.num_casts(module="body.0", what="parameter") == 2
+    assert EXPLANATION.num_casts(phase="backward", what="parameter") == 0
+    with pytest.raises(PolicyError, match="a cast has no direction\n  write  one of after, before, by, count"):
+        EXPLANATION.num_casts(direction="forward")
+
+
+# Differences ----------------------------------------------------------------------------------------
+
+
+def test_differences_name_both_sides():
+    lines = {str(each) for each in EXPLANATION.differences(EMPTY)}
+    assert lines == {
+        "policy policy: O1,dtype=bfloat16 → O0",
+        "op body.0 linear (/model.py:7): 2 × float32 → bfloat16 → bfloat16, low by torch CUDA list → –",
+        "op (model) exp: 1 × bfloat16 → float32 → float32, low by low=exp → –",
+        "casts body.0 forward parameter: 2 × bfloat16→float32 by emulation, 6144 bytes; "
+        "2 × float32→bfloat16 by policy, 6144 bytes → –",
+        "casts (model) backward gradient: 1 × float32→bfloat16 by model, 60 bytes → –",
+        "alignment body.0 linear: 2 × bfloat16 N 50257 → 50264 → –",
+        "finding idle rule, fp32=log[a-z]: it decided nothing → –",
+    }
+    assert EMPTY.differences(EXPLANATION)[0].this == "O0"
+    assert EXPLANATION.differences(EXPLANATION) == ()
+
+
+def test_differences_of_two_policies(two_layers):
+    first = explain(*two_layers, "O1,dtype=bfloat16,emulate=true")
+    second = explain(*two_layers, "O1,dtype=bfloat16,emulate=true,fp32_module=second")
+    ops = [each for each in first.differences(second) if each.about == "op"]
+    assert len(ops) == 1
+    assert ops[0].where.startswith("second linear (")
+    assert "fp32 by fp32_module=second" in ops[0].other
+    assert {each.where for each in first.differences(second) if each.about == "casts"} >= {"second forward parameter"}
+    assert not any(each.where.startswith("first") for each in first.differences(second))
+
+
+# Text -----------------------------------------------------------------------------------------------
+
+
+def test_text_is_plain_and_whole():
+    text = str(EXPLANATION)
+    assert "\x1b" not in text
+    assert "…" not in text
+    lines = text.splitlines()
+    assert lines[0] == "Net under O1,dtype=bfloat16 on cpu, native arithmetic, torch 2.13.0"
+    (linear,) = [line for line in lines if line.split()[:2] == ["body.0", "linear"] and "gemm" in line]
+    assert linear.split() == ("body.0 linear 2 float32 bfloat16 bfloat16 low torch CUDA list gemm /model.py:7".split())
+    (marked,) = [line for line in lines if " exp " in line]
+    assert "low (!)" in marked
+    assert "rule low=exp" in marked
+    assert "[mine]" in marked  # no markup
+    assert (
+        "casts: 3, 6.059 KiB read and written; and 2 by emulation, which a device with the arithmetic does not do"
+        in text
+    )
+    (padded,) = [line for line in lines if "50264" in line]
+    assert "M 8 · N 50257 · K 16" in padded
+    assert "N 50257 → 50264" in padded
+    assert "fp32=log[a-z]" in text
+
+
+def test_lines_are_as_long_as_they_need_to_be():
+    long = "a.very.long.path." * 20
+    row = EXPLANATION.rows[0]
+    wide = Explanation.from_json(EXPLANATION.to_json().replace('"body.0"', json.dumps(long)))
+    line = next(line for line in str(wide).splitlines() if "gemm" in line)
+    assert long in line
+    assert row.source in line
+
+
+def test_empty_parts_are_named():
+    assert str(EMPTY).splitlines()[1:] == [
+        "ops, forward: none", "casts: none", "products whose dimensions tensor cores do not like: none",
+        "findings: none",
+    ]  # fmt: skip
+
+
+def test_a_narrow_terminal_folds_and_loses_nothing():
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(EXPLANATION)
+    text = console.export_text()
+    assert max(len(line) for line in text.splitlines()) <= 60
+    assert "…" not in text
+    kept = "".join(text.split())
+    assert "50264" in kept
+
+
+def test_paths_below_the_working_directory_are_short(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = EXPLANATION.to_json().replace("/model.py", f"{tmp_path}/pkg/model.py")
+    assert f"{tmp_path}" not in str(Explanation.from_json(text))
+    assert " pkg/model.py:7" in str(Explanation.from_json(text))
+
+
+@pytest.mark.parametrize("count, text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**50, "1024 TiB")])
+def test_bytes(count, text):
+    assert table.byte_text(count) == text
+
+
+def test_emulation_is_in_the_heading():
+    text = str(explain(nn.Linear(4, 4), torch.randn(3, 4), "O1,dtype=float16,emulate=true"))
+    assert "products emulated in FP32" in text.splitlines()[0]
+    assert "float16, emulated" in text
