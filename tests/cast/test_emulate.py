@@ -196,3 +196,18 @@ def test_layers_made_of_products_train_in_an_emulated_region(layer, shape):
     out.float().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
     layer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_torch_func_differentiates_and_vectorises_emulated_products(dtype):
+    x, w = torch.randn(3, 8), torch.randn(4, 8)
+
+    def loss(weight, row):
+        with mezzo.autocast(f"O1,dtype={dtype},emulate=true", "cpu"):
+            return functional.linear(row, weight).float().square().sum()
+
+    leaf = w.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf, x), leaf)
+    assert torch.equal(torch.func.grad(loss)(w, x), expected)
+    rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
+    torch.testing.assert_close(rows.sum(0), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())

@@ -453,3 +453,32 @@ def test_rules_on_batch_norm_leave_its_statistics_alone(rule):
         out = model(data)
     assert out.dtype == (torch.bfloat16 if rule.startswith("low") else torch.float32)
     torch.testing.assert_close(model[0].running_mean, data.mean(0), rtol=1e-2, atol=0)
+
+
+def test_one_tensor_in_several_places_is_cast_once():
+    model = Echo()
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    x = torch.ones(2)
+    model(x, [x], again=x)
+    (first, (second,)), kwargs = model.seen
+    assert first is second is kwargs["again"]
+
+
+def test_a_rule_that_cannot_reach_inside_is_reported(caplog):
+    model = nn.Sequential(nn.LSTM(4, 4))
+    mezzo.prepare(model, "O1,dtype=bfloat16,fp32=tanh")
+    assert "the rule fp32=tanh does not reach tanh inside 0" in caplog.text
+    caplog.clear()
+    mezzo.prepare(nn.Sequential(nn.Linear(4, 4)), "O1,dtype=bfloat16,fp32=tanh")
+    assert caplog.text == ""
+
+
+def test_ddp_anywhere_in_the_model_is_not_converted(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        inner = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        with pytest.raises(StateError, match="DistributedDataParallel already wraps"):
+            mezzo.prepare(nn.Sequential(inner), "O2,dtype=bfloat16")
+        mezzo.prepare(nn.Sequential(inner), "O1,dtype=bfloat16")
+    finally:
+        torch.distributed.destroy_process_group()

@@ -124,7 +124,14 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     Returns:
         The same structure, of the same types.
     """
-    return pytree.tree_map(lambda leaf: _cast_leaf(leaf, dtype), value)
+    made: dict[int, Tensor] = {}  # one cast for a tensor that stands in several places, as in attention(x, x, x)
+
+    def cast_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dtype not in CASTABLE or leaf.dtype == dtype:
+            return _cast_leaf(leaf, dtype)
+        return made[id(leaf)] if id(leaf) in made else made.setdefault(id(leaf), leaf.to(dtype))
+
+    return pytree.tree_map(cast_leaf, value)
 
 
 def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:

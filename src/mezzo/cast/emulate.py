@@ -38,6 +38,11 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     """
     if any(x.layout != torch.strided for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
         return function(*args, **kwargs)  # sparse products have their own kernels
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        # torch.func differentiates through the three steps themselves; nothing is saved for a backward pass here.
+        low = next(x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _is_low(x))
+        wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widen, (args, kwargs))
+        return pytree.tree_map_only(Tensor, lambda x: _narrow(x, low), function(*wide_args, **wide_kwargs))
     return EMULATED[name](function, *args, **kwargs)
 
 
@@ -145,6 +150,10 @@ class _Recomputed(torch.autograd.Function):
             )  # fmt: skip
         by_index = dict(zip(needed, grads, strict=True))
         return (None, None, *(by_index.get(i) for i in range(len(operands))))
+
+
+def _is_low(value: Tensor) -> bool:
+    return value.dtype in (torch.float16, torch.bfloat16)
 
 
 def _widen(value: Tensor) -> Tensor:

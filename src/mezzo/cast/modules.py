@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -22,6 +23,15 @@ from mezzo.policy.ops import functions
 
 __all__ = ["Prepared", "prepare"]
 
+logger = logging.getLogger(__name__)
+
+#: Modules whose forward is one call into C++, and the ops that a rule would not find there.
+_ATOMIC: Final[dict[type[nn.Module], frozenset[str]]] = {
+    nn.RNNBase: frozenset({"linear", "addmm", "mm", "tanh", "sigmoid", "relu", "mul", "add"}),
+    nn.RNNCellBase: frozenset({"linear", "addmm", "mm", "tanh", "sigmoid", "relu", "mul", "add"}),
+    # With need_weights=False attention is one fused call; with weights its softmax is reached.
+    nn.MultiheadAttention: frozenset({"softmax"}),
+}
 _NEVER_CALLED: Final = (nn.modules.linear.NonDynamicallyQuantizableLinear,)
 
 
@@ -80,6 +90,8 @@ class Prepared:
         self.casts = WeightCasts()
         storage = _check(model, policy)
         self._before = {tensor: tensor.dtype for tensor in storage}
+        for line in _out_of_reach(model, policy):
+            logger.warning("%s", line)
         self.converted: dict[Tensor, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         # Planning the regions may find that the device cannot honour the policy: before anything is changed.
@@ -189,6 +201,19 @@ def _check(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
     return {t: dtype for t, dtype in storage.items() if policy.param_dtype != torch.float32 or deciding[t][0]}
 
 
+def _out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
+    """Say which rules cannot reach inside composites that torch runs as one kernel."""
+    for rule in policy.rules:
+        for kind, parts in _ATOMIC.items():
+            inside = sorted(set(rule.ops) & parts)
+            paths = [path for path, module in model.named_modules() if isinstance(module, kind)]
+            if inside and paths:
+                yield (
+                    f"the rule {rule} does not reach {', '.join(inside)} inside {some_of(paths)}: torch runs "
+                    f"{kind.__name__} as one function; mezzo explain shows what it does"
+                )
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
     """Yield each floating parameter and persistent buffer under every path it has, with its owner."""
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -283,7 +308,7 @@ def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor
             why=f"they are beyond {torch.finfo(policy.param_dtype).max:g} and would become infinite",
             write=f"policy.keep_fp32(params=[{overflowing[0]!r}]), or dtype=bfloat16",
         )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         yield StateError(
             f"{policy.level} cannot convert a model that DistributedDataParallel already wraps",
             why="its buckets were laid out for the parameters' old dtype",

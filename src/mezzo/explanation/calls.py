@@ -148,7 +148,7 @@ class Call:
             self._made_here.put(tensors(out), "made here")
 
     def row(self, module: str, out: Any) -> tuple[Any, ...] | None:
-        """Return the fields of a :class:`~mezzo.explanation.Row` but the count, in their order; ``None`` for integers."""
+        """Return the fields of a :class:`~mezzo.explanation.Row`, all but the count; ``None`` for integers."""
         computes_in = tuple(self._inputs if self._computed or self.emulated else self._converted)
         results = list(tensors(out))
         if not computes_in and not any(has_fraction(tensor.dtype) for tensor in results):
