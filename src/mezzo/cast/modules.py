@@ -152,7 +152,8 @@ def _with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:
         return policy
     pinned = [path for path, module in model.named_modules() if path and getattr(type(module), PIN, None) == "fp32"]
     rules = (Rule("fp32", module=path, reason="its class is pinned by @mezzo.fp32") for path in pinned)
-    return policy.evolve(rules=(*policy.rules, *rules)) if pinned else policy
+    said = {rule.selector for rule in policy.rules}
+    return policy.evolve(rules=(*policy.rules, *(rule for rule in rules if rule.selector not in said)))
 
 
 # What is checked before anything changes ------------------------------------------------------------
