@@ -9,39 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
-import types
 from collections.abc import Iterator, Mapping
 from contextlib import ContextDecorator
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from mezzo.cast import device
-from mezzo.cast.emulate import emulate
-from mezzo.cast.plan import OPENED, Handler, Plan, Traced, open_function, plan_for, remember, traced
+from mezzo.cast.carry import OPENED_BACKWARD, Differences
+from mezzo.cast.plan import Handler, Plan, plan_for
 from mezzo.cast.weights import WeightCasts
-from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
-__all__ = [
-    "Differences",
-    "accumulation",
-    "autocast",
-    "checkpoint_contexts",
-    "emulates_here",
-    "pinned_parameter",
-]
-
-#: How torch says that it has no kernel for a dtype.
-_NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
-#: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
-_INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-_CASTABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
+__all__ = ["accumulation", "autocast", "checkpoint_contexts", "emulates_here"]
 
 
 class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
@@ -135,7 +119,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             if self.has_differences:
                 casts = WeightCasts() if self._casts is None else self._casts
                 with Differences(self._plans, casts, recomputing=True):
-                    _OPENED_BACKWARD(tensor, **kwargs)
+                    OPENED_BACKWARD(tensor, **kwargs)
             else:
                 torch.autograd.backward(tensor, **kwargs)
 
@@ -275,188 +259,3 @@ def accumulation(policy: Policy) -> Iterator[None]:
         yield
     finally:
         flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = before
-
-
-# Carrying them out ----------------------------------------------------------------------------------
-
-
-class Differences(TorchFunctionMode):
-    """Handle the functions a policy treats differently, and open Python functions that call them."""
-
-    def __init__(self, plans: list[Plan], casts: WeightCasts, *, recomputing: bool = False) -> None:
-        super().__init__()
-        self.casts = casts
-        self.recomputing = recomputing  # in a backward pass
-        self.plans = {plan.device_type: plan for plan in plans}
-        self.key = remember(plans[0]) if len(plans) == 1 and not plans[0].pinned else ""
-        self.shadows = 0  # how many regions inside this one are active
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.shadows:
-            return func(*args, **kwargs)
-        if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
-            with self:
-                return _OPENED_BACKWARD(*args, **kwargs)
-        if self.key and torch.compiler.is_compiling():
-            return self._trace(func, args, kwargs)
-        plan = self._plan_for(args, kwargs)
-        # With autocast switched off inside the region, or in the functions of a backward pass, nothing is cast.
-        if plan is None or (plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
-            return func(*args, **kwargs)
-        if plan.pinned and (param := pinned_parameter(plan, args, kwargs)) is not None:
-            return _read_pinned(param, plan, self.casts, func, args, kwargs)
-        if (handler := plan.handlers.get(func)) is not None:
-            return _carry_out(handler, plan, self.casts, func, args, kwargs)
-        if (opened := plan.opened.get(func)) is not None:
-            with self:
-                return opened(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do the same for a graph, which then depends on the plan's key and on no table of it."""
-        found = traced(self.key, func)
-        if found.autocast and not torch.is_autocast_enabled(found.device_type):
-            return func(*args, **kwargs)
-        if found.handler is not None:
-            return _carry_out(found.handler, found, self.casts, func, args, kwargs)
-        if found.is_opened:
-            with self:
-                return OPENED[func](*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _plan_for(self, args: Any, kwargs: Any) -> Plan | None:
-        if len(self.plans) == 1:
-            return next(iter(self.plans.values()))
-        kinds = (x.device.type for x in _tensors((args, kwargs)))
-        return next((self.plans[kind] for kind in kinds if kind in self.plans), None)
-
-
-def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run one function with its treatment, native autocast off for the call."""
-    # In-place and out= variants are never cast, as in torch.autocast.
-    if kwargs.get("out") is not None:
-        return func(*args, **kwargs)
-    target: torch.dtype | None = None
-    match handler.treatment:
-        case "low":
-            target = plan.dtype
-        case "fp32" | "fp32_math":
-            if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
-                return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
-            target = torch.float32
-        case "promote":
-            dtypes = {x.dtype for x in _floats(args, kwargs)}
-            target = functools.reduce(torch.promote_types, dtypes) if dtypes else None
-        case "ban":
-            raise _banned(handler.op)
-    back = _floats(args, kwargs)[:1] if handler.treatment == "fp32_math" else []
-    if handler.wide_weights:
-        args, kwargs = (
-            (*args[:1], *_cast(args[1:], torch.float32)),
-            kwargs | {name: _cast(value, torch.float32) for name, value in kwargs.items() if name != "input"},
-        )
-    if target is not None:
-        if handler.op in _INPUT_ONLY:
-            args = (*_cast(args[:1], target), *args[1:])
-            kwargs = kwargs | {name: _cast(value, target) for name, value in kwargs.items() if name == "input"}
-        else:
-            args, kwargs = _cast(args, target, casts), _cast(kwargs, target, casts)
-    if torch.compiler.is_compiling():
-        with torch.autocast(plan.device_type, enabled=False):
-            out = _run(handler, plan, func, args, kwargs)
-    else:  # the same without the 10 µs of entering a context
-        enabled = torch.is_autocast_enabled(plan.device_type)
-        torch.set_autocast_enabled(plan.device_type, False)
-        try:
-            out = _run(handler, plan, func, args, kwargs)
-        finally:
-            torch.set_autocast_enabled(plan.device_type, enabled)
-    return _cast(out, back[0].dtype) if back else out
-
-
-def _run(handler: Handler, plan: Plan | Traced, func: Any, args: Any, kwargs: Any) -> Any:
-    if handler.emulated and _all_low((args, kwargs), plan.dtype):
-        return emulate(handler.op, func, args, kwargs)
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError as error:
-        if handler.treatment != "low" or not any(words in str(error) for words in _NO_KERNEL):
-            raise
-        raise UnsupportedError(
-            f"{handler.op} has no kernel in {str(plan.dtype).removeprefix('torch.')}",
-            where=f"device {plan.device_type}",
-            why=str(error).splitlines()[0],
-            write=f'policy.fp32_math("{handler.op}")   # FP32 inside, low out; or policy.fp32("{handler.op}")',
-        ) from error
-
-
-def pinned_parameter(plan: Plan, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the first parameter among the arguments, or behind a view among them, that a rule speaks about."""
-    for x in _tensors((args, kwargs)):
-        if id(x) in plan.pinned:
-            return x
-        if x._base is not None and id(x._base) in plan.pinned:
-            return x._base
-    return None
-
-
-def _read_pinned(param: Tensor, plan: Plan, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that reads a pinned parameter in the precision of that parameter's rule.
-
-    Without autocast (O2, O3) the result goes back to the compute dtype, as for a pinned module; views and
-    properties of the parameter itself stay what they are.
-    """
-    handler = Handler(op="", treatment=plan.pinned[id(param)])
-    out = _carry_out(handler, plan, casts, func, args, kwargs)
-    if plan.autocast or not isinstance(out, Tensor) or out.untyped_storage()._cdata == param.untyped_storage()._cdata:
-        return out
-    return _cast(out, plan.dtype)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a call's arguments, those in lists too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif type(value) in (tuple, list):
-        for item in value:
-            yield from _tensors(item)
-    elif type(value) is dict:
-        yield from _tensors(list(value.values()))
-
-
-def _floats(args: Any, kwargs: Any) -> list[Tensor]:
-    return [x for x in _tensors((args, kwargs)) if x.dtype in _CASTABLE]
-
-
-def _all_low(value: Any, dtype: torch.dtype) -> bool:
-    """Whether every number with a fraction is in the low dtype: what emulation is for."""
-    dtypes = {x.dtype for x in _tensors(value) if x.is_floating_point() or x.is_complex()}
-    return dtypes == {dtype}
-
-
-def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> Any:
-    """Cast floating tensors, those in lists too; float64, complex, integer and bool ones are never cast."""
-    if isinstance(value, Tensor):
-        if value.dtype not in _CASTABLE:
-            return value
-        return casts.cast(value, dtype) if casts is not None and isinstance(value, nn.Parameter) else value.to(dtype)
-    if type(value) in (tuple, list):
-        return type(value)(_cast(item, dtype, casts) for item in value)
-    if type(value) is dict:
-        return {key: _cast(item, dtype, casts) for key, item in value.items()}
-    return value
-
-
-def _banned(op: str) -> UnsupportedError:
-    instead = {"binary_cross_entropy": "binary_cross_entropy_with_logits on the values before the sigmoid"}
-    return UnsupportedError(
-        f"{op} is banned under this policy",
-        where=f"a mezzo.autocast region, op {op}",
-        why="its gradient overflows in low precision" if op in instead else "a rule of the policy bans it",
-        write=f'{instead.get(op, "another op")}; or allow it: policy.fp32("{op}")',
-    )
-
-
-#: torch.autograd.backward hands itself over to a mode whole; opened, the mode stays active while it runs.
-_OPENED_BACKWARD: Final = open_function(cast(types.FunctionType, torch.autograd.backward))

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
+from mezzo.cast.carry import Differences, pinned_parameter
 from mezzo.cast.plan import Plan, open_function
-from mezzo.cast.region import Differences, pinned_parameter
 from mezzo.explanation.frames import op_name
 from mezzo.policy import Treatment
 from mezzo.policy.ops import OPS
