@@ -91,6 +91,7 @@ def speed(repetitions: int) -> list[Row]:
         (f"{BF16},lists=device", region_of(f"{BF16},lists=device"), "eager"),
         (BF16, region_of(BF16), "eager"),
         (f"{BF16},low=layer_norm", region_of(f"{BF16},low=layer_norm"), "eager"),
+        ("null function mode", null_mode, "outside"),
         (BF16, region_of(BF16), "outside"),
         (BF16, region_of(BF16), "inside"),
         (f"{BF16},low=layer_norm", region_of(f"{BF16},low=layer_norm"), "inside"),

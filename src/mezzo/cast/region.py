@@ -42,7 +42,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         UnsupportedError: The device cannot honour the policy; the error says what to write instead.
 
     **Cost**: that of ``torch.autocast`` where the policy equals torch's own lists on this device; otherwise a
-    function mode, about 2 µs of Python for each torch function called.
+    function mode, and so Python for each torch function called (``benchmarks/engine.py`` measures it).
 
     Example:
         >>> import mezzo, torch

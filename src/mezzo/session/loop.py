@@ -87,7 +87,7 @@ class MixedPrecision:
 
     **Cost**: per step one pass that reads the gradients (their norm is also the overflow check) and one that
     multiplies them by clip coefficient / scale, left out where that is 1. One host sync to learn whether to skip,
-    none with torch's fused optimizers, which skip on the device.
+    none with torch's fused optimizers, which skip on the device (but one while fused SGD has momentum to allocate).
 
     Example:
         >>> import mezzo, torch
