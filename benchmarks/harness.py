@@ -53,7 +53,36 @@ def paired(mine: Callable[[], None], rival: Callable[[], None], repetitions: int
     }
 
 
-def _seconds(loop: Callable[[], None]) -> float:
+def overheads(*cases: tuple[Callable[[], object], Callable[[], object]], repetitions: int) -> dict[str, float]:
+    """Compare what two steps add to a bare one, all three in turns.
+
+    Args:
+        cases: The bare step, mezzo's and the rival's, each with what makes it ready, which is not timed.
+        repetitions: How often each runs.
+    """
+    rounds = []
+    for number in range(repetitions + 3):
+        seconds = []
+        for ready, step in cases:
+            ready()
+            seconds.append(_seconds(step))
+        if number >= 3:
+            rounds.append(seconds)
+    bare = statistics.median(seconds[0] for seconds in rounds)
+    mine, rival = ([seconds[place] - bare for seconds in rounds] for place in (1, 2))
+    middle = statistics.median(rival)
+    ratios = sorted(each / middle for each in mine)
+    tenth = len(ratios) // 10
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_p10": ratios[tenth],
+        "ratio_p90": ratios[-1 - tenth],
+        "mezzo_ms": 1e3 * statistics.median(mine),
+        "rival_ms": 1e3 * middle,
+    }
+
+
+def _seconds(loop: Callable[[], object]) -> float:
     _synchronize()
     start = time.perf_counter()
     loop()

@@ -1,16 +1,18 @@
 """mezzo trains PyTorch models in automatic mixed precision."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from mezzo import formats
 from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepare, promote
-from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
+from mezzo.errors import MezzoError, NumericsError, PolicyError, ScaleCollapsed, StateError, UnsupportedError
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.scale import LossScale
-from mezzo.session import MixedPrecision, Step
+from mezzo.session import MixedPrecision, Stats, Step, save
 from mezzo.step import MasterWeights
 
 if TYPE_CHECKING:
+    from mezzo import numerics
     from mezzo.explanation import Explanation, explain
 
 __version__ = "0.1.0"
@@ -27,7 +29,9 @@ __all__ = [
     "PolicyError",
     "Prepared",
     "Rule",
+    "ScaleCollapsed",
     "StateError",
+    "Stats",
     "Step",
     "UnsupportedError",
     "__version__",
@@ -37,8 +41,10 @@ __all__ = [
     "formats",
     "fp32",
     "low",
+    "numerics",
     "prepare",
     "promote",
+    "save",
 ]
 
 
@@ -48,4 +54,6 @@ def __getattr__(name: str) -> Any:
         from mezzo import explanation
 
         return getattr(explanation, name)
+    if name in ("integrations", "numerics"):
+        return importlib.import_module(f"mezzo.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,7 @@ __all__ = [
     "MezzoError",
     "NumericsError",
     "PolicyError",
+    "ScaleCollapsed",
     "StateError",
     "UnsupportedError",
     "message",
@@ -88,6 +89,10 @@ class UnsupportedError(MezzoError, RuntimeError):
 
 class NumericsError(MezzoError, FloatingPointError):
     """Values that left the range where training can go on."""
+
+
+class ScaleCollapsed(NumericsError):  # noqa: N818 - a public name of the contract
+    """The loss scale stood at its floor, and still every step overflowed, for as long as its patience allows."""
 
 
 class StateError(MezzoError, RuntimeError):

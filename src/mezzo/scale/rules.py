@@ -14,10 +14,10 @@ from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, allowed_skips, as_float32
 from mezzo.scale.state import ScaleState
 
-__all__ = ["LossScale", "ScaleState", "collapsed", "next_scale"]
+__all__ = ["LossScale", "ScaleState", "collapsed", "held", "next_scale"]
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
-_ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
+ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
 
 
 def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> ScaleState:
@@ -92,7 +92,7 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
     lower = (wide * config.backoff).clamp_(min=config.floor)
     higher = wide * config.growth
     if config.ceiling is None:
-        higher = torch.where(higher < _ROUNDS_TO_INFINITY, higher, wide)
+        higher = torch.where(higher < ROUNDS_TO_INFINITY, higher, wide)
     else:
         higher = higher.clamp_(max=config.ceiling)
     stuck = found & (state.scale <= as_float32(config.floor))
@@ -103,6 +103,27 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
         floor_overflows=(state.floor_overflows + 1) * stuck,
         window=window,
     )
+
+
+def held(before: ScaleState, after: ScaleState, hold: Tensor) -> ScaleState:
+    """Choose between two states on their device.
+
+    Args:
+        before: The state to keep where ``hold`` is true.
+        after: The state to take elsewhere.
+        hold: 0-d bool.
+
+    Cost:
+        One kernel for each field, no host sync.
+    """
+    if after is before:
+        return before
+    pairs = {f.name: (getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(ScaleState)}
+    chosen = {
+        name: torch.where(hold, old, new) if old.shape == new.shape and new.numel() else new
+        for name, (old, new) in pairs.items()
+    }
+    return ScaleState(**chosen)
 
 
 def collapsed(state: ScaleState, config: LossScale) -> Tensor:

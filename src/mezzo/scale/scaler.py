@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.rules import next_scale
+from mezzo.scale.host import next_scale_on_host, value_of
+from mezzo.scale.rules import held, next_scale
 from mezzo.scale.state import ScaleState
 
 __all__ = ["Scaler"]
@@ -39,9 +40,31 @@ class Scaler:
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         return wide * self.state.scale.to(loss.device, non_blocking=True)
 
-    def update(self, found_inf: Tensor) -> None:
-        """Move to the next state; no host sync."""
-        self.state = next_scale(self.state, found_inf, self.config)
+    def update(self, found_inf: Tensor, *, made_with: Tensor | None = None, hold: Tensor | None = None) -> None:
+        """Move to the next state; no host sync.
+
+        Args:
+            found_inf: 0-d bool: whether gradients were not finite.
+            made_with: The scale that these gradients carried. If the scale moved since, finite ones say nothing of
+                the new scale, and others count only where it has not gone below theirs already.
+            hold: 0-d bool: stay where it is, whatever was found.
+        """
+        if self.state.scale.device.type == "cpu":
+            self._update_on_host(found_inf, made_with, hold)
+            return
+        state = next_scale(self.state, found_inf, self.config)
+        if made_with is not None and made_with is not self.state.scale:
+            outdated = ~found_inf | (self.state.scale < made_with)
+            hold = outdated if hold is None else hold | outdated
+        self.state = state if hold is None else held(self.state, state, hold)
+
+    def _update_on_host(self, found_inf: Tensor, made_with: Tensor | None, hold: Tensor | None) -> None:
+        found = bool(value_of(found_inf))
+        earlier = None if made_with is self.state.scale else made_with
+        if earlier is not None and (not found or value_of(self.state.scale) < value_of(earlier)):
+            return
+        if hold is None or not value_of(hold):
+            self.state = next_scale_on_host(self.state, found, self.config)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values; a host sync."""

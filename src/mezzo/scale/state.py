@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mezzo.errors import StateError, nearest
 
-__all__ = ["ScaleState"]
+__all__ = ["ScaleState", "inverse"]
 
 COUNTERS = ("clean_steps", "budget", "floor_overflows")
 KEYS = ("scale", *COUNTERS, "window")
@@ -42,16 +42,8 @@ class ScaleState:
     window: Tensor
 
     def inverse(self) -> Tensor:
-        """Return 1/scale, rounded once.
-
-        Returns:
-            0-d float32 on the scale's device, taken through float64. It is finite for every scale that a
-            :class:`LossScale` can reach, and exact where the scale is a power of two.
-
-        Cost:
-            Three one-element kernels, no host sync.
-        """
-        return self.scale.double().reciprocal().float()
+        """Return 1/scale: :func:`inverse`."""
+        return inverse(self.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return every field as a plain value.
@@ -99,6 +91,22 @@ class ScaleState:
             window=torch.tensor(skipped, dtype=torch.bool, device=device),
             **counters,
         )
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return 1/scale, rounded once.
+
+    Args:
+        scale: 0-d float32.
+
+    Returns:
+        0-d float32 on the scale's device, taken through float64. It is finite for every scale that a
+        :class:`LossScale` can reach, and exact where the scale is a power of two.
+
+    Cost:
+        Three one-element kernels, no host sync.
+    """
+    return scale.double().reciprocal().float()
 
 
 def _problems(state: Mapping[str, Any]) -> Iterator[StateError]:

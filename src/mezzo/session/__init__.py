@@ -4,6 +4,9 @@ The order of the calls, the accumulation window and the state live here. How ops
 masters are kept is other rooms' business.
 """
 
-from mezzo.session.loop import MixedPrecision, Step
+from mezzo.session.accounts import Stats
+from mezzo.session.checkpoint import save
+from mezzo.session.loop import MixedPrecision
+from mezzo.session.result import Step
 
-__all__ = ["MixedPrecision", "Step"]
+__all__ = ["MixedPrecision", "Stats", "Step", "save"]

@@ -1,35 +1,32 @@
-"""What stands against a session, a loss or a saved state, found before anything is changed."""
+"""What stands against a session, a loss or a choice of optimizers, found before anything is changed."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, some_of
+from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError, nearest, some_of
 from mezzo.policy import Policy
+from mezzo.session.checked import Checked
 from mezzo.step.master import held_state
 
 __all__ = [
-    "STATE_VERSION",
     "check_loss",
+    "check_loss_id",
     "check_session",
-    "check_state",
     "checked_schedulers",
+    "chosen",
     "listed",
+    "only",
+    "overflowed",
     "refuse_fp16_unscaling",
 ]
 
-#: Of the form of a session's state dict.
-STATE_VERSION: Final = 1
-_STATE_KEYS: Final[dict[str, type]] = {
-    "version": int, "policy": str, "parameters": Mapping, "loss_scale": Mapping, "masters": Mapping,
-    "micro_batches": int, "gradients": Mapping, "master_gradients": Mapping,
-}  # fmt: skip
+ON_OVERFLOW: Final = ("skip", "explain", "raise")
 
 
 def listed(optimizers: Any) -> list[Any]:
@@ -38,7 +35,14 @@ def listed(optimizers: Any) -> list[Any]:
 
 
 def check_session(
-    models: list[nn.Module], optimizers: list[Any], policy: Policy, max_grad_norm: Any, device: Any
+    models: list[nn.Module],
+    optimizers: list[Any],
+    policy: Policy,
+    device: Any,
+    *,
+    max_grad_norm: Any,
+    num_losses: Any,
+    on_overflow: Any,
 ) -> None:
     """Raise all that stands against a session, before anything is changed."""
     problems: list[MezzoError] = []
@@ -50,14 +54,6 @@ def check_session(
                 PolicyError(
                     f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}",
                     write="MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy)",
-                )
-            )
-        elif needs_closure(optimizer):
-            problems.append(
-                UnsupportedError(
-                    f"{type(optimizer).__name__} evaluates the loss inside its step, which a session does not do yet",
-                    why="its step() needs a closure, and each evaluation would need its own check and unscaling",
-                    write="mezzo.MasterWeights(optimizer).step(closure), which needs no loss scale in bfloat16",
                 )
             )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
@@ -72,6 +68,14 @@ def check_session(
                 write="max_grad_norm=1.0",
             )
         )
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        problems.append(
+            PolicyError(
+                f"num_losses is {num_losses!r}", why="each loss has one scale, from 1 loss on", write="num_losses=2"
+            )
+        )
+    if on_overflow not in ON_OVERFLOW:
+        problems.append(PolicyError(f"unknown on_overflow {on_overflow!r}", why=nearest(str(on_overflow), ON_OVERFLOW)))
     if not problems:
         problems += _foreign_params(models, optimizers)
         problems += _taken(optimizers)
@@ -101,12 +105,6 @@ def _foreign_params(models: list[nn.Module], optimizers: list[Optimizer]) -> Ite
             )
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step cannot be called without a closure, as with LBFGS."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
 def _absent_device(device: Any) -> Iterator[UnsupportedError]:
     try:
         torch.zeros((), device=device)
@@ -133,23 +131,81 @@ def _taken(optimizers: list[Optimizer]) -> Iterator[MezzoError]:
             )
 
 
-def checked_schedulers(scheduler: Any) -> list[Any]:
-    """Return the schedulers to step, or refuse what cannot be stepped without more."""
+def checked_schedulers(scheduler: Any) -> list[Callable[[], Any]]:
+    """Return what to call after a step that was taken, or refuse what cannot be called without more."""
     schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
+    calls: list[Callable[[], Any]] = []
     for each in schedulers:
         if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise PolicyError(
                 "ReduceLROnPlateau needs a metric",
                 where="amp.step(scheduler=…)",
-                write="if not step.skipped: scheduler.step(metric)",
+                write="amp.step(scheduler=lambda: plateau.step(metric))",
             )
-        if not callable(getattr(each, "step", None)):
+        call = getattr(each, "step", each)
+        if not callable(call):
             raise PolicyError(
                 f"a scheduler has a step(), and {type(each).__name__} has none",
                 where="amp.step(scheduler=…)",
                 write="amp.step(scheduler=torch.optim.lr_scheduler.…)",
             )
-    return schedulers
+        calls.append(call)
+    return calls
+
+
+def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that a call is for: all of the session's, or those given.
+
+    Raises:
+        PolicyError: One that is not the session's.
+    """
+    if optimizers is None:
+        return known
+    given = listed(optimizers)
+    if foreign := [type(o).__name__ for o in given if not any(o is mine for mine in known)] or not given:
+        raise PolicyError(
+            "not an optimizer of this session",
+            where=some_of(foreign) if isinstance(foreign, list) else "an empty list",
+            why=f"the session has {some_of([type(o).__name__ for o in known])}",
+            write="the optimizers that were given to MixedPrecision(models, optimizers, policy)",
+        )
+    return [mine for mine in known if any(mine is o for o in given)]
+
+
+def only(optimizers: list[Optimizer]) -> Optimizer:
+    """Return the one optimizer that a closure is for."""
+    if len(optimizers) > 1:
+        raise PolicyError(
+            "a closure is for one optimizer",
+            where=f"amp.step(closure=…) for {some_of([type(o).__name__ for o in optimizers])}",
+            why="each optimizer moves its weights between two evaluations of the loss",
+            write="amp.step(optimizers=optimizer, closure=closure), for one after the other",
+        )
+    return optimizers[0]
+
+
+def check_loss_id(loss_id: Any, num_losses: int) -> None:
+    """Refuse a loss that the session has no scale for."""
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < num_losses:
+        raise PolicyError(
+            f"there is no loss {loss_id!r}",
+            why=f"the session has num_losses={num_losses}, so loss_id is from 0 to {num_losses - 1}",
+            write=f"MixedPrecision(…, num_losses={loss_id + 1})"
+            if isinstance(loss_id, int) and loss_id >= num_losses
+            else "loss_id=0",
+        )
+
+
+def overflowed(checked: Checked, name_of: Callable[[Tensor], str]) -> NumericsError:
+    """Build the error of ``on_overflow="raise"``; the host waits for the device."""
+    bad = [name_of(p) for p, ok in zip(checked.params, checked.each.isfinite().tolist(), strict=True) if not ok]
+    scale = "no loss scale" if checked.scale is None else f"loss scale {float(checked.scale):.6g}"
+    return NumericsError(
+        "the gradients are not finite",
+        where=f"{len(bad)} of {len(checked.params)}: {some_of(bad)}" if bad else "their norm, once unscaled",
+        why=f"an overflow under {scale}; nothing was updated, and the scale has adapted",
+        write='on_overflow="explain", which says where it began; or on_overflow="skip" to go on',
+    )
 
 
 def _shared_params(optimizers: list[Optimizer]) -> Iterator[PolicyError]:
@@ -218,44 +274,4 @@ def check_loss(loss: Any) -> None:
             "the loss depends on no parameter",
             why="it does not require a gradient: detached, computed under no_grad, or all parameters are frozen",
             write="compute it from the model's outputs, outside torch.no_grad()",
-        )
-
-
-def check_state(state: Any, policy: Policy, parameters: Mapping[str, str], masters: Mapping[str, Tensor]) -> None:
-    """Refuse a state that is not this session's, with every difference.
-
-    Args:
-        state: What was given to ``load_state_dict``.
-        policy: The session's policy.
-        parameters: Dtype and shape of each of its parameters, as text.
-        masters: Its masters.
-    """
-    if isinstance(state, Mapping):
-        wrong = [
-            f"{key} is missing" if key not in state else f"{key} is a {type(state[key]).__name__}"
-            for key, kind in _STATE_KEYS.items()
-            if not isinstance(state.get(key), kind)
-        ]
-    else:
-        wrong = [f"it is a {type(state).__name__}"]
-    if wrong:
-        raise StateError(
-            "this is not the state of a MixedPrecision session", why=some_of(wrong), write="amp.state_dict()"
-        )
-    if state["version"] != STATE_VERSION:
-        raise StateError(f"the state has version {state['version']}", why=f"this mezzo reads version {STATE_VERSION}")
-    shapes, saved_shapes = ({n: str(list(m.shape)) for n, m in each.items()} for each in (masters, state["masters"]))
-    differences = [f"policy {line}" for line in Policy.parse(state["policy"]).differences(policy)]
-    for kind, saved, mine in (("parameter", state["parameters"], parameters), ("master of", saved_shapes, shapes)):
-        differences += [
-            f"{kind} {name}: {saved.get(name, 'missing')} → {mine.get(name, 'missing')}"
-            for name in dict.fromkeys((*saved, *mine))
-            if saved.get(name) != mine.get(name)
-        ]
-    if differences:
-        raise StateError(
-            "the state belongs to another session",
-            where="\n".join(differences),
-            why="saved → this session; continuing would not be the same run",
-            write="MixedPrecision(model, optimizer, policy) with the saved policy and model",
         )

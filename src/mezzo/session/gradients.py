@@ -1,55 +1,112 @@
-"""The gradients of one step: their values, their norm, and the optimizer's step or its skip."""
+"""The gradients of one step: their values, their norms, and the optimizer's step or its skip."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["dense", "global_norm", "multiply", "step_or_skip"]
+__all__ = ["can_fold", "dense", "mark", "multiply", "norms", "not_finite", "step_on_device"]
 
 
-def dense(param: Tensor, gradient: Tensor) -> Tensor:
-    """Return the tensor that holds a gradient's values: of a sparse one, those of its coalesced form."""
-    if gradient.layout == torch.sparse_coo:
-        param.grad = gradient = gradient.coalesce()
-        values: Tensor = gradient._values()
-        return values
-    return gradient
+def dense(params: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that hold the gradients' values: of a sparse one, those of its coalesced form.
+
+    Args:
+        params: Tensors that all have a gradient.
+    """
+    gradients: list[Any] = [param.grad for param in params]
+    for place, gradient in enumerate(gradients):
+        if gradient.is_sparse:
+            params[place].grad = gradient = gradient.coalesce()
+            gradients[place] = gradient._values()
+    return gradients
 
 
-def global_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """2-norm of all gradients together, accumulated in FP32, without a sync."""
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients).to(device)
-    each = [torch.linalg.vector_norm(gradient, dtype=torch.float32).to(device) for gradient in gradients]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(each))
-    return total
+def mark(gradient: Tensor) -> tuple[int, int]:
+    """Return what tells one writing of a gradient from the next."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    return values.data_ptr(), values._version
+
+
+def norms(gradients: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the 2-norm of all gradients together and that of each, accumulated in FP32, without a sync.
+
+    Args:
+        gradients: At least one dense tensor, of any floating or complex dtype, on any device.
+        device: Where the results go.
+
+    Returns:
+        0-d and ``(len(gradients),)`` float32.
+    """
+    groups = _alike(gradients)
+    if len(groups) == 1:
+        each = torch.stack(_norms_of_alike(gradients)).to(device, non_blocking=True)
+        return torch.linalg.vector_norm(each), each
+    found: dict[int, Tensor] = {}
+    for group in groups.values():
+        together = torch.stack(_norms_of_alike([gradients[i] for i in group])).to(device, non_blocking=True)
+        found.update(zip(group, together.unbind(), strict=True))
+    each = torch.stack([found[i] for i in range(len(gradients))])
+    return torch.linalg.vector_norm(each), each
+
+
+def _norms_of_alike(values: list[Tensor]) -> list[Tensor]:
+    """Return the FP32 norms of tensors of one dtype and device."""
+    if values[0].is_complex():
+        return [torch.linalg.vector_norm(torch.view_as_real(value), dtype=torch.float32) for value in values]
+    if values[0].dtype == torch.float64:
+        return [norm.float() for norm in torch._foreach_norm(values, 2)]
+    return list(torch._foreach_norm(values, 2, dtype=torch.float32))
+
+
+def not_finite(norm: Tensor) -> Tensor:
+    """Return whether a 0-d tensor is infinite or NaN, as a 0-d bool; in two kernels."""
+    return (norm * 0).ne(0)
 
 
 def multiply(gradients: list[Tensor], multiplier: Tensor) -> None:
     """Multiply gradients in place by one device tensor, in as few kernels as devices and dtypes allow."""
-    alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        alike[gradient.device, gradient.dtype].append(gradient)
-    for (device, _), group in alike.items():
-        torch._foreach_mul_(group, multiplier.to(device, non_blocking=True))
+    groups = _alike(gradients)
+    for (device, _), group in groups.items():
+        together = gradients if len(groups) == 1 else [gradients[i] for i in group]
+        torch._foreach_mul_(together, multiplier.to(device, non_blocking=True))
 
 
-def step_or_skip(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Step if the gradients are finite. Fused optimizers take the flag to the device; others need a sync."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and not _lacks_momentum(optimizer):
-        fused: Any = optimizer
-        fused.found_inf, fused.grad_scale = found_inf.to(torch.float32), None
-        try:
-            optimizer.step()
-        finally:
-            del fused.found_inf, fused.grad_scale
-    elif not bool(found_inf):
+def _alike(tensors: list[Tensor]) -> Mapping[tuple[torch.device, torch.dtype], Sequence[int]]:
+    """Return the places of tensors by device and dtype."""
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+    if len(kinds) == 1:
+        return dict.fromkeys(kinds, range(len(tensors)))
+    groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        groups[tensor.device, tensor.dtype].append(i)
+    return groups
+
+
+def can_fold(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's kernels take the overflow flag and the loss scale on the device, as torch's fused do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _lacks_momentum(optimizer)
+
+
+def step_on_device(optimizer: Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
+    """Step if the gradients are finite, as the device finds out by itself.
+
+    Args:
+        optimizer: One that :func:`can_fold`.
+        found_inf: 0-d bool.
+        divisor: 0-d float32: what the optimizer's kernel divides the gradients by; ``None`` for nothing.
+    """
+    fused: Any = optimizer
+    fused.found_inf, fused.grad_scale = found_inf.to(torch.float32), divisor
+    try:
         optimizer.step()
+    finally:
+        del fused.found_inf, fused.grad_scale
 
 
 def _lacks_momentum(optimizer: Optimizer) -> bool:

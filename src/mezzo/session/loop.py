@@ -1,69 +1,52 @@
-"""``MixedPrecision``: a model, an optimizer and a policy, tied into a training loop."""
+"""``MixedPrecision``: models, optimizers and a policy, tied into a training loop."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.cast import region
 from mezzo.cast.modules import Prepared
-from mezzo.cast.region import autocast
-from mezzo.errors import StateError
+from mezzo.errors import StateError, some_of
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
+from mezzo.session import state
+from mezzo.session.accounts import Accounts, Outcome, Stats
+from mezzo.session.buffers import NormBuffers
+from mezzo.session.checked import Checked, check, together
 from mezzo.session.checks import (
-    STATE_VERSION,
     check_loss,
+    check_loss_id,
     check_session,
-    check_state,
     checked_schedulers,
+    chosen,
     listed,
+    only,
+    overflowed,
     refuse_fp16_unscaling,
 )
-from mezzo.session.gradients import dense, global_norm, multiply, step_or_skip
+from mezzo.session.clipping import EditWatch
+from mezzo.session.closures import Overflowed, undone_on_overflow
+from mezzo.session.gradients import multiply, norms, not_finite
+from mezzo.session.result import Step
+from mezzo.session.stepping import Found, adapt, update
+from mezzo.session.window import Cluster, clusters
 from mezzo.step.master import MasterWeights
 
-__all__ = ["MixedPrecision", "Step"]
+if TYPE_CHECKING:
+    from mezzo.numerics import Changed, Overflow, Replay
+
+__all__ = ["MixedPrecision"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one optimizer step did. Reading a field as a Python value waits for the device.
-
-    Attributes:
-        skipped: 0-d bool: whether a gradient was not finite, so that nothing was updated.
-        scale: 0-d float32: the loss scale that this step's gradients carried.
-        next_scale: 0-d float32: the loss scale from now on.
-        grad_norm: 0-d float32: 2-norm of all unscaled gradients, before clipping.
-    """
-
-    skipped: Tensor
-    scale: Tensor
-    next_scale: Tensor
-    grad_norm: Tensor
-
-
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    """Return what tells one writing of a tensor from the next."""
-    return tensor.data_ptr(), tensor._version
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """The micro-batches since the last step, and the scale that their gradients carry."""
-
-    scale: Tensor
-    version: int
-    micro_batches: int
 
 
 class MixedPrecision:
@@ -76,18 +59,23 @@ class MixedPrecision:
         models: The model, or a list of models. Converted in place where the policy stores them in low precision.
         optimizers: The optimizer, or a list of them, over parameters of these models.
         policy: A :class:`Policy`, its text, or the path of a policy file.
-        max_grad_norm: Clip the 2-norm of all gradients together to this; ``None`` does not clip.
-        device: Where the loss scale lives; the first parameter's device when omitted.
+        max_grad_norm: Clip the 2-norm of all gradients of a step together to this; ``None`` does not clip.
+        num_losses: How many losses have a scale of their own, chosen with ``loss_id``.
+        device: Where the loss scales live; the first parameter's device when omitted.
+        on_overflow: What a skipped step does besides: nothing (``"skip"``), say where the overflow began
+            (``"explain"``: the batch is run again with checks) or raise a :class:`NumericsError` (``"raise"``).
+        restore_buffers: Put batch norm's running statistics back after a skipped step.
 
     Raises:
-        PolicyError: A wrong policy, or an optimizer over parameters that are not the models'.
+        PolicyError: A wrong policy or option, or an optimizer over parameters that are not the models'.
         UnsupportedError: The device or the model cannot honour the policy.
         StateError: The optimizer's state cannot be carried over exactly, or a model is prepared already.
             Whatever is raised, models and optimizers are as they were.
 
-    **Cost**: per step one pass that reads the gradients (their norm is also the overflow check) and one that
-    multiplies them by clip coefficient / scale, left out where that is 1. One host sync to learn whether to skip,
-    none with torch's fused optimizers, which skip on the device (but one while fused SGD has momentum to allocate).
+    **Cost**: per step one pass that reads the gradients (their norm is also the overflow check). torch's fused
+    optimizers then unscale, clip and skip in their own kernel; for others one pass multiplies the gradients by clip
+    coefficient / scale, left out where that is 1, and one host sync learns whether to skip. ``"explain"`` keeps the
+    inputs and the models' output gradients alive until the step; ``"explain"`` and ``"raise"`` cost one host sync.
 
     Example:
         >>> import mezzo, torch
@@ -113,57 +101,83 @@ class MixedPrecision:
         policy: Policy | str | os.PathLike[str] = "O1",
         *,
         max_grad_norm: float | None = None,
+        num_losses: int = 1,
         device: torch.device | str | None = None,
+        on_overflow: Literal["skip", "explain", "raise"] = "skip",
+        restore_buffers: bool = False,
     ) -> None:
         self.policy = Policy.of(policy)
         self.max_grad_norm = max_grad_norm
+        self.on_overflow = on_overflow
         self._models = [models] if isinstance(models, nn.Module) else list(models)
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else listed(optimizers)
-        check_session(self._models, self._optimizers, self.policy, max_grad_norm, device)
+        check_session(
+            self._models,
+            self._optimizers,
+            self.policy,
+            device,
+            max_grad_norm=max_grad_norm,
+            num_losses=num_losses,
+            on_overflow=on_overflow,
+        )
         self._prepared: list[Prepared] = []
-        self._masters: list[MasterWeights] = []
-        self._guards: list[RemovableHandle] = []
-        self._window: _Window | None = None
-        self._rescaled: set[tuple[int, int]] = set()
+        self._masters: dict[int, MasterWeights] = {}
+        self._hooks: list[RemovableHandle] = []
         self._stepping = self._closed = False
         first = next(self.master_params())
-        self._scaler = Scaler(self.policy.loss_scale, device if device is not None else first.device)
+        self._scalers = [Scaler(self.policy.loss_scale, device or first.device) for _ in range(num_losses)]
+        self._buffers = NormBuffers(self._models) if restore_buffers else None
+        self._edits = EditWatch()
+        self._restored: set[str] = set()  # FP32 parameters that load_state_dict wrote, until the next step
+        self._on_the_way: dict[int, Tensor] = {}  # whether grad() overflowed since the last step, by loss
+        self._accounts = Accounts(self.policy.loss_scale, self._scale_tensors(), self._name_of)
         try:
             self._convert()
         except BaseException:
             self._undo()
             raise
+        self._clusters = clusters(self._optimizers, self._masters)
+        self._replay = self._watched() if on_overflow == "explain" else None
         if self.policy.dtype != torch.float32:
             kind = "emulated in float32" if self.emulated else "native"
             logger.info("%s arithmetic on %s is %s", self.policy.dtype, first.device.type, kind)
 
     def _convert(self) -> None:
         for optimizer in self._optimizers:  # before the masters' own hooks, so that nothing is gathered either
-            self._guards.append(optimizer.register_step_pre_hook(self._refuse_foreign_step))
+            self._hooks.append(optimizer.register_step_pre_hook(self._refuse_foreign_step))
         for model in self._models:
             self._prepared.append(Prepared(model, self.policy))
         refuse_fp16_unscaling(self._models, self._optimizers, self.policy)
         if self.policy.master_weights:
             originals = {t: data for prepared in self._prepared for t, data in prepared.converted.items()}
             for optimizer in self._optimizers:
-                self._masters.append(MasterWeights(optimizer, grad_dtype="param", originals=originals))
+                self._masters[id(optimizer)] = MasterWeights(optimizer, grad_dtype="param", originals=originals)
         for prepared in self._prepared:
             prepared.release_originals()
+        for number, model in enumerate(self._models):
+            exact = state.ExactLoading(self, f"{number}." if len(self._models) > 1 else "")
+            self._hooks.append(model.register_load_state_dict_pre_hook(exact))  # type: ignore[no-untyped-call]
 
     def _undo(self) -> None:
-        for guard in self._guards:
-            guard.remove()
+        for hook in self._hooks:
+            hook.remove()
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self._prepared):
             prepared.remove()
-        for masters in self._masters:
+        for masters in self._masters.values():
             masters.remove()
 
+    def _watched(self) -> Replay:
+        from mezzo.numerics import Replay
+
+        return Replay(self._models, region=self._region)
+
     def _refuse_foreign_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._window is not None and not self._stepping:
+        window = next((c.window for c in self._clusters if optimizer in c.optimizers), None)
+        if window is not None and not self._stepping:
             raise StateError(
                 "optimizer.step() behind the session's back",
-                where=f"{type(optimizer).__name__}, after {self._window.micro_batches} amp.backward() call(s)",
+                where=f"{type(optimizer).__name__}, after {window.micro_batches} amp.backward() call(s)",
                 why="the gradients still carry the loss scale, and were neither checked nor clipped",
                 write="amp.step()",
             )
@@ -183,142 +197,301 @@ class MixedPrecision:
     @property
     def emulated(self) -> bool:
         """Whether GEMMs and convolutions compute in FP32 from rounded operands on this device."""
-        return self.autocast().emulated
+        return self._region().emulated
 
     @property
     def loss_scale(self) -> Tensor:
-        """The current loss scale, 0-d float32 on the device."""
-        return self._scaler.state.scale
+        """The current loss scale, 0-d float32 on the device; one for each loss where there are several."""
+        scales = self._scale_tensors()
+        return scales[0] if len(scales) == 1 else torch.stack(scales)
 
-    def autocast(self) -> autocast:
+    def _scale_tensors(self) -> list[Tensor]:
+        return [scaler.state.scale for scaler in self._scalers]
+
+    def autocast(self) -> region.autocast:
         """Return the region to run the forward pass and the loss in."""
         self._require_open("autocast")
+        if self._buffers is not None:
+            self._buffers.remember()
+        return self._region()
+
+    def _region(self) -> region.autocast:
         return self._prepared[0].autocast(*self._prepared[1:])
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        optimizers: Optimizer | Iterable[Optimizer] | None = None,
+        loss_id: int = 0,
+        **kwargs: Any,
+    ) -> None:
         """Scale a loss and run its backward pass; call it again to accumulate, or for another loss.
 
-        Gradients of low-precision parameters that have masters are summed in FP32 from the second call on.
+        Gradients of low-precision parameters that have masters are summed in FP32 from the second call on. Where
+        gradients with another scale are there already, those are set aside, and ``step`` sums g₁/S₁ + g₂/S₂ in FP32.
 
         Args:
             loss: A floating scalar.
+            optimizers: Whose parameters get gradients; all when omitted. The gradients of other parameters are
+                not computed, as with ``inputs=`` of ``Tensor.backward``.
+            loss_id: Which of the session's ``num_losses`` losses this is, and so which scale it gets.
             **kwargs: As ``Tensor.backward`` takes them: ``retain_graph``, ``create_graph``, ``inputs``.
 
         Raises:
-            PolicyError: The loss is not a floating scalar.
-            StateError: The loss depends on no parameter, or the scale was changed since the last ``backward``.
+            PolicyError: The loss is not a floating scalar, or no such ``loss_id`` or optimizer.
+            StateError: The loss depends on no parameter, or the scale was written to since the last ``backward``.
+
+        **Cost**: no host sync. A window with several scales holds 4 more bytes a parameter.
         """
         self._require_open("backward")
         check_loss(loss)
-        scale = self._scaler.state.scale
-        if self._window is None:
-            self._refuse_leftovers()
-        elif self._window.scale is not scale or self._window.version != scale._version:
-            raise StateError(
-                "the loss scale was changed inside an accumulation window",
-                where=f"after {self._window.micro_batches} backward pass(es) since the last step",
-                why="their gradients carry another scale, and the sum would mix the two",
-                write="amp.step() or amp.zero_grad() first",
-            )
-        else:
-            for masters in self._masters:
-                masters.gather()
-        self._window = _Window(scale, scale._version, self._window.micro_batches + 1 if self._window else 1)
-        self.autocast().run_backward(self._scaler.scaled(loss), **kwargs)
+        scaler = self._scaler(loss_id)
+        involved = [c for c in self._clusters if not set(c.optimizers).isdisjoint(chosen(optimizers, self._optimizers))]
+        if len(involved) < len(self._clusters):
+            kwargs.setdefault("inputs", _differentiable(involved))
+        for cluster in involved:
+            cluster.begin(scaler, loss_id, loss)
+        self._region().run_backward(scaler.scaled(loss), **kwargs)
+        if scaler.changes_gradients:
+            self._edits.remember(leaf for cluster in involved for leaf in cluster.leaves())
 
-    def _refuse_leftovers(self) -> None:
-        """Refuse to add scaled gradients to those that the last step unscaled."""
-        if any(p.grad is not None and _mark(p.grad) in self._rescaled for p in self.master_params()):
-            raise StateError(
-                "the last step's gradients are still there",
-                why="they are unscaled by now, and the new ones would be added to them with the loss scale",
-                write="amp.zero_grad() after each amp.step()",
-            )
-        self._rescaled.clear()
+    def grad(
+        self,
+        outputs: Tensor,
+        inputs: Tensor | Iterable[Tensor],
+        *,
+        create_graph: bool = False,
+        loss_id: int = 0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        """Differentiate as ``torch.autograd.grad`` does, scaled on the way and unscaled in FP32: for penalties.
 
-    @torch.no_grad()
-    def step(self, *, scheduler: Any = None) -> Step:
-        """Check the gradients, unscale and clip them, update or skip, and adapt the loss scale.
+        An overflow on this way counts as one of the next step's, so that the scale falls although the penalty made
+        the loss itself infinite.
 
         Args:
-            scheduler: A learning-rate scheduler (or a list of them) to step only if the weights were. Needs one
-                host sync.
+            outputs: A floating scalar, or any tensor with ``grad_outputs=``.
+            inputs: What to differentiate by.
+            create_graph: Make the results differentiable.
+            loss_id: Whose scale to use.
+            **kwargs: As ``torch.autograd.grad`` takes them: ``grad_outputs``, ``retain_graph``, ``allow_unused``.
+
+        Returns:
+            One gradient for each input, at least in FP32 and without the scale.
+
+        Example:
+            >>> import mezzo, torch
+            >>> model = torch.nn.Linear(3, 1)
+            >>> amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1,emulate=true")
+            >>> x = torch.randn(5, 3, requires_grad=True)
+            >>> with amp.autocast():
+            ...     out = model(x)
+            >>> (slope,) = amp.grad(out.float().sum(), x, create_graph=True)
+            >>> with amp.autocast():
+            ...     loss = out.float().mean() + (slope.norm(dim=1) - 1).square().mean()
+            >>> amp.backward(loss)
+
+        References:
+            Gulrajani et al., *Improved Training of Wasserstein GANs*, NeurIPS 2017.
+        """
+        self._require_open("grad")
+        scaler = self._scaler(loss_id)
+        given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        found = self._region().run_grad(scaler.scaled(outputs), given, create_graph=create_graph, **kwargs)
+        if not scaler.changes_gradients:
+            return found
+        inverse = scaler.state.inverse()
+        # Inputs that were not used have none, with allow_unused=True.
+        unscaled = [
+            g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) * inverse.to(g.device) for g in found
+        ]
+        if there := [g.detach() for g in unscaled if g is not None]:
+            found_inf = not_finite(norms(there, inverse.device)[0])
+            before = self._on_the_way.get(loss_id)
+            self._on_the_way[loss_id] = found_inf if before is None else before | found_inf
+        return tuple(unscaled)
+
+    def unscale_(self, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> None:
+        """Unscale the gradients now, for whoever wants to look at them or edit them before ``step``.
+
+        They are then those of ``master_params()``, in FP32 where these are. Any edit in place is honoured by
+        ``step``, which checks and clips what it finds.
+
+        Args:
+            optimizers: Whose gradients; all when omitted.
+
+        Raises:
+            StateError: No ``backward`` since the last step.
+
+        **Cost**: two passes over the gradients, no host sync.
+        """
+        self._require_open("unscale_")
+        involved = self._open_clusters(chosen(optimizers, self._optimizers), "unscale_")
+        with torch.no_grad():
+            for cluster in involved:
+                cluster.settle()
+
+    @torch.no_grad()
+    def step(
+        self,
+        optimizers: Optimizer | Iterable[Optimizer] | None = None,
+        closure: Callable[[], Any] | None = None,
+        scheduler: Any = None,
+    ) -> Step:
+        """Check the gradients, unscale and clip them, update or skip, and adapt the loss scale.
+
+        All optimizers of one call step together or not at all, and their gradients are clipped together.
+
+        Args:
+            optimizers: Which optimizers step; all that have gradients when omitted.
+            closure: For optimizers that evaluate the loss themselves (LBFGS, SAM): clears the gradients, computes
+                the loss and calls ``amp.backward(loss)``. If any evaluation overflows, weights and optimizer state
+                are put back. One optimizer at a time; one host sync for each evaluation, and a copy of weights and
+                state while the step runs.
+            scheduler: A learning-rate scheduler, or a callable, or a list of them, to step only if the weights
+                were. Needs one host sync.
 
         Returns:
             What happened, as device tensors.
 
         Raises:
             StateError: No ``backward`` since the last step, or no parameter has a gradient.
+            NumericsError: An overflow, with ``on_overflow="raise"``; nothing was updated, the scale has adapted.
+            ScaleCollapsed: The loss scale stood at its floor for ``patience`` overflows, at most two steps ago.
         """
         self._require_open("step")
-        window = self._window
-        if window is None:
-            raise StateError("step() before backward()", write="amp.backward(loss), then amp.step()")
-        if window.scale is not self._scaler.state.scale or window.version != window.scale._version:
-            raise StateError(
-                "the loss scale was changed inside an accumulation window",
-                why="the gradients carry the scale they were made with",
-                write="amp.zero_grad(), then amp.backward(loss) again",
-            )
+        self._accounts.check()
         schedulers = checked_schedulers(scheduler)
-        for masters in self._masters:
-            masters.take_edits()
-            masters.gather()
-        params = {id(param): param for param in self.master_params()}.values()  # optimizers may share some
-        gradients = [dense(param, param.grad) for param in params if param.grad is not None]
-        if not gradients:
-            raise StateError(
-                "no parameter has a gradient",
-                why="every optimizer's gradients are None: frozen, detached, or cleared since backward()",
-                write="amp.zero_grad() only after amp.step()",
-            )
-        device = window.scale.device
-        inverse = self._scaler.state.inverse()
-        # The norm of the scaled gradients times 1/scale also finds an infinity that unscaling would make.
-        norm = global_norm(gradients, device) * inverse
-        found_inf = ~torch.isfinite(norm)
-        self._window = None  # whatever happens from here on, these gradients are not the scaled ones any more
-        self._rescale(gradients, norm, inverse)
-        self._stepping = True
-        try:
-            for optimizer in self._optimizers:
-                step_or_skip(optimizer, found_inf)
-        finally:
-            self._stepping = False
-        for masters in self._masters:
-            masters.drop_gradients()
-        self._scaler.update(found_inf)
-        self._forget_casts()
-        step = Step(skipped=found_inf, scale=window.scale, next_scale=self._scaler.state.scale, grad_norm=norm)
-        if schedulers and not bool(found_inf):
+        wanted = chosen(optimizers, self._optimizers)
+        if closure is not None:
+            checked, involved = self._evaluate(closure, wanted)
+            found = Found(checked.found_inf)
+        else:
+            involved = self._open_clusters(wanted, "step")
+            checked = check(involved, wanted, self._device, self._edits)
+            found = Found(checked.found_inf)
+            stepping = [o for cluster in involved for o in cluster.optimizers if o in wanted]
+            alone = {o for cluster in involved if len(cluster.optimizers) == 1 for o in cluster.optimizers}
+            with self._may_step(involved):
+                update(checked, stepping, alone, self.max_grad_norm, found)
+        # The host asks about the overflow only where it has to act on the answer.
+        overflow = self._located(checked) if self._replay is not None and found else None
+        step = self._finish(checked, involved, overflow)
+        if self.on_overflow == "raise" and found:
+            raise overflowed(checked, self._name_of)
+        if schedulers and not found:
             for each in schedulers:
-                each.step()
+                each()
         return step
 
-    def _rescale(self, gradients: list[Tensor], norm: Tensor, inverse: Tensor) -> None:
-        """Multiply gradients by clip coefficient / scale, in one pass, unless that is 1 by construction."""
-        multiplier = inverse
-        if self.max_grad_norm is not None:
-            # torch.nn.utils.clip_grad_norm_'s coefficient, its epsilon included
-            multiplier = inverse * torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
-        elif not self._scaler.changes_gradients:
-            return
-        multiply(gradients, multiplier)
-        if self._scaler.changes_gradients:
-            self._rescaled = {_mark(gradient) for gradient in gradients}
+    def _located(self, checked: Checked) -> Overflow | Changed | None:
+        """Run the step's batches again, and say where the overflow began."""
+        if self._replay is None:
+            return None
+        with torch.enable_grad():
+            return self._replay.locate(checked.shares[-1].scale)
+
+    @contextlib.contextmanager
+    def _may_step(self, involved: list[Cluster]) -> Iterator[None]:
+        """Let the optimizers step; whatever happens there, these gradients are not the scaled ones any more."""
+        self._stepping = True
+        try:
+            yield
+        except BaseException:
+            for cluster in involved:
+                cluster.close()
+            raise
+        finally:
+            self._stepping = False
+
+    def _evaluate(self, closure: Callable[[], Any], optimizers: list[Optimizer]) -> tuple[Checked, list[Cluster]]:
+        """Let one optimizer evaluate the loss itself, each evaluation checked, unscaled and clipped."""
+        optimizer = only(optimizers)
+        (cluster,) = (c for c in self._clusters if optimizer in c.optimizers)
+        evaluations: list[Checked] = []
+
+        @torch.no_grad()
+        def unscale() -> None:
+            if cluster.window is None:
+                raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
+            cluster.settle()
+            evaluations.append(check([cluster], [optimizer], self._device, self._edits))
+            if (factor := evaluations[-1].multiplier(self.max_grad_norm)) is not None:
+                multiply(evaluations[-1].gradients, factor)
+            cluster.close()
+            if bool(evaluations[-1].found_inf):
+                raise Overflowed
+
+        def evaluate() -> Any:
+            loss = closure()
+            unscale()
+            return loss
+
+        masters = self._masters.get(id(optimizer))
+        back = masters.round_to_params if masters else None
+        with self._may_step([cluster]), undone_on_overflow(optimizer, cluster.params([optimizer]), back):
+            if cluster.window is not None:
+                unscale()
+            optimizer.step(evaluate)
+        if not evaluations:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() did not evaluate the closure", write="amp.step() without closure="
+            )
+        return together(evaluations), [cluster]
+
+    def _finish(self, checked: Checked, involved: list[Cluster], overflow: Overflow | Changed | None) -> Step:
+        """Adapt the scales, close the windows, and put down what happened."""
+        for cluster in involved:
+            for masters in cluster.masters:
+                masters.drop_gradients()
+            cluster.close(checked.gradients if len(cluster.optimizers) == 1 else None)
+        self._restored.clear()
+        adapted = adapt(self._scalers, checked, self._on_the_way)
+        for loss_id in adapted.after:
+            self._on_the_way.pop(loss_id, None)
+        if self._buffers is not None:
+            self._buffers.restore_where(checked.found_inf)
+        self._forget_passes()
+        self._accounts.note(
+            Outcome(
+                skipped=checked.found_inf,
+                scales=adapted.after,
+                norms=checked.each,
+                params=checked.params,
+                loss_failed=adapted.loss_failed,
+                edited=checked.edited,
+            )
+        )
+        if overflow is not None:
+            logger.warning("%s", overflow)
+        return Step(
+            skipped=checked.found_inf,
+            scale=_one_or_all(list(adapted.before.values())),
+            next_scale=_one_or_all([after.scale for after in adapted.after.values()]),
+            grad_norm=checked.norm,
+            overflow=overflow,
+            check=self._accounts.check,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of models and masters, and forget an unfinished accumulation window."""
+        """Clear the gradients of models and masters, and forget unfinished accumulation windows."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
         for model in self._models:
             model.zero_grad(set_to_none)
-        self._forget_casts()
-        self._window = None
+        if self._buffers is not None and any(cluster.window for cluster in self._clusters):
+            self._buffers.forget()
+        self._forget_passes()
+        for cluster in self._clusters:
+            cluster.forget()
+        self._on_the_way.clear()
 
-    def _forget_casts(self) -> None:
+    def _forget_passes(self) -> None:
+        """Let go of what forward passes left behind: casts of weights, and what a replay would need."""
         for prepared in self._prepared:
             prepared.casts.clear()
+        if self._replay is not None:
+            self._replay.clear()
 
     def master_params(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
         """Yield the tensors that the optimizers update: FP32 masters, or the parameters themselves.
@@ -331,66 +504,43 @@ class MixedPrecision:
                 for group in each.param_groups:
                     yield from group["params"]
 
+    def stats(self, loss_id: int = 0) -> Stats:
+        """Return how many steps there were, how many were skipped, and how the loss scale moved.
+
+        Args:
+            loss_id: Whose scale.
+
+        **Cost**: waits for the device.
+        """
+        self._scaler(loss_id)
+        return self._accounts.stats(loss_id)
+
     # State --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the models' and optimizers' own state dicts lack.
 
-        The loss scale with its counters, the masters, and in the middle of an accumulation window the gradients.
-        Plain containers and tensors: ``torch.load(weights_only=True)`` reads it back.
+        The loss scales with their counters, the account of the steps, the masters, and in the middle of an
+        accumulation window the gradients. Plain containers and tensors: ``torch.load(weights_only=True)`` reads it
+        back, and :func:`mezzo.save` writes it so that no half-written file is ever left.
 
         **Cost**: a host sync, and a copy of the masters.
         """
         self._require_open("state_dict")
-        for masters in self._masters:
-            masters.take_edits()
-        open_window = self._window is not None
-        gradients = {n: p.grad.clone() for n, p in self._named_params() if open_window and p.grad is not None}
-        named = self._named_masters()
-        return {
-            "version": STATE_VERSION,
-            "policy": str(self.policy),
-            "parameters": self._fingerprint(),
-            "loss_scale": self._scaler.state_dict(),
-            "masters": {name: master.detach().clone() for name, master in named.items()},
-            "micro_batches": self._window.micro_batches if self._window else 0,
-            "gradients": gradients,
-            "master_gradients": {n: m.grad.clone() for n, m in named.items() if open_window and m.grad is not None},
-        }
+        return state.saved(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; the models' and optimizers' own may be loaded before or after.
 
+        The session that saved it may have had another policy, as long as both stand for the same FP32 weights:
+        FP32, O1 and O2 continue each other. The state of a ``torch.amp.GradScaler`` and that of ``apex.amp`` load too.
+
         Raises:
-            StateError: Another policy or model (all differences listed), an unfinished accumulation window, or not
-                a session's state. Nothing was loaded.
+            StateError: Another model, or a policy that cannot continue this one (all differences listed), an
+                unfinished accumulation window, or no session's state. Nothing was loaded.
         """
         self._require_open("load_state_dict")
-        if self._window is not None:
-            raise StateError(
-                "loading would change the loss scale inside an accumulation window",
-                where=f"after {self._window.micro_batches} backward pass(es) since the last step",
-                write="amp.step() or amp.zero_grad() first",
-            )
-        check_state(state, self.policy, self._fingerprint(), self._named_masters())
-        self._scaler.load_state_dict(state["loss_scale"])
-        with torch.no_grad():
-            for name, master in self._named_masters().items():
-                master.copy_(state["masters"][name])
-        for masters in self._masters:
-            masters.round_to_params()
-        if state["micro_batches"]:
-            self._load_window(state)
-
-    def _load_window(self, state: Mapping[str, Any]) -> None:
-        scale = self._scaler.state.scale
-        self._window = _Window(scale, scale._version, int(state["micro_batches"]))
-        for name, param in self._named_params():
-            saved = state["gradients"].get(name)
-            param.grad = None if saved is None else saved.to(param.device, copy=True)
-        for name, master in self._named_masters().items():
-            saved = state["master_gradients"].get(name)
-            master.grad = None if saved is None else saved.to(master.device, copy=True)
+        state.load(self, state_dict)
 
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for number, model in enumerate(self._models):
@@ -399,22 +549,61 @@ class MixedPrecision:
                 yield prefix + name, param
 
     def _named_masters(self) -> dict[str, nn.Parameter]:
-        held = {param: master for masters in self._masters for param, master in masters.masters().items()}
+        held = {param: master for masters in self._masters.values() for param, master in masters.masters().items()}
         return {name: held[param] for name, param in self._named_params() if param in held}
 
-    def _fingerprint(self) -> dict[str, str]:
-        return {n: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for n, p in self._named_params()}
+    def _name_of(self, tensor: Tensor) -> str:
+        """Name a parameter, or that of which a tensor is the master."""
+        named = {id(param): name for name, param in self._named_params()}
+        named |= {id(master): name for name, master in self._named_masters().items()}
+        return named.get(id(tensor), f"a parameter of shape {tuple(tensor.shape)}")
+
+    # Which optimizers, which loss ----------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return self._scalers[0].state.scale.device
+
+    def _scaler(self, loss_id: int) -> Scaler:
+        check_loss_id(loss_id, len(self._scalers))
+        return self._scalers[loss_id]
+
+    def _open_clusters(self, optimizers: list[Optimizer], call: str) -> list[Cluster]:
+        """Return the clusters of some optimizers that have gradients to step with."""
+        wanted = set(optimizers)
+        found = [c for c in self._clusters if c.window is not None and not wanted.isdisjoint(c.optimizers)]
+        if not found:
+            raise StateError(f"{call}() before backward()", write=f"amp.backward(loss), then amp.{call}()")
+        return found
 
     def close(self) -> None:
         """Undo the preparation: FP32 weights with the masters' values, and the optimizers as they were built."""
         if self._closed:
             return
-        for masters in self._masters:
+        for masters in self._masters.values():
             masters.take_edits()
         self.zero_grad()
         self._undo()
+        if self._replay is not None:
+            self._replay.remove()
         self._closed = True
 
     def _require_open(self, call: str) -> None:
         if self._closed:
             raise StateError(f"{call}() after close()", write="a new MixedPrecision(model, optimizer, policy)")
+
+
+def _one_or_all(scales: list[Tensor]) -> Tensor:
+    return scales[0] if len(scales) == 1 else torch.stack(scales)
+
+
+def _differentiable(involved: list[Cluster]) -> list[Tensor]:
+    """Return the parameters that some optimizers' backward pass is for."""
+    leaves = [leaf for cluster in involved for leaf in cluster.leaves()]
+    if not leaves:
+        raise StateError(
+            "these optimizers update no parameter that requires a gradient",
+            where=some_of([type(o).__name__ for cluster in involved for o in cluster.optimizers]),
+            write="requires_grad_(True) on what they train, or amp.backward(loss) for all optimizers",
+        )
+    return leaves

@@ -508,7 +508,6 @@ def double_model():
         (lambda: (network(), "adamw"), "O1", PolicyError, "must be a torch.optim.Optimizer, not str"),
         (lambda: ("net", fresh()[1]), "O1", PolicyError, "models must be"),
         (lambda: (m := network(), [o := OPTIMIZERS["sgd"](m.parameters()), o]), "O1", PolicyError, "listed twice"),
-        (lambda: (m := network(), torch.optim.LBFGS(m.parameters())), "O1", UnsupportedError, "inside its step"),
         (lambda: (network(), torch.optim.SGD([{"params": []}])), "O1", PolicyError, "updates no parameter"),
         (lambda: in_session(), "O1", StateError, "belongs to a session"),
         (lambda: lazy(), "O2", UnsupportedError, "lazy parameters have no values yet"),
@@ -612,11 +611,10 @@ def test_states_of_another_session_list_every_difference():
         "policy level: O2 → O1",
         "parameter weight: float16 [2, 3] → missing",
         "parameter 0.weight: missing → float32 [4, 1, 3, 3]",
-        "master of weight: [2, 3] → missing",
     ):
         assert line in str(caught.value)
     assert_same(before, amp.state_dict())
-    for wrong in ({}, {"version": 1}, 7):
+    for wrong in ({}, {"version": 2}, 7):
         with pytest.raises(StateError, match="not the state of a MixedPrecision session"):
             amp.load_state_dict(wrong)
     with pytest.raises(StateError, match="version 99"):

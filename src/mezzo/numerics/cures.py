@@ -1,0 +1,177 @@
+"""What to write so that an overflow does not come back: rules, a wider format, a lower loss scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import nn
+
+from mezzo.errors import PolicyError
+from mezzo.explanation.differences import MODEL
+from mezzo.explanation.trace import LOSS
+from mezzo.numerics.origins import Origin
+from mezzo.policy import Policy, Rule
+from mezzo.policy.fields import FIELDS, level_fields
+from mezzo.scale import LossScale
+
+__all__ = ["Context", "highest_scale", "power", "scale", "wider"]
+
+#: More modules than these in FP32 are better served by another format.
+_MANY: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What is known of the step beside the origin.
+
+    Attributes:
+        models: The models.
+        policy: Their policy, where it is known.
+        autocasts: Whether ops are cast one by one.
+        loss_scale: What the loss was multiplied by.
+        lowered: The highest scale below it with which every gradient is finite, if there is one.
+    """
+
+    models: Sequence[nn.Module]
+    policy: Policy | None
+    autocasts: bool
+    loss_scale: float = 1.0
+    lowered: float | None = None
+
+
+# Forward --------------------------------------------------------------------------------------------
+
+
+def wider(origin: Origin, context: Context) -> tuple[str, str]:
+    """Return what makes room for a number beyond 16 bits: a remark on it, and the text to paste.
+
+    An FP32 rule cures only what nothing casts back: where a low-precision op reads the number before another one has
+    brought it back into range, that op's module must be FP32 as well; where that spreads, BF16 has the range.
+    """
+    policy, readers = context.policy, [each for each in origin.consumers if each.is_low]
+    if origin.cast_by == "model":
+        return ", and the model's own code casts it", "x.bfloat16() in place of x.half(), or no cast"
+    if policy is not None and policy.dtype != origin.dtype:
+        return f", which {policy} does not ask for: the model's own code casts", "x.float() before it"
+    if origin.role == "parameter" and (path := _unnumbered(origin.tensor.name.split(" ")[0], context)):
+        return "", f'policy = policy.keep_fp32(params=["{path}"])'
+    if origin.rule is not None and origin.rule.op is not None and not readers:
+        return f", under the rule {origin.rule}", f'policy = policy.fp32("{origin.op}")'
+    if modules := _modules(origin, context):
+        names = ", ".join(f'"{path}"' for path in modules)
+        return "", f"policy = policy.keep_fp32(modules=[{names}])"
+    if context.autocasts and not readers and _takes_rule(origin.op):
+        return "", f'policy = policy.fp32("{origin.op}")'
+    names = ", ".join(dict.fromkeys(f"{each.op} in {each.module or MODEL}" for each in readers[:_MANY]))
+    return f"; FP32 there would not do, since {names} would cast it again" if names else "", _bfloat16(context)
+
+
+def _modules(origin: Origin, context: Context) -> list[str]:
+    """Return the modules that together keep the number in FP32 until it is back in range; none where that is most."""
+    if context.autocasts:
+        # What is FP32 stays FP32 until an op that autocasting casts low.
+        modules = [origin.module, *(each.module for each in origin.consumers if each.is_low)]
+    else:
+        # Without autocast a module's results are cast back, so one module must hold all that reads the number.
+        each = [origin.module, *(each.module for each in origin.consumers)]
+        modules = [".".join(_common(*(path.split(".") for path in each)))]
+    found = [_unnumbered(path, context) for path in dict.fromkeys(modules)]
+    return [path for path in found if path] if all(found) and len(found) <= _MANY else []
+
+
+def _common(*paths: Sequence[str]) -> Iterator[str]:
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            return
+        yield parts[0]
+
+
+def _unnumbered(path: str, context: Context) -> str | None:
+    """Return a path as rules have it, if every model has a parameter, or a module that is called, under it."""
+    if len(context.models) > 1:
+        path = path.partition(".")[2]
+    if path == LOSS or not path:
+        return None
+    for model in context.models:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if path not in dict(model.named_parameters(remove_duplicate=False)) and (
+            path not in modules or type(modules[path]).forward is nn.Module.forward
+        ):
+            return None
+    return path
+
+
+def _takes_rule(op: str) -> bool:
+    try:
+        return bool(Rule("fp32", op=op).ops)
+    except PolicyError:
+        return False
+
+
+def _bfloat16(context: Context) -> str:
+    policy = context.policy
+    if policy is None:
+        return f'policy = mezzo.Policy.{"O1" if context.autocasts else "O2"}("bfloat16")'
+    before = level_fields(policy.level, policy.dtype)
+    # The format and the loss scale follow from the new one.
+    kept = {name: getattr(policy, name) for name in FIELDS if getattr(policy, name) != before[name]}
+    kept = {name: value for name, value in kept.items() if value != policy.dtype and name != "loss_scale"}
+    other: Policy = getattr(Policy, policy.level)("bfloat16", rules=policy.rules, **kept)
+    return f'policy = mezzo.Policy.parse("{other}")'
+
+
+# Backward -------------------------------------------------------------------------------------------
+
+
+def highest_scale(
+    scale: float, needed: float | None, limit: float, is_finite_at: Callable[[float], bool]
+) -> float | None:
+    """Find the largest power of two below a loss scale with which a backward pass stays finite.
+
+    Args:
+        scale: The scale that is too large.
+        needed: The magnitude that did not fit, from which the first guess is made.
+        limit: The largest number of its format.
+        is_finite_at: Runs the backward pass with another scale.
+
+    Returns:
+        The scale; ``None`` where none of 2^40 times less does, so that the scale is not what is wrong.
+    """
+    high = math.ceil(math.log2(scale))  # the exponent of a scale that is too large
+    low = high - 41
+    if not is_finite_at(2.0**low):
+        return None
+    guess = high - 1
+    if needed is not None and math.isfinite(needed):
+        guess = math.floor(math.log2(scale * limit / needed))
+    while high - low > 1:
+        middle = guess if low < guess < high else (low + high) // 2
+        if is_finite_at(2.0**middle):
+            low, guess = middle, middle + 1
+        else:
+            high, guess = middle, middle - 1
+    return 2.0**low
+
+
+def scale(context: Context) -> str:
+    """Return the text that lowers the loss scale."""
+    assert context.lowered is not None
+    before = LossScale.dynamic() if context.policy is None else context.policy.loss_scale
+    after = LossScale.constant(context.lowered)
+    if before.mode == "dynamic" and before.floor <= context.lowered:
+        after = dataclasses.replace(before, init=context.lowered)
+    return f'policy = policy.evolve(loss_scale="{after}")'
+
+
+def power(value: float) -> str:
+    """Write a power of two.
+
+    Example:
+        >>> power(512.0)
+        '2**9'
+    """
+    return f"2**{int(math.log2(value))}"

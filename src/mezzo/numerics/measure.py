@@ -1,0 +1,156 @@
+"""What one tensor or one kernel's call says about its numbers: finite or not, its range, what a wider format holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from mezzo.explanation.kernels import dtype_name, has_fraction, tensors
+from mezzo.numerics.overflow import Range
+
+__all__ = ["Operand", "each_tensor", "has_literal", "is_finite", "largest_in", "operands", "range_of"]
+
+#: In-place kernels that do not read what they write to, which may be memory that nothing was written to before.
+_OVERWRITING: Final = frozenset(
+    "copy_ fill_ zero_ normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ set_".split()
+)
+_LAYOUTS: Final = (torch.strided, torch.sparse_coo, torch.sparse_csr)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that a kernel reads.
+
+    Attributes:
+        name: Its name in the kernel's schema.
+        tensor: Its numbers: the argument itself, or a copy where the kernel writes to it.
+        argument: The argument itself.
+    """
+
+    name: str
+    tensor: Tensor
+    argument: Tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither inf nor NaN; a host sync. Tensors without numbers of their own are finite."""
+    if not has_fraction(tensor.dtype) or tensor.device.type == "meta" or tensor.layout not in _LAYOUTS:
+        return True
+    return bool(torch.isfinite(_values(tensor)).all())
+
+
+def range_of(tensor: Tensor, name: str) -> Range:
+    """Measure where the numbers of a tensor lie; a few host syncs."""
+    values = _values(tensor)
+    magnitudes = (torch.view_as_real(values) if values.is_complex() else values).abs()
+    finite = magnitudes[torch.isfinite(magnitudes)]
+    positive = finite[finite > 0]
+    largest = float(positive.amax()) if positive.numel() else 0.0
+    limit = torch.finfo(tensor.dtype).max
+    return Range(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        smallest=float(positive.amin()) if positive.numel() else None,
+        largest=largest,
+        num_zeros=finite.numel() - positive.numel(),
+        num_inf=int(torch.isinf(magnitudes).sum()),
+        num_nan=int(torch.isnan(magnitudes).sum()),
+        share=largest / limit,
+        headroom=math.log2(limit / largest) if largest else None,
+    )
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the numbers themselves, in a format that has arithmetic."""
+    values = tensor.detach()
+    if values.layout == torch.sparse_coo:
+        values = values._values()
+    elif values.layout == torch.sparse_csr:
+        values = values.values()
+    return values.float() if values.element_size() == 1 else values
+
+
+# Kernels --------------------------------------------------------------------------------------------
+
+
+def operands(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Operand]:
+    """List what a kernel is about to read: copies of what it will write to, and no memory that it only writes."""
+    found = []
+    overwrites = str(kernel._schema.name).removeprefix("aten::") in _OVERWRITING
+    for position, argument in enumerate(kernel._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if value is None or argument.is_out or (is_written and overwrites):
+            continue
+        each = list(tensors(value))
+        for number, tensor in enumerate(each):
+            if has_fraction(tensor.dtype):
+                name = argument.name if len(each) == 1 else f"{argument.name}[{number}]"
+                found.append(Operand(name, tensor.clone() if is_written else tensor, tensor))
+    return found
+
+
+def has_literal(args: Any, kwargs: Any) -> bool:
+    """Whether the call itself names an infinity or NaN, as ``masked_fill(mask, -inf)`` does."""
+    return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+
+
+def largest_in(
+    dtype: torch.dtype, kernel: Any, args: Any, kwargs: Any, read: list[Operand], position: int
+) -> float | None:
+    """Run a kernel again in a wider format, and return the largest magnitude of one of its results.
+
+    Args:
+        dtype: The wider format.
+        kernel: The kernel.
+        args: Its positional arguments; what it wrote to is taken from ``read``.
+        kwargs: Its keyword arguments.
+        read: What it read, as :func:`operands` listed it before the call.
+        position: Which of its results with fractions.
+
+    Returns:
+        The magnitude, which may be inf or NaN; ``None`` where the kernel draws random numbers or has no such form.
+    """
+    if torch.Tag.nondeterministic_seeded in kernel.tags or any(
+        argument.is_out for argument in kernel._schema.arguments
+    ):
+        return None
+    before = {id(operand.argument): operand.tensor for operand in read}
+
+    def widen(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point:
+            return before.get(id(leaf), leaf).to(dtype)
+        return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+
+    try:
+        results = kernel(*pytree.tree_map(widen, args), **pytree.tree_map(widen, kwargs))
+        result = [each for each in tensors(results) if has_fraction(each.dtype)][position]
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+        return None
+    return float(_values(result).abs().amax()) if result.numel() else None
+
+
+# Containers -----------------------------------------------------------------------------------------
+
+
+def each_tensor(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested containers and dataclasses, in order, with where each stands."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from each_tensor(item, f"{path}[{key!r}]")
+    elif isinstance(value, (tuple, list)):
+        for number, item in enumerate(value):
+            yield from each_tensor(item, f"{path}[{number}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from each_tensor(getattr(value, field.name, None), f"{path}.{field.name}")

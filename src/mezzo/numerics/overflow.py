@@ -1,0 +1,175 @@
+"""What a search for the first non-finite tensor reports, as values: ranges, the overflow, inputs that have changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self
+
+from mezzo.errors import StateError, message
+from mezzo.explanation.differences import MODEL
+
+__all__ = ["Changed", "Kind", "Overflow", "Phase", "Range"]
+
+_VERSION: Final = 1
+
+Phase = Literal["forward", "backward"]
+Kind = Literal[
+    "range", "scale", "zero", "domain", "unbounded", "masked", "written", "input", "parameter", "buffer", "loss",
+    "accumulation",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Where the numbers of one tensor lie, in the range of its format.
+
+    Attributes:
+        name: What the tensor is: a parameter's path, ``output``, ``gradient of input 0``, a kernel's argument.
+        dtype: Its format.
+        shape: Its shape.
+        smallest: Smallest magnitude that is not zero; ``None`` where all finite numbers are zero.
+        largest: Largest finite magnitude.
+        num_zeros: How many zeros.
+        num_inf: How many infinities.
+        num_nan: How many NaN.
+        share: ``largest`` as a share of the format's largest number.
+        headroom: Powers of two between ``largest`` and the format's largest number; ``None`` for zeros only.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float | None
+    largest: float
+    num_zeros: int
+    num_inf: int
+    num_nan: int
+    share: float
+    headroom: float | None
+
+    def __str__(self) -> str:
+        text = f"{self.name} ({self.dtype}, {_shape(self.shape)}): "
+        if self.headroom is None:
+            return f"{text}{'all zero' if self.num_zeros else 'no finite number'}{self._non_finite(', ')}"
+        text += f"|x| from {self.smallest:.4g} to {self.largest:.4g}, "
+        text += f"{self.share:.3g} of the range, " if self.share > 1e-4 else ""
+        zeros = f", {self.num_zeros} zeros" if self.num_zeros else ""
+        return f"{text}{self.headroom:.3g} powers of two left{zeros}{self._non_finite(', ')}"
+
+    def _non_finite(self, before: str) -> str:
+        counts = ((self.num_inf, "inf"), (self.num_nan, "nan"))
+        return "".join(f"{before}{count} {word}" for count, word in counts if count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overflow:
+    """The first non-finite tensor of a training step that led on, why it arose, and what to change.
+
+    It prints as an error does, compares by value, and goes to JSON and back.
+
+    Attributes:
+        kind: ``range``: a number beyond a format that a wider one holds. ``scale``: a gradient that a lower loss scale
+            keeps finite. ``zero``: a division by zero, a logarithm or an infinite derivative at zero. ``domain``: no
+            number at all, such as the root of -1. ``unbounded``: beyond float32 too. ``masked``: a softmax over -inf
+            alone. ``written``: the code's own ``inf`` or ``nan``. ``input``, ``parameter``, ``buffer``: non-finite
+            before the step. ``loss``: made outside the models, between their outputs and the loss.
+            ``accumulation``: a sum of micro-batches' gradients.
+        module: Path of the module; ``""`` is the model itself, ``(loss)`` what runs outside of it. With several models
+            paths begin with the model's number.
+        op: Base name of the op; in the backward phase of the op whose gradient it is.
+        kernel: Name of the kernel that wrote the tensor.
+        phase: ``forward`` or ``backward``.
+        tensor: The tensor, what is finite of it.
+        inputs: What that kernel read.
+        needed: The magnitude that the tensor should have held, where a wider format tells.
+        share: ``needed`` as a share of the format's largest number.
+        line: ``file:line`` of the user's code that called the op.
+        code: That line.
+        loss_scale: The scale that the gradients carried.
+        cause: Why, in words.
+        cure: What to write instead, as text to paste.
+    """
+
+    kind: Kind
+    module: str
+    op: str
+    kernel: str
+    phase: Phase
+    tensor: Range
+    inputs: tuple[Range, ...]
+    needed: float | None
+    share: float | None
+    line: str | None
+    code: str | None
+    loss_scale: float
+    cause: str
+    cure: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain containers, as JSON has them."""
+        data: dict[str, Any] = json.loads(self.to_json())
+        return data
+
+    def to_json(self) -> str:
+        """Write everything as one JSON object; :meth:`from_json` reads it back."""
+        return json.dumps({"version": _VERSION, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            StateError: It is not JSON, not an overflow, or one of another version.
+        """
+        again = "overflow.to_json(), read back with Overflow.from_json(text)"
+        try:
+            data = json.loads(text)
+            if (version := data.pop("version")) != _VERSION:
+                raise ValueError(f"it has version {version!r}, and this mezzo reads version {_VERSION}")
+            ranges = [_range(item) for item in (data["tensor"], *data["inputs"])]
+            return cls(**data | {"tensor": ranges[0], "inputs": tuple(ranges[1:])})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise StateError("this is not an overflow", why=why, write=again) from error
+
+    def __str__(self) -> str:
+        place = " ".join(filter(None, (self.module or MODEL, self.op)))
+        tensor = f"{self.tensor.name} ({self.tensor.dtype}, {_shape(self.tensor.shape)})"
+        counts = ((self.tensor.num_inf, "inf"), (self.tensor.num_nan, "nan"))
+        lines = [
+            f"{place}{f' ({self.kernel})' if self.kernel else ''}, {tensor}: "
+            + " and ".join(f"{count} {word}" for count, word in counts if count),
+            *([f"{self.line}  {self.code or ''}".rstrip()] if self.line else []),
+            *(f"reads {each}" for each in self.inputs),
+        ]
+        what = f"the first non-finite tensor: {self.tensor.name}, in the {self.phase} pass of {place}"
+        return message(what, where="\n".join(lines), why=self.cause, write=self.cure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """Tensors that a replay would need, and that were changed in place since they were used: nothing was located.
+
+    Attributes:
+        tensors: What each is: ``input 0 of the model``, with its dtype and shape.
+    """
+
+    tensors: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return message(
+            "the overflow cannot be located: what the step was computed from has changed since",
+            where="\n".join(self.tensors),
+            why="changed in place after the model had used it, so that a replay would compute another step",
+            write="x = x + 1 in place of x += 1, until amp.step(); or mezzo.numerics.locate(fn, model)",
+        )
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _range(item: dict[str, Any]) -> Range:
+    return Range(**item | {"shape": tuple(item["shape"])})

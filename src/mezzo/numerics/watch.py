@@ -1,0 +1,312 @@
+"""Watching a forward and a backward pass for numbers that are not finite, and for where each comes from.
+
+Built on the trace behind :func:`mezzo.explain`, which knows the module, the op and the user's line of every kernel,
+forward and backward. A kernel's result that is not finite though all it read is finite is an *origin*. Later kernels
+hand it on, and in the end it is known which origin the loss and the gradients have it from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo.explanation.calls import Decider
+from mezzo.explanation.frames import kernel_name, user_line
+from mezzo.explanation.kernels import Storages, has_fraction, is_allocation, is_cast, is_view, tensors
+from mezzo.explanation.trace import LOSS, Place, Trace
+from mezzo.numerics.casting import casting_frames, function_around, is_emulation
+from mezzo.numerics.measure import Operand, has_literal, is_finite, largest_in, operands, range_of
+from mezzo.numerics.names import Edge, Names, edges
+from mezzo.numerics.origins import BOUNDED, SOFTMAX, Consumer, Origin
+from mezzo.numerics.overflow import Phase, Range
+from mezzo.policy import Policy
+from mezzo.policy.ops import OPS
+
+__all__ = ["Checks", "Watch"]
+
+
+class _Result(NamedTuple):
+    """What the last kernel made, and of what."""
+
+    where: Any
+    op: str
+    kernel: str
+    tensor: Tensor
+    read: list[Operand]
+
+
+class Watch(Trace):
+    """Everything non-finite that is seen in one forward pass and in backward passes from it.
+
+    Args:
+        models: The models, which give modules and parameters their names.
+        policy: The policy, where it is known.
+        outer: The user's line that asks for a replay, which says nothing about the step.
+        instead: The line to name in its place.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        policy: Policy | None,
+        *,
+        outer: str | None = None,
+        instead: str | None = None,
+    ) -> None:
+        super().__init__(Decider(policy or Policy.O0(), {}), torch.float32)
+        self.names = Names(models)
+        self.origins: list[Origin] = []
+        self.autocasts = False if policy is None else policy.autocast
+        self._outer, self._instead = outer, instead
+        self._from, self._wide = Storages(), Storages()  # the number of an origin, as text
+        self._copies = Storages()  # the names of what was cast
+        self._arguments: dict[int, tuple[Place, dict[Edge, str]]] = {}
+        self._last: _Result | None = None
+
+    # Where ----------------------------------------------------------------------------------------------
+
+    def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
+        """Be in a call, and remember what its gradients will be gradients of."""
+        place = super().begin(function, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            assert place.call is not None
+            if (around := function_around()) is not None:
+                place.call = self.decider.call(around, args, kwargs, None if place.module == LOSS else place.module)
+            line = place.call.line or user_line()
+            place.call.line = self._instead if line == self._outer else line
+            self._arguments[id(place)] = place, edges(args, kwargs)  # with the place, so that its id stays its own
+            self.autocasts |= any(torch.is_autocast_enabled(kind) for kind in _kinds(args, kwargs))
+        return place
+
+    def finish(self, place: Place, out: Any) -> None:
+        """End a call: there are no rows to count here."""
+
+    def _where(self) -> Place:
+        """Return where a kernel belongs, inside the backward passes that emulation runs within its own as well."""
+        for frame in casting_frames() if self._backward else ():
+            if is_emulation(frame) and frame.f_code.co_name == "backward":
+                number = frame.f_locals["ctx"]._sequence_nr()
+                found = bisect_right(self._timeline, number, key=lambda mark: mark[0])
+                return self._timeline[found - 1][1] if found else self._places[-1]
+        return self._place()
+
+    def _phase(self) -> Phase:
+        return "backward" if self._backward and not self._recomputing() else "forward"
+
+    # Kernels ------------------------------------------------------------------------------------------
+
+    def check(self, kernel: Any, read: list[Operand], args: Any, kwargs: Any, out: Any) -> None:
+        """Look at what a kernel made.
+
+        Args:
+            kernel: The kernel.
+            read: What it read, as it was before.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            out: Its results.
+        """
+        results = [tensor for tensor in tensors(out) if has_fraction(tensor.dtype)]
+        if not results or is_view(kernel) or is_allocation(kernel):
+            return
+        with torch._C.DisableTorchFunction():
+            bad = [number for number, result in enumerate(results) if not is_finite(result)]
+            if bad:
+                num_before = len(self.origins)
+                origin = self._origin(kernel, read, args, kwargs, results, bad[0])
+                self._from.put((results[number] for number in bad), str(origin.number))
+                is_new = origin.number >= num_before and origin.source == "made"
+                self._hand_on(str(origin.number) if is_new else None, read, [results[number] for number in bad])
+            if is_cast(kernel, args, out) and (name := self._called(args[0])) is not None:
+                self._copies.put([out], name)
+            place = self._place()
+            op = place.call.op if place.call is not None else kernel_name(kernel)
+            self._last = _Result(self._identity(place), op, str(kernel._schema.name), results[0], read)
+
+    def _identity(self, place: Place) -> Any:
+        """Return what two kernels of one call share: the call, or the autograd node."""
+        return torch._C._current_autograd_node() if self._backward else place
+
+    def _origin(
+        self, kernel: Any, read: list[Operand], args: Any, kwargs: Any, results: list[Tensor], position: int
+    ) -> Origin:
+        sources = [self._source(operand, kernel) for operand in read if not is_finite(operand.tensor)]
+        if not sources:
+            return self._made(kernel, read, args, kwargs, results, position)
+        found = min(sources, key=lambda origin: origin.rank)
+        if found.is_weak and bool(torch.isnan(results[position]).any()):
+            if kernel_name(kernel) in SOFTMAX or "scaled_dot_product" in str(kernel._schema.name):
+                return self._add("masked", kernel, results[position], read)
+            if not found.spoiled_by:
+                place = self._where()
+                line = "" if place.call is None or place.call.line is None else f" ({place.call.line})"
+                found.spoiled_by = f"{kernel_name(kernel) if place.call is None else place.call.op}{line}"
+        return found
+
+    def _source(self, operand: Operand, kernel: Any) -> Origin:
+        """Return the origin of a non-finite tensor; one that nobody made was there before."""
+        label = self._from.get(operand.tensor) or self._from.get(operand.argument)
+        return self.origins[int(label)] if label is not None else self.given(operand.argument, kernel)
+
+    def _hand_on(self, new: str | None, read: list[Operand], bad: list[Tensor]) -> None:
+        """Follow numbers that are too large through the forward pass, until an op brings them back into range."""
+        if self._phase() == "backward":
+            return
+        if new is not None:
+            self._wide.put(bad, new)
+        place = self._where()
+        op = "" if place.call is None else place.call.op
+        entry = OPS.get(op)
+        consumer = Consumer(place.module, op, entry is not None and entry.portable == "low")
+        for label in {label for operand in read if (label := self._wide.get(operand.argument)) is not None}:
+            self.origins[int(label)].consumers[consumer] = None
+            if op not in BOUNDED and place.module != LOSS:
+                self._wide.put(bad, label)
+
+    # Origins ------------------------------------------------------------------------------------------
+
+    def _made(
+        self, kernel: Any, read: list[Operand], args: Any, kwargs: Any, results: list[Tensor], position: int
+    ) -> Origin:
+        """Note a tensor that a kernel made non-finite out of finite numbers."""
+        result = results[position]
+        if has_literal(args, kwargs):
+            origin = self._add("written", kernel, result, read)
+            origin.is_weak = origin.tensor.num_nan == 0
+            return origin
+        if not is_cast(kernel, args, result):
+            origin = self._add("made", kernel, result, read)
+            for wider in (torch.float32, torch.float64):
+                if wider.itemsize > result.dtype.itemsize // (2 if result.is_complex() else 1):
+                    origin.needed = largest_in(wider, kernel, args, kwargs, read, position)
+                    if origin.needed is not None and math.isfinite(origin.needed):
+                        origin.holds = wider
+                        break
+            return origin
+        last, frames = self._last, casting_frames()
+        is_emulated = any(is_emulation(frame) for frame in frames)
+        made_here = last is not None and last.tensor.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+        if last is not None and made_here and (is_emulated or last.where is self._identity(self._place())):
+            # The call rounds its own result: what counts is what the result was computed from.
+            operands = [Operand(each.name, each.tensor.to(result.dtype), each.argument) for each in last.read]
+            origin = self._add("made", kernel, result, operands if is_emulated else last.read)
+            origin.op, origin.kernel = last.op if is_emulated and not self._backward else origin.op, last.kernel
+        else:
+            origin = self._add("made", kernel, result, read)
+            self._name_cast(origin, args[0], by_mezzo=any("cast" in frame.f_code.co_name for frame in frames))
+        origin.needed, origin.holds = range_of(args[0], "").largest, args[0].dtype
+        return origin
+
+    def _name_cast(self, origin: Origin, before: Tensor, *, by_mezzo: bool) -> None:
+        call = self._where().call
+        if origin.phase == "backward":
+            return
+        origin.cast_by = "model" if call is not None and call.is_conversion and not by_mezzo else "policy"
+        found = self.names.of(before)
+        if found is not None:
+            origin.role = found[0]
+        if origin.cast_by == "policy":
+            name = "argument" if found is None else found[1]
+            origin.tensor = dataclasses.replace(origin.tensor, name=f"{name} cast to {origin.tensor.dtype}")
+
+    def given(self, tensor: Tensor, kernel: Any = None) -> Origin:
+        """Note a tensor that is non-finite and that nothing in the pass has made."""
+        found = self.names.of(tensor)
+        origin = self._add("given", kernel, tensor, [])
+        origin.is_weak = not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
+        origin.role, name = ("input", "a tensor made before the step") if found is None else found[:2]
+        if found is not None and origin.role == "parameter" and is_finite(found[2]):
+            # A cast of it from before the pass, which a region keeps from one micro-batch to the next.
+            origin.source, origin.cast_by, origin.is_weak = "made", "policy", False
+            origin.needed, origin.holds = range_of(found[2], "").largest, found[2].dtype
+            name = f"{name} cast to {origin.tensor.dtype}"
+        origin.tensor = dataclasses.replace(origin.tensor, name=name)
+        return origin
+
+    def _add(self, source: Any, kernel: Any, tensor: Tensor, read: list[Operand]) -> Origin:
+        place = self._where()
+        call = place.call
+        phase = self._phase()
+        bare = "" if kernel is None else kernel_name(kernel)
+        origin = Origin(
+            number=len(self.origins),
+            source=source,
+            phase=phase,
+            module=place.module,
+            op=bare if call is None else call.op,
+            kernel="" if kernel is None else str(kernel._schema.name),
+            line=(self._instead or user_line()) if call is None else call.line,
+            rule=None if call is None else call.decision.rule,
+            dtype=tensor.dtype,
+            tensor=range_of(tensor, _name(phase, bare)),
+            inputs=tuple(self._range(operand) for operand in read),
+        )
+        self.origins.append(origin)
+        self._from.put([tensor], str(origin.number))
+        node: Any = torch._C._current_autograd_node()
+        if phase == "backward" and node is not None:
+            self._name_later(origin, node, self._arguments.get(id(place), (place, {}))[1])
+        return origin
+
+    def _range(self, operand: Operand) -> Range:
+        return range_of(operand.tensor, self._called(operand.argument) or operand.name)
+
+    def _called(self, tensor: Tensor) -> str | None:
+        found = self.names.of(tensor)
+        return self._copies.get(tensor) if found is None else found[1]
+
+    def _name_later(self, origin: Origin, node: Any, arguments: dict[Edge, str]) -> None:
+        """Name a gradient once its node has run, when it is known along which edge it goes."""
+
+        def name(gradients: Sequence[Tensor | None], _: Any) -> None:
+            handle.remove()
+            for slot, gradient in enumerate(gradients):
+                if gradient is not None and self._from.get(gradient) == str(origin.number):
+                    owner = self.names.of_edge(node.next_functions[slot], arguments)
+                    origin.tensor = dataclasses.replace(origin.tensor, name=f"gradient of {owner}")
+
+        handle = node.register_hook(name)
+
+    # After --------------------------------------------------------------------------------------------
+
+    def first(self, ends: Iterable[Tensor]) -> Origin | None:
+        """Return the origin that the non-finite among these tensors have it from, the first of several."""
+        bad = [tensor for tensor in ends if not is_finite(tensor)]
+        labels = [label for tensor in bad if (label := self._from.get(tensor)) is not None]
+        if labels:
+            return min((self.origins[int(label)] for label in labels), key=lambda origin: origin.rank)
+        if not bad:
+            return None
+        return min(self.origins, key=lambda origin: origin.rank, default=None) or self.given(bad[0])
+
+
+class Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Look at every kernel's results, below autograd and autocast."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = operands(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self.watch.check(func, read, args, kwargs, out)
+        return out
+
+
+def _name(phase: Phase, kernel: str) -> str:
+    if phase == "forward":
+        return "output"
+    # Autograd adds up what arrives along several ways by itself, after the node's own hooks.
+    return "sum of gradients" if kernel == "add" else "gradient"
+
+
+def _kinds(args: Any, kwargs: Any) -> set[str]:
+    return {tensor.device.type for tensor in tensors((args, kwargs))}

@@ -1,0 +1,293 @@
+"""What happened in a session's steps, known to the host without waiting for the device."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mezzo.errors import NumericsError, ScaleCollapsed, StateError, some_of
+from mezzo.scale import LossScale, ScaleState
+from mezzo.session.clipping import Edited, clipping_warning, round_number
+
+__all__ = ["Accounts", "Outcome", "Stats"]
+
+logger = logging.getLogger(__name__)
+
+#: How many steps on an accelerator travel to the host together, where nothing has to be known at once.
+_TOGETHER: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """A session's account of its steps so far, those before a checkpoint included.
+
+    Attributes:
+        steps: Calls of ``step()``, skipped ones included.
+        skipped: How many of them updated nothing.
+        skip_rate: Share of skipped steps among the last ``interval`` of the loss scale.
+        growths: How often the loss scale rose.
+        backoffs: How often it fell.
+        scale: The loss scale now.
+        lowest_scale: Its lowest value so far.
+        highest_scale: Its highest value so far.
+    """
+
+    steps: int
+    skipped: int
+    skip_rate: float
+    growths: int
+    backoffs: int
+    scale: float
+    lowest_scale: float
+    highest_scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One step as the device knows it.
+
+    Attributes:
+        skipped: 0-d bool.
+        scales: The loss-scale state after the step, of each loss that took part, by id.
+        norms: 2-norm of each gradient, ``(len(params),)``.
+        params: The tensors whose gradients these are.
+        loss_failed: 0-d bool: whether a loss itself was not finite.
+        edited: What clipping would have left, if scaled gradients were all edited in place.
+    """
+
+    skipped: Tensor
+    scales: Mapping[int, ScaleState]
+    norms: Tensor
+    params: list[Tensor]
+    loss_failed: Tensor
+    edited: Edited | None = None
+
+    def numbers(self) -> list[Tensor]:
+        """Return what the host wants to know: whether it was skipped, and of each scale its value and its wait."""
+        scales = (t for state in self.scales.values() for t in (state.scale, state.floor_overflows))
+        return [
+            self.skipped,
+            self.loss_failed,
+            *((self.edited.size, self.edited.scale) if self.edited else ()),
+            *scales,
+        ]
+
+
+@dataclass(slots=True)
+class _Scale:
+    """One loss scale's history on the host."""
+
+    now: float
+    lowest: float
+    highest: float
+    growths: int = 0
+    backoffs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """Outcomes on their way to the host: their numbers in pinned memory, there once the event has passed."""
+
+    outcomes: list[Outcome]
+    numbers: list[Tensor]
+    event: torch.Event
+
+
+class Accounts:
+    """Keep count of steps and scales, log each change of a scale, and tell when a scale collapsed.
+
+    On an accelerator the numbers of several steps travel together, into pinned memory, and are read when they have
+    arrived; with ``patience`` each step's do, at most two steps late.
+
+    Args:
+        config: The loss scale's rules.
+        scales: The scale of each loss now.
+        name_of: Gives the name of a tensor that the optimizers update.
+    """
+
+    def __init__(self, config: LossScale, scales: list[Tensor], name_of: Callable[[Tensor], str]) -> None:
+        self._config = config
+        self._name_of = name_of
+        self._steps = self._skipped = 0
+        self._recent: deque[bool] = deque(maxlen=config.interval)
+        self.start_over(scales)
+        self._waiting: list[Outcome] = []
+        self._flying: deque[_Flight] = deque()
+        self._failure: NumericsError | None = None
+        self._forward_failures = 0
+
+    def start_over(self, scales: list[Tensor]) -> None:
+        """Follow scales from here on that came from elsewhere; the count of steps goes on."""
+        first = [float(scale.cpu().numpy()) for scale in scales]
+        self._scales = [_Scale(scale, scale, scale) for scale in first]
+
+    def note(self, outcome: Outcome) -> None:
+        """Take an outcome, and send it on its way."""
+        if outcome.skipped.device.type == "cpu":
+            # Through numpy: on the host already, so that nothing is asked of a device.
+            self._count(outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.norms)
+            return
+        self._waiting.append(outcome)
+        if self._config.patience is not None or len(self._waiting) >= _TOGETHER:
+            self._send()
+
+    def check(self) -> None:
+        """Raise if the loss scale has collapsed, as far as the host knows.
+
+        Raises:
+            ScaleCollapsed: It stood at its floor for ``patience`` overflows in a row.
+            NumericsError: The loss itself was not finite for as many steps in a row.
+        """
+        must_know = self._config.patience is not None
+        while self._flying and (self._flying[0].event.query() or (must_know and len(self._flying) > 1)):
+            self._land_one()
+        if self._failure is not None:
+            raise self._failure
+
+    def stats(self, loss_id: int) -> Stats:
+        """Return the account of one loss's scale, waiting for what is still on its way."""
+        self.settle()
+        scale = self._scales[loss_id]
+        return Stats(
+            steps=self._steps,
+            skipped=self._skipped,
+            skip_rate=sum(self._recent) / len(self._recent) if self._recent else 0.0,
+            growths=scale.growths,
+            backoffs=scale.backoffs,
+            scale=scale.now,
+            lowest_scale=scale.lowest,
+            highest_scale=scale.highest,
+        )
+
+    def settle(self) -> None:
+        """Wait for everything that is on its way."""
+        self._send()
+        self._land()
+
+    # The way to the host -------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        if not self._waiting:
+            return
+        outcomes, self._waiting = self._waiting, []
+        numbers: list[Tensor] = []
+        with_norms = self._config.patience is not None
+        for outcome in outcomes:
+            packed = torch.stack([number.to(torch.float32) for number in outcome.numbers()])
+            there = torch.cat((packed, outcome.norms)) if with_norms else packed
+            host = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            numbers.append(host.copy_(there, non_blocking=True))
+        event = torch.Event(outcomes[0].skipped.device)
+        event.record()
+        self._flying.append(_Flight(outcomes, numbers, event))
+
+    def _land(self) -> None:
+        while self._flying:
+            self._land_one()
+
+    def _land_one(self) -> None:
+        flight = self._flying.popleft()
+        flight.event.synchronize()
+        for outcome, host in zip(flight.outcomes, flight.numbers, strict=True):
+            count = len(outcome.numbers())
+            self._count(outcome, host[:count].tolist(), host[count:])
+
+    def _count(self, outcome: Outcome, numbers: list[float], norms: Tensor) -> None:
+        skipped, loss_failed, *rest = numbers
+        self._steps += 1
+        if outcome.edited:
+            size, scale, *rest = rest
+            if not skipped and (limit := round_number(size, outcome.edited.tolerance)) is not None:
+                warnings.warn(clipping_warning(limit, scale, self._steps), UserWarning, stacklevel=6)
+        self._skipped += bool(skipped)
+        self._recent.append(bool(skipped))
+        self._failure = None
+        self._count_forward(bool(skipped and loss_failed))
+        for loss_id, scale, floor_overflows in zip(outcome.scales, rest[::2], rest[1::2], strict=True):
+            self._move(loss_id, scale)
+            if self._config.patience is not None and floor_overflows >= self._config.patience:
+                self._failure = self._collapse(loss_id, scale, int(floor_overflows), outcome.params, norms)
+
+    def _count_forward(self, failed: bool) -> None:
+        """Follow steps whose loss is not finite: they leave the scale alone, and no scale can cure them."""
+        self._forward_failures = self._forward_failures + 1 if failed else 0
+        if self._forward_failures == 1:
+            logger.warning("the loss of step %d is not finite: skipped, the loss scale stays", self._steps)
+        if self._config.patience is not None and self._forward_failures >= self._config.patience:
+            self._failure = NumericsError(
+                f"the loss was not finite for {self._forward_failures} steps in a row",
+                where=f"step {self._steps}",
+                why="the forward pass or the data overflowed, which no loss scale can cure",
+                write='MixedPrecision(…, on_overflow="explain"), which says where it began',
+            )
+
+    def _move(self, loss_id: int, scale: float) -> None:
+        history = self._scales[loss_id]
+        if scale == history.now:
+            return
+        which = f" of loss {loss_id}" if len(self._scales) > 1 else ""
+        grew = scale > history.now
+        at_floor = not grew and scale == self._config.floor
+        logger.info(
+            "loss scale%s %.6g → %.6g after step %d%s",
+            which,
+            history.now,
+            scale,
+            self._steps,
+            "" if grew else ", which overflowed; this is its floor" if at_floor else ", which overflowed",
+        )
+        history.growths += grew
+        history.backoffs += not grew
+        history.now, history.lowest, history.highest = scale, min(history.lowest, scale), max(history.highest, scale)
+
+    def _collapse(
+        self, loss_id: int, scale: float, overflows: int, params: list[Tensor], norms: Tensor
+    ) -> ScaleCollapsed:
+        bad = [self._name_of(p) for p, norm in zip(params, norms.numpy(), strict=True) if not math.isfinite(norm)]
+        which = f"loss {loss_id}, " if len(self._scales) > 1 else ""
+        return ScaleCollapsed(
+            f"the loss scale collapsed: {overflows} overflows in a row at its floor, {scale:.6g}",
+            where=f"{which}step {self._steps}, {len(bad)} of {len(params)} gradients not finite: {some_of(bad)}",
+            why="no scale makes these gradients finite: the overflow comes from the model, the loss or the data",
+            write='MixedPrecision(…, on_overflow="explain"), which says where; or dtype=bfloat16, with FP32\'s range',
+        )
+
+    # State ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts as plain values, waiting for what is on its way."""
+        self.settle()
+        return {
+            "steps": self._steps,
+            "skipped": self._skipped,
+            "recent": "".join("X" if skipped else "." for skipped in self._recent),
+            "scales": [
+                {"lowest": s.lowest, "highest": s.highest, "growths": s.growths, "backoffs": s.backoffs}
+                for s in self._scales
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], scales: list[Tensor]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Args:
+            state: The counts.
+            scales: The scale of each loss after loading.
+        """
+        if len(state["scales"]) != len(scales):
+            raise StateError(f"the state has {len(state['scales'])} losses, and this session {len(scales)}")
+        self._waiting, self._failure = [], None
+        self._flying.clear()
+        self._steps, self._skipped = state["steps"], state["skipped"]
+        self._recent.clear()
+        self._recent.extend(mark == "X" for mark in state["recent"])
+        now = [float(scale.cpu().numpy()) for scale in scales]
+        self._scales = [_Scale(scale, **saved) for scale, saved in zip(now, state["scales"], strict=True)]

@@ -1,0 +1,45 @@
+"""Batch norm's statistics, put back after a step that was skipped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+__all__ = ["NormBuffers"]
+
+
+class NormBuffers:
+    """The running statistics of norm layers before the first forward pass of a window.
+
+    **Cost**: a copy of the statistics for each step, and one kernel for each of them; no host sync.
+    """
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self._models = models
+        self._saved: list[tuple[Tensor, Tensor]] = []
+
+    def remember(self) -> None:
+        """Copy the statistics, unless that was done since the last step or while no model trains."""
+        if not self._saved:
+            self._saved = [(buffer, buffer.detach().clone()) for buffer in self._statistics()]
+
+    def _statistics(self) -> list[Tensor]:
+        found = {
+            buffer: None
+            for model in self._models
+            for module in model.modules()
+            if isinstance(module, _NormBase) and module.training
+            for buffer in module.buffers(recurse=False)
+        }
+        return list(found)
+
+    def restore_where(self, found_inf: Tensor) -> None:
+        """Put the statistics back on the device where the step was skipped, and forget them."""
+        for buffer, saved in self._saved:
+            buffer.copy_(torch.where(found_inf.to(buffer.device, non_blocking=True), saved, buffer))
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was remembered."""
+        self._saved = []

@@ -1,0 +1,73 @@
+"""What a step returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mezzo.numerics import Changed, Overflow
+
+__all__ = ["Step"]
+
+
+class Step:
+    """What one optimizer step did, as device tensors: reading one as a Python value waits for the device.
+
+    Reading an attribute raises :class:`ScaleCollapsed` once the host knows that the loss scale has collapsed.
+    """
+
+    __slots__ = ("_check", "_grad_norm", "_next_scale", "_overflow", "_scale", "_skipped")
+
+    def __init__(
+        self,
+        *,
+        skipped: Tensor,
+        scale: Tensor,
+        next_scale: Tensor,
+        grad_norm: Tensor,
+        overflow: Overflow | Changed | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._skipped, self._scale, self._next_scale, self._grad_norm = skipped, scale, next_scale, grad_norm
+        self._overflow, self._check = overflow, check
+
+    @property
+    def skipped(self) -> Tensor:
+        """0-d bool: whether a gradient was not finite, so that nothing was updated."""
+        self._check()
+        return self._skipped
+
+    @property
+    def scale(self) -> Tensor:
+        """Float32: the loss scale that the gradients carried; 0-d, or one for each loss if several took part."""
+        self._check()
+        return self._scale
+
+    @property
+    def next_scale(self) -> Tensor:
+        """Float32: the loss scale from now on, in the shape of ``scale``."""
+        self._check()
+        return self._next_scale
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """0-d float32: 2-norm of all unscaled gradients, before clipping."""
+        self._check()
+        return self._grad_norm
+
+    @property
+    def overflow(self) -> Overflow | Changed | None:
+        """Where the overflow began, with ``on_overflow="explain"``; ``None`` for a step that was taken.
+
+        :class:`mezzo.numerics.Changed` names inputs that were changed in place since, so that nothing could be rerun.
+        """
+        return self._overflow
+
+    def __repr__(self) -> str:
+        return (
+            f"Step(skipped={self._skipped}, scale={self._scale}, next_scale={self._next_scale}, "
+            f"grad_norm={self._grad_norm})"
+        )

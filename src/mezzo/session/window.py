@@ -1,0 +1,292 @@
+"""What gradients carry between two steps: which loss they come from, with which scale, and what was set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.errors import StateError
+from mezzo.scale.scaler import Scaler
+from mezzo.scale.state import inverse
+from mezzo.session.gradients import dense, mark, multiply, norms, not_finite
+from mezzo.step.master import MasterWeights
+
+__all__ = ["Cluster", "Share", "Window", "clusters"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of a step's gradients that one loss made with one scale.
+
+    Attributes:
+        loss_id: The loss.
+        scale: 0-d float32: the scale that these gradients carried.
+        found_inf: 0-d bool: whether they were not finite, before or after unscaling.
+    """
+
+    loss_id: int
+    scale: Tensor
+    found_inf: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """The scale that the gradients carry, and the loss that it belongs to."""
+
+    loss_id: int
+    scale: Tensor
+    version: int
+    #: A constant 1, which no gradient notices.
+    is_one: bool
+
+
+class Window:
+    """The backward passes since the last step of some optimizers.
+
+    Attributes:
+        micro_batches: How many there were.
+        carried: What ``.grad`` carries; ``None`` once it is unscaled.
+        settled: The shares that are unscaled already.
+        aside: Sums of unscaled gradients by parameter, in FP32 or wider: what other losses, or the same one with
+            another scale, made before.
+        losses: The losses, detached, with their ids.
+    """
+
+    def __init__(self) -> None:
+        self.micro_batches = 0
+        self.carried: _Carried | None = None
+        self.settled: list[Share] = []
+        self.aside: dict[Tensor, Tensor] = {}
+        self.losses: list[tuple[int, Tensor]] = []
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one scale is all that the gradients carry, so that unscaling can be part of the step."""
+        return self.carried is not None and not self.settled and not self.aside
+
+    def require_unchanged(self) -> None:
+        """Refuse gradients whose scale was written to since they were made."""
+        if self.carried is not None and self.carried.version != self.carried.scale._version:
+            raise StateError(
+                "the loss scale was changed inside an accumulation window",
+                where=f"after {self.micro_batches} backward pass(es) since the last step",
+                why="the gradients carry the scale they were made with",
+                write="amp.zero_grad(), then amp.backward(loss) again",
+            )
+
+    # State ---------------------------------------------------------------------------------------------
+
+    def state_dict(self, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
+        """Return the window as plain values; the gradients themselves are saved beside it."""
+        carried = self.carried
+        return {
+            "micro_batches": self.micro_batches,
+            "carried": None if carried is None else [carried.loss_id, float(carried.scale), carried.is_one],
+            "settled": [[share.loss_id, float(share.scale), bool(share.found_inf)] for share in self.settled],
+            "aside": {name_of(param): total.clone() for param, total in self.aside.items()},
+            "losses": [[loss_id, float(loss)] for loss_id, loss in self.losses],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], scalers: list[Scaler], params: Mapping[str, Tensor]) -> Window:
+        """Restore a window.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            scalers: The scale of each loss; gradients that carry its value now carry the scale itself.
+            params: The tensors that the optimizers update, by name.
+        """
+        now = [scaler.state.scale for scaler in scalers]
+        known = {(loss_id, float(scale)): scale for loss_id, scale in enumerate(now)}
+
+        def scale_of(loss_id: int, value: float) -> Tensor:
+            return known.setdefault((loss_id, value), torch.full_like(now[loss_id], value))
+
+        window = cls()
+        window.micro_batches = state["micro_batches"]
+        if state["carried"] is not None:
+            loss_id, value, is_one = state["carried"]
+            scale = scale_of(loss_id, value)
+            window.carried = _Carried(loss_id, scale, scale._version, is_one)
+        for loss_id, value, found in state["settled"]:
+            scale = scale_of(loss_id, value)
+            found_inf = torch.tensor(found, device=scale.device)
+            window.settled.append(Share(loss_id=loss_id, scale=scale, found_inf=found_inf))
+        aside = ((params[name], total) for name, total in state["aside"].items())
+        window.aside = {param: total.to(param.device, copy=True) for param, total in aside}
+        window.losses = [(loss_id, torch.tensor(value)) for loss_id, value in state["losses"]]
+        return window
+
+
+class Cluster:
+    """Optimizers that share parameters, and therefore gradients; most often one optimizer alone.
+
+    Attributes:
+        optimizers: The optimizers.
+        masters: The masters of those that have any.
+        window: The open accumulation window, if there is one.
+    """
+
+    def __init__(self, optimizers: list[Optimizer], masters: list[MasterWeights]) -> None:
+        self.optimizers = optimizers
+        self.masters = masters
+        self.window: Window | None = None
+        self._left: set[tuple[int, int]] = set()
+
+    def params(self, optimizers: Iterable[Optimizer] | None = None) -> list[Tensor]:
+        """Return what the optimizers update, each tensor once: masters, or the parameters themselves."""
+        wanted = None if optimizers is None else {id(optimizer) for optimizer in optimizers}
+        chosen = [o for o in self.optimizers if wanted is None or id(o) in wanted]
+        # By id: hashing a tensor is a Python call.
+        once = {id(param): param for o in chosen for group in o.param_groups for param in group["params"]}
+        return list(once.values())
+
+    def leaves(self) -> Iterator[Tensor]:
+        """Yield the parameters of the models in whose ``.grad`` a backward pass puts its gradients."""
+        of: dict[Tensor, Tensor] = {m: param for masters in self.masters for param, m in masters.masters().items()}
+        for param in self.params():
+            leaf = of.get(param, param)
+            if leaf.requires_grad:
+                yield leaf
+
+    def _with_gradients(self) -> list[Tensor]:
+        return [param for param in self.params() if param.grad is not None]
+
+    def gather(self) -> None:
+        """Move gradients of low-precision parameters to their masters, summing in FP32."""
+        for masters in self.masters:
+            masters.take_edits()
+            masters.gather()
+
+    # Around a backward pass ---------------------------------------------------------------------------
+
+    def begin(self, scaler: Scaler, loss_id: int, loss: Tensor) -> Window:
+        """Make ready for gradients with one scale to be added to what is there."""
+        scale = scaler.state.scale
+        if self.window is None:
+            self._refuse_leftovers()
+            self.window = Window()
+        else:
+            self.window.require_unchanged()
+            if not self._agrees(self.window.carried, scaler):
+                self._set_aside(self.window)
+            else:
+                for masters in self.masters:
+                    masters.gather()
+        self.window.micro_batches += 1
+        self.window.losses.append((loss_id, loss.detach()))
+        self.window.carried = _Carried(loss_id, scale, scale._version, not scaler.changes_gradients)
+        return self.window
+
+    def _agrees(self, carried: _Carried | None, scaler: Scaler) -> bool:
+        """Whether new gradients can be added to those in ``.grad``."""
+        if carried is None:
+            return not scaler.changes_gradients
+        return carried.scale is scaler.state.scale or (carried.is_one and not scaler.changes_gradients)
+
+    def _refuse_leftovers(self) -> None:
+        """Refuse to add scaled gradients to those that the last step left, which carry another scale or none."""
+        if self._left and not self._left.isdisjoint(mark(p.grad) for p in self.params() if p.grad is not None):
+            raise StateError(
+                "the last step's gradients are still there",
+                why="they are unscaled by now, and the new ones would be added to them with the loss scale",
+                write="amp.zero_grad() after each amp.step()",
+            )
+        self._left.clear()
+
+    def _set_aside(self, window: Window) -> None:
+        """Empty ``.grad`` into unscaled sums, so that gradients with another scale can follow."""
+        self.gather()
+        params = self._with_gradients()
+        factor = self._share(window, dense(params))
+        for param in params:
+            gradient: Any = param.grad
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            if factor is not None:
+                wide = wide * factor.to(wide.device, non_blocking=True)
+            before = window.aside.get(param)
+            window.aside[param] = wide if before is None else _sum(before, wide)
+            param.grad = None
+        window.carried = None
+
+    def _share(self, window: Window, gradients: list[Tensor]) -> Tensor | None:
+        """Note whether gradients overflowed under the scale they carry; return the inverse, ``None`` for none."""
+        carried = window.carried
+        if carried is None:
+            return None
+        over_scale = inverse(carried.scale)
+        if gradients:
+            norm, _ = norms(gradients, carried.scale.device)
+            found = not_finite(norm * over_scale)
+            window.settled.append(Share(loss_id=carried.loss_id, scale=carried.scale, found_inf=found))
+        return None if carried.is_one else over_scale
+
+    # Before and after a step --------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Make ``.grad`` the unscaled sum of everything in the window."""
+        window = self.window
+        if window is None:
+            return
+        window.require_unchanged()
+        self.gather()
+        if window.aside:
+            self._set_aside(window)
+            for param, total in window.aside.items():
+                kept = getattr(param, "grad_dtype", None) or param.dtype
+                param.grad = total.to(kept) if total.layout == torch.strided else total
+            window.aside = {}
+            return
+        gradients = dense(self._with_gradients())
+        if (factor := self._share(window, gradients)) is not None:
+            multiply(gradients, factor)
+        window.carried = None
+
+    def close(self, gradients: Iterable[Tensor] | None = None) -> None:
+        """End the window after a step; what is left in ``.grad`` must be cleared before the next scaled gradients.
+
+        Args:
+            gradients: All gradients of the optimizers, dense, if the caller knows them.
+        """
+        window, self.window = self.window, None
+        if window is None:
+            return
+        self._left.clear()
+        if window.carried is None or not window.carried.is_one:
+            self._left = {mark(gradient) for gradient in gradients or dense(self._with_gradients())}
+
+    def forget(self) -> None:
+        """Drop the window, gradients set aside included."""
+        self.window = None
+        self._left.clear()
+
+
+def clusters(optimizers: list[Optimizer], masters: dict[int, MasterWeights]) -> list[Cluster]:
+    """Group optimizers that share parameters.
+
+    Args:
+        optimizers: All of a session's.
+        masters: Their masters, by ``id`` of the optimizer.
+    """
+    groups: list[tuple[list[Optimizer], set[int]]] = []
+    for optimizer in optimizers:
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        together = [optimizer]
+        apart = []
+        for others, theirs in groups:
+            if theirs & params:
+                together, params = [*others, *together], params | theirs
+            else:
+                apart.append((others, theirs))
+        groups = [*apart, (together, params)]
+    return [Cluster(found, [masters[id(o)] for o in found if id(o) in masters]) for found, _ in groups]
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """Add two gradients, of which either may be sparse."""
+    return other + one if one.layout == torch.sparse_coo else one + other
