@@ -34,6 +34,7 @@ format: $(READY)  ## rewrite the code as ruff wants it
 
 bench: $(READY)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/session.py
+	$(BIN)/python benchmarks/scaler.py
 	$(BIN)/python benchmarks/engine.py
 
 clean:  ## remove the environment and run directories

@@ -33,6 +33,7 @@ SECTIONS = {
     "digits-cnn": lambda: comparison("digits-cnn-cpu"),
     "docs-lm": lambda: comparison("docs-lm-cpu"),
     "session": lambda: ratios("session-cpu-*.json"),
+    "scaler": lambda: ratios("scaler-cpu-*.json"),
     "engine": lambda: ratios("engine-cpu-*.json"),
 }
 

@@ -1,4 +1,4 @@
-"""mezzo's session against torch.amp, paired in one run: whole training steps, and the optimizer step alone.
+"""mezzo's session against torch.amp, paired in one run: whole training steps.
 
 Run with ``make bench``. Prints ratios (below 1 is faster than torch.amp) and writes one dated JSON file under
 ``benchmarks/results/``. Each pair alternates, so that what disturbs the machine disturbs both.
@@ -69,49 +69,6 @@ def mezzo_training(policy: str) -> Loop:
     return step
 
 
-def parameters(shapes: list[tuple[int, ...]]) -> nn.ParameterList:
-    torch.manual_seed(0)
-    return nn.ParameterList(nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in shapes)
-
-
-def torch_amp_step(shapes: list[tuple[int, ...]], fused: bool) -> Loop:
-    params = parameters(shapes)
-    optimizer = torch.optim.AdamW(params, fused=fused)
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
-    gradients = [torch.randn_like(p) for p in params]
-
-    def step() -> None:
-        for p, g in zip(params, gradients, strict=True):
-            p.grad = g.clone()
-        scaler.scale(torch.ones((), device=DEVICE))
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(params, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    return step
-
-
-def mezzo_step(shapes: list[tuple[int, ...]], fused: bool) -> Loop:
-    params = parameters(shapes)
-    amp = mezzo.MixedPrecision(
-        params, torch.optim.AdamW(params, fused=fused), "O1,loss_scale=dynamic(init=1024),emulate=true",
-        max_grad_norm=1.0,
-    )  # fmt: skip
-    gradients = [torch.randn_like(p) for p in params]
-    zero = torch.zeros((), device=DEVICE, requires_grad=True)
-
-    def step() -> None:
-        amp.backward(zero * 1.0)
-        for p, g in zip(params, gradients, strict=True):
-            p.grad = g.clone()
-        amp.step()
-        amp.zero_grad()
-
-    return step
-
-
 TRAINING = [
     ("O0", None, "FP32"),
     ("O1,dtype=bfloat16,lists=device", torch.bfloat16, "torch.amp bfloat16"),
@@ -120,17 +77,12 @@ TRAINING = [
     ("O1,dtype=bfloat16", None, "FP32"),
     ("O2,dtype=bfloat16", None, "FP32"),
 ]
-STEPS = [("200 of 64×64", [(64, 64)] * 200), ("3 of 1024×1024", [(1024, 1024)] * 3)]
 
 
 def cases() -> Iterator[tuple[str, str, Loop, Loop]]:
     """Yield what is compared, against what, and both loops."""
     for policy, dtype, against in TRAINING:
         yield f"training step, {policy}", against, mezzo_training(policy), torch_amp_training(dtype)
-    for name, shapes in STEPS:
-        for fused in (False, True):
-            kind = "fused" if fused else "default"
-            yield f"step, {name}, {kind} AdamW", "GradScaler", mezzo_step(shapes, fused), torch_amp_step(shapes, fused)
 
 
 def main() -> None:
@@ -142,7 +94,7 @@ def main() -> None:
         Row(name=name, against=against, **paired(mine, rival, options.repetitions))
         for name, against, mine, rival in cases()
     ]
-    show(rows, "mezzo / rival: whole training steps, and the optimizer step alone")
+    show(rows, "mezzo / rival: whole training steps")
     write(options.out, "session", rows, repetitions=options.repetitions)
 
 
