@@ -29,7 +29,7 @@ _AT_ZERO: Final[Mapping[str, tuple[str, str]]] = {
     "reciprocal": ("a division by 0", f"(x + {_EPS}).reciprocal()"),
     "rsqrt": ("a division by the root of 0", f"(x + {_EPS}).rsqrt()"),
     "sqrt": ("the derivative of a root is infinite at 0", f"(x + {_EPS}).sqrt()"),
-    "pow": ("a negative power of 0", f"(x + {_EPS}).pow(exponent)"),
+    "pow": ("a negative power of 0, its own or its derivative's", f"(x + {_EPS}).pow(exponent)"),
     **{name: ("the logarithm of 0", f"x.clamp_min({_EPS}).{name}()") for name in ("log", "log2", "log10")},
 }
 
@@ -106,7 +106,7 @@ def arrived(gradient: Tensor, number: int, output: Tensor, line: str | None, con
             f"\nas inf in float16, most likely by the loss scale {context.loss_scale:g}, by how much is not known here"
         )
         return _overflow(origin, context, "loss", cause, f"{cures.scale(lowered)}   # or lower")
-    cure = f"mezzo.numerics.locate(lambda: criterion(model(x), y), model, loss_scale={context.loss_scale:g})"
+    cure = f"mezzo.numerics.locate(fn, model, loss_scale={context.loss_scale:g})   # fn: the forward pass and the loss"
     return _overflow(origin, context, "loss", cause, cure)
 
 
@@ -137,7 +137,7 @@ def summed(name: str, total: Tensor, dtype: torch.dtype, num_passes: int, contex
 def _made(origin: Origin, context: Context) -> Overflow:
     if context.lowered is not None:
         return _overflow(origin, context, "scale", _of_scale(origin, context), cures.scale(context))
-    if origin.holds is not None and origin.dtype.itemsize < 4 and origin.holds.itemsize <= 4:
+    if origin.dtype.itemsize < 4 and (origin.needed is None or origin.holds == torch.float32):
         cause, cure = cures.wider(origin, context)
         return _overflow(origin, context, "range", f"{_needs(origin)}{cause}", cure)
     zeros = [each for each in origin.inputs if each.num_zeros]
@@ -145,21 +145,21 @@ def _made(origin: Origin, context: Context) -> Overflow:
     if origin.holds is not None:
         cause = f"{_needs(origin)}: it grows without bound, and no format to train in holds it"
         return _overflow(origin, context, "unbounded", cause, _bound(op))
-    at_any = "; float64 gives the same, so that no precision cures it"
+    at_any = "; float64 gives the same, so that no precision cures it" if origin.needed is not None else ""
     if zeros and (origin.tensor.num_inf or op == "div"):
         what, cure = _AT_ZERO.get(op, ("a division by 0, or an infinite derivative", f"x + {_EPS}, where it is 0"))
         return _overflow(origin, context, "zero", f"{what}{at_any}{_flushed(origin)}", cure)
     if origin.tensor.num_nan:
         what, cure = _OUTSIDE.get(op, (f"{op} has no result for these numbers", f"arguments that {op} is defined for"))
         return _overflow(origin, context, "domain", f"{what}{at_any}", cure)
-    return _overflow(
-        origin, context, "unbounded", f"the result is infinite in float64 as well{_flushed(origin)}", _bound(op)
-    )
+    cause = f"the result is infinite{' in float64 as well' if origin.needed is not None else ''}{_flushed(origin)}"
+    return _overflow(origin, context, "unbounded", cause, _bound(op))
 
 
 def _needs(origin: Origin) -> str:
     limit = torch.finfo(origin.dtype).max
-    assert origin.needed is not None
+    if origin.needed is None:
+        return f"its largest number is beyond the largest {dtype_name(origin.dtype)}, {limit:.6g}"
     factor = origin.needed / limit
     what = "a number that is cast to it is" if origin.cast_by else "its largest number would be"
     text = f"{what} {origin.needed:.6g}, beyond the largest {dtype_name(origin.dtype)}, {limit:.6g}"

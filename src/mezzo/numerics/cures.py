@@ -57,14 +57,17 @@ def wider(origin: Origin, context: Context) -> tuple[str, str]:
         return ", and the model's own code casts it", "x.bfloat16() in place of x.half(), or no cast"
     if policy is not None and policy.dtype != origin.dtype:
         return f", which {policy} does not ask for: the model's own code casts", "x.float() before it"
-    if origin.role == "parameter" and (path := _unnumbered(origin.tensor.name.split(" ")[0], context)):
+    if origin.phase == "backward":
+        return "; other gradients are not finite with a lower loss scale either", _bfloat16(context)
+    if origin.role == "parameter" and (path := _unnumbered(origin.path, context)):
         return "", f'policy = policy.keep_fp32(params=["{path}"])'
-    if origin.rule is not None and origin.rule.op is not None and not readers:
+    is_op_enough = {each.op for each in readers} <= {origin.op} and len({each.module for each in readers}) <= _MANY
+    if origin.rule is not None and origin.rule.op is not None and is_op_enough:
         return f", under the rule {origin.rule}", f'policy = policy.fp32("{origin.op}")'
     if modules := _modules(origin, context):
         names = ", ".join(f'"{path}"' for path in modules)
         return "", f"policy = policy.keep_fp32(modules=[{names}])"
-    if context.autocasts and not readers and _takes_rule(origin.op):
+    if context.autocasts and is_op_enough and _takes_rule(origin.op):
         return "", f'policy = policy.fp32("{origin.op}")'
     names = ", ".join(dict.fromkeys(f"{each.op} in {each.module or MODEL}" for each in readers[:_MANY]))
     return f"; FP32 there would not do, since {names} would cast it again" if names else "", _bfloat16(context)
@@ -158,12 +161,16 @@ def highest_scale(
 
 
 def scale(context: Context) -> str:
-    """Return the text that lowers the loss scale."""
+    """Return the text that lowers the loss scale, or where a policy has none, the format that needs none."""
     assert context.lowered is not None
-    before = LossScale.dynamic() if context.policy is None else context.policy.loss_scale
-    after = LossScale.constant(context.lowered)
-    if before.mode == "dynamic" and before.floor <= context.lowered:
+    policy = context.policy or Policy.O1()
+    before, after = policy.loss_scale, LossScale.constant(context.lowered)
+    if before.mode == "dynamic" and before.floor <= context.lowered <= (before.ceiling or math.inf):
         after = dataclasses.replace(before, init=context.lowered)
+    try:
+        policy.evolve(loss_scale=after)
+    except PolicyError:  # O3 in float16 cannot unscale
+        return _bfloat16(context)
     return f'policy = policy.evolve(loss_scale="{after}")'
 
 

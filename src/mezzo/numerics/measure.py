@@ -15,7 +15,17 @@ from torch.utils import _pytree as pytree
 from mezzo.explanation.kernels import dtype_name, has_fraction, tensors
 from mezzo.numerics.overflow import Range
 
-__all__ = ["Operand", "each_tensor", "has_literal", "is_finite", "largest_in", "operands", "range_of"]
+__all__ = [
+    "Operand",
+    "each_tensor",
+    "has_literal",
+    "has_nan",
+    "is_finite",
+    "is_like_a_mask",
+    "largest_in",
+    "operands",
+    "range_of",
+]
 
 #: In-place kernels that do not read what they write to, which may be memory that nothing was written to before.
 _OVERWRITING: Final = frozenset(
@@ -44,6 +54,17 @@ def is_finite(tensor: Tensor) -> bool:
     if not has_fraction(tensor.dtype) or tensor.device.type == "meta" or tensor.layout not in _LAYOUTS:
         return True
     return bool(torch.isfinite(_values(tensor)).all())
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Whether a tensor holds NaN; a host sync."""
+    return bool(torch.isnan(_values(tensor)).any())
+
+
+def is_like_a_mask(tensor: Tensor) -> bool:
+    """Whether -inf is all that a tensor holds beside finite numbers, as attention masks do; a host sync."""
+    values = _values(tensor)
+    return not values.is_complex() and not bool((torch.isnan(values) | torch.isposinf(values)).any())
 
 
 def range_of(tensor: Tensor, name: str) -> Range:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 
 from mezzo.explanation.kernels import tensors
-from mezzo.numerics.measure import each_tensor
+from mezzo.numerics.measure import each_tensor, is_finite
 
 __all__ = ["Edge", "Names", "Role", "edges", "numbered"]
 
@@ -37,11 +37,14 @@ class Names:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._known: dict[int, tuple[Role, str, Tensor]] = {}
+        self._sound: set[int] = set()
         for prefix, model in numbered(models):
             for name, param in model.named_parameters():
                 self._known.setdefault(id(param), ("parameter", prefix + name, param))
             for name, buffer in model.named_buffers():
                 self._known.setdefault(id(buffer), ("buffer", prefix + name, buffer))
+                if is_finite(buffer):
+                    self._sound.add(id(buffer))
 
     def put_inputs(self, prefix: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Learn what a model is given.
@@ -56,6 +59,10 @@ class Names:
             for path, tensor in each_tensor(value):
                 # The tensor is kept, so that its id stays its own.
                 self._known.setdefault(id(tensor), ("input", f"input {key}{path}{of_model}", tensor))
+
+    def was_finite(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a buffer that was finite at first: batch norm's kernels write without saying so."""
+        return id(tensor) in self._sound
 
     def of(self, tensor: Tensor) -> tuple[Role, str, Tensor] | None:
         """Return what a tensor is, its name and the tensor that has the name; views and casts of it count as well."""

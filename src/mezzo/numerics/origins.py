@@ -57,9 +57,11 @@ class Origin:
         dtype: Format of the tensor.
         tensor: Its range.
         inputs: What the kernel read.
-        needed: The largest magnitude that it should hold; inf or NaN where no format tells another.
+        needed: The largest magnitude that it should hold; inf or NaN where no format tells another, ``None`` where no
+            other format could be tried.
         holds: The format that holds ``needed``.
         role: What it is, where it is a parameter, buffer or input, or a cast of one.
+        path: The name of that.
         cast_by: Whose cast overflowed: the ``policy``'s or the ``model``'s own code's; ``None`` for other ops.
         spoiled_by: For a weak one: op and line that first made NaN of it.
         consumers: The calls that read it while it is as large, in order.
@@ -80,6 +82,7 @@ class Origin:
     needed: float | None = None
     holds: torch.dtype | None = None
     role: Role | None = None
+    path: str = ""
     cast_by: Literal["policy", "model"] | None = None
     spoiled_by: str = ""
     consumers: dict[Consumer, None] = field(default_factory=dict)

@@ -54,7 +54,7 @@ class Range:
         if self.headroom is None:
             return f"{text}{'all zero' if self.num_zeros else 'no finite number'}{self._non_finite(', ')}"
         text += f"|x| from {self.smallest:.4g} to {self.largest:.4g}, "
-        text += f"{self.share:.3g} of the range, " if self.share > 1e-4 else ""
+        text += f"{100 * self.share:.3g} % of the range, " if self.share > 1e-4 else ""
         zeros = f", {self.num_zeros} zeros" if self.num_zeros else ""
         return f"{text}{self.headroom:.3g} powers of two left{zeros}{self._non_finite(', ')}"
 

@@ -94,7 +94,7 @@ def gradients_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
         for leaf, _, hooks in kept:
             leaf.grad = None
             if hooks:
-                leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+                leaf._post_accumulate_grad_hooks = {}  # None would leave the hooks where they run
         yield
     finally:
         for leaf, gradient, hooks in kept:
@@ -108,14 +108,14 @@ def _buffers_restored(models: list[nn.Module]) -> Iterator[None]:
     modules = [module for model in models for module in model.modules()]
     tables = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
     buffers = {id(b): b for _, table in tables for b in table.values() if b is not None}
-    copies = {key: (buffer, buffer.detach().clone(), buffer._version) for key, buffer in buffers.items()}
+    copies = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:
         yield
     finally:
-        for buffer, copy, version in copies.values():
-            if buffer._version != version:
-                # Through .data no new version is counted, so that a graph which waits for its backward pass still runs.
-                buffer.data.copy_(copy)
+        for buffer, copy in copies:
+            # Whether it was written to, versions do not tell: batch norm counts none. Through .data none is counted
+            # either, so that a graph which waits for its backward pass still runs.
+            buffer.data.copy_(copy)
         for table, before in tables:
             table.clear()
             table.update(before)

@@ -22,7 +22,16 @@ from mezzo.explanation.frames import kernel_name, user_line
 from mezzo.explanation.kernels import Storages, has_fraction, is_allocation, is_cast, is_view, tensors
 from mezzo.explanation.trace import LOSS, Place, Trace
 from mezzo.numerics.casting import casting_frames, function_around, is_emulation
-from mezzo.numerics.measure import Operand, has_literal, is_finite, largest_in, operands, range_of
+from mezzo.numerics.measure import (
+    Operand,
+    has_literal,
+    has_nan,
+    is_finite,
+    is_like_a_mask,
+    largest_in,
+    operands,
+    range_of,
+)
 from mezzo.numerics.names import Edge, Names, edges
 from mezzo.numerics.origins import BOUNDED, SOFTMAX, Consumer, Origin
 from mezzo.numerics.overflow import Phase, Range
@@ -136,11 +145,12 @@ class Watch(Trace):
     def _origin(
         self, kernel: Any, read: list[Operand], args: Any, kwargs: Any, results: list[Tensor], position: int
     ) -> Origin:
-        sources = [self._source(operand, kernel) for operand in read if not is_finite(operand.tensor)]
+        bad = (each for each in read if not is_finite(each.tensor) and not self.names.was_finite(each.argument))
+        sources = [self._source(operand, kernel) for operand in bad]
         if not sources:
             return self._made(kernel, read, args, kwargs, results, position)
         found = min(sources, key=lambda origin: origin.rank)
-        if found.is_weak and bool(torch.isnan(results[position]).any()):
+        if found.is_weak and has_nan(results[position]):
             if kernel_name(kernel) in SOFTMAX or "scaled_dot_product" in str(kernel._schema.name):
                 return self._add("masked", kernel, results[position], read)
             if not found.spoiled_by:
@@ -194,8 +204,7 @@ class Watch(Trace):
         made_here = last is not None and last.tensor.untyped_storage()._cdata == args[0].untyped_storage()._cdata
         if last is not None and made_here and (is_emulated or last.where is self._identity(self._place())):
             # The call rounds its own result: what counts is what the result was computed from.
-            operands = [Operand(each.name, each.tensor.to(result.dtype), each.argument) for each in last.read]
-            origin = self._add("made", kernel, result, operands if is_emulated else last.read)
+            origin = self._add("made", kernel, result, _rounded(last.read, result.dtype) if is_emulated else last.read)
             origin.op, origin.kernel = last.op if is_emulated and not self._backward else origin.op, last.kernel
         else:
             origin = self._add("made", kernel, result, read)
@@ -210,7 +219,7 @@ class Watch(Trace):
         origin.cast_by = "model" if call is not None and call.is_conversion and not by_mezzo else "policy"
         found = self.names.of(before)
         if found is not None:
-            origin.role = found[0]
+            origin.role, origin.path = found[:2]
         if origin.cast_by == "policy":
             name = "argument" if found is None else found[1]
             origin.tensor = dataclasses.replace(origin.tensor, name=f"{name} cast to {origin.tensor.dtype}")
@@ -219,8 +228,9 @@ class Watch(Trace):
         """Note a tensor that is non-finite and that nothing in the pass has made."""
         found = self.names.of(tensor)
         origin = self._add("given", kernel, tensor, [])
-        origin.is_weak = not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
+        origin.is_weak = is_like_a_mask(tensor)
         origin.role, name = ("input", "a tensor made before the step") if found is None else found[:2]
+        origin.path = name
         if found is not None and origin.role == "parameter" and is_finite(found[2]):
             # A cast of it from before the pass, which a region keeps from one micro-batch to the next.
             origin.source, origin.cast_by, origin.is_weak = "made", "policy", False
@@ -299,6 +309,11 @@ class Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         self.watch.check(func, read, args, kwargs, out)
         return out
+
+
+def _rounded(read: list[Operand], dtype: torch.dtype) -> list[Operand]:
+    """Give widened operands back the format that their numbers have."""
+    return [Operand(each.name, each.tensor.to(dtype), each.argument) for each in read]
 
 
 def _name(phase: Phase, kernel: str) -> str:

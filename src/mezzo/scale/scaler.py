@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.host import next_scale_on_host, value_of
+from mezzo.scale.host import next_scale_on_host
 from mezzo.scale.rules import held, next_scale
 from mezzo.scale.state import ScaleState
 
 __all__ = ["Scaler"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What was found of the gradients that one scale made: numbers in host memory, 0-d tensors elsewhere.
+
+    Attributes:
+        before: The state whose scale they carried.
+        overflowed: Whether some were not finite, and count.
+        held: Whether some do not count.
+    """
+
+    before: ScaleState
+    overflowed: Any
+    held: Any
 
 
 class Scaler:
@@ -27,11 +43,17 @@ class Scaler:
     def __init__(self, config: LossScale, device: torch.device | str) -> None:
         self.config = config
         self.state = config.start(device)
+        self._last: _Judged | None = None
 
     @property
     def changes_gradients(self) -> bool:
         """Whether scaled gradients can differ from plain ones: not without a scale, nor with a constant 1."""
         return self.config.mode == "dynamic" or (self.config.mode == "constant" and self.config.init != 1.0)
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether gradients of several losses must be told apart: by their scales, or to count each one's overflows."""
+        return self.config.mode == "dynamic" or (self.changes_gradients and self.config.patience is not None)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, at least in FP32, so that the product itself cannot overflow."""
@@ -45,26 +67,36 @@ class Scaler:
 
         Args:
             found_inf: 0-d bool: whether gradients were not finite.
-            made_with: The scale that these gradients carried. If the scale moved since, finite ones say nothing of
-                the new scale, and others count only where it has not gone below theirs already.
-            hold: 0-d bool: stay where it is, whatever was found.
+            made_with: The scale that these gradients carried. All that one scale made count as one step: those that
+                come later are judged anew, together with the first. If the scale has moved on further, finite ones
+                say nothing of it, and others count only where it has not gone below theirs already.
+            hold: 0-d bool: these do not count, whatever was found.
         """
-        if self.state.scale.device.type == "cpu":
-            self._update_on_host(found_inf, made_with, hold)
+        if self.config.mode == "none":
             return
-        state = next_scale(self.state, found_inf, self.config)
-        if made_with is not None and made_with is not self.state.scale:
-            outdated = ~found_inf | (self.state.scale < made_with)
-            hold = outdated if hold is None else hold | outdated
-        self.state = state if hold is None else held(self.state, state, hold)
+        known = _on_host if self.state.scale.device.type == "cpu" else _as_it_is
+        no = torch.zeros_like(found_inf)
+        back = known(no if hold is None else hold)
+        overflowed, last = known(found_inf) & ~back, self._last
+        if made_with is None or made_with is self.state.scale:
+            self._judge(_Judged(self.state, overflowed, back), back)
+        elif last is not None and made_with is last.before.scale:
+            overflowed, back = last.overflowed | overflowed, last.held | back
+            self._judge(_Judged(last.before, overflowed, back), back & ~overflowed)
+        else:
+            overflowed = overflowed & (known(self.state.scale) >= known(made_with))
+            self._judge(_Judged(self.state, overflowed, known(no)), ~overflowed)
 
-    def _update_on_host(self, found_inf: Tensor, made_with: Tensor | None, hold: Tensor | None) -> None:
-        found = bool(value_of(found_inf))
-        earlier = None if made_with is self.state.scale else made_with
-        if earlier is not None and (not found or value_of(self.state.scale) < value_of(earlier)):
-            return
-        if hold is None or not value_of(hold):
-            self.state = next_scale_on_host(self.state, found, self.config)
+    def _judge(self, judged: _Judged, stays: Any) -> None:
+        """Follow the rules from the state before, or stay there."""
+        before, self._last = judged.before, judged
+        if isinstance(stays, Tensor):
+            self.state = held(before, next_scale(before, judged.overflowed, self.config), stays)
+        else:
+            self.state = before if stays else next_scale_on_host(before, bool(judged.overflowed), self.config)
+        if self.config.mode == "constant" and self.config.patience is not None:
+            # A scale of its own for each step, as a dynamic one has, so that overflows in a row are told apart.
+            self.state = replace(self.state, scale=before.scale.clone())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values; a host sync."""
@@ -77,3 +109,13 @@ class Scaler:
             StateError: Not the state of a loss scale.
         """
         self.state = ScaleState.from_state_dict(state, device=self.state.scale.device)
+        self._last = None
+
+
+def _on_host(tensor: Tensor) -> Any:
+    """Return the one value of a CPU tensor; through numpy, since nothing has to be asked of a device."""
+    return tensor.numpy()[()]
+
+
+def _as_it_is(tensor: Tensor) -> Any:
+    return tensor

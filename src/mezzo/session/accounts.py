@@ -13,8 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mezzo.errors import NumericsError, ScaleCollapsed, StateError, some_of
+from mezzo.errors import NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale, ScaleState
+from mezzo.scale.config import as_float32
 from mezzo.session.clipping import Edited, clipping_warning, round_number
 
 __all__ = ["Accounts", "Outcome", "Stats"]
@@ -118,14 +119,16 @@ class Accounts:
         self._name_of = name_of
         self._steps = self._skipped = 0
         self._recent: deque[bool] = deque(maxlen=config.interval)
-        self.start_over(scales)
         self._waiting: list[Outcome] = []
         self._flying: deque[_Flight] = deque()
         self._failure: NumericsError | None = None
         self._forward_failures = 0
+        self.start_over(scales)
 
     def start_over(self, scales: list[Tensor]) -> None:
         """Follow scales from here on that came from elsewhere; the count of steps goes on."""
+        self.settle()
+        self._failure, self._forward_failures = None, 0
         first = [float(scale.cpu().numpy()) for scale in scales]
         self._scales = [_Scale(scale, scale, scale) for scale in first]
 
@@ -203,10 +206,7 @@ class Accounts:
     def _count(self, outcome: Outcome, numbers: list[float], norms: Tensor) -> None:
         skipped, loss_failed, *rest = numbers
         self._steps += 1
-        if outcome.edited:
-            size, scale, *rest = rest
-            if not skipped and (limit := round_number(size, outcome.edited.tolerance)) is not None:
-                warnings.warn(clipping_warning(limit, scale, self._steps), UserWarning, stacklevel=6)
+        size, carried, *rest = rest if outcome.edited else (0.0, 0.0, *rest)
         self._skipped += bool(skipped)
         self._recent.append(bool(skipped))
         self._failure = None
@@ -215,12 +215,16 @@ class Accounts:
             self._move(loss_id, scale)
             if self._config.patience is not None and floor_overflows >= self._config.patience:
                 self._failure = self._collapse(loss_id, scale, int(floor_overflows), outcome.params, norms)
+        if outcome.edited and not skipped and (limit := round_number(size, outcome.edited.tolerance)) is not None:
+            # Last, since a warning may be an error.
+            warnings.warn(clipping_warning(limit, carried, self._steps), UserWarning, stacklevel=6)
 
     def _count_forward(self, failed: bool) -> None:
         """Follow steps whose loss is not finite: they leave the scale alone, and no scale can cure them."""
         self._forward_failures = self._forward_failures + 1 if failed else 0
         if self._forward_failures == 1:
-            logger.warning("the loss of step %d is not finite: skipped, the loss scale stays", self._steps)
+            scale = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
+            logger.warning("the loss of step %d is not finite: skipped%s", self._steps, scale)
         if self._config.patience is not None and self._forward_failures >= self._config.patience:
             self._failure = NumericsError(
                 f"the loss was not finite for {self._forward_failures} steps in a row",
@@ -235,7 +239,7 @@ class Accounts:
             return
         which = f" of loss {loss_id}" if len(self._scales) > 1 else ""
         grew = scale > history.now
-        at_floor = not grew and scale == self._config.floor
+        at_floor = not grew and scale == as_float32(self._config.floor)
         logger.info(
             "loss scale%s %.6g → %.6g after step %d%s",
             which,
@@ -252,10 +256,15 @@ class Accounts:
         self, loss_id: int, scale: float, overflows: int, params: list[Tensor], norms: Tensor
     ) -> ScaleCollapsed:
         bad = [self._name_of(p) for p, norm in zip(params, norms.numpy(), strict=True) if not math.isfinite(norm)]
+        guilty = (
+            f"{len(bad)} of {len(params)} gradients not finite: {some_of(bad)}"
+            if bad
+            else "finite as they stand, infinite once unscaled"
+        )
         which = f"loss {loss_id}, " if len(self._scales) > 1 else ""
         return ScaleCollapsed(
             f"the loss scale collapsed: {overflows} overflows in a row at its floor, {scale:.6g}",
-            where=f"{which}step {self._steps}, {len(bad)} of {len(params)} gradients not finite: {some_of(bad)}",
+            where=f"{which}step {self._steps}, {guilty}",
             why="no scale makes these gradients finite: the overflow comes from the model, the loss or the data",
             write='MixedPrecision(…, on_overflow="explain"), which says where; or dtype=bfloat16, with FP32\'s range',
         )
@@ -269,25 +278,29 @@ class Accounts:
             "steps": self._steps,
             "skipped": self._skipped,
             "recent": "".join("X" if skipped else "." for skipped in self._recent),
+            "forward_failures": self._forward_failures,
             "scales": [
                 {"lowest": s.lowest, "highest": s.highest, "growths": s.growths, "backoffs": s.backoffs}
                 for s in self._scales
             ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], scales: list[Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], scales: list[Tensor], *, continued: bool = True) -> None:
         """Load what :meth:`state_dict` returned.
 
         Args:
             state: The counts.
             scales: The scale of each loss after loading.
+            continued: Whether these are the saved scales, whose history goes on; if not, one begins here.
         """
-        if len(state["scales"]) != len(scales):
-            raise StateError(f"the state has {len(state['scales'])} losses, and this session {len(scales)}")
-        self._waiting, self._failure = [], None
+        self._waiting = []
         self._flying.clear()
+        self.start_over(scales)
         self._steps, self._skipped = state["steps"], state["skipped"]
+        self._forward_failures = state["forward_failures"]
         self._recent.clear()
         self._recent.extend(mark == "X" for mark in state["recent"])
-        now = [float(scale.cpu().numpy()) for scale in scales]
-        self._scales = [_Scale(scale, **saved) for scale, saved in zip(now, state["scales"], strict=True)]
+        if continued:
+            for scale, saved in zip(self._scales, state["scales"], strict=True):
+                scale.lowest, scale.highest = min(saved["lowest"], scale.now), max(saved["highest"], scale.now)
+                scale.growths, scale.backoffs = saved["growths"], saved["backoffs"]

@@ -6,13 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["NormBuffers"]
+from mezzo.cast.region import autocast
+
+__all__ = ["NormBuffers", "Remembering"]
 
 
 class NormBuffers:
     """The running statistics of norm layers before the first forward pass of a window.
 
-    **Cost**: a copy of the statistics for each step, and one kernel for each of them; no host sync.
+    **Cost**: a copy of the statistics for each step, and one kernel for each of them; no host sync. A walk through the
+    models' modules for each forward pass.
     """
 
     def __init__(self, models: list[nn.Module]) -> None:
@@ -20,9 +23,9 @@ class NormBuffers:
         self._saved: list[tuple[Tensor, Tensor]] = []
 
     def remember(self) -> None:
-        """Copy the statistics, unless that was done since the last step or while no model trains."""
-        if not self._saved:
-            self._saved = [(buffer, buffer.detach().clone()) for buffer in self._statistics()]
+        """Copy the statistics of layers that train, each once since the last step."""
+        known = {id(buffer) for buffer, _ in self._saved}
+        self._saved += [(buffer, buffer.detach().clone()) for buffer in self._statistics() if id(buffer) not in known]
 
     def _statistics(self) -> list[Tensor]:
         found = {
@@ -43,3 +46,29 @@ class NormBuffers:
     def forget(self) -> None:
         """Drop what was remembered."""
         self._saved = []
+
+
+class Remembering(autocast):
+    """A region that remembers the statistics whenever it is entered, be it made once and entered for each batch."""
+
+    _buffers: NormBuffers
+
+    @classmethod
+    def around(cls, region: autocast, buffers: NormBuffers) -> Remembering:
+        """Return a region like another, which remembers.
+
+        Args:
+            region: The region; it is not to be entered any more.
+            buffers: What remembers.
+        """
+        made = cls.__new__(cls)
+        vars(made).update(vars(region), _buffers=buffers)
+        return made
+
+    def __enter__(self) -> Remembering:
+        self._buffers.remember()
+        super().__enter__()
+        return self
+
+    def _recreate_cm(self) -> Remembering:
+        return self.around(super()._recreate_cm(), self._buffers)

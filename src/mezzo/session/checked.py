@@ -80,7 +80,7 @@ def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torc
     windows = [cluster.window for cluster in involved if cluster.window is not None]
     for window in windows:
         window.require_unchanged()
-    carried = {None if w.carried.is_one else id(w.carried.scale): w.carried for w in windows if w.carried is not None}
+    carried = {w.carried.kind: w.carried for w in windows if w.carried is not None}
     # One scale that all gradients carry is unscaled on the way to the weights; several have to be before.
     one = next(iter(carried.values())) if len(carried) == 1 and all(w.is_plain for w in windows) else None
     watch.look()
@@ -104,8 +104,12 @@ def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torc
     found_inf = not_finite(norm)
     if one is not None:
         shares = [Share(loss_id=one.loss_id, scale=one.scale, found_inf=found_inf)]
-    else:
-        shares = [share for window in windows for share in window.settled]
+    elif not (shares := [share for window in windows for share in window.settled]):
+        raise StateError(
+            "these are gradients that no amp.backward() made",
+            why="nothing had a gradient when they were unscaled, so that nobody knows what they carry",
+            write="amp.backward(loss), and edits of .grad after it",
+        )
     return Checked(
         params=params, gradients=gradients, norm=norm, each=each, found_inf=found_inf, scale=scale,
         inverse=over_scale, shares=shares, losses=[pair for window in windows for pair in window.losses], edited=edits,

@@ -163,11 +163,14 @@ def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
         return known
     given = listed(optimizers)
     if foreign := [type(o).__name__ for o in given if not any(o is mine for mine in known)] or not given:
+        functions = [o for o in given if callable(o) and not isinstance(o, Optimizer)]
         raise PolicyError(
             "not an optimizer of this session",
             where=some_of(foreign) if isinstance(foreign, list) else "an empty list",
             why=f"the session has {some_of([type(o).__name__ for o in known])}",
-            write="the optimizers that were given to MixedPrecision(models, optimizers, policy)",
+            write="amp.step(closure=closure), by its name"
+            if functions
+            else "the optimizers that were given to MixedPrecision(models, optimizers, policy)",
         )
     return [mine for mine in known if any(mine is o for o in given)]
 

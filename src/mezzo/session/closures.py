@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 __all__ = ["Overflowed", "undone_on_overflow"]
 
@@ -20,37 +21,52 @@ class Overflowed(Exception):  # noqa: N818 - it never leaves the session
 
 @contextmanager
 def undone_on_overflow(optimizer: Optimizer, params: list[Tensor], then: Callable[[], None] | None) -> Iterator[None]:
-    """Put weights and optimizer state back if an evaluation overflows, and swallow :class:`Overflowed`.
+    """Put weights, optimizer state and options back if the step fails, and swallow :class:`Overflowed`.
 
-    Any other exception restores nothing, as with torch's own optimizers.
+    Whatever else is raised goes on to the caller, who finds everything as it was before the step.
 
     Args:
-        optimizer: The optimizer that steps.
+        optimizer: The optimizer that steps; one that it wraps, as SAM does, is put back with it.
         params: What it updates.
         then: Called after everything is back in place, if given.
 
     **Cost**: a copy of weights and optimizer state, for as long as the step runs.
     """
     weights = [param.detach().clone() for param in params]
-    state = {param: _copied(values) for param, values in optimizer.state.items()}
+    wrapped = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+    before = [_Before(each) for each in (optimizer, *wrapped)]
     try:
         yield
-    except Overflowed:
+    except BaseException as error:
         with torch.no_grad():
             for param, weight in zip(params, weights, strict=True):
                 param.copy_(weight)
-        optimizer.state.clear()
-        optimizer.state.update(state)
+        for each in before:
+            each.restore()
         if then is not None:
             then()
+        if not isinstance(error, Overflowed):
+            raise
+
+
+class _Before:
+    """An optimizer's state and options as they were."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {param: _copied(values) for param, values in optimizer.state.items()}
+        options = ({key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
+        self._options = [_copied(each) for each in options]
+
+    def restore(self) -> None:
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(params=params, **options)
 
 
 def _copied(value: Any) -> Any:
-    """Copy an optimizer's state: tensors, and whatever plain containers hold them."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(inner) for inner in value)
-    return copy.deepcopy(value)
+    """Copy a tensor, any plain value, and whatever containers hold them."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), value)

@@ -20,7 +20,7 @@ from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.session import state
 from mezzo.session.accounts import Accounts, Outcome, Stats
-from mezzo.session.buffers import NormBuffers
+from mezzo.session.buffers import NormBuffers, Remembering
 from mezzo.session.checked import Checked, check, together
 from mezzo.session.checks import (
     check_loss,
@@ -35,10 +35,11 @@ from mezzo.session.checks import (
 )
 from mezzo.session.clipping import EditWatch
 from mezzo.session.closures import Overflowed, undone_on_overflow
+from mezzo.session.exact import ExactLoading
 from mezzo.session.gradients import multiply, norms, not_finite
 from mezzo.session.result import Step
 from mezzo.session.stepping import Found, adapt, update
-from mezzo.session.window import Cluster, clusters
+from mezzo.session.window import Cluster, clusters, regrouped
 from mezzo.step.master import MasterWeights
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class MixedPrecision:
         self._scalers = [Scaler(self.policy.loss_scale, device or first.device) for _ in range(num_losses)]
         self._buffers = NormBuffers(self._models) if restore_buffers else None
         self._edits = EditWatch()
-        self._restored: set[str] = set()  # FP32 parameters that load_state_dict wrote, until the next step
+        self._exact = ExactLoading(self)
         self._on_the_way: dict[int, Tensor] = {}  # whether grad() overflowed since the last step, by loss
         self._accounts = Accounts(self.policy.loss_scale, self._scale_tensors(), self._name_of)
         try:
@@ -154,13 +155,13 @@ class MixedPrecision:
                 self._masters[id(optimizer)] = MasterWeights(optimizer, grad_dtype="param", originals=originals)
         for prepared in self._prepared:
             prepared.release_originals()
-        for number, model in enumerate(self._models):
-            exact = state.ExactLoading(self, f"{number}." if len(self._models) > 1 else "")
-            self._hooks.append(model.register_load_state_dict_pre_hook(exact))  # type: ignore[no-untyped-call]
+        if self._masters:
+            self._exact.watch(self._models)
 
     def _undo(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._exact.remove()
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self._prepared):
             prepared.remove()
@@ -173,14 +174,18 @@ class MixedPrecision:
         return Replay(self._models, region=self._region)
 
     def _refuse_foreign_step(self, optimizer: Optimizer, *_: Any) -> None:
-        window = next((c.window for c in self._clusters if optimizer in c.optimizers), None)
-        if window is not None and not self._stepping:
-            raise StateError(
-                "optimizer.step() behind the session's back",
-                where=f"{type(optimizer).__name__}, after {window.micro_batches} amp.backward() call(s)",
-                why="the gradients still carry the loss scale, and were neither checked nor clipped",
-                write="amp.step()",
-            )
+        cluster = next(c for c in self._clusters if optimizer in c.optimizers)
+        if self._stepping or (cluster.window is None and not cluster.has_gradients()):
+            return
+        calls = 0 if cluster.window is None else cluster.window.micro_batches
+        raise StateError(
+            "optimizer.step() behind the session's back",
+            where=f"{type(optimizer).__name__}, {calls or 'no'} amp.backward() call(s) since the last step",
+            why="the gradients still carry the loss scale, and were neither checked nor clipped"
+            if calls
+            else "amp.step() took a step with these gradients already, or loss.backward() made them without the session",
+            write="amp.step()" if calls else "amp.backward(loss), then amp.step()",
+        )
 
     def __deepcopy__(self, memo: Any) -> MixedPrecision:
         raise StateError(
@@ -211,9 +216,8 @@ class MixedPrecision:
     def autocast(self) -> region.autocast:
         """Return the region to run the forward pass and the loss in."""
         self._require_open("autocast")
-        if self._buffers is not None:
-            self._buffers.remember()
-        return self._region()
+        region = self._region()
+        return region if self._buffers is None else Remembering.around(region, self._buffers)
 
     def _region(self) -> region.autocast:
         return self._prepared[0].autocast(*self._prepared[1:])
@@ -246,12 +250,16 @@ class MixedPrecision:
         self._require_open("backward")
         check_loss(loss)
         scaler = self._scaler(loss_id)
-        involved = [c for c in self._clusters if not set(c.optimizers).isdisjoint(chosen(optimizers, self._optimizers))]
-        if len(involved) < len(self._clusters):
-            kwargs.setdefault("inputs", _differentiable(involved))
+        wanted = chosen(optimizers, self._optimizers)
+        self._clusters = regrouped(self._clusters, self._optimizers, self._masters)
+        involved = [c for c in self._clusters if not set(c.optimizers).isdisjoint(wanted)]
+        if len(wanted) < len(self._optimizers):
+            kwargs.setdefault("inputs", _differentiable(involved, wanted))
         for cluster in involved:
             cluster.begin(scaler, loss_id, loss)
         self._region().run_backward(scaler.scaled(loss), **kwargs)
+        for cluster in involved:
+            cluster.end()
         if scaler.changes_gradients:
             self._edits.remember(leaf for cluster in involved for leaf in cluster.leaves())
 
@@ -298,13 +306,12 @@ class MixedPrecision:
         scaler = self._scaler(loss_id)
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         found = self._region().run_grad(scaler.scaled(outputs), given, create_graph=create_graph, **kwargs)
-        if not scaler.changes_gradients:
-            return found
-        inverse = scaler.state.inverse()
         # Inputs that were not used have none, with allow_unused=True.
-        unscaled = [
-            g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) * inverse.to(g.device) for g in found
-        ]
+        wide = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]
+        if not scaler.changes_gradients:
+            return tuple(wide)
+        inverse = scaler.state.inverse()
+        unscaled = [g if g is None else g * inverse.to(g.device) for g in wide]
         if there := [g.detach() for g in unscaled if g is not None]:
             found_inf = not_finite(norms(there, inverse.device)[0])
             before = self._on_the_way.get(loss_id)
@@ -364,8 +371,7 @@ class MixedPrecision:
         schedulers = checked_schedulers(scheduler)
         wanted = chosen(optimizers, self._optimizers)
         if closure is not None:
-            checked, involved = self._evaluate(closure, wanted)
-            found = Found(checked.found_inf)
+            checked, involved, found = self._evaluate(closure, wanted)
         else:
             involved = self._open_clusters(wanted, "step")
             checked = check(involved, wanted, self._device, self._edits)
@@ -399,31 +405,36 @@ class MixedPrecision:
             yield
         except BaseException:
             for cluster in involved:
+                cluster.gather()  # what a closure left behind is then known as left over, masters or not
                 cluster.close()
             raise
         finally:
             self._stepping = False
 
-    def _evaluate(self, closure: Callable[[], Any], optimizers: list[Optimizer]) -> tuple[Checked, list[Cluster]]:
+    def _evaluate(
+        self, closure: Callable[[], Any], optimizers: list[Optimizer]
+    ) -> tuple[Checked, list[Cluster], Found]:
         """Let one optimizer evaluate the loss itself, each evaluation checked, unscaled and clipped."""
         optimizer = only(optimizers)
         (cluster,) = (c for c in self._clusters if optimizer in c.optimizers)
         evaluations: list[Checked] = []
+        found: list[Found] = []
 
         @torch.no_grad()
         def unscale() -> None:
             if cluster.window is None:
                 raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
-            cluster.settle()
             evaluations.append(check([cluster], [optimizer], self._device, self._edits))
             if (factor := evaluations[-1].multiplier(self.max_grad_norm)) is not None:
                 multiply(evaluations[-1].gradients, factor)
             cluster.close()
-            if bool(evaluations[-1].found_inf):
+            found.append(Found(evaluations[-1].found_inf))
+            if found[-1]:
                 raise Overflowed
 
         def evaluate() -> Any:
-            loss = closure()
+            with torch.enable_grad():  # as torch's own optimizers do, and others may not
+                loss = closure()
             unscale()
             return loss
 
@@ -433,11 +444,10 @@ class MixedPrecision:
             if cluster.window is not None:
                 unscale()
             optimizer.step(evaluate)
-        if not evaluations:
-            raise StateError(
-                f"{type(optimizer).__name__}.step() did not evaluate the closure", write="amp.step() without closure="
-            )
-        return together(evaluations), [cluster]
+            if not evaluations:
+                what = f"{type(optimizer).__name__}.step() did not evaluate the closure"
+                raise StateError(what, write="amp.backward(loss), then amp.step() without closure=")
+        return together(evaluations), [cluster], found[-1]
 
     def _finish(self, checked: Checked, involved: list[Cluster], overflow: Overflow | Changed | None) -> Step:
         """Adapt the scales, close the windows, and put down what happened."""
@@ -445,7 +455,7 @@ class MixedPrecision:
             for masters in cluster.masters:
                 masters.drop_gradients()
             cluster.close(checked.gradients if len(cluster.optimizers) == 1 else None)
-        self._restored.clear()
+        self._exact.restored.clear()
         adapted = adapt(self._scalers, checked, self._on_the_way)
         for loss_id in adapted.after:
             self._on_the_way.pop(loss_id, None)
@@ -546,7 +556,7 @@ class MixedPrecision:
         for number, model in enumerate(self._models):
             prefix = f"{number}." if len(self._models) > 1 else ""
             for name, param in model.named_parameters():
-                yield prefix + name, param
+                yield prefix + state.plain_name(model, name), param
 
     def _named_masters(self) -> dict[str, nn.Parameter]:
         held = {param: master for masters in self._masters.values() for param, master in masters.masters().items()}
@@ -573,7 +583,15 @@ class MixedPrecision:
         wanted = set(optimizers)
         found = [c for c in self._clusters if c.window is not None and not wanted.isdisjoint(c.optimizers)]
         if not found:
-            raise StateError(f"{call}() before backward()", write=f"amp.backward(loss), then amp.{call}()")
+            near = [o for c in self._clusters if not wanted.isdisjoint(c.optimizers) for o in c.optimizers]
+            others = some_of([type(o).__name__ for o in near if o not in wanted])
+            raise StateError(
+                f"{call}() before backward()",
+                why=f"it shares parameters with {others}: step both in one call, or each after its own backward()"
+                if others
+                else "",
+                write=f"amp.backward(loss), then amp.{call}()",
+            )
         return found
 
     def close(self) -> None:
@@ -597,13 +615,13 @@ def _one_or_all(scales: list[Tensor]) -> Tensor:
     return scales[0] if len(scales) == 1 else torch.stack(scales)
 
 
-def _differentiable(involved: list[Cluster]) -> list[Tensor]:
+def _differentiable(involved: list[Cluster], optimizers: list[Optimizer]) -> list[Tensor]:
     """Return the parameters that some optimizers' backward pass is for."""
-    leaves = [leaf for cluster in involved for leaf in cluster.leaves()]
+    leaves = [leaf for cluster in involved for leaf in cluster.leaves(optimizers)]
     if not leaves:
         raise StateError(
             "these optimizers update no parameter that requires a gradient",
-            where=some_of([type(o).__name__ for cluster in involved for o in cluster.optimizers]),
+            where=some_of([type(optimizer).__name__ for optimizer in optimizers]),
             write="requires_grad_(True) on what they train, or amp.backward(loss) for all optimizers",
         )
     return leaves

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,46 +11,83 @@ from torch import Tensor, nn
 
 from mezzo.errors import StateError, some_of
 from mezzo.policy import Policy
-from mezzo.scale import ScaleState
+from mezzo.scale import LossScale, ScaleState
 from mezzo.session import foreign
-from mezzo.session.window import Window
+from mezzo.session.exact import overflows
+from mezzo.session.form import STATE_VERSION, described, wrong_values
+from mezzo.session.gradients import mark
+from mezzo.session.window import Window, regrouped
 
 if TYPE_CHECKING:
     from mezzo.session.loop import MixedPrecision
 
-__all__ = ["STATE_VERSION", "ExactLoading", "load", "saved"]
+__all__ = ["STATE_VERSION", "load", "plain_name", "saved"]
 
 logger = logging.getLogger(__name__)
 
-#: Of the form of a session's state dict.
-STATE_VERSION: Final = 2
-_KEYS: Final[dict[str, type]] = {
-    "version": int, "policy": str, "parameters": Mapping, "loss_scales": list, "stats": Mapping, "masters": Mapping,
-    "windows": list, "gradients": Mapping, "master_gradients": Mapping,
-}  # fmt: skip
+#: Lines of a message that lists differences; another model has a great many.
+_LINES: Final = 40
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """Return a parameter's name as it is without ``torch.compile``'s and data parallelism's wrappers."""
+    inner = getattr(model, "_orig_mod", model)
+    name = name.replace("_orig_mod.", "")
+    wrapped = isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    return name.removeprefix("module.") if wrapped else name
 
 
 def saved(session: MixedPrecision) -> dict[str, Any]:
     """Return a session's state as plain containers and tensors."""
     for masters in session._masters.values():
         masters.take_edits()
-    open_window = any(cluster.window for cluster in session._clusters)
-    gradients = {n: p.grad.clone() for n, p in session._named_params() if open_window and p.grad is not None}
-    named = session._named_masters()
+    scales = session._scale_tensors()
+
+    def number_of(scale: Tensor) -> int:
+        """Return a scale's place among those that gradients carry: which one it is counts, not only its value."""
+        if not any(scale is known for known in scales):
+            scales.append(scale)
+        return next(number for number, known in enumerate(scales) if known is scale)
+
+    names = _names(session)
+    _refuse_nameless(session, names)
+    windows = [c.window and c.window.state_dict(lambda t: names[id(t)], number_of) for c in session._clusters]
+    gradients, master_gradients, left = _gradients(session, names) if any(windows) else ({}, {}, [])
     return {
         "version": STATE_VERSION,
         "policy": str(session.policy),
         "parameters": _fingerprint(session),
         "loss_scales": [scaler.state_dict() for scaler in session._scalers],
         "stats": session._accounts.state_dict(),
-        "masters": {name: master.detach().clone() for name, master in named.items()},
-        "windows": [
-            None if cluster.window is None else cluster.window.state_dict(session._name_of)
-            for cluster in session._clusters
-        ],
+        "masters": {name: master.detach().clone() for name, master in session._named_masters().items()},
+        "windows": windows,
+        "carried_scales": [float(scale) for scale in scales],
+        "on_the_way": [{"loss_id": n, "found_inf": bool(found)} for n, found in session._on_the_way.items()],
         "gradients": gradients,
-        "master_gradients": {n: m.grad.clone() for n, m in named.items() if open_window and m.grad is not None},
+        "master_gradients": master_gradients,
+        "left": left,
+        "buffers": {name: before.clone() for name, (_, before) in _remembered(session).items()},
     }
+
+
+def _names(session: MixedPrecision) -> dict[int, str]:
+    """Return the name of each tensor that the optimizers update, by ``id``."""
+    held = session._named_masters()
+    return {id(held.get(name, param)): name for name, param in session._named_params()}
+
+
+def _refuse_nameless(session: MixedPrecision, names: Mapping[int, str]) -> None:
+    """Refuse to lose what only the session knows of parameters that were added without a model."""
+    masters = {id(master) for each in session._masters.values() for master in each.masters().values()}
+    has_window = any(cluster.window for cluster in session._clusters)
+    nameless = [param for param in session.master_params() if id(param) not in names]
+    if lost := [described(param) for param in nameless if has_window or id(param) in masters]:
+        raise StateError(
+            "an optimizer updates parameters that belong to no model of the session",
+            where=some_of(lost),
+            why="their masters, and their gradients inside an accumulation window, have no name to be saved under",
+            write="MixedPrecision([model, what_holds_them], optimizer, policy)",
+        )
 
 
 def load(session: MixedPrecision, state: Any) -> None:
@@ -62,156 +98,206 @@ def load(session: MixedPrecision, state: Any) -> None:
             where=f"after {open_windows[0].micro_batches} backward pass(es) since the last step",
             write="amp.step() or amp.zero_grad() first",
         )
-    if (scales := foreign.loss_scales(state, session.policy.loss_scale, len(session._scalers))) is not None:
+    if (scales := foreign.loss_scales(state, session.policy, len(session._scalers))) is not None:
         _load_scales(session, scales)
-        session._accounts.start_over(session._scale_tensors())
+        own = session._accounts.state_dict()
+        session._accounts.load_state_dict(own, session._scale_tensors(), continued=False)
         return
+    session._clusters = regrouped(session._clusters, session._optimizers, session._masters)
     _check(session, state)
     policy = Policy.parse(state["policy"])
     if changes := policy.differences(session.policy):
         logger.info("the state was saved under another policy: %s", "; ".join(changes))
-    mode = session.policy.loss_scale.mode
-    if policy.loss_scale.mode == mode:
-        _load_scales(session, [ScaleState.from_state_dict(each) for each in state["loss_scales"]])
-    if len(state["loss_scales"]) == len(session._scalers):
-        session._accounts.load_state_dict(state["stats"], session._scale_tensors())
-    _load_masters(session, state["masters"])
+    _load_loss_scales(session, policy.loss_scale, state)
+    _load_masters(session, state)
     if any(state["windows"]):
         _load_windows(session, state)
+    if session._buffers is not None:
+        buffers = _named_buffers(session)
+        session._buffers._saved = [
+            (buffers[name], before.to(buffers[name].device, copy=True)) for name, before in state["buffers"].items()
+        ]
+
+
+# Loss scales ---------------------------------------------------------------------------------------------
 
 
 def _load_scales(session: MixedPrecision, scales: list[ScaleState]) -> None:
+    session._on_the_way.clear()
     for scaler, each in zip(session._scalers, scales, strict=True):
         scaler.load_state_dict(each.state_dict())
 
 
+def _load_loss_scales(session: MixedPrecision, before: LossScale, state: Mapping[str, Any]) -> None:
+    """Continue the saved loss scales where the session's are of the same kind; start afresh elsewhere."""
+    now = session.policy.loss_scale
+    same_kind = before.mode == now.mode and (now.mode == "dynamic" or before.init == now.init)
+    continued = same_kind and len(state["loss_scales"]) == len(session._scalers)
+    if continued:
+        scales = [ScaleState.from_state_dict(_within(each, before, now)) for each in state["loss_scales"]]
+    else:
+        scales = [now.start() for _ in session._scalers]
+    _load_scales(session, scales)
+    if continued:
+        found = {each["loss_id"]: each["found_inf"] for each in state["on_the_way"]}
+        session._on_the_way = {n: torch.tensor(overflow, device=session._device) for n, overflow in found.items()}
+    session._accounts.load_state_dict(state["stats"], session._scale_tensors(), continued=continued)
+
+
+def _within(scale: Mapping[str, Any], before: LossScale, now: LossScale) -> dict[str, Any]:
+    """Bring a scale within the bounds of new rules."""
+    if before == now or now.mode != "dynamic":
+        return dict(scale)
+    highest = scale["scale"] if now.ceiling is None else min(scale["scale"], now.ceiling)
+    return {**scale, "scale": float(max(highest, now.floor))}
+
+
+# Weights -------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
-def _load_masters(session: MixedPrecision, masters: Mapping[str, Tensor]) -> None:
+def _load_masters(session: MixedPrecision, state: Mapping[str, Any]) -> None:
     """Put saved masters where the FP32 weights are now: in masters, or in the parameters themselves."""
-    mine = session._named_masters()
-    session._restored.clear()
+    mine, masters = session._named_masters(), state["masters"]
+    for each in session._masters.values():
+        each.take_edits()
+    session._exact.restored.clear()
     for name, param in session._named_params():
-        if name in mine:
-            mine[name].copy_(masters.get(name, mine[name]))
+        before = getattr(torch, state["parameters"][name].partition(" ")[0])
+        if name in mine and name in masters:
+            mine[name].copy_(masters[name])
+        elif name in mine:
+            # The model's own state dict has these weights, in this precision and no better.
+            mine[name].copy_(mine[name].to(before))
         elif name in masters and param.dtype == torch.float32:
             param.copy_(masters[name])
-            session._restored.add(name)
+            session._exact.restored.add(param)
     for each in session._masters.values():
         each.round_to_params()
+    if session._exact.restored:
+        session._exact.watch(session._models)
+
+
+# Accumulation windows ------------------------------------------------------------------------------------
+
+
+def _gradients(
+    session: MixedPrecision, names: Mapping[int, str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Return the gradients of parameters and of masters, and the names of those that a step has left over."""
+    gradients = {name: param.grad.clone() for name, param in session._named_params() if param.grad is not None}
+    masters = session._named_masters().items()
+    left = [
+        names[id(param)]
+        for cluster in session._clusters
+        for param in cluster.params()
+        if param.grad is not None and mark(param.grad) in cluster._left
+    ]
+    return gradients, {name: master.grad.clone() for name, master in masters if master.grad is not None}, left
 
 
 def _load_windows(session: MixedPrecision, state: Mapping[str, Any]) -> None:
-    by_name: dict[str, Tensor] = {**dict(session._named_params()), **session._named_masters()}
-    for cluster, window in zip(session._clusters, state["windows"], strict=True):
-        if window is not None:
-            cluster.window = Window.from_state_dict(window, session._scalers, by_name)
-    for kind, tensors in (("gradients", dict(session._named_params())), ("master_gradients", session._named_masters())):
+    params, masters = dict(session._named_params()), session._named_masters()
+    for kind, tensors in (("gradients", params), ("master_gradients", masters)):
         for name, tensor in tensors.items():
             gradient = state[kind].get(name)
             tensor.grad = None if gradient is None else gradient.to(tensor.device, copy=True)
+    scales = session._scale_tensors()
+    scales += [scales[0].new_tensor(value) for value in state["carried_scales"][len(scales) :]]
+    left, names = set(state["left"]), _names(session)
+    for cluster, window in zip(session._clusters, state["windows"], strict=True):
+        cluster.window = window and Window.from_state_dict(window, scales, {**params, **masters})
+        theirs = (param.grad for param in cluster.params() if names.get(id(param)) in left)
+        cluster._left = {mark(gradient) for gradient in theirs if gradient is not None}
+    carrying = [c for c in session._clusters if c.window and c.window.carried and not c.window.carried.is_one]
+    session._edits.remember(leaf for cluster in carrying for leaf in cluster.leaves())
+
+
+def _named_buffers(session: MixedPrecision) -> dict[str, Tensor]:
+    several = len(session._models) > 1
+    return {
+        (f"{number}." if several else "") + plain_name(model, name): buffer
+        for number, model in enumerate(session._models)
+        for name, buffer in model.named_buffers()
+    }
+
+
+def _remembered(session: MixedPrecision) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the buffers that a skipped step puts back, and what it puts back, by name."""
+    pairs = [] if session._buffers is None else session._buffers._saved
+    by_id = {id(buffer): (buffer, before) for buffer, before in pairs}
+    return {name: by_id[id(buffer)] for name, buffer in _named_buffers(session).items() if id(buffer) in by_id}
 
 
 # What cannot be loaded -----------------------------------------------------------------------------------
 
 
 def _fingerprint(session: MixedPrecision) -> dict[str, str]:
-    return {n: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for n, p in session._named_params()}
+    return {name: described(param) for name, param in session._named_params()}
 
 
 def _check(session: MixedPrecision, state: Any) -> None:
     """Refuse a state that cannot be continued here, with every difference."""
-    if isinstance(state, Mapping):
-        wrong = [
-            f"{key} is missing" if key not in state else f"{key} is a {type(state[key]).__name__}"
-            for key, kind in _KEYS.items()
-            if not isinstance(state.get(key), kind)
-        ]
-    else:
-        wrong = [f"it is a {type(state).__name__}"]
-    if isinstance(state, Mapping) and isinstance(state.get("version"), int) and state["version"] != STATE_VERSION:
-        raise StateError(f"the state has version {state['version']}", why=f"this mezzo reads version {STATE_VERSION}")
-    if wrong:
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if isinstance(version, int) and version != STATE_VERSION:
+        raise StateError(f"the state has version {version}", why=f"this mezzo reads version {STATE_VERSION}")
+    if wrong := wrong_values(state):
         raise StateError(
-            "this is not the state of a MixedPrecision session", why=some_of(wrong), write="amp.state_dict()"
+            "this is not the state of a MixedPrecision session", where=_listed(wrong), write="amp.state_dict()"
         )
     if differences := [*_weights(session, state), *_unfinished(session, state)]:
         policies = [f"policy {line}" for line in Policy.parse(state["policy"]).differences(session.policy)]
         raise StateError(
             "the state belongs to another session",
-            where="\n".join((*policies, *differences)),
+            where=_listed([*policies, *differences]),
             why="saved → this session; continuing would not be the same run",
             write="MixedPrecision(model, optimizer, policy) with the saved policy and model",
         )
 
 
+def _listed(lines: list[str]) -> str:
+    return "\n".join(lines if len(lines) <= _LINES else [*lines[:_LINES], f"and {len(lines) - _LINES} more"])
+
+
 def _weights(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each parameter that is another one, or that would lose bits."""
-    before, mine, held = state["parameters"], _fingerprint(session), session._named_masters()
+    """Yield each parameter that is another one, or whose weights would lose bits."""
+    before, mine, held = state["parameters"], dict(session._named_params()), session._named_masters()
+    updated = {id(param) for param in session.master_params()}
     for name in dict.fromkeys((*before, *mine)):
-        was, now = before.get(name, "missing"), mine.get(name, "missing")
-        if was.partition(" ")[2] != now.partition(" ")[2] or "missing" in (was, now):
+        was = before.get(name, "missing")
+        now = described(mine[name]) if name in mine else "missing"
+        dtype, _, shape = was.partition(" ")
+        if name not in mine or shape != now.partition(" ")[2]:
             yield f"parameter {name}: {was} → {now}"
             continue
-        was_exact = name in state["masters"] or was.startswith("float")
-        if name in held or (was == now and name not in state["masters"]) or now.startswith("float32"):
-            continue
-        kind = "with a master" if name in state["masters"] else ""
-        if was_exact or was != now:
-            yield f"parameter {name}: {' '.join(filter(None, (was, kind)))} → {now} without a master"
-    for name, master in state["masters"].items():
-        if name in mine and list(master.shape) != list(dict(session._named_params())[name].shape):
-            yield f"master of {name}: {list(master.shape)} → {mine[name]}"
+        has_master = name in state["masters"]
+        exact, place = "float32" if has_master else dtype, "float32" if name in held else now.partition(" ")[0]
+        fits = exact == place or (place == "float32" and exact in ("float16", "bfloat16"))
+        # What no optimizer updates has no other weights than those that the policy rounds.
+        if not fits and (has_master or id(mine[name]) in updated):
+            yield f"parameter {name}: {was}{' with a master' if has_master else ''} → {now} without a master"
+        elif has_master and overflows(state["masters"][name], mine[name].dtype):
+            yield f"parameter {name}: values beyond {torch.finfo(mine[name].dtype).max:g} → {now}"
 
 
 def _unfinished(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield what must be the same for loss scales, and for gradients in the middle of a window."""
-    policy = Policy.parse(state["policy"])
+    policy, has_windows = Policy.parse(state["policy"]), any(state["windows"])
     scales = len(state["loss_scales"])
-    if scales != len(session._scalers) and policy.loss_scale.mode == session.policy.loss_scale.mode != "none":
+    is_used = policy.loss_scale.mode == session.policy.loss_scale.mode != "none" or has_windows or state["on_the_way"]
+    if scales != len(session._scalers) and is_used:
         yield f"losses: {scales} → {len(session._scalers)}"
-    if any(state["windows"]):
+    if has_windows:
         if policy.differences(session.policy):
             yield "gradients of an unfinished accumulation window, which belong to the saved policy"
         if len(state["windows"]) != len(session._clusters):
             yield f"optimizers with gradients: {len(state['windows'])} → {len(session._clusters)}"
-
-
-# Weights that a model loads ------------------------------------------------------------------------------
-
-
-class ExactLoading:
-    """Keep all bits when a model of a session loads weights in another precision than it stores.
-
-    FP32 weights go to the masters whole, and low-precision ones leave every master, or FP32 weight that the session
-    restored, that rounds to them. So the state dicts of model and session load in either order.
-    A hook before ``nn.Module.load_state_dict``; a copied or unpickled model has one that does nothing.
-    """
-
-    def __init__(self, session: MixedPrecision | None = None, prefix: str = "") -> None:
-        self._session = None if session is None else weakref.ref(session)
-        self._prefix = prefix
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ExactLoading, ()
-
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Replace what is about to be loaded."""
-        session = self._session() if self._session is not None else None
-        if session is None:
-            return
-        held = session._named_masters()
-        for name, param in module.named_parameters(remove_duplicate=False):
-            incoming, own = state_dict.get(prefix + name), self._prefix + name
-            if not isinstance(incoming, Tensor) or incoming.shape != param.shape or not incoming.is_floating_point():
-                continue
-            master = held.get(own)
-            exact = master if master is not None else param if own in session._restored else None
-            if exact is None:
-                continue
-            incoming = incoming.to(exact.device)
-            if incoming.element_size() >= exact.element_size():
-                exact.copy_(incoming)
-            else:
-                kept = exact.to(incoming.dtype) == incoming
-                state_dict[prefix + name] = torch.where(kept, exact, incoming.to(exact.dtype))
+        for name, param in session._named_params():
+            gradient, dtype = state["gradients"].get(name), getattr(param, "grad_dtype", None) or param.dtype
+            if gradient is not None and gradient.dtype != dtype:
+                yield f"gradient of {name}: {described(gradient)} → {str(dtype).removeprefix('torch.')}"
+    buffers = _named_buffers(session)
+    for name, before in state["buffers"].items() if session._buffers is not None else ():
+        if name not in buffers or described(buffers[name]) != described(before):
+            now = described(buffers[name]) if name in buffers else "missing"
+            yield f"buffer {name}: {described(before)} → {now}"

@@ -47,14 +47,15 @@ def update(
         max_norm: What to clip the norm of all gradients to.
         found: Whether to skip.
     """
-    folding = [optimizer for optimizer in optimizers if optimizer in alone and can_fold(optimizer)]
+    on_device = {optimizer for optimizer in optimizers if can_fold(optimizer)}
+    folding = on_device & alone
     if len(folding) < len(optimizers) and (factor := checked.multiplier(max_norm)) is not None:
         apart = {id(param) for optimizer in folding for group in optimizer.param_groups for param in group["params"]}
         pairs = zip(checked.params, checked.gradients, strict=True)
         multiply([gradient for param, gradient in pairs if id(param) not in apart], factor)
     divisor = checked.divisor(max_norm) if folding else None
     for optimizer in optimizers:
-        if can_fold(optimizer):
+        if optimizer in on_device:
             step_on_device(optimizer, checked.found_inf, divisor if optimizer in folding else None)
         elif not found:
             optimizer.step()
@@ -67,7 +68,7 @@ class Adapted:
     Attributes:
         before: The scale that gradients carried, by loss.
         after: The state of each of these losses' scales now.
-        loss_failed: 0-d bool: whether a loss itself was not finite.
+        loss_failed: 0-d bool: whether a loss was not finite by itself, so that its scale stayed.
     """
 
     before: Mapping[int, Tensor]
@@ -90,16 +91,15 @@ def adapt(scalers: list[Scaler], checked: Checked, on_the_way: Mapping[int, Tens
     before, after = {}, {}
     for loss_id, parts in _by_loss(checked.shares).items():
         scaler = scalers[loss_id]
-        before[loss_id] = parts[-1][0]
-        if scaler.config.mode != "none":
-            bad = _not_finite([loss for number, loss in checked.losses if number == loss_id], device)
-            failed = bad if len(scalers) == 1 else failed | bad
-            for scale, found_inf in parts:
-                hold = found_inf & bad
-                if (overflowed := on_the_way.get(loss_id)) is not None:
-                    found_inf, hold = found_inf | overflowed, hold & ~overflowed
-                scaler.update(found_inf, made_with=scale, hold=hold)
-        after[loss_id] = scaler.state
+        of_these = [loss for number, loss in checked.losses if number == loss_id or not scaler.keeps_apart]
+        bad, overflowed = _not_finite(of_these, device), on_the_way.get(loss_id)
+        if overflowed is not None:
+            bad = bad & ~overflowed
+        failed = bad if len(scalers) == 1 else failed | bad
+        for scale, found_inf in parts:
+            found_inf = found_inf if overflowed is None else found_inf | overflowed
+            scaler.update(found_inf, made_with=scale, hold=found_inf & bad)
+        before[loss_id], after[loss_id] = parts[-1][0], scaler.state
     return Adapted(before=before, after=after, loss_failed=failed)
 
 
@@ -120,5 +120,7 @@ def _not_finite(losses: list[Tensor], device: torch.device) -> Tensor:
     """Return whether any loss is not finite, 0-d on a device, without a sync."""
     if len(losses) == 1:
         return not_finite(losses[0]).reshape(()).to(device, non_blocking=True)
-    there = [loss.reshape(()).to(device, torch.float32, non_blocking=True) for loss in losses]
+    # In float64 only where a loss is: on float32 it would be infinite above 3.4e38.
+    dtype = torch.float64 if any(loss.dtype == torch.float64 for loss in losses) else torch.float32
+    there = [loss.reshape(()).to(device, dtype, non_blocking=True) for loss in losses]
     return (torch.stack(there) * 0).ne(0).any()

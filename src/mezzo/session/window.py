@@ -16,7 +16,7 @@ from mezzo.scale.state import inverse
 from mezzo.session.gradients import dense, mark, multiply, norms, not_finite
 from mezzo.step.master import MasterWeights
 
-__all__ = ["Cluster", "Share", "Window", "clusters"]
+__all__ = ["Cluster", "Share", "Window", "clusters", "regrouped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,13 @@ class _Carried:
     version: int
     #: A constant 1, which no gradient notices.
     is_one: bool
+    #: The same for all losses, which need not be told apart.
+    is_common: bool = False
+
+    @property
+    def kind(self) -> int | None:
+        """Equal for scales that gradients may carry together."""
+        return None if self.is_common else id(self.scale)
 
 
 class Window:
@@ -54,6 +61,7 @@ class Window:
         settled: The shares that are unscaled already.
         aside: Sums of unscaled gradients by parameter, in FP32 or wider: what other losses, or the same one with
             another scale, made before.
+        beside: The parameters that got a gradient from the last backward pass, where others are aside.
         losses: The losses, detached, with their ids.
     """
 
@@ -62,6 +70,7 @@ class Window:
         self.carried: _Carried | None = None
         self.settled: list[Share] = []
         self.aside: dict[Tensor, Tensor] = {}
+        self.beside: list[Tensor] = []
         self.losses: list[tuple[int, Tensor]] = []
 
     @property
@@ -81,45 +90,58 @@ class Window:
 
     # State ---------------------------------------------------------------------------------------------
 
-    def state_dict(self, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
-        """Return the window as plain values; the gradients themselves are saved beside it."""
+    def state_dict(self, name_of: Callable[[Tensor], str], number_of: Callable[[Tensor], int]) -> dict[str, Any]:
+        """Return the window as plain values; gradients and scales are saved beside it.
+
+        Args:
+            name_of: Gives the name of a tensor that the optimizers update.
+            number_of: Gives the number of a scale among those that are saved.
+        """
         carried = self.carried
         return {
             "micro_batches": self.micro_batches,
-            "carried": None if carried is None else [carried.loss_id, float(carried.scale), carried.is_one],
-            "settled": [[share.loss_id, float(share.scale), bool(share.found_inf)] for share in self.settled],
+            "carried": carried
+            and {
+                "loss_id": carried.loss_id,
+                "scale": number_of(carried.scale),
+                "is_one": carried.is_one,
+                "is_common": carried.is_common,
+            },
+            "settled": [
+                {"loss_id": share.loss_id, "scale": number_of(share.scale), "found_inf": bool(share.found_inf)}
+                for share in self.settled
+            ],
             "aside": {name_of(param): total.clone() for param, total in self.aside.items()},
-            "losses": [[loss_id, float(loss)] for loss_id, loss in self.losses],
+            "beside": [name_of(param) for param in self.beside],
+            "losses": [{"loss_id": loss_id, "value": float(loss)} for loss_id, loss in self.losses],
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], scalers: list[Scaler], params: Mapping[str, Tensor]) -> Window:
+    def from_state_dict(cls, state: Mapping[str, Any], scales: list[Tensor], params: Mapping[str, Tensor]) -> Window:
         """Restore a window.
 
         Args:
             state: What :meth:`state_dict` returned.
-            scalers: The scale of each loss; gradients that carry its value now carry the scale itself.
+            scales: The scales by number, those that losses have now among them: gradients that carry one of these
+                carry it again, and not only its value.
             params: The tensors that the optimizers update, by name.
         """
-        now = [scaler.state.scale for scaler in scalers]
-        known = {(loss_id, float(scale)): scale for loss_id, scale in enumerate(now)}
-
-        def scale_of(loss_id: int, value: float) -> Tensor:
-            return known.setdefault((loss_id, value), torch.full_like(now[loss_id], value))
-
         window = cls()
         window.micro_batches = state["micro_batches"]
-        if state["carried"] is not None:
-            loss_id, value, is_one = state["carried"]
-            scale = scale_of(loss_id, value)
-            window.carried = _Carried(loss_id, scale, scale._version, is_one)
-        for loss_id, value, found in state["settled"]:
-            scale = scale_of(loss_id, value)
-            found_inf = torch.tensor(found, device=scale.device)
-            window.settled.append(Share(loss_id=loss_id, scale=scale, found_inf=found_inf))
+        if (carried := state["carried"]) is not None:
+            scale = scales[carried["scale"]]
+            window.carried = _Carried(
+                carried["loss_id"], scale, scale._version, is_one=carried["is_one"], is_common=carried["is_common"]
+            )
+        for each in state["settled"]:
+            scale = scales[each["scale"]]
+            found_inf = torch.tensor(each["found_inf"], device=scale.device)
+            window.settled.append(Share(loss_id=each["loss_id"], scale=scale, found_inf=found_inf))
         aside = ((params[name], total) for name, total in state["aside"].items())
         window.aside = {param: total.to(param.device, copy=True) for param, total in aside}
-        window.losses = [(loss_id, torch.tensor(value)) for loss_id, value in state["losses"]]
+        window.beside = [params[name] for name in state["beside"]]
+        # In float64, which holds any loss: what counts is whether it was finite.
+        window.losses = [(e["loss_id"], torch.tensor(e["value"], dtype=torch.float64)) for e in state["losses"]]
         return window
 
 
@@ -130,12 +152,14 @@ class Cluster:
         optimizers: The optimizers.
         masters: The masters of those that have any.
         window: The open accumulation window, if there is one.
+        num_groups: How many parameter groups the optimizers had when they were grouped.
     """
 
     def __init__(self, optimizers: list[Optimizer], masters: list[MasterWeights]) -> None:
         self.optimizers = optimizers
         self.masters = masters
         self.window: Window | None = None
+        self.num_groups = _num_groups(optimizers)
         self._left: set[tuple[int, int]] = set()
 
     def params(self, optimizers: Iterable[Optimizer] | None = None) -> list[Tensor]:
@@ -146,13 +170,18 @@ class Cluster:
         once = {id(param): param for o in chosen for group in o.param_groups for param in group["params"]}
         return list(once.values())
 
-    def leaves(self) -> Iterator[Tensor]:
+    def leaves(self, optimizers: Iterable[Optimizer] | None = None) -> Iterator[Tensor]:
         """Yield the parameters of the models in whose ``.grad`` a backward pass puts its gradients."""
+        return (leaf for _, leaf in self._leaves(optimizers) if leaf.requires_grad)
+
+    def _leaves(self, optimizers: Iterable[Optimizer] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what the optimizers update, each with the parameter of the model that it stands for."""
         of: dict[Tensor, Tensor] = {m: param for masters in self.masters for param, m in masters.masters().items()}
-        for param in self.params():
-            leaf = of.get(param, param)
-            if leaf.requires_grad:
-                yield leaf
+        return ((param, of.get(param, param)) for param in self.params(optimizers))
+
+    def has_gradients(self) -> bool:
+        """Whether a step of the optimizers would find a gradient."""
+        return bool(self._with_gradients()) or any(leaf.grad is not None for leaf in self.leaves())
 
     def _with_gradients(self) -> list[Tensor]:
         return [param for param in self.params() if param.grad is not None]
@@ -165,7 +194,8 @@ class Cluster:
 
     # Around a backward pass ---------------------------------------------------------------------------
 
-    def begin(self, scaler: Scaler, loss_id: int, loss: Tensor) -> Window:
+    @torch.no_grad()
+    def begin(self, scaler: Scaler, loss_id: int, loss: Tensor) -> None:
         """Make ready for gradients with one scale to be added to what is there."""
         scale = scaler.state.scale
         if self.window is None:
@@ -173,21 +203,27 @@ class Cluster:
             self.window = Window()
         else:
             self.window.require_unchanged()
+            for masters in self.masters:
+                masters.gather()
+            self._forget_cleared(self.window)
             if not self._agrees(self.window.carried, scaler):
                 self._set_aside(self.window)
-            else:
-                for masters in self.masters:
-                    masters.gather()
         self.window.micro_batches += 1
         self.window.losses.append((loss_id, loss.detach()))
-        self.window.carried = _Carried(loss_id, scale, scale._version, not scaler.changes_gradients)
-        return self.window
+        self.window.carried = _Carried(
+            loss_id, scale, scale._version, is_one=not scaler.changes_gradients, is_common=not scaler.keeps_apart
+        )
+
+    def end(self) -> None:
+        """Note which parameters got gradients, where others are aside that a user's ``zero_grad`` cannot reach."""
+        if self.window is not None and self.window.aside:
+            self.window.beside = [param for param, leaf in self._leaves() if leaf.grad is not None]
 
     def _agrees(self, carried: _Carried | None, scaler: Scaler) -> bool:
         """Whether new gradients can be added to those in ``.grad``."""
         if carried is None:
             return not scaler.changes_gradients
-        return carried.scale is scaler.state.scale or (carried.is_one and not scaler.changes_gradients)
+        return carried.scale is scaler.state.scale or not scaler.keeps_apart
 
     def _refuse_leftovers(self) -> None:
         """Refuse to add scaled gradients to those that the last step left, which carry another scale or none."""
@@ -199,9 +235,15 @@ class Cluster:
             )
         self._left.clear()
 
+    def _forget_cleared(self, window: Window) -> None:
+        """Drop what is aside for parameters whose gradients the user has cleared since the last backward pass."""
+        for param in window.beside:
+            if param.grad is None:
+                window.aside.pop(param, None)
+        window.beside = []
+
     def _set_aside(self, window: Window) -> None:
         """Empty ``.grad`` into unscaled sums, so that gradients with another scale can follow."""
-        self.gather()
         params = self._with_gradients()
         factor = self._share(window, dense(params))
         for param in params:
@@ -235,6 +277,7 @@ class Cluster:
             return
         window.require_unchanged()
         self.gather()
+        self._forget_cleared(window)
         if window.aside:
             self._set_aside(window)
             for param, total in window.aside.items():
@@ -285,6 +328,37 @@ def clusters(optimizers: list[Optimizer], masters: dict[int, MasterWeights]) -> 
                 apart.append((others, theirs))
         groups = [*apart, (together, params)]
     return [Cluster(found, [masters[id(o)] for o in found if id(o) in masters]) for found, _ in groups]
+
+
+def regrouped(known: list[Cluster], optimizers: list[Optimizer], masters: dict[int, MasterWeights]) -> list[Cluster]:
+    """Group optimizers anew if they were given parameter groups since, outside an accumulation window.
+
+    Args:
+        known: How they were grouped.
+        optimizers: As of :func:`clusters`.
+        masters: As of :func:`clusters`.
+
+    Raises:
+        StateError: Two of them have a master of the same parameter now.
+    """
+    if all(c.num_groups == _num_groups(c.optimizers) for c in known) or any(c.window for c in known):
+        return known
+    found = clusters(optimizers, masters)
+    leaves = [leaf for cluster in found for _, leaf in cluster._leaves()]
+    if len(set(map(id, leaves))) < len(leaves):
+        raise StateError(
+            "two optimizers update the same parameters, which can have only one master each",
+            where="a parameter group that was added since the last step",
+            write="add_param_group with parameters of no other optimizer; or O1, which needs no masters",
+        )
+    left = {mark for cluster in known for mark in cluster._left}
+    for cluster in found:
+        cluster._left = set(left)
+    return found
+
+
+def _num_groups(optimizers: list[Optimizer]) -> int:
+    return sum(len(optimizer.param_groups) for optimizer in optimizers)
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:

@@ -1,0 +1,182 @@
+"""The form of a session's state: what each value in it may be, as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mezzo.errors import PolicyError
+from mezzo.policy import Policy
+
+__all__ = ["STATE_VERSION", "described", "wrong_values"]
+
+#: Of the form of a session's state dict.
+STATE_VERSION: Final = 2
+
+#: Yields what is wrong with a value; the text says where it stands.
+Form = Callable[[Any, str], Iterator[str]]
+
+
+def described(tensor: Tensor) -> str:
+    """Describe a tensor as a state does, such as ``float32 [4, 3]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def wrong_values(state: Any) -> list[str]:
+    """List what keeps a value from being the state of a session, whichever one it was."""
+    return [*_STATE(state, "")] or [*_contradictions(state)]
+
+
+def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield names and numbers that stand for nothing in the state itself."""
+    named = {"masters", "gradients", "master_gradients"}
+    tensors = [(key, name, tensor) for key in state if key in named for name, tensor in state[key].items()]
+    windows = [(f"windows[{i}]", window) for i, window in enumerate(state["windows"]) if window is not None]
+    tensors += [(f"{at}.aside", name, tensor) for at, window in windows for name, tensor in window["aside"].items()]
+    for where, name, tensor in tensors:
+        if name not in state["parameters"]:
+            yield f"{where}: {name} is no parameter"
+        elif state["parameters"][name].partition(" ")[2] != str(list(tensor.shape)):
+            yield f"{where}.{name} is {described(tensor)}, and the parameter {state['parameters'][name]}"
+    parts = [(f"{at}.{key}", each) for at, window in windows for key in ("settled", "losses") for each in window[key]]
+    parts += [(f"{at}.carried", window["carried"]) for at, window in windows if window["carried"] is not None]
+    parts += [("on_the_way", each) for each in state["on_the_way"]]
+    names = [("left", state["left"]), *((f"{at}.beside", window["beside"]) for at, window in windows)]
+    yield from (f"{where}: {n} is no parameter" for where, each in names for n in each if n not in state["parameters"])
+    losses = len(state["loss_scales"])
+    for where, part in parts:
+        for key, count in (("loss_id", losses), ("scale", len(state["carried_scales"]))):
+            if part.get(key, -1) >= count:
+                yield f"{where}.{key} is {part[key]}, of {count}"
+    for key, count in (
+        ("stats.scales", len(state["stats"]["scales"])),
+        ("carried_scales", min(losses, len(state["carried_scales"]))),
+    ):
+        if count != losses:
+            yield f"{key} are {count}, and loss_scales {losses}"
+
+
+# What a form is made of ----------------------------------------------------------------------------------
+
+
+def _a(kind: str, fits: Callable[[Any], bool]) -> Form:
+    def problems(value: Any, where: str) -> Iterator[str]:
+        if not fits(value):
+            yield f"{where or 'it'} is {_shown(value)}, not {kind}"
+
+    return problems
+
+
+def _record(**forms: Form) -> Form:
+    def problems(value: Any, where: str) -> Iterator[str]:
+        if not isinstance(value, Mapping):
+            yield f"{where or 'it'} is {_shown(value)}, not a mapping"
+            return
+        for key, form in forms.items():
+            at = f"{where}.{key}" if where else key
+            yield from form(value[key], at) if key in value else (f"{at} is missing",)
+
+    return problems
+
+
+def _each(form: Form) -> Form:
+    def problems(value: Any, where: str) -> Iterator[str]:
+        if not isinstance(value, list):
+            yield f"{where} is {_shown(value)}, not a list"
+            return
+        for number, each in enumerate(value):
+            yield from form(each, f"{where}[{number}]")
+
+    return problems
+
+
+def _by_name(form: Form) -> Form:
+    def problems(value: Any, where: str) -> Iterator[str]:
+        if not isinstance(value, Mapping):
+            yield f"{where} is {_shown(value)}, not a mapping"
+            return
+        for name, each in value.items():
+            yield from form(each, f"{where}.{name}")
+
+    return problems
+
+
+def _optional(form: Form) -> Form:
+    return lambda value, where: iter(()) if value is None else form(value, where)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor, {described(value)}"
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_description(value: Any) -> bool:
+    """Whether a text is one of :func:`described`."""
+    found = re.fullmatch(r"(\w+) \[(\d+(, \d+)*)?\]", value) if isinstance(value, str) else None
+    return found is not None and isinstance(getattr(torch, found[1], None), torch.dtype)
+
+
+def _is_policy(value: Any) -> bool:
+    try:
+        return bool(Policy.parse(value))
+    except PolicyError:
+        return False
+
+
+_WHOLE = _a("a whole number", _is_whole)
+_COUNT = _a("a whole number from 0", lambda value: _is_whole(value) and value >= 0)
+_NUMBER = _a("a number", _is_number)
+# Neither 0 nor infinity once it is a float32.
+_SCALE = _a(
+    "a positive float32 number",
+    lambda value: _is_number(value) and 2.0**-149 <= value <= torch.finfo(torch.float32).max,
+)
+_FLAG = _a("True or False", lambda value: isinstance(value, bool))
+_TEXT = _a("text", lambda value: isinstance(value, str))
+_DESCRIPTION = _a("a dtype and a shape", _is_description)
+_MARKS = _a("text of '.' and 'X'", lambda value: isinstance(value, str) and set(value) <= {".", "X"})
+_TENSOR = _a("a tensor", lambda value: isinstance(value, Tensor))
+_FP32 = _a("a float32 tensor", lambda value: isinstance(value, Tensor) and value.dtype == torch.float32)
+
+_WINDOW = _record(
+    micro_batches=_COUNT,
+    carried=_optional(_record(loss_id=_COUNT, scale=_COUNT, is_one=_FLAG, is_common=_FLAG)),
+    settled=_each(_record(loss_id=_COUNT, scale=_COUNT, found_inf=_FLAG)),
+    aside=_by_name(_TENSOR),
+    beside=_each(_TEXT),
+    losses=_each(_record(loss_id=_COUNT, value=_NUMBER)),
+)
+
+_STATE = _record(
+    version=_a(f"{STATE_VERSION}", lambda value: _is_whole(value) and value == STATE_VERSION),
+    policy=_a("a policy's text", _is_policy),
+    parameters=_by_name(_DESCRIPTION),
+    loss_scales=_each(
+        _record(scale=_SCALE, clean_steps=_WHOLE, budget=_COUNT, floor_overflows=_COUNT, window=_MARKS)
+    ),
+    stats=_record(
+        steps=_COUNT, skipped=_COUNT, recent=_MARKS, forward_failures=_COUNT,
+        scales=_each(_record(lowest=_SCALE, highest=_SCALE, growths=_COUNT, backoffs=_COUNT)),
+    ),
+    masters=_by_name(_FP32),
+    windows=_each(_optional(_WINDOW)),
+    carried_scales=_each(_SCALE),
+    on_the_way=_each(_record(loss_id=_COUNT, found_inf=_FLAG)),
+    gradients=_by_name(_TENSOR),
+    master_gradients=_by_name(_FP32),
+    left=_each(_TEXT),
+    buffers=_by_name(_TENSOR),
+)  # fmt: skip

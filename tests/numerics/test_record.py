@@ -1,0 +1,183 @@
+"""What is kept of a step, and for how long."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo.numerics import locate
+from mezzo.numerics.record import Kept, Recorder
+
+
+def events(recorder):
+    return ["forward" if event.task is None else "backward" for event in recorder.events]
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+
+@pytest.fixture
+def recorder(model):
+    return Recorder([model])
+
+
+def test_both_passes_are_kept_until_cleared(model, recorder):
+    model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2)).sum().backward()
+    assert events(recorder) == ["forward", "backward"] * 2
+    recorder.clear()
+    assert events(recorder) == []
+
+
+def test_a_forward_pass_that_waits_survives_clearing(model, recorder):
+    """``zero_grad`` between forward and backward is what many loops do."""
+    loss = model(torch.ones(1, 2)).sum()
+    recorder.clear()
+    assert events(recorder) == ["forward"]
+    loss.backward(retain_graph=True)
+    recorder.clear()
+    assert events(recorder) == []
+    loss.backward()  # once more, after it was forgotten
+    assert events(recorder) == ["forward", "backward"]
+
+
+def test_nothing_piles_up_in_an_evaluation(model, recorder):
+    for _ in range(5):
+        model(torch.ones(1, 2))
+    assert len(recorder.events) == 1  # the last one's graph is dropped with the next
+    with torch.no_grad():
+        for _ in range(5):
+            model(torch.ones(1, 2))
+    assert len(recorder.events) == 1
+    recorder.clear()
+    with torch.inference_mode():
+        model(torch.ones(1, 2))
+    assert not recorder.events
+
+
+def test_inputs_and_output_gradients_live_until_cleared(model, recorder):
+    x = torch.ones(1, 2)
+    kept = weakref.ref(x)
+    loss = model(x).sum()
+    loss.backward()
+    gradient = weakref.ref(recorder.events[1].call.arrivals[recorder.events[1].task][0].tensor)
+    assert recorder.events[0].call.inputs[0].tensor is x
+    assert recorder.events[0].call.args[0] is x  # no copy
+    del x, loss
+    gc.collect()
+    assert kept() is not None
+    assert gradient() is not None
+    recorder.clear()
+    gc.collect()
+    assert kept() is None
+    assert gradient() is None
+
+
+def test_no_kernel_is_added(model):
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.kernels = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.kernels.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def step():
+        with Count() as count:
+            model(torch.ones(4, 2)).sum().backward()
+        return count.kernels
+
+    step()
+    without = step()
+    recorder = Recorder([model])
+    assert step() == without
+    assert recorder.events
+    recorder.remove()
+    assert step() == without
+
+
+def test_a_bare_model_s_parameter_as_output_gathers_no_hooks():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self):
+            return self.scale
+
+    model = Scale()
+    recorder = Recorder([model])
+    for _ in range(3):
+        (model() * 2).backward()
+        assert events(recorder) == ["forward", "backward"]
+        recorder.clear()
+    assert not model.scale._backward_hooks
+
+
+def test_after_an_exception_it_goes_on(model, recorder):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(1, 3))
+    model(torch.ones(1, 2)).sum().backward()
+    assert events(recorder) == ["forward", "backward"]
+
+
+def test_a_search_is_not_recorded(model, recorder):
+    assert locate(lambda: model(torch.ones(1, 2)).sum(), model) is None
+    assert not recorder.events
+
+
+def test_copies_of_the_model_are_watched_by_nobody(model, recorder):
+    model(torch.ones(1, 2, requires_grad=True) * 2).sum().backward()
+    twin = copy.deepcopy(model)
+    restored = pickle.loads(pickle.dumps(model))
+    before = len(recorder.events)
+    for other in (twin, restored):
+        other(torch.ones(1, 2)).sum().backward()
+    assert len(recorder.events) == before
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(recorder.events) == before + 2
+
+
+def test_a_compiled_model_is_recorded_and_a_compiled_function_is_not(model):
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    recorder = Recorder([compiled])
+    compiled(torch.ones(1, 2)).sum().backward()
+    assert events(recorder) == ["forward", "backward"]
+    recorder.remove()
+    recorder = Recorder([model])
+    torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)(torch.ones(1, 2)).backward()
+    assert not recorder.events
+
+
+@pytest.mark.parametrize(
+    "write, is_seen",
+    [
+        (lambda x: x.add_(1), True),
+        (lambda x: x[0].zero_(), True),
+        (lambda x: setattr(x, "data", torch.zeros(2, 2)), True),
+        (lambda x: x + 1, False),
+        (lambda x: x.data.add_(1), False),  # torch counts no version there
+    ],
+)
+def test_which_changes_are_seen(write, is_seen):
+    x = torch.ones(2, 2)
+    kept = Kept.of(x, "input 0")
+    assert not kept.is_changed
+    write(x)
+    assert kept.is_changed == is_seen
+    assert str(kept) == "input 0 (float32, 2×2)"
+
+
+def test_tensors_without_a_version_or_an_address():
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    for tensor in (inference, torch.ones(2, 2).to_sparse()):
+        assert not Kept.of(tensor, "input 0").is_changed

@@ -1,0 +1,301 @@
+"""mezzo.save: whatever happens while it writes, the last complete checkpoint is there."""
+
+import io
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+import mezzo
+from mezzo.session import checkpoint
+
+OLD = {"weights": torch.arange(5.0), "step": 3}
+NEW = {"weights": torch.arange(7.0), "step": 4}
+
+
+def content(path):
+    return torch.load(path, weights_only=True)
+
+
+def is_old(path):
+    return content(path)["step"] == 3 and torch.equal(content(path)["weights"], OLD["weights"])
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "last.pt"
+    mezzo.save(OLD, found)
+    assert is_old(found)
+    return found
+
+
+def names(path):
+    return sorted(os.listdir(path.parent))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+def test_fifty_kills_while_writing_lose_nothing(seed, tmp_path):
+    """Each time the last complete checkpoint loads, and training goes on from it as if nothing had happened."""
+    script = Path(__file__).with_name("killed_writers.py")
+    command = [sys.executable, "-W", "error", str(script), str(tmp_path), "50", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout)
+    assert seen["kills"] == 50
+    assert seen["equal"]
+    assert seen["torn"] >= 5  # kills that came in the middle of a file
+    assert seen["passes"] >= 20  # and the others let training go on,
+    assert seen["skipped"] >= 1  # through overflows
+    assert seen["left"] == []
+
+
+def test_what_is_written_is_what_torch_writes(path):
+    mezzo.save(NEW, path)
+    theirs = io.BytesIO()
+    torch.save(NEW, theirs)
+    assert path.read_bytes() == theirs.getvalue()
+    mezzo.save(OLD, str(path))
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("cannot pickle this")
+
+
+class Interrupted:
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("culprit, error", [(Unpicklable, TypeError), (Interrupted, KeyboardInterrupt)])
+def test_an_error_while_writing_leaves_the_old_checkpoint(culprit, error, path):
+    with pytest.raises(error):
+        mezzo.save({"big": torch.zeros(1000), "wrong": culprit()}, path)
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises((OSError, RuntimeError), match=r"too large|writing file|unexpected pos"):
+            mezzo.save(torch.zeros(1_000_000), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+    mezzo.save(NEW, path)
+
+
+def test_a_disk_that_fills_up_at_the_end_leaves_the_old_checkpoint(path, monkeypatch):
+    """Some file systems say so only when they are asked to write for good."""
+
+    def fsync(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left"):
+        mezzo.save(NEW, path)
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+
+
+def test_the_file_is_on_the_disk_before_it_is_renamed(path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append(kind(descriptor)), fsync(descriptor)))
+    monkeypatch.setattr(Path, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
+    mezzo.save(NEW, path)
+    assert calls == ["file", "rename", "folder"]
+
+
+def kind(descriptor):
+    return "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=rf"no folder to save in(.|\n)*os.makedirs\('{tmp_path}/runs'"):
+        mezzo.save(NEW, tmp_path / "runs" / "last.pt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_instead_of_a_file(tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"this is a folder(.|\n)*last.pt"):
+        mezzo.save(NEW, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written(path, monkeypatch):
+    if os.geteuid() == 0:  # to whom nothing is read-only
+        opened = os.open
+
+        def refuse(name, flags, *mode, **options):
+            if flags & os.O_CREAT:
+                raise PermissionError(13, "Permission denied", str(name))
+            return opened(name, flags, *mode, **options)
+
+        monkeypatch.setattr(os, "open", refuse)
+    else:
+        path.parent.chmod(0o500)
+    with pytest.raises(PermissionError, match=str(path.parent)):
+        mezzo.save(NEW, path)
+    monkeypatch.undo()
+    path.parent.chmod(0o700)
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_permissions_are_kept(mode, path):
+    path.chmod(mode)
+    mezzo.save(NEW, path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert content(path)["step"] == 4
+
+
+def test_a_new_file_has_the_permissions_of_any_other(tmp_path):
+    before = os.umask(0o027)
+    try:
+        mezzo.save(NEW, tmp_path / "new.pt")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new.pt").stat().st_mode) == 0o640
+
+
+def test_a_link_is_followed_as_torch_does(path, tmp_path):
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "latest.pt"
+    link.symlink_to(path)
+    mezzo.save(NEW, link)
+    assert link.is_symlink()
+    assert content(path)["step"] == 4
+    assert os.listdir(tmp_path / "links") == ["latest.pt"]
+
+
+def test_random_numbers_are_left_alone(path):
+    before = torch.get_rng_state()
+    mezzo.save(NEW, path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# What killed processes left, and what others are writing ------------------------------------------------
+
+WRITER = """
+import pathlib, sys, time
+from mezzo.session.checkpoint import _created_beside
+with _created_beside(pathlib.Path(sys.argv[1])) as beside:
+    beside.write_bytes(b"half")
+    print(beside.name, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def writer(path):
+    """Another process, in the middle of writing the same checkpoint."""
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        name = process.stdout.readline().strip()
+        assert name in names(path)
+        yield process, name
+        process.kill()
+
+
+def test_only_what_dead_processes_left_is_removed(path, writer):
+    process, name = writer
+    mezzo.save(NEW, path)
+    assert names(path) == [name, "last.pt"]  # it lives
+    process.kill()
+    process.wait()
+    others = [".last.pt.00000000.partial~", ".last.pt.0000.partial", ".other.pt.00000000.partial", "last.pt.bak"]
+    for other in others:  # which mezzo did not write, or not for this checkpoint
+        path.with_name(other).touch()
+    path.with_name("last[1].pt").touch()
+    mezzo.save(OLD, path.with_name("last[1].pt"))
+    assert name in names(path)
+    mezzo.save(OLD, path)
+    assert names(path) == sorted([*others, "last.pt", "last[1].pt"])
+
+
+def test_a_file_taken_for_abandoned_before_it_was_locked_is_made_anew(path, monkeypatch):
+    lock, taken = checkpoint._lock, []
+
+    def late(descriptor, **options):
+        if not taken:  # another process cleans up between the opening and the locking
+            taken.extend(path.parent.glob(".*.partial"))
+            taken[0].unlink()
+        return lock(descriptor, **options)
+
+    monkeypatch.setattr(checkpoint, "_lock", late)
+    mezzo.save(NEW, path)
+    assert len(taken) == 1
+    assert content(path)["step"] == 4
+    assert names(path) == ["last.pt"]
+
+
+def test_a_file_system_without_locks_saves_and_removes_nothing(path, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(95, "Operation not supported")
+
+    path.with_name(".last.pt.0123abcd.partial").touch()
+    monkeypatch.setattr("fcntl.flock", flock)
+    mezzo.save(NEW, path)
+    assert content(path)["step"] == 4
+    assert names(path) == [".last.pt.0123abcd.partial", "last.pt"]
+
+
+class SavedMeanwhile:
+    """Saves to the same path while it is being saved, as a signal handler may."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        mezzo.save({"inner": True}, self.path)
+        assert content(self.path) == {"inner": True}
+        return OrderedDict, ()
+
+
+def test_a_save_inside_a_save(path):
+    mezzo.save({"outer": SavedMeanwhile(path), "big": torch.zeros(10_000)}, path)
+    assert content(path)["outer"] == {}
+    assert content(path)["big"].shape == (10_000,)
+    assert names(path) == ["last.pt"]
+
+
+def test_threads_that_save_to_one_path_do_not_mix(path):
+    seen, failures = set(), []
+
+    def write(number):
+        try:
+            for _ in range(10):
+                mezzo.save({"number": number, "same": torch.full((20_000,), number)}, path)
+        except BaseException as failure:
+            failures.append(failure)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for each in writers:
+        each.start()
+    while any(each.is_alive() for each in writers):
+        state = content(path)
+        if "number" in state:
+            assert (state["same"] == state["number"]).all()
+            seen.add(state["number"])
+    for each in writers:
+        each.join()
+    assert failures == []
+    assert content(path)["number"] in range(4)
+    assert names(path) == ["last.pt"]

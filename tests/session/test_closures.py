@@ -1,0 +1,467 @@
+"""Optimizers that evaluate the loss themselves, against the same loop in plain torch and against a copy kept before."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo import MixedPrecision, NumericsError, PolicyError, StateError
+
+LEVELS = ["O0,loss_scale=dynamic", "O1,emulate=true", "O2,emulate=true"]
+INF = float("inf")
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as it circulates (Foret et al. 2021): a base optimizer, weights swapped by .data."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        pairs = [(group["rho"], p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for _, p in pairs]).norm()
+        for rho, p in pairs:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * (rho / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+
+class Twice(torch.optim.Optimizer):
+    """Evaluates twice, and steps an optimizer inside after each; moves everything before. No no_grad."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, options)
+        self.base_optimizer = torch.optim.SGD(self.param_groups, **options)
+
+    def step(self, closure):
+        for _ in range(2):
+            self.param_groups[0]["evaluations"] = self.param_groups[0].get("evaluations", 0) + 1
+            for p in self.param_groups[0]["params"]:
+                p.data.mul_(0.9)
+                self.state[p].setdefault("seen", torch.zeros(())).add_(1)
+            closure()
+            self.base_optimizer.step()
+
+
+OPTIMIZERS = {
+    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.2, max_iter=4, history_size=5),
+    "lbfgs-wolfe": lambda params: torch.optim.LBFGS(params, max_iter=5, line_search_fn="strong_wolfe"),
+    "sam": lambda params: SAM(params, torch.optim.SGD, lr=0.1, momentum=0.9),
+    "sam-adamw": lambda params: SAM(params, torch.optim.AdamW, lr=1e-2),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "twice": lambda params: Twice(params, lr=0.1, momentum=0.9),
+}
+
+
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+
+
+class Loop:
+    """One training loop, under a session or in plain torch; gradients can be spoilt in a chosen evaluation."""
+
+    def __init__(self, kind, policy=None, clip=None, **options):
+        self.model = network()
+        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
+        self.clip = clip
+        self.amp = policy and MixedPrecision(self.model, self.optimizer, policy, max_grad_norm=clip, **options)
+        self.kind, self.evaluations, self.spoil = kind, 0, None
+
+    def loss(self, step):
+        x, y = batch(step)
+        if self.amp is None:
+            return functional.cross_entropy(self.model(x), y)
+        with self.amp.autocast():
+            return functional.cross_entropy(self.model(x), y)
+
+    def backward(self, loss):
+        if self.amp is not None:
+            self.amp.backward(loss)
+        else:
+            loss.backward()
+            if self.clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        if self.evaluations == self.spoil:
+            self.model[3].weight.grad[0, 0] = INF
+        self.evaluations += 1
+
+    def closure(self, step):
+        def evaluate():
+            self.optimizer.zero_grad()
+            loss = self.loss(step)
+            self.backward(loss)
+            return loss
+
+        return evaluate
+
+    def step(self, step):
+        """Take a step on a batch; LBFGS is for a loss that stays the same, and gets one batch throughout."""
+        step = 0 if self.kind.startswith("lbfgs") else step
+        if self.kind.startswith("sam"):
+            self.backward(self.loss(step))
+        if self.amp is None:
+            self.optimizer.step(self.closure(step))
+            self.optimizer.zero_grad()
+            return None
+        happened = self.amp.step(closure=self.closure(step))
+        self.amp.zero_grad()
+        return happened
+
+    def snapshot(self):
+        masters = list(self.amp.master_params()) if self.amp else []
+        inner = getattr(self.optimizer, "base_optimizer", self.optimizer)
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), inner.state_dict(), masters))
+
+
+def assert_same(one, two):
+    flat_one, flat_two = (torch.utils._pytree.tree_leaves(value) for value in (one, two))
+    assert len(flat_one) == len(flat_two)
+    for a, b in zip(flat_one, flat_two, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+# The optimizer sees the true gradients ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("policy", ["O0", "O0,loss_scale=dynamic", "O0,loss_scale=1024"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fp32_trajectories_are_plain_torch_s_bit_for_bit(kind, policy, clip):
+    mine, plain = Loop(kind, policy, clip), Loop(kind, clip=clip)
+    for step in range(5):
+        mine.step(step)
+        plain.step(step)
+    assert mine.evaluations == plain.evaluations
+    assert_same(mine.model.state_dict(), plain.model.state_dict())
+
+
+@pytest.mark.parametrize("policy", ["O1,emulate=true", "O2,emulate=true", "O1,dtype=bfloat16,emulate=true"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_low_precision_trajectories_stay_near_fp32(kind, policy):
+    mine, plain = Loop(kind, policy), Loop(kind)
+    start = plain.loss(0).item()
+    for step in range(6):
+        assert not mine.step(step).skipped
+        plain.step(step)
+    assert abs(mine.loss(0) - plain.loss(0)) < 0.05 * abs(start - plain.loss(0))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lbfgs"])
+def test_clipping_scaled_gradients_in_a_closure_is_noticed(kind):
+    loop = Loop(kind, "O1,emulate=true")
+
+    def closure():
+        loss = loop.closure(0)()
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+        return loss
+
+    with pytest.warns(UserWarning, match=r"still carry the loss scale(.|\n)*max_grad_norm=1") as caught:
+        loop.amp.step(closure=closure)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+def test_each_evaluation_sees_unscaled_fp32_gradients(policy):
+    loop = Loop("lbfgs", policy)
+    seen = []
+    gather = loop.optimizer._gather_flat_grad
+    loop.optimizer._gather_flat_grad = lambda: seen.append(gather()) or seen[-1]
+    loop.step(0)
+    plain = network()
+    x, y = batch(0)
+    functional.cross_entropy(plain(x), y).backward()
+    true = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    assert len(seen) == 4
+    assert seen[0].dtype == torch.float32
+    # FP16 has 11 bits, and a few roundings follow one another.
+    assert torch.linalg.vector_norm(seen[0] - true) < 2**-9 * torch.linalg.vector_norm(true)
+
+
+def test_masters_are_rounded_into_the_model_before_each_evaluation():
+    loop = Loop("sam", "O2,emulate=true")
+    seen = []
+
+    def look(*_):
+        pairs = zip(loop.amp.master_params(), loop.model.parameters(), strict=True)
+        seen.append(all(master.to(param.dtype).equal(param) for master, param in pairs))
+
+    loop.model.register_forward_pre_hook(look)
+    for step in range(3):
+        loop.step(step)
+    assert seen == [True] * 6
+
+
+def test_a_closure_may_clip_by_itself_after_unscale():
+    mine, plain = Loop("lbfgs", "O0,loss_scale=dynamic"), Loop("lbfgs", clip=0.1)
+
+    def closure():
+        mine.optimizer.zero_grad()
+        loss = mine.loss(0)
+        mine.amp.backward(loss)
+        mine.amp.unscale_()
+        nn.utils.clip_grad_norm_(mine.amp.master_params(), 0.1)
+        return loss
+
+    mine.amp.step(closure=closure)
+    plain.step(0)
+    assert_same(mine.model.state_dict(), plain.model.state_dict())
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+def test_a_closure_may_accumulate_and_may_clear_with_the_session(policy):
+    whole, parts = Loop("lbfgs", policy), Loop("lbfgs", policy)
+
+    def closure():
+        parts.amp.zero_grad()
+        for _ in range(2):
+            loss = parts.loss(0)
+            parts.amp.backward(loss / 2)
+        return loss
+
+    whole.step(0)
+    parts.amp.step(closure=closure)
+    for a, b in zip(whole.amp.master_params(), parts.amp.master_params(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0 if policy.startswith("O0") else 2e-3)
+
+
+# Overflows ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("policy", LEVELS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_overflow_puts_everything_back_and_halves_the_scale_once(kind, policy, late):
+    loop = Loop(kind, policy)
+    for step in range(2):
+        assert not loop.step(step).skipped
+    before = loop.snapshot()
+    several = kind not in ("sgd", "adamw")  # evaluations in one step
+    loop.spoil = loop.evaluations + (late and several)
+    step = loop.step(2)
+    assert bool(step.skipped)
+    assert (step.scale.item(), step.next_scale.item()) == (65536.0, 32768.0)
+    assert loop.evaluations == loop.spoil + 1  # the optimizer is not asked for more
+    assert_same(before, loop.snapshot())
+    assert loop.amp.stats().skipped == loop.amp.stats().backoffs == 1
+    assert not loop.step(3).skipped
+    assert loop.amp.stats().steps == 4
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("when", [0, 1])
+def test_an_optimizer_that_moves_before_it_evaluates_is_put_back(policy, steps, when):
+    loop = Loop("twice", policy)
+    for step in range(steps):
+        loop.step(step)
+    before = loop.snapshot()
+    loop.spoil = loop.evaluations + when
+    assert bool(loop.step(1).skipped)
+    assert_same(before, loop.snapshot())
+    assert loop.optimizer.param_groups[0].get("evaluations", 0) == 2 * steps
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", ["lbfgs-wolfe", "sam"])
+def test_real_overflows_cost_steps_and_nothing_else(kind, level):
+    """A scale that FP16 gradients cannot carry: it falls until they can, and training goes on as in FP32."""
+    mine, plain = Loop(kind, f"{level},emulate=true,loss_scale=dynamic(init=16777216)"), Loop(kind)
+    start = plain.loss(0).item()
+    for step in range(6):
+        while bool(mine.step(step).skipped):
+            pass
+        plain.step(step)
+    stats = mine.amp.stats()
+    assert stats.steps == 6 + stats.skipped
+    assert stats.scale == 2.0**24 / 2**stats.skipped <= 2.0**21
+    assert abs(mine.loss(0) - plain.loss(0)) < 0.05 * abs(start - plain.loss(0))
+
+
+def test_on_overflow_raise_says_so_after_putting_everything_back():
+    loop = Loop("lbfgs", "O1,emulate=true", on_overflow="raise")
+    loop.step(0)
+    before = loop.snapshot()
+    loop.spoil = loop.evaluations + 1
+    with pytest.raises(NumericsError, match=r"gradients are not finite\n  where  1 of 6: 3.weight"):
+        loop.step(1)
+    loop.amp.zero_grad()
+    assert_same(before, loop.snapshot())
+    assert loop.amp.loss_scale.item() == 32768.0
+
+
+def test_a_scheduler_steps_with_the_weights_only():
+    loop = Loop("lbfgs", "O1,emulate=true")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
+    loop.amp.step(closure=loop.closure(0), scheduler=scheduler)
+    assert loop.optimizer.param_groups[0]["lr"] == 0.1
+    loop.spoil = loop.evaluations + 1
+    loop.amp.step(closure=loop.closure(1), scheduler=scheduler)
+    assert loop.optimizer.param_groups[0]["lr"] == 0.1
+
+
+# Costs --------------------------------------------------------------------------------------------------
+
+
+class Syncs(TorchDispatchMode):
+    """Count conversions of tensors to Python values, which on a GPU wait for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"scheduler": []}, {"scheduler": lambda: None}])
+@pytest.mark.parametrize("on_overflow", ["skip", "raise"])
+@pytest.mark.parametrize("policy", ["O0", *LEVELS])
+@pytest.mark.parametrize("kind, evaluations", [("sgd", 1), ("sam", 2)])
+def test_one_host_sync_for_each_evaluation(kind, evaluations, policy, on_overflow, options):
+    loop = Loop(kind, policy, 1.0, on_overflow=on_overflow)
+    loop.step(0)
+    with Syncs() as syncs:
+        if kind == "sam":
+            loop.backward(loop.loss(1))
+        loop.amp.step(closure=loop.closure(1), **options)
+        loop.amp.zero_grad()
+    assert syncs.count == evaluations
+
+
+# Mistakes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+@pytest.mark.parametrize("kind", ["lbfgs", "sam", "sgd"])
+def test_a_closure_without_backward_is_refused_and_changes_nothing(kind, policy):
+    loop = Loop(kind, policy)
+    loop.step(0)
+    before = loop.snapshot()
+    if kind == "sam":
+        loop.backward(loop.loss(1))
+    with pytest.raises(StateError, match=r"the closure computed no gradient\n  write  amp.backward\(loss\) in the"):
+        loop.amp.step(closure=lambda: loop.loss(1))
+    loop.amp.zero_grad()
+    assert_same(before, loop.snapshot())
+    loop.step(1)
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+@pytest.mark.parametrize("kind", ["lbfgs", "lbfgs-wolfe", "sam", "adamw"])
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_what_a_closure_raises_reaches_the_caller_and_changes_nothing(kind, policy, after_backward):
+    loop = Loop(kind, policy)
+    loop.step(0)
+    before = loop.snapshot()
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        fails = calls == (2 if kind.startswith("lbfgs") else 1)
+        if fails and not after_backward:
+            raise ZeroDivisionError
+        loss = loop.closure(0 if kind.startswith("lbfgs") else 1)()
+        if fails:
+            raise ZeroDivisionError
+        return loss
+
+    if kind == "sam":
+        loop.backward(loop.loss(1))
+    with pytest.raises(ZeroDivisionError):
+        loop.amp.step(closure=closure)
+    assert_same(before, loop.snapshot())
+    if after_backward:
+        with pytest.raises(StateError, match="the last step's gradients are still there"):
+            loop.backward(loop.loss(1))
+    loop.amp.zero_grad()
+    assert not loop.step(1).skipped
+
+
+def test_a_closure_that_keeps_its_gradients_is_told_before_they_mix():
+    loop = Loop("lbfgs", "O1,emulate=true")
+
+    def closure():
+        loss = loop.loss(0)
+        loop.amp.backward(loss)
+        return loss
+
+    with pytest.raises(StateError, match="last step's gradients are still there"):
+        loop.amp.step(closure=closure)
+
+
+def test_a_closure_is_for_one_optimizer():
+    model = network()
+    pair = [torch.optim.LBFGS(model[0].parameters()), torch.optim.SGD(model[3].parameters(), lr=0.1)]
+    amp = MixedPrecision(model, pair, "O2,emulate=true")
+
+    def closure():
+        amp.zero_grad()
+        x, y = batch(0)
+        with amp.autocast():
+            loss = functional.cross_entropy(model(x), y)
+        amp.backward(loss, optimizers=pair[0])
+        return loss
+
+    before = copy.deepcopy(model.state_dict())
+    says = r"a closure is for one optimizer(.|\n)*LBFGS, SGD(.|\n)*optimizers=optimizer"
+    with pytest.raises(PolicyError, match=says):
+        amp.step(closure=closure)
+    assert_same(before, model.state_dict())
+    amp.step(optimizers=pair[0], closure=closure)
+    assert not before["0.weight"].equal(model[0].weight)
+    assert before["3.weight"].equal(model[3].weight)
+
+
+def test_a_closure_given_by_position_is_refused():
+    """torch.amp's scaler passes it on, and LBFGS then sees scaled gradients."""
+    loop = Loop("lbfgs", "O1,emulate=true")
+    before = loop.snapshot()
+    with pytest.raises(PolicyError, match=r"closure=closure"):
+        loop.amp.step(loop.closure(0))
+    assert_same(before, loop.snapshot())
+
+
+def test_an_optimizer_that_ignores_its_closure_changes_nothing():
+    class Deaf(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+
+    model = network()
+    optimizer = Deaf(model.parameters(), lr=0.1)
+    amp = MixedPrecision(model, optimizer, "O1,emulate=true")
+    amp.backward(model(batch(0)[0]).square().sum())
+    amp.step()  # leaves its gradients behind
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StateError, match=r"Deaf.step\(\) did not evaluate the closure"):
+        amp.step(closure=lambda: None)
+    assert_same(before, model.state_dict())

@@ -1,0 +1,644 @@
+"""Training loops as users write them, against the same loop in plain torch: bit for bit in FP32, near it elsewhere."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler, swa_utils
+from torch.utils.data import DataLoader, TensorDataset
+
+import mezzo
+from mezzo import MixedPrecision, PolicyError, StateError
+
+FP32 = ["O0", "O0,loss_scale=dynamic"]
+LOW = ["O1,emulate=true", "O2,emulate=true", "O1,dtype=bfloat16,emulate=true", "O2,dtype=bfloat16,emulate=true"]
+EVERY = [*FP32, *LOW]
+INF = float("inf")
+
+
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
+
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+
+
+def sgd(params, **options):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, **options)
+
+
+def session(policy, optimizer=sgd, **options):
+    model = network()
+    built = optimizer(model.parameters())
+    return model, built, MixedPrecision(model, built, policy, **options)
+
+
+def backward(amp, model, number, spoilt=False):
+    x, y = batch(number)
+    with amp.autocast():
+        loss = functional.cross_entropy(model(x), y)
+    amp.backward(loss)
+    if spoilt:
+        next(p for p in model.parameters() if p.grad is not None).grad.fill_(INF)
+
+
+def train(amp, model, number, spoilt=False, **options):
+    backward(amp, model, number, spoilt)
+    step = amp.step(**options)
+    amp.zero_grad()
+    return step
+
+
+def plain_step(model, optimizer, *numbers):
+    for number in numbers:
+        x, y = batch(number)
+        functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(amp):
+    return [p.detach().clone() for p in amp.master_params()]
+
+
+def state(amp, model):
+    return copy.deepcopy((weights(amp), dict(model.state_dict()), [o.state_dict() for o in amp._optimizers]))
+
+
+def assert_same(one, two):
+    flat_one, flat_two = (torch.utils._pytree.tree_leaves(value) for value in (one, two))
+    assert len(flat_one) == len(flat_two)
+    for a, b in zip(flat_one, flat_two, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def assert_as_exact(policy, mine, plain, start):
+    """FP32 runs equal plain torch's; others moved as it did, up to a part of the way."""
+    if policy in FP32:
+        assert_same(mine, plain)
+        return
+    found, true, first = (torch.cat([t.detach().flatten() for t in each]) for each in (mine, plain, start))
+    assert torch.linalg.vector_norm(found - true) < 0.05 * torch.linalg.vector_norm(true - first)
+
+
+# Schedulers ---------------------------------------------------------------------------------------------
+
+
+SCHEDULERS = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=12),  # moves momentum as well
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (epoch + 1)),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[3]
+    ),
+    "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=4),
+}
+SPOILT = {0, 3, 4, 8}  # the very first step too, at which torch would warn that the schedule came before the weights
+
+
+def rates(optimizer):
+    return [(group["lr"], group["momentum"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("given", [lambda s: s, lambda s: [s], lambda s: (s,), lambda s: s.step])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("policy", ["O0", "O1,emulate=true", "O2,emulate=true"])
+def test_schedulers_move_with_the_weights_and_only_then(policy, name, given):
+    model, optimizer, amp = session(policy)
+    scheduler = SCHEDULERS[name](optimizer)
+    other = sgd(network().parameters())
+    reference = SCHEDULERS[name](other)
+    for number in range(10):
+        step = train(amp, model, number, number in SPOILT, scheduler=given(scheduler))
+        assert bool(step.skipped) == (number in SPOILT)
+        if number not in SPOILT:
+            other.step()
+            reference.step()
+        assert rates(optimizer) == rates(other)
+
+
+def test_several_schedulers_step_in_their_order():
+    model, optimizer, amp = session("O2,emulate=true")
+    warmup, decay, calls = lr_scheduler.ConstantLR(optimizer, 0.5, 1), lr_scheduler.ExponentialLR(optimizer, 0.5), []
+    train(amp, model, 0, scheduler=[warmup, decay, lambda: calls.append(1)])
+    train(amp, model, 1, spoilt=True, scheduler=[warmup, decay, lambda: calls.append(2)])
+    assert calls == [1]
+    assert warmup.last_epoch == decay.last_epoch == 1
+
+
+def test_plateaus_step_with_a_metric_in_a_function():
+    model, optimizer, amp = session("O1,emulate=true")
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+    for number in range(6):
+        train(amp, model, number, spoilt=number % 2 == 1, scheduler=lambda: plateau.step(1.0))
+    assert plateau.last_epoch == 3
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    backward(amp, model, 9)
+    before = state(amp, model)
+    with pytest.raises(PolicyError, match=r"ReduceLROnPlateau needs a metric(.|\n)*lambda: plateau.step\(metric\)"):
+        amp.step(scheduler=plateau)
+    assert_same(before, state(amp, model))
+
+
+def test_a_scheduler_that_raises_does_so_after_the_step():
+    model, _, amp = session("O1,emulate=true")
+    backward(amp, model, 0)
+    before = weights(amp)
+    with pytest.raises(ZeroDivisionError):
+        amp.step(scheduler=lambda: 1 / 0)
+    assert not torch.equal(before[0], weights(amp)[0])
+    assert amp.stats().steps == 1
+    amp.zero_grad()
+    train(amp, model, 1)
+
+
+# Averages of weights ------------------------------------------------------------------------------------
+
+
+AVERAGES = {"swa": {}, "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)}}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize("policy", EVERY)
+def test_averaged_models(policy, kind):
+    """An ``AveragedModel`` made before the session is FP32, and what it averages is what the optimizer updates.
+
+    With masters (O2) those are not the model's parameters: ``AveragedModel(model)`` made later would average rounded
+    weights in low precision, and lose most of what one step adds. ``nn.ParameterList(amp.master_params())`` gives
+    the masters in the order of the optimizer, so that of the model for ``Optimizer(model.parameters())``.
+    """
+    model = network()
+    averaged = swa_utils.AveragedModel(model, **AVERAGES[kind])
+    amp = MixedPrecision(model, sgd(model.parameters()), policy)
+    history = []
+    for number in range(6):
+        train(amp, model, number, spoilt=number == 3)
+        averaged.update_parameters(nn.ParameterList(amp.master_params()))
+        history.append([w.double() for w in weights(amp)])
+    mean = history[0]
+    for count, each in enumerate(history[1:], start=1):
+        part = 1 / (count + 1) if kind == "swa" else 0.1
+        mean = [m + (w - m) * part for m, w in zip(mean, each, strict=True)]
+    for found, true in zip(averaged.parameters(), mean, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), true, rtol=1e-6, atol=1e-7)
+    with mezzo.autocast(amp.policy) if amp.policy.autocast else torch.no_grad():
+        assert torch.isfinite(averaged(batch(0)[0])).all()
+
+
+@pytest.mark.parametrize("policy", [p for p in EVERY if "O2" not in p])
+def test_averaging_the_model_itself_where_it_is_fp32(policy):
+    model, _, amp = session(policy)
+    averaged = swa_utils.AveragedModel(model)
+    for number in range(3):
+        train(amp, model, number)
+        averaged.update_parameters(model)
+    x, _ = batch(0)
+    with amp.autocast():
+        assert torch.isfinite(averaged(x)).all()
+    assert {p.dtype for p in averaged.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_averaged_weights_can_be_put_into_the_model(policy):
+    model, _, amp = session(policy)
+    averaged = swa_utils.AveragedModel(nn.ParameterList(amp.master_params()))
+    for number in range(3):
+        train(amp, model, number)
+        averaged.update_parameters(nn.ParameterList(amp.master_params()))
+    amp.close()
+    mean = list(averaged.module)
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(mean), model.parameters())
+    assert_same(list(model.parameters()), mean)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+# Accumulation, data loaders -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_the_last_window_of_an_epoch_may_be_short(policy):
+    model, _, amp = session(policy, max_grad_norm=1.0)
+    plain = network()
+    optimizer = sgd(plain.parameters())
+    start = copy.deepcopy(list(plain.parameters()))
+    for _ in range(2):
+        windows = [range(0, 3), range(3, 6), range(6, 8)]
+        for window in windows:
+            for number in window:
+                backward(amp, model, number)
+            assert not amp.step().skipped
+            amp.zero_grad()
+            for number in window:
+                x, y = batch(number)
+                functional.cross_entropy(plain(x), y).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert amp.stats().steps == 6
+    assert_as_exact(policy, weights(amp), list(plain.parameters()), start)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_a_window_may_be_given_up(policy):
+    (model, _, amp), (other, _, same) = session(policy), session(policy)
+    train(amp, model, 0)
+    backward(amp, model, 1)
+    backward(amp, model, 2)
+    amp.zero_grad()
+    train(amp, model, 3)
+    train(same, other, 0)
+    train(same, other, 3)
+    assert_same(state(amp, model), state(same, other))
+
+
+@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize("fused", [False, True])
+def test_epochs_over_a_data_loader_with_evaluation_between(policy, fused):
+    """Two clusters that a line parts, minibatches in random order: learnt in every precision."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(240, 8, generator=generator)
+    y = (x[:, 0] + x[:, 1] > 0).long()
+    loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True, generator=generator)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    amp = MixedPrecision(model, optimizer, policy, max_grad_norm=1.0)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=6 * len(loader))
+    accuracy = []
+    for _ in range(6):
+        model.train()
+        for inputs, targets in loader:
+            optimizer.zero_grad(set_to_none=True)
+            with amp.autocast():
+                loss = functional.cross_entropy(model(inputs), targets)
+            amp.backward(loss)
+            amp.step(scheduler=scheduler)
+        model.eval()
+        with torch.inference_mode(), amp.autocast():
+            accuracy.append((model(x).argmax(1) == y).float().mean().item())
+    assert accuracy[-1] > 0.95 > accuracy[0]
+    assert amp.stats().steps == 6 * len(loader)
+    assert scheduler.last_epoch == 6 * len(loader) - amp.stats().skipped
+
+
+# Which parameters train ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("from_the_start", [False, True])
+@pytest.mark.parametrize("policy", EVERY)
+def test_parameters_frozen_and_unfrozen_on_the_way(policy, from_the_start):
+    model, plain = network(), network()
+    for each in (model, plain):
+        each[0].requires_grad_(not from_the_start)
+    amp = MixedPrecision(model, sgd(model.parameters()), policy)
+    optimizer = sgd(plain.parameters())
+    start = copy.deepcopy(list(plain.parameters()))
+    for number in range(8):
+        if number in (2, 5):
+            for each in (model, plain):
+                each[0].requires_grad_(number == 5)
+        frozen = number < (5 if from_the_start else 2) if number < 2 else number < 5
+        before = copy.deepcopy(model[0].weight)
+        train(amp, model, number)
+        plain_step(plain, optimizer, number)
+        assert torch.equal(before, model[0].weight) == (frozen and not (number < 2 and not from_the_start))
+    assert_as_exact(policy, weights(amp), list(plain.parameters()), start)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_a_parameter_group_that_is_added_later(policy):
+    model, plain = network(), network()
+    mine, optimizer = sgd(model[:3].parameters()), sgd(plain[:3].parameters())
+    amp = MixedPrecision(model, mine, policy)
+    start = copy.deepcopy(list(plain.parameters()))
+    for number in range(6):
+        if number == 2:
+            mine.add_param_group({"params": model[3].parameters(), "lr": 0.05})
+            optimizer.add_param_group({"params": plain[3].parameters(), "lr": 0.05})
+        before = copy.deepcopy(model[3].weight)
+        train(amp, model, number)
+        plain_step(plain, optimizer, number)
+        plain.zero_grad()
+        assert torch.equal(before, model[3].weight) == (number < 2)
+    if policy in FP32:
+        assert_same(list(model.parameters()), list(plain.parameters()))
+    else:
+        assert_as_exact(policy, weights(amp), list(plain.parameters()), start)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_parameters_that_the_loss_does_not_depend_on(policy):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = network(), network()
+
+        def forward(self, x):
+            return self.used(x)
+
+    model, plain = Branches(), network()
+    amp = MixedPrecision(model, sgd(model.parameters(), weight_decay=0.1), policy, max_grad_norm=1.0)
+    optimizer = sgd(plain.parameters(), weight_decay=0.1)
+    idle = copy.deepcopy(list(model.idle.parameters()))
+    start = copy.deepcopy(list(plain.parameters()))
+    for number in range(4):
+        train(amp, model, number)
+        x, y = batch(number)
+        functional.cross_entropy(plain(x), y).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(list(model.idle.parameters()), idle)
+    assert_as_exact(policy, weights(amp)[: len(start)], list(plain.parameters()), start)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_losses_and_gradients_that_are_not_there(policy):
+    model, optimizer, amp = session(policy)
+    train(amp, model, 0)
+    before = state(amp, model)
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(StateError, match=r"the loss depends on no parameter(.|\n)*outside torch.no_grad"):
+        amp.backward(torch.ones(()))
+    with torch.no_grad(), amp.autocast():
+        loss = model(batch(0)[0]).float().sum()
+    with pytest.raises(StateError, match="the loss depends on no parameter"):
+        amp.backward(loss)
+    amp.backward(x.sum())  # it has a gradient, and none that a step could use
+    with pytest.raises(StateError, match=r"no parameter has a gradient\n  why(.|\n)*write  amp.zero_grad\(\)"):
+        amp.step()
+    amp.zero_grad()
+    backward(amp, model, 1)
+    optimizer.zero_grad()
+    with pytest.raises(StateError, match="no parameter has a gradient"):
+        amp.step()
+    assert_same(before, state(amp, model))
+    amp.zero_grad()
+    train(amp, model, 1)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_after_close_the_model_and_the_optimizer_are_plain(policy):
+    model, optimizer, amp = session(policy)
+    for number in range(3):
+        train(amp, model, number)
+    masters = weights(amp)
+    amp.close()
+    for call in (lambda: backward(amp, model, 0), lambda: amp.backward(model(batch(0)[0]).sum()), amp.step):
+        with pytest.raises(StateError, match=r"\w+\(\) after close\(\)\n  write  a new MixedPrecision"):
+            call()
+    assert_same(list(model.parameters()), masters)
+    plain = network()
+    other = sgd(plain.parameters())
+    plain.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    for number in range(3):
+        plain_step(model, optimizer, number)
+        plain_step(plain, other, number)
+    assert_same(list(model.parameters()), list(plain.parameters()))
+
+
+# Clearing gradients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("whose", ["session", "optimizer"])
+@pytest.mark.parametrize("policy", EVERY)
+def test_whoever_clears_clears_everything(policy, whose, micro_batches, set_to_none):
+    (model, optimizer, amp), (other, _, same) = session(policy), session(policy)
+    clear = amp.zero_grad if whose == "session" else optimizer.zero_grad
+    for number in range(micro_batches):
+        backward(amp, model, 10 + number)  # an unfinished window
+    clear(set_to_none=set_to_none)
+    left = [p.grad for p in (*model.parameters(), *amp.master_params()) if p.grad is not None]
+    assert all(not gradient.any() for gradient in left)
+    assert not (left and set_to_none)
+    for number in range(3):
+        for part in range(micro_batches):
+            backward(amp, model, 5 * number + part)
+            backward(same, other, 5 * number + part)
+        amp.step()
+        clear(set_to_none=set_to_none)
+        same.step()
+        same.zero_grad()
+    assert_same(weights(amp), weights(same))
+
+
+# Behind the session's back ------------------------------------------------------------------------------
+
+
+def after_backward(amp, model):
+    backward(amp, model, 5)
+
+
+def after_unscale(amp, model):
+    backward(amp, model, 5)
+    amp.unscale_()
+
+
+def after_the_step(amp, model):
+    backward(amp, model, 5)
+    amp.step()
+
+
+def without_the_session(amp, model):
+    x, y = batch(5)
+    with amp.autocast():
+        functional.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize("when", [after_backward, after_unscale, after_the_step, without_the_session])
+@pytest.mark.parametrize("policy", [*EVERY, "O3,dtype=bfloat16,emulate=true"])
+def test_an_optimizer_s_own_step_is_refused_before_anything_is_written(policy, when):
+    model, optimizer, amp = session(policy)
+    scheduler = lr_scheduler.StepLR(optimizer, 1)  # which wraps the optimizer's step
+    train(amp, model, 0, scheduler=scheduler)
+    optimizer.step()  # without a gradient nothing is written, and some do so before they make a scheduler
+    when(amp, model)
+    before = state(amp, model)
+    gradients = [copy.deepcopy(p.grad) for p in (*model.parameters(), *amp.master_params())]
+    if when is after_the_step and "O2" in policy:
+        model[0].weight.grad = torch.ones_like(model[0].weight)  # masters leave none behind
+    calls = [optimizer.step, lambda: optimizer.step(closure=lambda: 0.0)]
+    if when is after_backward:
+        calls.append(lambda: torch.amp.GradScaler("cpu", enabled=False).step(optimizer))
+    for call in calls:
+        with pytest.raises(StateError, match=r"optimizer.step\(\) behind the session's back(.|\n)*amp.step\(\)"):
+            call()
+        assert_same(before, state(amp, model))
+    if when is not after_the_step:
+        assert_same(gradients, [p.grad for p in (*model.parameters(), *amp.master_params())])
+    amp.zero_grad()
+    assert not train(amp, model, 6).skipped
+
+
+# Steps that are not taken -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("value", [INF, -INF, float("nan")])
+@pytest.mark.parametrize("policy", ["O0", "O1,dtype=bfloat16,emulate=true", "O2,dtype=bfloat16,emulate=true",
+                                    "O3,dtype=bfloat16,emulate=true"])  # fmt: skip
+def test_a_batch_that_is_not_finite_is_skipped_without_a_scale_too(policy, value, fused):
+    model, _, amp = session(policy, lambda params: torch.optim.AdamW(params, lr=0.01, fused=fused))
+    train(amp, model, 0)
+    before = state(amp, model)
+    x, y = batch(1)
+    x[0, 0] = value
+    with amp.autocast():
+        loss = functional.cross_entropy(model(x), y)
+    amp.backward(loss)
+    step = amp.step()
+    assert bool(step.skipped)
+    assert step.scale.item() == step.next_scale.item() == 1
+    amp.zero_grad()
+    assert_same(before, state(amp, model))
+    assert not train(amp, model, 2).skipped
+
+
+# Unusual models -----------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.table = nn.Embedding(20, 8, sparse=sparse)
+            self.head = nn.Linear(8, 3)
+
+    def forward(self, words):
+        return self.head(self.table(words).mean(1))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("policy", EVERY)
+def test_sparse_embeddings_train_as_dense_ones(policy, clip, micro_batches):
+    runs = []
+    for sparse in (True, False):
+        model = Words(sparse)
+        amp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.5), policy, max_grad_norm=clip)
+        norms = []
+        for number in range(6):
+            for part in range(micro_batches):
+                generator = torch.Generator().manual_seed(10 * number + part)
+                words = torch.randint(0, 20, (4, 6), generator=generator)  # some twice in a sentence
+                with amp.autocast():
+                    loss = functional.cross_entropy(model(words), words[:, 0] % 3)
+                amp.backward(loss)
+            if number == 3:
+                (model.table.weight.grad._values() if sparse else model.table.weight.grad)[0] = INF
+            step = amp.step()
+            assert bool(step.skipped) == (number == 3)
+            norms.append(step.grad_norm.item())
+            amp.zero_grad()
+        runs.append((weights(amp), norms))
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=2e-2)
+    for mine, dense in zip(runs[0][0], runs[1][0], strict=True):
+        torch.testing.assert_close(mine, dense, rtol=0, atol=1e-5 if policy in FP32 else 5e-3)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_sparse_adam(policy):
+    model = Words(sparse=True)
+    optimizers = [torch.optim.SparseAdam(model.table.parameters(), lr=0.05), sgd(model.head.parameters())]
+    amp = MixedPrecision(model, optimizers, policy)
+    words = torch.randint(0, 10, (4, 6), generator=torch.Generator().manual_seed(0))
+    before = weights(amp)[0]
+    losses = []
+    for _ in range(15):
+        with amp.autocast():
+            loss = functional.cross_entropy(model(words), words[:, 0] % 3)
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    assert torch.equal(before[10:], weights(amp)[0][10:])  # words that never came
+
+
+@pytest.mark.parametrize("policy", ["O0", "O0,loss_scale=dynamic", "O1,dtype=bfloat16,lists=device,emulate=false"])
+def test_a_compiled_model_trains_as_an_eager_one(policy):
+    (model, _, amp), (other, _, eager) = session(policy), session(policy)
+    compiled = torch.compile(model, backend="aot_eager")
+    for number in range(3):
+        assert bool(train(amp, compiled, number, spoilt=number == 1).skipped) == (number == 1)
+        train(eager, other, number, spoilt=number == 1)
+    assert_same(state(amp, model), state(eager, other))
+
+
+def test_a_session_over_a_compiled_model():
+    model = torch.compile(network(), backend="aot_eager")
+    amp = MixedPrecision(model, sgd(model.parameters()), "O1,dtype=bfloat16,lists=device,emulate=false")
+    plain, _, eager = session("O1,dtype=bfloat16,lists=device,emulate=false")
+    for number in range(3):
+        train(amp, model, number)
+        train(eager, plain, number)
+    assert_same(weights(amp), weights(eager))
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_losses_that_share_a_graph(policy):
+    model, _, amp = session(policy)
+    x, y = batch(0)
+    with amp.autocast():
+        out = model(x)
+        first, second = functional.cross_entropy(out, y), out.float().square().mean()
+    amp.backward(first, retain_graph=True)
+    amp.backward(second)
+    amp.step()
+    plain = network()
+    optimizer = sgd(plain.parameters())
+    start = copy.deepcopy(list(plain.parameters()))
+    out = plain(x)
+    functional.cross_entropy(out, y).backward(retain_graph=True)
+    out.square().mean().backward()
+    optimizer.step()
+    assert_as_exact(policy, weights(amp), list(plain.parameters()), start)
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer from elsewhere: no hooks, no fused kernel, state of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    p.sub_(torch.sign(average * 0.9 + p.grad * 0.1), alpha=group["lr"])
+                    average.lerp_(p.grad, 0.01)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_an_optimizer_from_elsewhere_with_several_groups(policy):
+    def build(model):
+        return Lion([{"params": model[0].parameters()}, {"params": model[2:].parameters(), "lr": 1e-3}], lr=1e-2)
+
+    model, plain = network(), network()
+    amp = MixedPrecision(model, build(model), policy)
+    optimizer = build(plain)
+    start = copy.deepcopy(list(plain.parameters()))
+    for number in range(5):
+        train(amp, model, number)
+        plain_step(plain, optimizer, number)
+    if policy in FP32:
+        assert_same(weights(amp), list(plain.parameters()))
+    else:  # signs flip where a gradient is about zero
+        same = [
+            torch.isclose(a, b, atol=1e-4).float().mean() for a, b in zip(weights(amp), plain.parameters(), strict=True)
+        ]
+        assert min(same) > 0.8
+        assert not torch.equal(start[0], weights(amp)[0])
