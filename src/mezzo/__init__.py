@@ -12,7 +12,7 @@ from mezzo.session import MixedPrecision, Stats, Step, save
 from mezzo.step import MasterWeights
 
 if TYPE_CHECKING:
-    from mezzo import numerics
+    from mezzo import numerics, optim
     from mezzo.explanation import Explanation, explain
 
 __version__ = "0.1.0"
@@ -42,6 +42,7 @@ __all__ = [
     "fp32",
     "low",
     "numerics",
+    "optim",
     "prepare",
     "promote",
     "save",
@@ -54,6 +55,6 @@ def __getattr__(name: str) -> Any:
         from mezzo import explanation
 
         return getattr(explanation, name)
-    if name in ("integrations", "numerics"):
+    if name in ("integrations", "numerics", "optim"):
         return importlib.import_module(f"mezzo.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,11 +83,38 @@ def test_json(capsys):
     assert (code, err) == (0, "")
     first, second, _ = json.loads(out)
     assert first == {
-        "op": "conv1d", "treatment": "fp32", "rule": "fp32=conv1d", "torch_cuda": "low", "torch_cpu": "low",
-        "reason": "the rule fp32=conv1d matches first", "source": "policy",
+        "op": "conv1d", "device": None, "treatment": "fp32", "rule": "fp32=conv1d", "torch_cuda": "low",
+        "torch_cpu": "low", "reason": "the rule fp32=conv1d matches first", "source": "policy",
     }  # fmt: skip
     assert (second["rule"], second["treatment"], second["reason"]) == (None, "low", "gemm")
     assert len(json.loads(printed(capsys, "--json")[1])) == len(OPS)
+
+
+def test_the_device_where_it_matters(capsys):
+    """Ops without a low kernel are FP32 on a CPU, and torch's own affair on an accelerator: both are said."""
+    _, out, _ = printed(capsys, "fft_rfft")
+    assert rows_of(out)["fft_rfft"][:3] == ["fp32", "native", "fp32"]
+    assert "no low kernel; on an accelerator left to torch, as in torch.amp" in out
+    _, out, _ = printed(capsys, "fft_rfft", "--device", "cuda")
+    assert "O1,dtype=float16 on cuda" in out
+    assert rows_of(out)["fft_rfft"][:3] == ["native", "native", "fp32"]
+    assert "no low kernel; on cuda left to torch, as in torch.amp" in out
+    _, out, _ = printed(capsys, "fft_rfft", "--device", "cpu")
+    assert rows_of(out)["fft_rfft"][:6] == ["fp32", "native", "fp32", "no", "low", "kernel"]
+    assert "left to torch" not in out
+    rows = {
+        kind: json.loads(printed(capsys, "avg_pool3d", "--device", kind, "--json")[1])[0] for kind in ("cpu", "cuda")
+    }
+    assert {kind: (row["device"], row["treatment"]) for kind, row in rows.items()} == {
+        "cpu": ("cpu", "fp32_math"), "cuda": ("cuda", "native"),
+    }  # fmt: skip
+
+
+def test_an_unknown_device_is_a_usage_error(capsys):
+    code, out, err = printed(capsys, "softmax", "--device", "gpu")
+    assert (code, out) == (2, "")
+    assert err.startswith("mezzo: unknown device type 'gpu'\n")
+    assert 'write  "cpu" or "cuda"' in err
 
 
 def test_paddles_mul_is_a_matrix_product(capsys):

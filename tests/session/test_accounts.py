@@ -448,6 +448,21 @@ def test_an_overflow_on_the_way_counts_for_its_own_loss_only():
     assert amp.loss_scale.tolist() == [2.0**12, 2.0**11]
 
 
+def test_an_overflow_on_the_way_is_spent_with_the_step():
+    """Whoever clears gradients with the optimizer's own zero_grad."""
+    model = Weights()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp = MixedPrecision(model, optimizer, "O1,emulate=true,loss_scale=dynamic(init=2**12)")
+    with torch.no_grad():
+        model.of["w"].fill_(2.0**4)
+    penalise(model, amp)
+    for scale in (2.0**11, 2.0**11):
+        amp.step()
+        assert amp.loss_scale.item() == scale
+        optimizer.zero_grad()
+        amp.backward(model.loss())
+
+
 def test_an_overflow_on_the_way_is_forgotten_with_the_gradients():
     model, amp = penalty_session()
     penalise(model, amp)

@@ -220,10 +220,16 @@ def test_only_what_dead_processes_left_is_removed(path, writer):
     assert names(path) == [name, "last.pt"]  # it lives
     process.kill()
     process.wait()
-    others = [".last.pt.00000000.partial~", ".last.pt.0000.partial", ".other.pt.00000000.partial", "last.pt.bak"]
+    others = [
+        ".last1.pt.00000000.partial",
+        ".last.pt.00000000.partial~",
+        ".last.pt.0000.partial",
+        ".other.pt.00000000.partial",
+        "last.pt.bak",
+    ]
     for other in others:  # which mezzo did not write, or not for this checkpoint
         path.with_name(other).touch()
-    path.with_name("last[1].pt").touch()
+    path.with_name(".last[1].pt.00000000.partial").touch()
     mezzo.save(OLD, path.with_name("last[1].pt"))
     assert name in names(path)
     mezzo.save(OLD, path)

@@ -244,7 +244,7 @@ def test_fused_optimizers_unscale_and_clip_in_their_own_kernel(policy, optimizer
     for mine, theirs in zip(weights, exact, strict=True):
         if clip is None and "dynamic" in policy:
             assert torch.equal(mine, theirs)  # a power of two rounds nothing
-        # Six updates of 0.1 at most, each off by at most 8 units in its last place: 4 of its own, 4 from weights before.
+        # Six updates of 0.1 at most, each off by 8 units in its last place: 4 of its own, 4 from the weights before.
         torch.testing.assert_close(mine, theirs, rtol=6 * EPS / 2, atol=6 * 8 * EPS * 0.1)
 
 

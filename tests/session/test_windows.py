@@ -829,20 +829,22 @@ def test_steps_without_a_backward_pass(fused):
     assert model.each[0].tolist() == [-2.0, -2.0]
 
 
-def test_a_backward_pass_that_fails_may_be_tried_again():
+@pytest.mark.parametrize("before", [(0,), (0, 1), (1, 0, 1)])
+def test_a_backward_pass_that_fails_may_be_tried_again(before):
+    """What was set aside for it is still there."""
     model = Weights(2)
     amp = session(model, num_losses=2)
-    amp.backward(model.loss(1), loss_id=0)
-    loss = model.loss(1).square()
-    loss.backward()
+    spent = model.loss(1).square()
+    spent.backward()
     model.zero_grad()
-    amp.zero_grad()
-    amp.backward(model.loss(1), loss_id=0)
+    for loss_id in before:
+        amp.backward(model.loss(1), loss_id=loss_id)
+    other = 1 - before[-1]
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        amp.backward(loss, loss_id=1)
-    amp.backward(model.loss(2), loss_id=1)
+        amp.backward(spent, loss_id=other)
+    amp.backward(model.loss(2), loss_id=other)
     amp.step()
-    assert model.each[0].tolist() == [-3.0, -3.0]
+    assert model.each[0].tolist() == [-2.0 - len(before)] * 2
     assert amp.loss_scale.tolist() == [512.0, 512.0]
 
 

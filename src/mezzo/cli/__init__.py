@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from mezzo.cli import compare, doctor, explain, formats, ops, train  # noqa: F401  (each verb registers itself)
+from mezzo.cli import bench, compare, doctor, explain, formats, ops, train  # noqa: F401  (each verb registers itself)
 from mezzo.cli.app import app
 from mezzo.errors import MezzoError, NumericsError, PolicyError, UnsupportedError
 

@@ -29,6 +29,9 @@ def ops(
         str | None, typer.Argument(help="A glob on the ops' names, or any spelling of one: F.softmax, nn.Softmax.")
     ] = None,
     policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1",
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda", help="What the policy does there; notes on both when omitted.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
 ) -> None:
     """Show which precision a policy gives to each op, what torch alone would do, and why.
@@ -38,6 +41,8 @@ def ops(
     [bold]mezzo ops softmax[/bold]        one, by any spelling: torch.softmax, aten::softmax.int, nn.Softmax
 
     [bold]mezzo ops 'conv*' --policy O1,dtype=bfloat16,fp32=conv1d[/bold]
+
+    [bold]mezzo ops 'fft_*' --device cuda[/bold]    what the policy leaves to torch on an accelerator
 
     [bold]mezzo ops paddle:mul[/bold]     Paddle's name, where torch's means something else
 
@@ -49,41 +54,48 @@ def ops(
     value = Policy.of(policy)
     names = _chosen(pattern)
     if as_json:
-        typer.echo(json.dumps([described(name, value) for name in names], indent=2))
+        typer.echo(json.dumps([described(name, value, device) for name in names], indent=2))
         return
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("op", str(value), "torch CUDA", "torch CPU", "reason", "source"):
+    decided = f"{value} on {device}" if device else str(value)
+    for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "source"):
         # As Text, for a policy's text may hold brackets that rich would take for markup.
         table.add_column(Text(column), no_wrap=column in ("op", "torch CUDA", "torch CPU"))
     for name in names:
-        row = described(name, value)
+        row = described(name, value, device)
         cells = ("op", "treatment", "torch_cuda", "torch_cpu", "reason", "source")
         table.add_row(*(Text(row[cell]) for cell in cells))
     console.print(table)
 
 
-def described(name: str, policy: Policy) -> dict[str, Any]:
+def described(name: str, policy: Policy, device_type: str | None = None) -> dict[str, Any]:
     """Return one row as JSON can hold it.
 
     Args:
         name: The op's base name.
         policy: The policy that decides.
+        device_type: Where; when omitted the reason names the devices where the treatment is another.
 
     Returns:
-        The op, its treatment and the rule that gave it, torch's own treatments, the reason and its source.
+        The op, the device, its treatment there and the rule that gave it, torch's own treatments, the reason and its
+        source.
+
+    Raises:
+        PolicyError: Nobody knows the op, or torch no such device type.
 
     Example:
         >>> row = described("softmax", Policy.O1(rules=[]))
         >>> row["treatment"], row["torch_cuda"], row["torch_cpu"], row["reason"]
         ('fp32', 'fp32', 'native', 'exponential range')
     """
-    decision = policy.explain(name)
+    decision = policy.explain(name, device_type=device_type)
     entry = OPS.get(name)
     return {
         "op": name,
+        "device": device_type,
         "treatment": decision.treatment,
         "rule": None if decision.rule is None else str(decision.rule),
         "torch_cuda": "native" if entry is None else entry.cuda,

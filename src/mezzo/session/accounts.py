@@ -16,7 +16,7 @@ from torch import Tensor
 from mezzo.errors import NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale, ScaleState
 from mezzo.scale.config import as_float32
-from mezzo.session.clipping import Edited, clipping_warning, round_number
+from mezzo.session.clipping import Edited, clipping_warning
 
 __all__ = ["Accounts", "Outcome", "Stats"]
 
@@ -61,7 +61,7 @@ class Outcome:
         norms: 2-norm of each gradient, ``(len(params),)``.
         params: The tensors whose gradients these are.
         loss_failed: 0-d bool: whether a loss itself was not finite.
-        edited: What clipping would have left, if scaled gradients were all edited in place.
+        edited: What scaled gradients look clipped to, if they were all edited in place.
     """
 
     skipped: Tensor
@@ -77,7 +77,7 @@ class Outcome:
         return [
             self.skipped,
             self.loss_failed,
-            *((self.edited.size, self.edited.scale) if self.edited else ()),
+            *((self.edited.limit, self.edited.scale) if self.edited else ()),
             *scales,
         ]
 
@@ -206,7 +206,7 @@ class Accounts:
     def _count(self, outcome: Outcome, numbers: list[float], norms: Tensor) -> None:
         skipped, loss_failed, *rest = numbers
         self._steps += 1
-        size, carried, *rest = rest if outcome.edited else (0.0, 0.0, *rest)
+        limit, carried, *rest = rest if outcome.edited else (math.nan, 0.0, *rest)
         self._skipped += bool(skipped)
         self._recent.append(bool(skipped))
         self._failure = None
@@ -215,7 +215,7 @@ class Accounts:
             self._move(loss_id, scale)
             if self._config.patience is not None and floor_overflows >= self._config.patience:
                 self._failure = self._collapse(loss_id, scale, int(floor_overflows), outcome.params, norms)
-        if outcome.edited and not skipped and (limit := round_number(size, outcome.edited.tolerance)) is not None:
+        if not skipped and not math.isnan(limit):
             # Last, since a warning may be an error.
             warnings.warn(clipping_warning(limit, carried, self._steps), UserWarning, stacklevel=6)
 

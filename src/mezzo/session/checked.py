@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mezzo.errors import StateError
 from mezzo.scale.state import inverse
-from mezzo.session.clipping import Edited, EditWatch, edited
+from mezzo.session.clipping import Edited, EditWatch
 from mezzo.session.gradients import dense, norms, not_finite
 from mezzo.session.window import Cluster, Share
 
@@ -83,7 +83,8 @@ def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torc
     carried = {w.carried.kind: w.carried for w in windows if w.carried is not None}
     # One scale that all gradients carry is unscaled on the way to the weights; several have to be before.
     one = next(iter(carried.values())) if len(carried) == 1 and all(w.is_plain for w in windows) else None
-    watch.look()
+    scale = None if one is None or one.is_one else one.scale
+    edits = watch.look(scale)
     for cluster in involved:
         cluster.gather() if one is not None else cluster.settle()
     params = [param for cluster in involved for param in cluster.params(optimizers) if param.grad is not None]
@@ -94,10 +95,8 @@ def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torc
             write="amp.zero_grad() only after amp.step()",
         )
     gradients = dense(params)
-    scale = None if one is None or one.is_one else one.scale
     over_scale = None if scale is None else inverse(scale)
     norm, each = norms(gradients, device)
-    edits = None if scale is None else edited(watch, gradients, norm, scale)
     if over_scale is not None:
         # The norm of the scaled gradients times 1/scale also finds an infinity that unscaling would make.
         norm = norm * over_scale

@@ -48,7 +48,6 @@ class ExactLoading:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.restored.clear()
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -56,18 +55,23 @@ class ExactLoading:
         session = self._session() if self._session is not None else None
         if session is None:
             return
+        stored = session._stored()
         held = [masters.masters() for masters in session._masters.values()]
         for name, param in module._parameters.items():
             incoming = state_dict.get(prefix + name)
             if param is None or not isinstance(incoming, Tensor) or incoming.shape != param.shape:
                 continue
-            master = next((masters[param] for masters in held if param in masters), None)
+            owner = stored.get(param)
+            master: Tensor | None = next((masters[param] for masters in held if param in masters), None)
+            if owner is not None:
+                master = owner.master_of(param)
             exact = master if master is not None else param if param in self.restored else None
             if exact is None or not incoming.is_floating_point():
                 continue
             incoming = incoming.to(exact.device)
             if incoming.element_size() < exact.element_size():
-                incoming = torch.where(exact.to(incoming.dtype) == incoming, exact, incoming.to(exact.dtype))
+                rounded = param if incoming.dtype == param.dtype and owner is not None else exact.to(incoming.dtype)
+                incoming = torch.where(rounded == incoming, exact, incoming.to(exact.dtype))
             if overflows(incoming, param.dtype):
                 raise UnsupportedError(
                     f"values do not fit {str(param.dtype).removeprefix('torch.')}",
@@ -75,7 +79,11 @@ class ExactLoading:
                     why=f"they are beyond {torch.finfo(param.dtype).max:g} and would become infinite",
                     write=f"policy.keep_fp32(params=[{prefix + name!r}]), or dtype=bfloat16",
                 )
-            exact.copy_(incoming)
+            if owner is not None:
+                owner.write(param, incoming)
+                incoming = param.detach().clone()  # as split storage rounds, which at ties is not torch's way
+            else:
+                exact.copy_(incoming)
             state_dict[prefix + name] = incoming
 
 

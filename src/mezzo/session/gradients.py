@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mezzo.optim.executors import executor_for
+
 __all__ = ["can_fold", "dense", "mark", "multiply", "norms", "not_finite", "step_on_device"]
 
 
@@ -59,6 +61,9 @@ def _norms_of_alike(values: list[Tensor]) -> list[Tensor]:
     """Return the FP32 norms of tensors of one dtype and device."""
     if values[0].is_complex():
         return [torch.linalg.vector_norm(torch.view_as_real(value), dtype=torch.float32) for value in values]
+    if values[0].device.type == "cpu" and values[0].dtype in (torch.float16, torch.bfloat16):
+        # torch's own norm of these takes three times as long on a CPU.
+        return list(executor_for(values[0].device, sum(value.numel() for value in values)).norms(values).unbind())
     if values[0].dtype == torch.float64:
         return [norm.float() for norm in torch._foreach_norm(values, 2)]
     return list(torch._foreach_norm(values, 2, dtype=torch.float32))

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.cast import region
 from mezzo.cast.modules import Prepared
 from mezzo.errors import StateError, some_of
+from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.session import state
@@ -152,19 +153,28 @@ class MixedPrecision:
         if self.policy.master_weights:
             originals = {t: data for prepared in self._prepared for t, data in prepared.converted.items()}
             for optimizer in self._optimizers:
-                self._masters[id(optimizer)] = MasterWeights(optimizer, grad_dtype="param", originals=originals)
+                if isinstance(optimizer, OnePassOptimizer):
+                    optimizer.adopt(originals, self._name_of)
+                else:
+                    self._masters[id(optimizer)] = MasterWeights(optimizer, grad_dtype="param", originals=originals)
         for prepared in self._prepared:
             prepared.release_originals()
-        if self._masters:
+        if self.policy.master_weights:
             self._exact.watch(self._models)
 
     def _undo(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._exact.remove()
+        stored = {param: optimizer.master_of(param) for param, optimizer in self._stored().items()}
+        for optimizer in {*self._stored().values()}:
+            optimizer.release()
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self._prepared):
             prepared.remove()
+        for param, weight in stored.items():
+            if param.dtype == torch.float32:
+                param.data = weight
         for masters in self._masters.values():
             masters.remove()
 
@@ -183,7 +193,7 @@ class MixedPrecision:
             where=f"{type(optimizer).__name__}, {calls or 'no'} amp.backward() call(s) since the last step",
             why="the gradients still carry the loss scale, and were neither checked nor clipped"
             if calls
-            else "amp.step() took a step with these gradients already, or loss.backward() made them without the session",
+            else "amp.step() took these gradients already, or loss.backward() made them without the session",
             write="amp.step()" if calls else "amp.backward(loss), then amp.step()",
         )
 
@@ -557,6 +567,11 @@ class MixedPrecision:
             prefix = f"{number}." if len(self._models) > 1 else ""
             for name, param in model.named_parameters():
                 yield prefix + state.plain_name(model, name), param
+
+    def _stored(self) -> dict[Tensor, OnePassOptimizer]:
+        """Return the parameters whose other half an optimizer of mezzo's keeps, with the optimizer."""
+        own = (optimizer for optimizer in self._optimizers if isinstance(optimizer, OnePassOptimizer))
+        return {param: optimizer for optimizer in own for param in optimizer.stored()}
 
     def _named_masters(self) -> dict[str, nn.Parameter]:
         held = {param: master for masters in self._masters.values() for param, master in masters.masters().items()}

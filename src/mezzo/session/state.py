@@ -59,7 +59,7 @@ def saved(session: MixedPrecision) -> dict[str, Any]:
         "parameters": _fingerprint(session),
         "loss_scales": [scaler.state_dict() for scaler in session._scalers],
         "stats": session._accounts.state_dict(),
-        "masters": {name: master.detach().clone() for name, master in session._named_masters().items()},
+        "masters": _masters(session),
         "windows": windows,
         "carried_scales": [float(scale) for scale in scales],
         "on_the_way": [{"loss_id": n, "found_inf": bool(found)} for n, found in session._on_the_way.items()],
@@ -68,6 +68,13 @@ def saved(session: MixedPrecision) -> dict[str, Any]:
         "left": left,
         "buffers": {name: before.clone() for name, (_, before) in _remembered(session).items()},
     }
+
+
+def _masters(session: MixedPrecision) -> dict[str, Tensor]:
+    """Return a copy of every FP32 value that the parameters themselves lack."""
+    stored = session._stored()
+    held = {name: master.detach().clone() for name, master in session._named_masters().items()}
+    return held | {name: stored[param].master_of(param) for name, param in session._named_params() if param in stored}
 
 
 def _names(session: MixedPrecision) -> dict[int, str]:
@@ -162,9 +169,13 @@ def _load_masters(session: MixedPrecision, state: Mapping[str, Any]) -> None:
     for each in session._masters.values():
         each.take_edits()
     session._exact.restored.clear()
+    stored = session._stored()
     for name, param in session._named_params():
         before = getattr(torch, state["parameters"][name].partition(" ")[0])
-        if name in mine and name in masters:
+        if param in stored:
+            exact = masters[name] if name in masters else stored[param].master_of(param).to(before)
+            stored[param].write(param, exact)
+        elif name in mine and name in masters:
             mine[name].copy_(masters[name])
         elif name in mine:
             # The model's own state dict has these weights, in this precision and no better.
@@ -261,7 +272,8 @@ def _listed(lines: list[str]) -> str:
 
 def _weights(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield each parameter that is another one, or whose weights would lose bits."""
-    before, mine, held = state["parameters"], dict(session._named_params()), session._named_masters()
+    before, mine, stored = state["parameters"], dict(session._named_params()), session._stored()
+    held = {*session._named_masters(), *(name for name, param in mine.items() if param in stored)}
     updated = {id(param) for param in session.master_params()}
     for name in dict.fromkeys((*before, *mine)):
         was = before.get(name, "missing")

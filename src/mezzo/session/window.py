@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import StateError
+from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.gradients import dense, mark, multiply, norms, not_finite
@@ -161,6 +162,7 @@ class Cluster:
         self.window: Window | None = None
         self.num_groups = _num_groups(optimizers)
         self._left: set[tuple[int, int]] = set()
+        self._widened = False
 
     def params(self, optimizers: Iterable[Optimizer] | None = None) -> list[Tensor]:
         """Return what the optimizers update, each tensor once: masters, or the parameters themselves."""
@@ -192,6 +194,27 @@ class Cluster:
             masters.take_edits()
             masters.gather()
 
+    def _widen(self) -> None:
+        """Let gradients be summed, and unscaled, in FP32 where their parameters are the masters' high halves."""
+        for param in self._stored():
+            if hasattr(param, "grad_dtype") and param.grad_dtype != torch.float32:
+                gradient, param.grad = param.grad, None
+                param.grad_dtype = torch.float32
+                param.grad = None if gradient is None else gradient.float()
+                self._widened = True
+
+    def _narrow(self) -> None:
+        """Let the first gradients of a window come as the backward pass makes them."""
+        if self._widened:
+            for param in self._stored():
+                if param.grad is None:
+                    param.grad_dtype = param.dtype
+            self._widened = False
+
+    def _stored(self) -> Iterator[Any]:
+        own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
+        return (param for optimizer in own for param in optimizer.stored())
+
     # Around a backward pass ---------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -200,6 +223,7 @@ class Cluster:
         scale = scaler.state.scale
         if self.window is None:
             self._refuse_leftovers()
+            self._narrow()
             self.window = Window()
         else:
             self.window.require_unchanged()
@@ -208,6 +232,7 @@ class Cluster:
             self._forget_cleared(self.window)
             if not self._agrees(self.window.carried, scaler):
                 self._set_aside(self.window)
+            self._widen()
         self.window.micro_batches += 1
         self.window.losses.append((loss_id, loss.detach()))
         self.window.carried = _Carried(
@@ -277,6 +302,7 @@ class Cluster:
             return
         window.require_unchanged()
         self.gather()
+        self._widen()
         self._forget_cleared(window)
         if window.aside:
             self._set_aside(window)
@@ -299,7 +325,6 @@ class Cluster:
         window, self.window = self.window, None
         if window is None:
             return
-        self._left.clear()
         if window.carried is None or not window.carried.is_one:
             self._left = {mark(gradient) for gradient in gradients or dense(self._with_gradients())}
 

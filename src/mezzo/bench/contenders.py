@@ -1,0 +1,164 @@
+"""One optimizer step in each way that a user could take it, ready to be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from mezzo import optim
+from mezzo.session import MixedPrecision
+
+__all__ = ["CONTENDERS", "Contender", "Ready"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A step with its parameters.
+
+    Attributes:
+        before: Puts fresh gradients in place; not timed.
+        step: From scaled gradients to new weights: check, unscale, clip, update, next scale.
+        casts: The casts of all weights that the next forward pass makes, or None where it needs none.
+        kept: The tensors kept between steps.
+    """
+
+    before: Callable[[], None]
+    step: Callable[[], Any]
+    casts: Callable[[], Any] | None
+    kept: Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way to step.
+
+    Attributes:
+        build: From shapes, dtype and device to a step.
+        moved_bytes: Bytes a parameter that the step reads and writes, casts included, by dtype, counted pass by pass
+            (each tensor once for each pass over it).
+    """
+
+    build: Callable[[list[tuple[int, ...]], torch.dtype, torch.device], Ready]
+    moved_bytes: Mapping[torch.dtype, float]
+
+
+_SCALE: Final = 1024.0
+
+
+class _Weights:
+    """Parameters, and gradients to set before each step."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(0)
+        made = (torch.randn(shape, generator=self._generator, device=device) for shape in shapes)
+        self.params = [nn.Parameter(weight.mul_(0.02)) for weight in made]
+        self._gradients: list[Tensor] = []
+
+    def make_gradients(self) -> None:
+        """Make one gradient for each parameter, in the dtype it has by now."""
+        made = (torch.randn(p.shape, generator=self._generator, device=p.device) for p in self.params)
+        pairs = zip(made, self.params, strict=True)
+        self._gradients = [gradient.mul_(1e-3 * _SCALE).to(param.dtype) for gradient, param in pairs]
+
+    def give(self, *, copies: bool) -> None:
+        """Set the gradients; copies of them for a step that writes to gradients."""
+        for param, gradient in zip(self.params, self._gradients, strict=True):
+            param.grad = gradient.clone() if copies else gradient
+
+
+def _kept(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return weights, gradients and state, each once."""
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    masters = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params if param.grad is not None]
+    return list({id(t): t for t in (*params, *gradients, *masters, *states)}.values())
+
+
+def _torch_amp(**options: Any) -> Callable[[list[tuple[int, ...]], torch.dtype, torch.device], Ready]:
+    """torch.amp as its documentation has it: FP32 weights, ``unscale_``, ``clip_grad_norm_``, ``step``, ``update``."""
+
+    def build(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Ready:
+        weights = _Weights(shapes, device)
+        weights.make_gradients()
+        optimizer = torch.optim.AdamW(weights.params, **options)
+        scaler = torch.amp.GradScaler(device.type, init_scale=_SCALE)
+
+        def before() -> None:
+            scaler.scale(torch.ones((), device=device))
+            weights.give(copies=True)
+
+        def step() -> None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(weights.params, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+        def casts() -> list[Tensor]:
+            return [param.detach().to(dtype) for param in weights.params]
+
+        return Ready(before=before, step=step, casts=casts, kept=lambda: _kept(weights.params, optimizer))
+
+    return build
+
+
+def _session(
+    level: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> Callable[[list[tuple[int, ...]], torch.dtype, torch.device], Ready]:
+    def build(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Ready:
+        weights = _Weights(shapes, device)
+        optimizer = make(weights.params)
+        policy = f"{level},dtype={str(dtype).removeprefix('torch.')},loss_scale=dynamic(init={_SCALE:g}),emulate=true"
+        amp = MixedPrecision(nn.ParameterList(weights.params), optimizer, policy, max_grad_norm=1.0)
+        weights.make_gradients()
+        zero = torch.zeros((), device=device, requires_grad=True)
+        rewrites = not isinstance(optimizer, optim.OnePassOptimizer)
+
+        def before() -> None:
+            amp.zero_grad()
+            amp.backward(zero * 1.0)
+            weights.give(copies=rewrites)
+
+        def casts() -> list[Tensor]:
+            return [param.detach().to(dtype) for param in weights.params]
+
+        return Ready(
+            before=before,
+            step=amp.step,
+            casts=casts if level == "O1" else None,
+            kept=lambda: _kept(weights.params, optimizer),
+        )
+
+    return build
+
+
+def _both(half: float, bfloat: float) -> Mapping[torch.dtype, float]:
+    return MappingProxyType({torch.float16: half, torch.bfloat16: bfloat})
+
+
+#: By name; the first is what all others are compared with. torch.amp: unscale 8, norm 4, clip 8, AdamW 28, cast 6.
+#: Folded: the multiplication happens in AdamW's kernel, which writes the gradients. Masters of any optimizer: gradient
+#: to FP32 6, norm 4, AdamW 32, rounding 6. One pass: norm 2, then gradient, weight, remainder and moments.
+CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
+    {
+        "torch.amp, fused AdamW": Contender(build=_torch_amp(fused=True), moved_bytes=_both(54, 54)),
+        "torch.amp, foreach AdamW": Contender(build=_torch_amp(foreach=True), moved_bytes=_both(54, 54)),
+        "mezzo O1, torch's fused AdamW": Contender(
+            build=_session("O1", lambda params: torch.optim.AdamW(params, fused=True)), moved_bytes=_both(42, 42)
+        ),
+        "mezzo O2, masters, torch's fused AdamW": Contender(
+            build=_session("O2", lambda params: torch.optim.AdamW(params, fused=True)), moved_bytes=_both(48, 48)
+        ),
+        "mezzo O2, AdamW full": Contender(
+            build=_session("O2", lambda params: optim.AdamW(params, master="full")), moved_bytes=_both(30, 30)
+        ),
+        "mezzo O2, AdamW split": Contender(build=_session("O2", optim.AdamW), moved_bytes=_both(28, 28)),
+        "mezzo O2, AdamW split, BF16 moments": Contender(
+            build=_session("O2", lambda params: optim.AdamW(params, state_dtype="bfloat16")), moved_bytes=_both(20, 20)
+        ),
+    }
+)

@@ -1,0 +1,80 @@
+"""Timing in turns, so that what disturbs the machine disturbs every contender alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Spread", "copy_bandwidth", "in_turns", "seconds", "spread"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A median, and what 80 % of the values lie between."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def spread(values: list[float]) -> Spread:
+    """Return median and tenths of some values."""
+    ordered = sorted(values)
+    tenth = len(ordered) // 10
+    return Spread(median=statistics.median(ordered), p10=ordered[tenth], p90=ordered[-1 - tenth])
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return how long a call takes, the device's work included."""
+    _wait(device)
+    start = time.perf_counter()
+    call()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def in_turns(
+    calls: Mapping[str, tuple[Callable[[], object], Callable[[], object]]],
+    device: torch.device,
+    repetitions: int,
+    warm_up: int = 3,
+) -> dict[str, list[float]]:
+    """Time calls in turns.
+
+    Args:
+        calls: By name: what makes one ready, which is not timed, and the call.
+        device: Whose work to wait for.
+        repetitions: Rounds that count.
+        warm_up: Rounds before, which compile what is to be compiled.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(warm_up + repetitions):
+        for name, (before, call) in calls.items():
+            before()
+            elapsed = seconds(call, device)
+            if number >= warm_up:
+                taken[name].append(elapsed)
+    return taken
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 28, repetitions: int = 9) -> float:
+    """Return how many bytes a second this device copies, read and written counted both.
+
+    Args:
+        device: The device.
+        num_bytes: Size of the copy; far beyond a cache.
+        repetitions: The median of so many.
+    """
+    source = torch.zeros(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * num_bytes / statistics.median(seconds(lambda: target.copy_(source), device) for _ in range(repetitions))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()

@@ -1,0 +1,34 @@
+"""Hyper-parameters where kernels read them, following ``param_groups`` where schedulers change them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Hypers"]
+
+
+class Hypers:
+    """One group's hyper-parameters as 0-d float64 tensors of one device.
+
+    Args:
+        names: Which, as the update rule calls them: ``beta1`` and ``beta2`` are the two of ``betas``.
+        device: Where they live.
+    """
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self.tensors = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
+        self._uploaded: dict[str, float] = {}
+
+    def upload(self, group: Mapping[str, Any]) -> None:
+        """Bring over what changed, without waiting for the device."""
+        for name, tensor in self.tensors.items():
+            value = group["betas"][int(name[-1]) - 1] if name.startswith("beta") else group[name]
+            if isinstance(value, Tensor):
+                tensor.copy_(value, non_blocking=True)
+            elif self._uploaded.get(name) != value:
+                tensor.fill_(value)
+                self._uploaded[name] = value

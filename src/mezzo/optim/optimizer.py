@@ -1,0 +1,340 @@
+"""The part that all of mezzo's optimizers share: parameter groups, cohorts, and where weights have their other half."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.errors import UnsupportedError
+from mezzo.optim.checks import check_group, check_unchanged
+from mezzo.optim.executors import executor_for
+from mezzo.optim.hypers import Hypers
+from mezzo.optim.state import plain_state, restored_state
+from mezzo.step.passes import Check, Cohort, Executor, Update, advance
+from mezzo.step.storage import Storage, storage
+from mezzo.step.update import Rule, rule
+
+__all__ = ["Group", "OnePassOptimizer", "Params"]
+
+Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+Group: TypeAlias = dict[str, Any]
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """A cohort with its second pass, and the parameters it is for."""
+
+    params: list[Tensor]
+    cohort: Cohort
+    update: Update
+
+
+class OnePassOptimizer(Optimizer):
+    """An optimizer whose step reads and writes everything once, and never asks the host whether to skip.
+
+    ``found_inf`` and ``grad_scale`` are attributes that :class:`mezzo.MixedPrecision` or ``torch.amp.GradScaler`` set
+    for a step, as for torch's fused optimizers: 0-d tensors, whether to skip, and what to divide gradients by.
+    Gradients themselves are never written.
+    """
+
+    _step_supports_amp_scaling = True
+    _rule: ClassVar[str]
+
+    def __init__(self, params: Params, **defaults: Any) -> None:
+        self._hypers: dict[tuple[int, torch.device], Hypers] = {}
+        self._ready: dict[int, tuple[tuple[Any, ...], list[_Ready]]] = {}
+        self._executors: dict[tuple[torch.device, bool], Executor] = {}
+        check_group(defaults)
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def _options(self, group: Group) -> Iterator[str]:
+        """Yield the options of the rule that are on in a group."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``.
+
+        Raises:
+            PolicyError: A hyper-parameter that no update can work with; nothing was added.
+        """
+        check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, or none, as ``found_inf`` says.
+
+        Args:
+            closure: Evaluates the loss first, as torch's optimizers take it.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            StateError: A parameter got another shape or dtype since its state was made.
+            UnsupportedError: A sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        ready = [each for number in range(len(self.param_groups)) for each in self._ready_of(number)]
+        for device in {each.cohort.step.device for each in ready}:
+            here = [each for each in ready if each.cohort.step.device == device]
+            check = self._check(device)
+            advance({id(each.cohort.step): each.cohort.step for each in here}.values(), check.found_inf)
+            for each in here:
+                each.update([param.grad for param in each.params if param.grad is not None], check)
+        return loss
+
+    def _check(self, device: torch.device) -> Check:
+        """Return what somebody else's first pass found, for one device."""
+        found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        one = torch.ones((), device=device)
+        return Check(
+            norms=one.new_empty(0),
+            grad_norm=one,
+            found_inf=one.eq(0)
+            if found_inf is None
+            else found_inf.to(device, torch.bool, non_blocking=True).reshape(()),
+            multiplier=one if divisor is None else divisor.to(device, torch.float32, non_blocking=True).reciprocal(),
+        )
+
+    # What a step needs, kept from one to the next ------------------------------------------------------
+
+    def _ready_of(self, number: int) -> list[_Ready]:
+        """Return a group's cohorts, built anew when other parameters have gradients."""
+        group = self.param_groups[number]
+        params = [param for param in group["params"] if param.grad is not None]
+        for param in params:
+            if param.grad.layout != torch.strided:
+                raise UnsupportedError(
+                    f"{type(self).__name__} cannot use a sparse gradient",
+                    where=f"group {number}, a parameter of shape {tuple(param.shape)}",
+                    why="its kernels read whole tensors",
+                    write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
+                )
+        options = tuple(self._options(group))
+        key = (options, *((id(param), param.dtype, param.shape) for param in params))
+        known = self._ready.get(number)
+        if known is None or known[0] != key:
+            known = self._ready[number] = (key, list(self._built(number, params, rule(self._rule, *options))))
+        for device in {each.cohort.step.device for each in known[1]}:
+            self._hypers[number, device].upload(group)
+        return known[1]
+
+    def _built(self, number: int, params: list[Tensor], update_rule: Rule) -> Iterator[_Ready]:
+        group = self.param_groups[number]
+        self._give_state(group, params, update_rule)
+        alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
+        for param in params:
+            alike.setdefault((param.device, param.dtype, id(self.state[param]["step"])), []).append(param)
+        for (device, _dtype, _), members in alike.items():
+            self._leave_others_behind(members)
+            hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
+            form = self._storage(group, members[0])
+            cohort = Cohort(
+                rule=update_rule,
+                storage=form,
+                hypers=hypers.tensors,
+                step=self.state[members[0]]["step"],
+                weights=members,
+                extras=[self.state[param].get(form.extra) if form.extra else None for param in members],
+                states=[tuple(self.state[param][name] for name in update_rule.states) for param in members],
+                seed=number,
+            )
+            yield _Ready(members, cohort, self._executor(device).prepare(cohort))
+
+    def _give_state(self, group: Group, params: list[Tensor], update_rule: Rule) -> None:
+        """Make what parameters lack: a count that all new ones share, zeros, and the other half of a weight."""
+        fresh: dict[torch.device, Tensor] = {}
+        for param in params:
+            state = self.state[param]
+            check_unchanged(param, state, update_rule.states)
+            if "step" not in state:
+                state["step"] = fresh.setdefault(param.device, torch.zeros((), dtype=torch.int64, device=param.device))
+            dtype = getattr(torch, group["state_dtype"])
+            for name in update_rule.states:
+                if name not in state:
+                    state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            form = self._storage(group, param)
+            if form.extra is not None and form.extra not in state:
+                state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
+
+    def _leave_others_behind(self, members: list[Tensor]) -> None:
+        """Give parameters that step without others of the same count a count of their own."""
+        step = self.state[members[0]]["step"]
+        together = {id(param) for param in members}
+        if any(state.get("step") is step and id(param) not in together for param, state in self.state.items()):
+            own = step.clone()
+            for param in members:
+                self.state[param]["step"] = own
+
+    def _executor(self, device: torch.device) -> Executor:
+        elements = sum(p.numel() for group in self.param_groups for p in group["params"] if p.device == device)
+        return executor_for(device, elements)
+
+    def _storage(self, group: Group, param: Tensor) -> Storage:
+        planes = self._executor(param.device).planes
+        return storage(group["master"], param.dtype, rounding=group["rounding"], planes=planes)
+
+    # The FP32 values of low-precision parameters --------------------------------------------------------
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether every group keeps FP32 values of low-precision parameters."""
+        return all(group["master"] is not None for group in self.param_groups)
+
+    @torch.no_grad()
+    def adopt(self, originals: Mapping[Tensor, Tensor], name_of: Callable[[Tensor], str]) -> None:
+        """Take over FP32 values of parameters that are about to be, or were just, rounded to low precision.
+
+        Args:
+            originals: The FP32 values, by parameter; the parameters are low-precision by now.
+            name_of: Gives a parameter's name, for errors.
+
+        Raises:
+            NumericsError: A value that split storage cannot hold; nothing was changed.
+        """
+        made: list[tuple[Tensor, Storage, Tensor, Tensor | None]] = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in originals and param.dtype in _LOW:
+                    form = self._storage(group, param)
+                    made.append((param, form, *form.make(originals[param].float(), param.dtype, name_of(param))))
+        for param, form, weight, extra in made:
+            param.data.copy_(weight)
+            if form.extra is not None:
+                self.state[param][form.extra] = extra
+        self._ready.clear()
+
+    def stored(self) -> list[Tensor]:
+        """Return the low-precision parameters whose other half is kept here."""
+        return [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.dtype in _LOW and self._storage(group, param).extra in self.state[param]
+        ]
+
+    @torch.no_grad()
+    def write(self, param: Tensor, value: Tensor) -> None:
+        """Give a parameter another FP32 value.
+
+        Args:
+            param: One of :meth:`stored`.
+            value: Of its shape.
+
+        Raises:
+            NumericsError: A value that split storage cannot hold; nothing was changed.
+        """
+        group = next(group for group in self.param_groups if any(param is each for each in group["params"]))
+        form = self._storage(group, param)
+        weight, extra = form.make(value.to(param.device, torch.float32), param.dtype, None)
+        param.copy_(weight)
+        if form.extra is not None and extra is not None:
+            self.state[param][form.extra].copy_(extra)
+
+    @torch.no_grad()
+    def master_of(self, param: Tensor) -> Tensor:
+        """Return the FP32 value of a parameter, as a new tensor.
+
+        **Cost**: 4 bytes a weight; a pass over the parameter.
+        """
+        for group in self.param_groups:
+            if any(param is each for each in group["params"]) and param.dtype in _LOW:
+                form = self._storage(group, param)
+                extra = self.state[param].get(form.extra) if form.extra else None
+                if extra is not None:
+                    return form.read(form.parts(param.detach(), extra)).clone()
+        return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+
+    def release(self) -> dict[Tensor, Tensor]:
+        """Give up the other halves of all weights, and return the FP32 values that had one."""
+        held: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                form = self._storage(group, param)
+                if form.extra is not None and form.extra in self.state[param]:
+                    held[param] = self.master_of(param)
+                    del self.state[param][form.extra]
+        self._ready.clear()
+        return held
+
+    def model_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return a model's state dict with the FP32 values of the parameters that this optimizer updates.
+
+        Args:
+            model: The model; other low-precision tensors are widened.
+        """
+        known = {param for group in self.param_groups for param in group["params"]}
+        return {
+            name: self.master_of(tensor) if tensor in known else tensor.detach().float()
+            if tensor.dtype in _LOW else tensor.detach()
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, Tensor)
+        }  # fmt: skip
+
+    # State ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizer of this name returns, and the other half of each weight.
+
+        ``step`` is a float32 tensor for each parameter, and remainders are int16, whatever an executor prefers.
+        """
+        packed = super().state_dict()
+        packed["state"] = {index: plain_state(values) for index, values in packed["state"].items()}
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this optimizer's state, or that of torch's optimizer of this name.
+
+        Moments keep ``state_dtype``, remainders and counts their own dtypes, whatever the parameters' are. Where the
+        saved state has no other half of a weight, the present one stays.
+
+        Raises:
+            StateError: State of another shape or storage; nothing was loaded.
+            ValueError: Other parameter groups, as torch says it.
+        """
+        given = dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved = [index for group in given["param_groups"] for index in group["params"]]
+        kept = ("master", "rounding", "state_dtype")
+        groups = [
+            {**mine, **theirs, **{name: theirs.get(name, mine[name]) for name in kept}, "params": theirs["params"]}
+            for mine, theirs in zip(self.param_groups, given["param_groups"], strict=False)
+        ]
+        for group in groups:
+            check_group(group)
+        groups += given["param_groups"][len(groups) :]
+        fresh: dict[Tensor, dict[str, Any]] = {}
+        if len(saved) == len(params):
+            owners = [group for group in groups for _ in group["params"]]
+            for param, index, group in zip(params, saved, owners, strict=True):
+                form = storage(group["master"], param.dtype, rounding=group["rounding"],
+                               planes=self._executor(param.device).planes)  # fmt: skip
+                fresh[param] = restored_state(
+                    given["state"].get(index, {}), self.state.get(param, {}), param, form, group["state_dtype"]
+                )
+        super().load_state_dict({**given, "param_groups": groups, "state": {}})
+        self._share_counts(fresh)
+        self.state.update(fresh)
+        self._ready.clear()
+        self._hypers.clear()
+
+    def _share_counts(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Let parameters with equal counts share one, so that they are updated together again."""
+        shared: dict[tuple[torch.device, int], Tensor] = {}
+        for state in states.values():
+            if "step" in state:
+                count = state["step"]
+                state["step"] = shared.setdefault((count.device, int(count)), count)

@@ -1,0 +1,84 @@
+"""One parameter's state, between what executors use and what torch's state dicts hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mezzo.errors import StateError
+from mezzo.step.split import from_planes, to_planes
+from mezzo.step.storage import PLANES, Storage
+
+__all__ = ["plain_state", "restored_state"]
+
+#: The other halves that weights can have.
+_EXTRAS: Final = ("remainder", "master", "compensation")
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state as it is saved: the count as torch's float32 tensor, remainders as int16."""
+    plain = dict(state)
+    if "step" in plain:
+        plain["step"] = plain["step"].to(torch.float32)
+    if "remainder" in plain and plain["remainder"].dtype == torch.uint8:
+        plain["remainder"] = from_planes(plain["remainder"])
+    return plain
+
+
+def restored_state(
+    saved: Mapping[str, Any], present: Mapping[str, Any], param: Tensor, form: Storage, state_dtype: str
+) -> dict[str, Any]:
+    """Return the state of a parameter that continues a saved one.
+
+    Args:
+        saved: Of this optimizer, or of torch's of the same name.
+        present: What the parameter has now; its other half stays where ``saved`` has none.
+        param: The parameter.
+        form: How its weight is stored.
+        state_dtype: Of the moments.
+
+    Raises:
+        StateError: Another shape, or the other half of another storage.
+    """
+    extras = [name for name in _EXTRAS if name in saved]
+    if param.dtype != torch.float32 and extras and extras != [form.extra]:
+        raise StateError(
+            f"the saved weights are stored with a {extras[0]}, and these with {form.extra or 'none'}",
+            where=f"a parameter of shape {tuple(param.shape)} and {param.dtype}",
+            why="the FP32 values follow from both halves, which load at different times",
+            write="the master= and rounding= that the state was saved with",
+        )
+    state: dict[str, Any] = {}
+    for name, value in saved.items():
+        if name == "step":
+            state[name] = torch.as_tensor(value).to(param.device, torch.int64).reshape(()).clone()
+        elif name in _EXTRAS:
+            if name == form.extra:
+                _require_shape(name, value, param)
+                state[name] = _as_stored(value.to(param.device, copy=True), form)
+        elif isinstance(value, Tensor):
+            _require_shape(name, value, param)
+            dtype = getattr(torch, state_dtype)
+            like = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            state[name] = like.copy_(value)
+    if form.extra is not None and form.extra not in state and form.extra in present:
+        state[form.extra] = present[form.extra]
+    if state and "step" not in state:  # torch's SGD counts nothing: a momentum is there from its first step on
+        state["step"] = torch.ones((), dtype=torch.int64, device=param.device)
+    return state
+
+
+def _as_stored(extra: Tensor, form: Storage) -> Tensor:
+    return to_planes(extra) if form is PLANES else extra
+
+
+def _require_shape(name: str, value: Tensor, param: Tensor) -> None:
+    if value.shape != param.shape:
+        raise StateError(
+            f"the saved {name} belongs to another parameter",
+            where=f"{tuple(value.shape)} → {tuple(param.shape)}",
+            write="the same model and optimizer",
+        )

@@ -1,0 +1,10 @@
+"""Executors of the two passes: plain torch operations in blocks, and compiled ones.
+
+Here belongs how tensors are cut, fused and launched. What happens to an element is said in ``mezzo.step.update``,
+``mezzo.step.storage`` and ``mezzo.step.passes``; executors agree with those, and with each other.
+"""
+
+from mezzo.step.kernels.blocked import Blocked
+from mezzo.step.kernels.compiled import Compiled
+
+__all__ = ["Blocked", "Compiled"]

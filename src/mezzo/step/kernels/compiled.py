@@ -1,0 +1,192 @@
+"""Both passes through ``torch.compile``: one fused kernel that reads and writes every byte once."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mezzo.errors import UnsupportedError
+from mezzo.step.kernels.layout import Block, norms, pieces, squares, units
+from mezzo.step.passes import Check, Cohort, Update, updated
+from mezzo.step.rounding import keys, noise
+from mezzo.step.storage import Storage
+from mezzo.step.update import Rule
+
+__all__ = ["Compiled"]
+
+#: Elements for each call of a kernel on the CPU: enough to hide the 30 µs that a call costs, few enough that the
+#: copies of 16-bit tensors (:class:`_CompiledUpdate`) stay in cache.
+CPU_CHUNK: Final = 1 << 20
+#: Elsewhere: what int32 element numbers can count.
+DEVICE_CHUNK: Final = 1 << 30
+#: Gradients up to this length are summed without the compiler: two operations cost less than a compiled call.
+SHORT: Final = 1 << 15
+#: Squares are summed by rows of this length first, which is faster than one long sum and as accurate.
+ROW: Final = 1 << 12
+
+
+class Compiled:
+    """Update with one compiled kernel for each rule, storage and set of dtypes, whatever the lengths of the tensors.
+
+    Kernels take vectors of any length; they are compiled once a process (the next finds them in torch's cache on
+    disk). Hyper-parameters, multiplier and step are tensors, so that neither a step nor a schedule compiles again. One
+    graph over all tensors would save 20 µs for each of them, and compile for minutes.
+
+    **Cost**: 2 to 10 s to compile a kernel. Per step the bytes of the stored tensors, once, and 30 µs a tensor. No host
+    sync on other devices than the CPU.
+
+    Raises:
+        UnsupportedError: At the first step: torch cannot compile here, for lack of a C++ compiler, say.
+    """
+
+    planes = True
+
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """See :class:`mezzo.step.passes.Executor`."""
+        if not gradients or gradients[0].device.type != "cpu":
+            return norms(gradients, SHORT)
+        scratch = torch.empty(SHORT)
+        return torch.stack([_total(gradient.detach(), scratch) for gradient in gradients]).sqrt()
+
+    def prepare(self, cohort: Cohort) -> Update:
+        """See :class:`mezzo.step.passes.Executor`."""
+        return _CompiledUpdate(cohort)
+
+
+def _total(gradient: Tensor, scratch: Tensor) -> Tensor:
+    """Sum the squares of a gradient on the CPU: whole rows by a compiled kernel, the rest without."""
+    if gradient.numel() <= SHORT:
+        return squares(gradient, scratch)
+    (vector,) = pieces(gradient, gradient.numel())
+    whole = len(vector) // ROW * ROW
+    total = _row_squares(gradient.dtype)(vector[:whole].view(-1, ROW)).sum()
+    return total + squares(vector[whole:], scratch) if whole < len(vector) else total
+
+
+@cache
+def _row_squares(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def row_squares(rows: Tensor) -> Tensor:
+        return rows.to(torch.float32).square().sum(1)
+
+    return _compiled(row_squares, f"squares_{dtype}", torch.zeros(CPU_CHUNK // ROW, ROW, dtype=dtype))
+
+
+class _CompiledUpdate:
+    """Pass 2 by a compiled :func:`mezzo.step.passes.updated`.
+
+    On the CPU kernels read 16-bit tensors from a copy, made chunk by chunk, while it is in cache. Inductor moves 16
+    such values as the masked half of a vector register, and a masked load right behind a masked store next to it
+    waits for the store: reading what it writes makes a kernel half as fast.
+    """
+
+    def __init__(self, cohort: Cohort) -> None:
+        self.cohort = cohort
+        self.on_cpu = cohort.step.device.type == "cpu"
+        self.units = units(cohort, CPU_CHUNK if self.on_cpu else DEVICE_CHUNK)
+        self.spares: list[Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+        if self.on_cpu and check.found_inf:  # here the flag is host memory
+            return
+        rule, step = self.cohort.rule, self.cohort.step
+        shared = (rule.scalars(self.cohort.hypers, step), check.multiplier, check.found_inf)
+        seeds = keys(step, len(gradients), self.cohort.seed).unbind()
+        for unit in self.units:
+            for block, gradient in unit.work(gradients):
+                key = seeds[block.index]
+                self.block(block, gradient, *shared, key + block.start if block.start else key)
+
+    def block(self, block: Block, gradient: Tensor, *shared: Tensor) -> None:
+        targets = (*block.parts, *block.states)
+        dtypes = tuple(target.dtype for target in targets)
+        if block.vectors and len(gradient) > 1:  # torch.compile would take a length of 1 for a constant
+            kernel = _kernel(self.cohort.rule, self.cohort.storage, dtypes, gradient.dtype, gradient.device)
+            kernel(gradient, targets, self.copies(targets), *shared)
+        else:
+            kernel = _traceable(self.cohort.rule, self.cohort.storage, dtypes, self.on_cpu)
+            kernel(gradient, targets, tuple(target for target in targets if target.itemsize == 2), *shared)
+
+    def copies(self, targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        narrow = [target for target in targets if self.on_cpu and target.itemsize == 2]
+        if len(self.spares) < len(narrow):
+            self.spares = [torch.empty(CPU_CHUNK, dtype=torch.int16) for _ in narrow]
+        spares = (spare[: len(target)].view(target.dtype) for spare, target in zip(self.spares, narrow, strict=True))
+        return tuple(spare.copy_(target) for spare, target in zip(spares, narrow, strict=True))
+
+
+@cache
+def _kernel(
+    rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], gradient: torch.dtype, device: torch.device
+) -> Callable[..., None]:
+    """Compile pass 2 for vectors of these dtypes."""
+    on_cpu = device.type == "cpu"
+    function = _traceable(rule, storage, dtypes, on_cpu)
+    wanted = (gradient, *dtypes, *(dtype for dtype in dtypes if on_cpu and dtype.itemsize == 2))
+    vectors = [torch.zeros(CPU_CHUNK, dtype=dtype, device=device) for dtype in wanted]
+    targets, copies = tuple(vectors[1 : 1 + len(dtypes)]), tuple(vectors[1 + len(dtypes) :])
+    scalars, one = torch.ones(len(rule.numbers), device=device), torch.ones((), device=device)
+    key = torch.zeros((), dtype=torch.int32, device=device)
+    return _compiled(function, f"{rule.name}_{storage.name}", vectors[0], targets, copies, scalars, one, one == 0, key)
+
+
+@cache
+def _traceable(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], on_cpu: bool) -> Callable[..., None]:
+    """Pass 2 in place, on tensors of these dtypes; those of 16 bits are read from copies on the CPU.
+
+    Elsewhere the step is predicated: with ``found_inf`` the old values are written again.
+    """
+
+    def update(
+        gradient: Tensor,
+        targets: tuple[Tensor, ...],
+        copies: tuple[Tensor, ...],
+        scalars: Tensor,
+        multiplier: Tensor,
+        found_inf: Tensor,
+        key: Tensor,
+    ) -> None:
+        rest = iter(copies)
+        sources = tuple(next(rest) if on_cpu and t.itemsize == 2 else t for t in targets)
+        parts, states = sources[: -len(rule.states) or None], sources[len(sources) - len(rule.states) :]
+
+        def bits(slot: int) -> Tensor:
+            order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
+            return noise(order.view(gradient.shape), key, slot)
+
+        values, new = updated(rule, storage, gradient, parts, states, scalars, multiplier, bits)
+        for target, source, value in zip(targets, sources, (*values, *new), strict=True):
+            target.copy_(value if on_cpu else torch.where(found_inf, source, value))
+
+    return update
+
+
+def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callable[..., Any]:
+    """Compile a function of vectors for any length, by a call with long ones: shorter ones would not use threads."""
+    import torch._dynamo
+
+    # A code object of its own: torch counts recompilations by code object, and gives up after eight.
+    code = function.__code__.replace(co_name=name.replace(".", "_"))
+    own = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True)
+    for example in examples:
+        for tensor in example if isinstance(example, tuple) else (example,):
+            if tensor.numel() == CPU_CHUNK:
+                torch._dynamo.mark_dynamic(tensor, 0)
+    try:
+        with torch.no_grad():
+            compiled(*examples)
+    except RuntimeError as error:
+        reasons = [line for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
+        raise UnsupportedError(
+            "torch.compile cannot make an optimizer kernel here",
+            where=f"{name} on {examples[0].device}",
+            why=reasons[0] if reasons else type(error).__name__,
+            write="the blocked executor, which needs no compiler",
+        ) from error
+    return compiled

@@ -1,0 +1,91 @@
+"""mezzo bench step: shapes, counted bytes, ratios, refusals."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from mezzo.bench import bench_step
+from mezzo.bench.contenders import CONTENDERS
+from mezzo.bench.shapes import shapes
+from mezzo.bench.timing import copy_bandwidth, spread
+from mezzo.cli import main
+from mezzo.errors import PolicyError
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def result(request):
+    return bench_step("200-tiny", dtype=request.param, repetitions=2)
+
+
+def test_every_contender_is_measured_against_the_first(result):
+    assert [row.name for row in result.rows] == list(CONTENDERS)
+    assert result.rows[0].ratio == 1.0
+    assert all(row.step_ms > 0 and row.ratio_p10 <= row.ratio <= row.ratio_p90 for row in result.rows)
+    assert result.num_parameters == 200 * 64 * 64
+
+
+def test_bytes_kept_are_those_of_the_tensors(result):
+    kept = {row.name: row.kept_bytes for row in result.rows}
+    assert kept["torch.amp, fused AdamW"] == pytest.approx(16, abs=0.01)
+    assert kept["mezzo O2, AdamW split"] == pytest.approx(14, abs=0.01)
+    assert kept["mezzo O2, AdamW full"] == pytest.approx(16, abs=0.01)
+    assert kept["mezzo O2, AdamW split, BF16 moments"] == pytest.approx(10, abs=0.01)
+
+
+def test_only_fp32_weights_are_cast_by_the_next_forward_pass(result):
+    cast = {row.name for row in result.rows if row.casts_ms > 0}
+    assert cast == {name for name in CONTENDERS if "torch.amp" in name or "O1" in name}
+
+
+def test_all_contenders_take_the_same_step():
+    """What is timed is the same update: weights agree within the low precision's rounding."""
+    sizes, dtype, after = [(16, 16), (16,)], torch.bfloat16, {}
+    for name, contender in CONTENDERS.items():
+        ready = contender.build(sizes, dtype, torch.device("cpu"))
+        for _ in range(3):
+            ready.before()
+            ready.step()
+        after[name] = [tensor.detach().float() for tensor in ready.kept()[:2]]
+    first = after["torch.amp, fused AdamW"]
+    for name, weights in after.items():
+        for mine, rival in zip(weights, first, strict=True):
+            assert mine.shape == rival.shape, name
+            torch.testing.assert_close(mine, rival, rtol=2**-7, atol=4e-3, msg=name)
+
+
+def test_shapes_are_those_of_the_networks():
+    assert sum(map(math.prod, shapes("gpt2-small"))) == 124_439_808  # transformers' GPT2Model
+    assert len(shapes("resnet-50")) == 161  # torchvision's resnet50
+    with pytest.raises(PolicyError, match="unknown shapes 'gpt2'(.|\\n)*did you mean 'gpt2-"):
+        shapes("gpt2")
+
+
+def test_what_cannot_be_measured():
+    with pytest.raises(PolicyError, match="unknown dtype 'float32'"):
+        bench_step("200-tiny", dtype="float32")
+    with pytest.raises(PolicyError, match="unknown contender 'apex'"):
+        bench_step("200-tiny", contenders=["apex"])
+
+
+def test_spread_and_bandwidth():
+    found = spread([float(x) for x in range(1, 12)])
+    assert (found.median, found.p10, found.p90) == (6.0, 2.0, 10.0)
+    assert copy_bandwidth(torch.device("cpu"), num_bytes=1 << 22, repetitions=3) > 1e8
+
+
+def test_the_command_prints_json(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["bench", "step", "--shapes", "200-tiny", "--repetitions", "1", "--json", "--device", "cpu"])
+    assert done.value.code == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["shapes"] == "200-tiny"
+    assert len(printed["rows"]) == len(CONTENDERS)
+
+
+def test_the_command_refuses_unknown_shapes(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["bench", "step", "--shapes", "bert"])
+    assert done.value.code == 2
+    assert "unknown shapes 'bert'" in capsys.readouterr().err

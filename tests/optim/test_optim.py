@@ -1,0 +1,329 @@
+"""mezzo.optim against torch.optim: updates, state dicts, groups, schedules, skipping, storage, refusals."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo import optim
+from mezzo.errors import PolicyError, StateError, UnsupportedError
+
+SHAPES = ((5, 7), (3,), (4, 2, 3), ())
+PAIRS = {
+    "adamw": (optim.AdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
+    "adamw amsgrad": (optim.AdamW, torch.optim.AdamW, {"amsgrad": True, "maximize": True}),
+    "adam": (optim.Adam, torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}),
+    "sgd": (optim.SGD, torch.optim.SGD, {"weight_decay": 0.1}),
+    "sgd momentum": (optim.SGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3, "maximize": True}),
+    "sgd nesterov": (optim.SGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+}
+
+
+def parameters(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(params, step, *, scale=1.0, dtype=None):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for param in params:
+        gradient = torch.randn(param.shape, generator=generator) * scale
+        if dtype is not None and dtype != param.dtype:
+            param.grad_dtype = dtype
+        param.grad = gradient.to(dtype or param.dtype)
+
+
+def train(params, optimizer, steps, **options):
+    for step in steps:
+        give_gradients(params, step, **options)
+        optimizer.step()
+
+
+def ulps(ours, theirs):
+    """The largest difference in units in the last place of the larger operand of the update, about 1."""
+    return max(((a - b).abs() / torch.finfo(torch.float32).eps).max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_two_hundred_steps_equal_torchs(pair):
+    mine, theirs, options = PAIRS[pair]
+    one, other = parameters(), parameters()
+    train(one, mine(one, lr=1e-2, **options), range(200))
+    train(other, theirs(other, lr=1e-2, **options), range(200))
+    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 64
+
+
+def test_lion_is_its_paper_in_float64():
+    params = parameters()
+    weights = [p.detach().double() for p in params]
+    momenta = [torch.zeros_like(w) for w in weights]
+    optimizer = optim.Lion(params, lr=1e-2, betas=(0.9, 0.98), weight_decay=0.1)
+    for step in range(100):
+        give_gradients(params, step)
+        for weight, momentum, param in zip(weights, momenta, params, strict=True):
+            gradient = param.grad.double()
+            weight.mul_(1 - 1e-2 * 0.1).sub_(1e-2 * (0.9 * momentum + (1 - 0.9) * gradient).sign())
+            momentum.mul_(0.98).add_(0.02 * gradient)
+        optimizer.step()
+    for param, weight in zip(params, weights, strict=True):
+        torch.testing.assert_close(param.detach().double(), weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pair", [name for name in PAIRS if "sgd" not in name or "momentum" in name])
+def test_state_goes_to_torch_and_back_in_mid_run(pair):
+    mine, theirs, options = PAIRS[pair]
+    one, other = parameters(), parameters()
+    first, second = mine(one, lr=1e-2, **options), theirs(other, lr=1e-2, **options)
+    train(one, first, range(20))
+    train(other, second, range(20))
+    swapped_one, swapped_other = theirs(one, lr=1e-2, **options), mine(other, lr=1e-2, **options)
+    swapped_one.load_state_dict(first.state_dict())
+    swapped_other.load_state_dict(second.state_dict())
+    train(one, swapped_one, range(20, 40))
+    train(other, swapped_other, range(20, 40))
+    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("master", ["split", "full", None])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_resuming_is_bit_exact(dtype, master, state_dtype):
+    params = parameters(dtype)
+    optimizer = optim.AdamW(params, lr=1e-2, master=master, state_dtype=state_dtype)
+    train(params, optimizer, range(5))
+    copies = [nn.Parameter(param.detach().clone()) for param in params]
+    resumed = optim.AdamW(copies, lr=1e-2, master=master, state_dtype=state_dtype)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(params, optimizer, range(5, 15))
+    train(copies, resumed, range(5, 15))
+    for one, other in zip(params, copies, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(optimizer.master_of(one), resumed.master_of(other))
+
+
+def test_split_is_full_bit_for_bit_in_bfloat16():
+    one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    split, full = optim.AdamW(one, lr=1e-2), optim.AdamW(other, lr=1e-2, master="full")
+    train(one, split, range(50))
+    train(other, full, range(50))
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(split.master_of(a), full.master_of(b))
+
+
+def test_a_hundred_small_updates_move_a_bfloat16_weight_of_one():
+    """torch's AdamW leaves it at exactly 1.0 (FACTS E)."""
+    weights = {}
+    for name, make in (("torch", torch.optim.AdamW), ("mezzo", optim.AdamW)):
+        weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        optimizer = make([weight], lr=1e-3, weight_decay=0.0)
+        for _ in range(100):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        weights[name] = weight[0].item()
+    assert weights["torch"] == 1.0
+    assert weights["mezzo"] == pytest.approx(0.9, abs=2**-8)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_roundings_without_a_master_follow_fp32(rounding):
+    low, wide = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4096))
+    optimizer = optim.SGD([low], lr=1e-4, master=None, rounding=rounding)
+    reference = optim.SGD([wide], lr=1e-4)
+    for _ in range(200):
+        low.grad, wide.grad = torch.ones_like(low), torch.ones_like(wide)
+        optimizer.step()
+        reference.step()
+    assert low.float().mean().item() == pytest.approx(wide.mean().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("master", ["split", "full", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_skipped_step_writes_nothing(dtype, master):
+    params = parameters(dtype)
+    optimizer = optim.AdamW(params, lr=1e-2, master=master)
+    train(params, optimizer, range(3))
+    before = copy.deepcopy(([p.detach() for p in params], optimizer.state_dict()["state"]))
+    give_gradients(params, 7)
+    params[0].grad.fill_(math.inf)
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(8.0)
+    optimizer.step()
+    after = ([p.detach() for p in params], optimizer.state_dict()["state"])
+    for one, other in zip(*(torch.utils._pytree.tree_leaves(x) for x in (before, after)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_are_divided_on_the_way_and_never_written():
+    one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    scaled, plain = optim.AdamW(one, lr=1e-2), optim.AdamW(other, lr=1e-2)
+    for step in range(5):
+        give_gradients(one, step, scale=1024.0)
+        give_gradients(other, step)
+        before = [param.grad.clone() for param in one]
+        scaled.found_inf, scaled.grad_scale = torch.tensor(0.0), torch.tensor(1024.0)
+        scaled.step()
+        plain.step()
+        assert all(torch.equal(param.grad, gradient) for param, gradient in zip(one, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_fp32_gradients_of_low_precision_parameters():
+    """As micro-batches leave them when they are summed in FP32."""
+    one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    train(one, optim.AdamW(one, lr=1e-2), range(5), dtype=torch.float32)
+    wide = [nn.Parameter(param.detach().float()) for param in other]
+    train(wide, optim.AdamW(wide, lr=1e-2), range(5))
+    for low, exact in zip(one, wide, strict=True):
+        torch.testing.assert_close(low.detach().float(), exact.detach(), rtol=2**-8, atol=2**-8)
+
+
+def test_groups_schedules_and_parameters_added_later():
+    one, other = parameters(), parameters()
+    for make, params in ((optim.AdamW, one), (torch.optim.AdamW, other)):
+        optimizer = make([{"params": params[:2], "lr": 1e-2}, {"params": params[2:3], "weight_decay": 0.0}], lr=1e-3)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        for step in range(12):
+            if step == 6:
+                optimizer.add_param_group({"params": params[3:], "lr": 5e-3, "betas": (0.5, 0.9)})
+            give_gradients(params, step)
+            optimizer.step()
+            schedule.step()
+    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 16
+
+
+def test_a_parameter_without_a_gradient_keeps_its_own_count():
+    one, other = parameters(), parameters()
+    for make, params in ((optim.AdamW, one), (torch.optim.AdamW, other)):
+        optimizer = make(params, lr=1e-2)
+        for step in range(12):
+            give_gradients(params, step)
+            if step % 3:
+                params[step % 2].grad = None
+            optimizer.step()
+    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 16
+
+
+def test_a_closure_is_evaluated_with_gradients():
+    weight = nn.Parameter(torch.tensor([2.0]))
+    optimizer = optim.SGD([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 4.0
+    assert weight.item() == pytest.approx(1.6)
+
+
+def test_it_follows_torchs_grad_scaler():
+    one, other = parameters(), parameters()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    for scaler, make, params in zip(scalers, (optim.AdamW, torch.optim.AdamW), (one, other), strict=True):
+        optimizer = make(params, lr=1e-2)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = sum((param * (step + 1)).square().sum() for param in params)
+            scaler.scale(loss * (math.inf if step == 3 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 16
+
+
+@pytest.mark.parametrize(("master", "state_dtype", "expected"),
+                         [("split", "float32", 10), ("split", "bfloat16", 6), ("full", "float32", 12), (None, "float32", 8)])  # fmt: skip
+def test_bytes_kept_beside_a_parameter(master, state_dtype, expected):
+    """With 2 bytes of weight and 2 of gradient: 14 with a split master, 10 with BF16 moments."""
+    weight = nn.Parameter(torch.randn(1000, dtype=torch.bfloat16))
+    optimizer = optim.AdamW([weight], master=master, state_dtype=state_dtype)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = [v for k, v in optimizer.state[weight].items() if k != "step"]
+    assert sum(tensor.nbytes for tensor in kept) == expected * weight.numel()
+
+
+def test_nan_weights_stay_nan_in_what_the_forward_pass_sees():
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = optim.SGD([weight], lr=1.0)
+    weight.grad = torch.tensor([math.nan, 1.0, 0.0], dtype=torch.bfloat16)
+    optimizer.step()
+    assert torch.equal(weight.isnan(), torch.tensor([True, False, False]))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"betas": (0.9, 1.0)}, "betas are"),
+        ({"eps": -1e-8}, "eps is"),
+        ({"weight_decay": math.nan}, "weight_decay is nan"),
+        ({"master": "half"}, "unknown master 'half'"),
+        ({"state_dtype": "float16"}, "unknown state_dtype 'float16'"),
+        ({"rounding": "kahan"}, 'rounding="kahan" beside master="split"'),
+        ({"master": None, "rounding": "up"}, "unknown rounding 'up'"),
+    ],
+)
+def test_values_that_no_update_can_work_with(options, says):
+    with pytest.raises(PolicyError, match=says):
+        optim.AdamW(parameters(), **options)
+    optimizer = optim.AdamW(parameters())
+    with pytest.raises(PolicyError, match=says):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_nesterov_needs_momentum():
+    with pytest.raises(PolicyError, match="nesterov needs momentum and no dampening"):
+        optim.SGD(parameters(), nesterov=True)
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = optim.SGD(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    before = embedding.weight.detach().clone()
+    with pytest.raises(UnsupportedError, match="cannot use a sparse gradient"):
+        optimizer.step()
+    assert torch.equal(before, embedding.weight)
+
+
+def test_a_resized_parameter_is_refused():
+    params = parameters()
+    optimizer = optim.AdamW(params)
+    train(params, optimizer, range(1))
+    params[0].grad = None
+    params[0].data = torch.ones(2, 2)
+    params[0].grad = torch.ones(2, 2)
+    with pytest.raises(StateError, match=r"\(5, 7\) → \(2, 2\)"):
+        optimizer.step()
+
+
+def test_states_that_do_not_belong_here():
+    params = parameters(torch.bfloat16)
+    optimizer = optim.AdamW(params)
+    train(params, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    other = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in params]
+    foreign = optim.AdamW(other)
+    train(other, foreign, range(1))
+    with pytest.raises(StateError, match="belongs to another parameter"):
+        optimizer.load_state_dict(foreign.state_dict())
+    full = optim.AdamW([nn.Parameter(p.detach().clone()) for p in params], master="full")
+    train(full.param_groups[0]["params"], full, range(1))
+    kept = full.state_dict()
+    kept["param_groups"][0]["master"] = "split"
+    with pytest.raises(StateError, match="stored with a master, and these with remainder"):
+        optimizer.load_state_dict(kept)
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(optim.AdamW(parameters()[:2]).state_dict())
+    for one, two in zip(*(torch.utils._pytree.tree_leaves(x) for x in (before, optimizer.state_dict())), strict=True):
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+def test_import_is_lazy():
+    assert mezzo.optim is optim

@@ -1,0 +1,114 @@
+"""Pass 1 against torch's own unscaling and clipping, and pass 2's pure function against float64."""
+
+import math
+
+import pytest
+import torch
+
+from mezzo.step.kernels import Blocked, Compiled
+from mezzo.step.passes import advance, judge, updated
+from mezzo.step.storage import PLAIN
+from mezzo.step.update import rule
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
+
+LOW = [torch.float16, torch.bfloat16]
+SHAPES = [(300_001,), (20, 30), (3,), (), (0,)]
+
+
+def gradients_of(dtype, scale=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("executor", [Blocked, Compiled])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+def test_norms_are_float64_s_to_four_millionths(dtype, executor):
+    # FP32 sums of up to 2^18 squares, added up
+    gradients = gradients_of(dtype, 3.0)
+    gradients.append(torch.randn(64, 40, 3, 3).to(dtype).to(memory_format=torch.channels_last))
+    gradients.append(torch.randn(40, 30).to(dtype)[:, ::2])
+    exact = torch.stack([gradient.double().norm() for gradient in gradients])
+    norms = executor().norms(gradients)
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), exact, rtol=4e-6, atol=0)
+
+
+@pytest.mark.parametrize("executor", [Blocked, Compiled])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [(0, 0), (0, 300_000), (1, 599), (3, 0)])
+def test_one_bad_value_anywhere_is_found_and_placed(executor, bad, place):
+    gradients = gradients_of(torch.float16)
+    gradients[place[0]].view(-1)[place[1]] = bad
+    check = judge(executor().norms(gradients), torch.tensor(1.0))
+    assert check.found_inf
+    assert check.norms.isfinite().tolist() == [index != place[0] for index in range(len(gradients))]
+
+
+@pytest.mark.parametrize("executor", [Blocked, Compiled])
+def test_the_largest_gradients_of_float16_are_finite(executor):
+    gradients = [torch.full((400_000,), 65504.0, dtype=torch.float16)]
+    check = judge(executor().norms(gradients), torch.tensor(2.0**-16))
+    assert not check.found_inf
+    torch.testing.assert_close(check.grad_norm.item(), 65504 * 400_000**0.5 * 2.0**-16, rtol=4e-6, atol=0)
+
+
+@pytest.mark.parametrize("executor", [Blocked, Compiled])
+def test_no_gradients_at_all(executor):
+    check = judge(executor().norms([]), torch.tensor(1.0), max_norm=1.0)
+    assert check.grad_norm == 0
+    assert not check.found_inf
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6, torch.tensor(0.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+def test_the_verdict_is_torch_s_unscaling_and_clipping(dtype, max_norm):
+    gradients = gradients_of(dtype, 8.0)
+    check = judge(Blocked().norms(gradients), torch.tensor(1 / 1024), max_norm=max_norm)
+    params = [torch.nn.Parameter(torch.zeros_like(gradient, dtype=torch.float64)) for gradient in gradients]
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient.double() / 1024
+    norm = torch.nn.utils.clip_grad_norm_(params, math.inf if max_norm is None else float(max_norm))
+    torch.testing.assert_close(check.grad_norm.double(), norm, rtol=4e-6, atol=0)
+    for param, gradient in zip(params, gradients, strict=True):
+        torch.testing.assert_close(gradient.double() * check.multiplier.double(), param.grad, rtol=4e-6, atol=0)
+    assert not check.found_inf
+    assert all(value.dim() == 0 for value in (check.grad_norm, check.found_inf, check.multiplier))
+
+
+def test_the_coefficient_is_torch_s_with_its_epsilon():
+    check = judge(torch.tensor([1e-6]), torch.tensor(1.0), max_norm=1e-6)
+    assert check.multiplier.item() == pytest.approx(0.5, rel=1e-6)  # 1e-6 / (1e-6 + 1e-6)
+    assert judge(torch.tensor([0.0]), torch.tensor(1.0), max_norm=1.0).multiplier == 1
+    assert judge(torch.tensor([0.5]), torch.tensor(0.25), max_norm=1.0).multiplier == 0.25
+
+
+def test_an_infinity_that_unscaling_makes_is_found():
+    assert judge(torch.tensor([1e30]), torch.tensor(1e10)).found_inf
+    assert not judge(torch.tensor([1e30]), torch.tensor(1e-10)).found_inf
+
+
+def test_several_norms_that_overflow_together_are_found():
+    assert judge(torch.tensor([3e38, 3e38]), torch.tensor(1.0)).found_inf
+
+
+def test_the_step_counts_updates_and_not_skips():
+    steps = [torch.tensor(3), torch.tensor(2**40)]
+    advance(steps, torch.tensor(False))
+    advance(steps, torch.tensor(True))
+    assert [step.item() for step in steps] == [4, 2**40 + 1]
+    assert steps[0].dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+def test_the_pure_function_multiplies_in_fp32_and_touches_nothing(dtype):
+    update = rule("sgd", "momentum")
+    hypers = {"lr": 0.5, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0}
+    scalars = update.scalars({name: torch.tensor(value) for name, value in hypers.items()}, torch.tensor(1))
+    gradient = torch.tensor([60000.0, 3e-5]).to(dtype)  # times the multiplier: beyond FP16, and below it
+    weight, buffer, multiplier = torch.zeros(2), torch.zeros(2), torch.tensor([2.0])[0]
+    (value,), (momentum,) = updated(update, PLAIN, gradient, (weight,), (buffer,), scalars, multiplier, lambda _: None)
+    torch.testing.assert_close(momentum, gradient.double().mul(2).float(), rtol=0, atol=0)
+    torch.testing.assert_close(value, -gradient.double().float(), rtol=0, atol=0)
+    assert not weight.any()
+    assert not buffer.any()

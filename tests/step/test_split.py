@@ -1,0 +1,232 @@
+"""Split storage: FP32 as a low-precision value and 16 bits, against bit patterns, float64 and torch's own casts."""
+
+import math
+import struct
+
+import pytest
+import torch
+
+from mezzo import NumericsError, PolicyError
+from mezzo.step.split import decode, encode, flat, from_planes, halves, joined, to_planes
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LOW = [BF16, FP16]
+INFINITE, FIRST_REFUSED = 0x7F80_0000, 0x7F7F_8000
+SAME_BITS = {"rtol": 0, "atol": 0, "equal_nan": True}
+
+
+def of_bits(*patterns):
+    return torch.tensor([p - (p >> 31 << 32) for p in patterns], dtype=torch.int32).view(torch.float32)
+
+
+def random_bits(count, seed=0):
+    """Values with every exponent equally likely: log-uniform over the whole of FP32, both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32, generator=generator)
+
+
+def encodable(bits):
+    """Without NaN, and without the finite values that BF16 refuses; these become infinities."""
+    magnitude = bits & 0x7FFF_FFFF
+    return torch.where(magnitude >= FIRST_REFUSED, (bits & -(2**31)) | INFINITE, bits)
+
+
+def check_bfloat16(bits):
+    w = encodable(bits).view(torch.float32)
+    hi, lo = encode(w, BF16)
+    assert torch.equal(decode(hi, lo).view(torch.int32), w.view(torch.int32))
+    away = lo == -(2**15)  # exact ties go away from zero; everything else is torch's nearest
+    differs = hi.view(torch.int16) != w.to(BF16).view(torch.int16)
+    assert not (differs & ~away).any()
+    assert (hi[away].float().abs() > w[away].abs()).all()
+
+
+def test_bfloat16_is_exact_over_50_million_log_uniform_values():
+    for seed in range(25):
+        check_bfloat16(random_bits(2_000_000, seed))
+
+
+@pytest.mark.slow
+def test_bfloat16_is_exact_for_every_fp32_value():
+    for first in range(-(2**31), 2**31, 2**24):
+        check_bfloat16(torch.arange(first, first + 2**24, dtype=torch.int32))
+
+
+def check_float16(w):
+    hi, lo = encode(w, FP16)
+    assert torch.equal(hi.view(torch.int16), w.half().view(torch.int16))
+    back = decode(hi, lo)
+    exact = w.abs() >= 2.0**-16
+    assert torch.equal(back[exact].view(torch.int32), w[exact].view(torch.int32))
+    assert ((back.double() - w.double()).abs() <= 2.0**-40).all()
+    assert torch.equal(back.signbit(), w.signbit())
+    assert torch.equal(decode(*encode(back, FP16)).view(torch.int32), back.view(torch.int32))  # nothing drifts
+
+
+@pytest.mark.parametrize("exponent", range(-149, 16))
+def test_float16_keeps_its_bound_in_every_binade(exponent):
+    start, end = 2.0**exponent, 2.0 ** (exponent + 1)
+    generator = torch.Generator().manual_seed(exponent + 149)
+    inside = start + (end - start) * torch.rand(2000, generator=generator, dtype=torch.float64)
+    edges = [math.nextafter(start, 0), start, end, *(start * (1 + k * 2.0**-11) for k in range(0, 2049, 64))]
+    magnitudes = torch.cat([inside, torch.tensor(edges, dtype=torch.float64)]).float().clamp(max=65504)
+    neighbours = [magnitudes, *(magnitudes.view(torch.int32).add(step).view(torch.float32) for step in (-1, 1))]
+    w = torch.cat(neighbours).nan_to_num(0).clamp(0, 65504)
+    check_float16(torch.cat([w, -w]))
+
+
+@pytest.mark.slow
+def test_float16_keeps_its_bound_for_every_fp32_value():
+    last = torch.tensor(65504.0).view(torch.int32).item()
+    for first in range(0, last + 1, 2**24):
+        w = torch.arange(first, min(first + 2**24, last + 1), dtype=torch.int32).view(torch.float32)
+        check_float16(w)
+        check_float16(-w)
+
+
+def remainder_by_definition(w, hi):
+    """DESIGN's words in Python integers and float64."""
+    if math.isinf(hi):
+        return 0
+    if abs(hi) >= 2.0**-14:
+        return struct.unpack("i", struct.pack("f", w))[0] - struct.unpack("i", struct.pack("f", hi))[0]
+    return round((w - hi) * 2.0**39)  # Python rounds half to even, as rint does
+
+
+def test_float16_remainders_are_what_the_definition_says():
+    exponent = torch.rand(20_000, generator=torch.Generator().manual_seed(1)) * 56 - 40
+    w = torch.cat([exponent.exp2(), -exponent.exp2(), torch.tensor([2.0**-14, 2.0**-14 - 2.0**-27, 65504.0])])
+    w = w.clamp(-65504, 65504)
+    hi, lo = encode(w, FP16)
+    assert lo.tolist() == [remainder_by_definition(*pair) for pair in zip(w.tolist(), hi.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_zeros_subnormals_and_infinities_keep_sign_and_value(dtype):
+    w = of_bits(0, 1 << 31, 1, (1 << 31) + 1, 0x007F_FFFF, INFINITE, 0xFF80_0000)
+    hi, lo = encode(w, dtype)
+    back = decode(hi, lo)
+    assert torch.equal(back.signbit(), w.signbit())
+    assert torch.equal(hi.signbit(), w.signbit())
+    assert back[-2:].tolist() == hi[-2:].tolist() == [math.inf, -math.inf]
+    exact = back if dtype == BF16 else torch.cat([back[:2], w[2:5], back[5:]])
+    assert torch.equal(exact.view(torch.int32), w.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_every_nan_becomes_the_one_nan_and_stays_visible(dtype):
+    payloads = [0x7F80_0001, 0x7FC0_0000, 0x7FC0_1234, 0x7FFF_8000, 0x7FFF_FFFF]
+    hi, lo = encode(of_bits(*payloads, *(p | 1 << 31 for p in payloads)), dtype)
+    assert hi.isnan().all()
+    assert hi.signbit().tolist() == [False] * 5 + [True] * 5
+    assert not lo.any()
+    assert torch.equal(
+        decode(hi, lo).view(torch.int32), of_bits(*[0x7FC0_0000] * 5, *[0xFFC0_0000] * 5).view(torch.int32)
+    )
+
+
+def test_a_weight_that_leaves_float16_during_a_step_is_infinite_not_garbage():
+    w = torch.tensor([65519.99, 65520.0, -70000.0, 3e38])
+    high, remainder = halves(w, FP16)
+    assert high.half().tolist() == [65504.0, math.inf, -math.inf, math.inf]
+    assert joined(high.half().float(), remainder, FP16).tolist() == [w[0].item(), math.inf, -math.inf, math.inf]
+
+
+@pytest.mark.parametrize(
+    "dtype, fine, refused, range_",
+    [(FP16, 65504.0, 65504.004, "65504"), (BF16, of_bits(0x7F7F_7FFF).item(), of_bits(0x7F7F_8000).item(), "3.396")],
+)
+def test_finite_weights_that_would_become_infinite_are_refused_by_name(dtype, fine, refused, range_):
+    hi, lo = encode(torch.tensor([fine, -fine]), dtype)
+    assert decode(hi, lo).tolist() == [fine, -fine]
+    mine = torch.full((3,), 7.0, dtype=dtype), torch.full((3,), 7, dtype=torch.int16)
+    with pytest.raises(NumericsError, match=rf"2 of 3 weights(?s:.*)blocks\.0\.weight, shape \(3,\)(?s:.*){range_}"):
+        encode(torch.tensor([1.0, refused, -refused]), dtype, name="blocks.0.weight", out=mine)
+    assert mine[0].tolist() == [7, 7, 7]  # nothing was written
+    assert mine[1].tolist() == [7, 7, 7]
+
+
+def test_the_refusal_says_what_to_write():
+    with pytest.raises(NumericsError, match=r"largest 1e\+06(?s:.*)keep_fp32\(params=\['scale'\]\), or bfloat16"):
+        encode(torch.tensor([1e6, math.inf]), FP16, name="scale")
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(3, 4, 5, 6),
+    "channels last": lambda: torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(40, 30).t(),
+    "with gaps": lambda: torch.randn(40, 30)[:, ::3],
+    "expanded": lambda: torch.randn(1, 30).expand(40, 30),
+    "scalar": lambda: torch.randn(()),
+    "empty": lambda: torch.randn(0, 3),
+    "many blocks": lambda: torch.randn(700_001),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_splits_joins_and_takes_planes(layout, dtype):
+    w = LAYOUTS[layout]()
+    hi, lo = encode(w, dtype)
+    like = torch.empty_like(w)
+    assert hi.stride() == lo.stride() == like.stride()
+    if dtype == BF16:
+        torch.testing.assert_close(decode(hi, lo), w, **SAME_BITS)
+    else:
+        torch.testing.assert_close(decode(hi, lo), w, rtol=0, atol=2.0**-40)
+    planes = to_planes(lo)
+    assert planes.dtype == torch.uint8
+    assert planes.shape == (2, *lo.shape)
+    assert planes[0].stride() == planes[1].stride() == lo.stride()
+    assert torch.equal(from_planes(planes), lo)
+
+
+def test_planes_hold_low_and_high_bytes_of_all_remainders():
+    lo = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    planes = to_planes(lo)
+    assert torch.equal(torch.stack([planes[0], planes[1]], 1), lo[:, None].contiguous().view(torch.uint8))
+    assert torch.equal(from_planes(planes), lo)
+
+
+def test_everything_can_be_written_in_place():
+    w = torch.randn(1000)
+    hi, lo = torch.empty(1000, dtype=BF16), torch.empty(1000, dtype=torch.int16)
+    encode(w, BF16, out=(hi, lo))
+    planes, again, back = torch.empty(2, 1000, dtype=torch.uint8), torch.empty_like(lo), torch.empty(1000)
+    assert to_planes(lo, out=planes) is planes
+    assert from_planes(planes, out=again) is again
+    assert decode(hi, again, out=back) is back
+    assert torch.equal(back, w)
+
+
+def test_parameters_need_no_care_about_autograd():
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    hi, lo = encode(weight, BF16)
+    assert not hi.requires_grad
+    assert torch.equal(decode(torch.nn.Parameter(hi), lo), weight)
+
+
+def test_flat_views_share_memory_and_refuse_what_lies_otherwise():
+    w = torch.randn(4, 3).t()
+    (vector,) = flat(w)
+    assert vector.data_ptr() == w.data_ptr()
+    assert flat(w, torch.randn(3, 4)) is None
+    assert flat(torch.randn(4, 6)[:, ::2]) is None
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda: encode(torch.ones(2).double(), BF16), r"torch\.float64 tensor"),
+        (lambda: encode(torch.ones(2), torch.float32), r"torch\.float32 high half"),
+        (lambda: decode(torch.ones(2), torch.ones(2, dtype=torch.int16)), r"torch\.float32 high half"),
+        (lambda: decode(torch.ones(2).half(), torch.ones(2, dtype=torch.int32)), "from_planes"),
+        (lambda: decode(torch.ones(2).half(), torch.ones(3, dtype=torch.int16)), r"\(2,\) and \(3,\)"),
+        (lambda: to_planes(torch.ones(2)), "planes of a torch.float32"),
+        (lambda: from_planes(torch.ones(3, 2, dtype=torch.uint8)), r"shape \(3, 2\)"),
+        (lambda: from_planes(torch.ones(2, 2)), "torch.float32"),
+    ],
+)
+def test_wrong_dtypes_and_shapes_are_refused(call, match):
+    with pytest.raises(PolicyError, match=match):
+        call()

@@ -1,0 +1,113 @@
+"""How weights are stored: what is kept, what comes back, and what is refused."""
+
+import pytest
+import torch
+
+from mezzo import NumericsError, PolicyError
+from mezzo.step.split import decode, from_planes
+from mezzo.step.storage import FULL, KAHAN, PLAIN, PLANES, SPLIT, STOCHASTIC, storage
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ALL = [SPLIT, PLANES, FULL, PLAIN, STOCHASTIC, KAHAN]
+#: A bound of |w − w'| / |w|, for |w| ≥ 2^-6. FP16's compensation is a subnormal there, in steps of 2^-24.
+BOUND = {"split": 0, "planes": 0, "full": 0, "kahan": {BF16: 2.0**-17, FP16: 2.0**-19}}
+PLAIN_BOUND = {BF16: 2.0**-7, FP16: 2.0**-10}
+
+
+def weights():
+    w = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
+    return torch.where(w.abs() < 2**-6, w.sign() * 2**-6, w)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("kept", ALL, ids=lambda kept: kept.name)
+def test_what_is_stored_comes_back(kept, dtype):
+    w = weights()
+    weight, extra = kept.make(w, dtype, "head.weight")
+    assert weight.dtype == dtype
+    assert weight.shape == w.shape
+    assert (extra is None) == (kept.extra is None)
+    parts = kept.parts(weight, extra)
+    assert parts[0].data_ptr() == weight.data_ptr()
+    assert all(part.shape == w.shape for part in parts)
+    bound = BOUND.get(kept.name, PLAIN_BOUND)
+    bound = bound[dtype] if isinstance(bound, dict) else bound
+    assert ((kept.read(parts) - w).abs() <= bound * w.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("kept", ALL, ids=lambda kept: kept.name)
+def test_writing_what_was_read_changes_nothing(kept, dtype):
+    weight, extra = kept.make(weights(), dtype, None)
+    parts = kept.parts(weight, extra)
+    values = kept.write(kept.read(parts), dtype, lambda: torch.full(weight.shape, 0xFFFF, dtype=torch.int32))
+    copied = [torch.empty_like(part).copy_(value) for part, value in zip(parts, values, strict=True)]
+    assert torch.equal(kept.read(tuple(copied)), kept.read(parts))
+    if kept is not KAHAN:  # a compensation of just half a spacing may belong to either neighbour
+        assert all(torch.equal(*pair) for pair in zip(copied, parts, strict=True))
+
+
+def test_planes_hold_the_split_remainders():
+    hi, lo = SPLIT.make(weights(), FP16, None)
+    same, planes = PLANES.make(weights(), FP16, None)
+    assert torch.equal(hi, same)
+    assert torch.equal(from_planes(planes), lo)
+    assert torch.equal(decode(hi, lo), weights())
+
+
+@pytest.mark.parametrize("kept", ALL, ids=lambda kept: kept.name)
+def test_nothing_is_shared_with_what_was_given(kept):
+    w = weights()
+    made = kept.make(torch.nn.Parameter(w), BF16, None)
+    before = [tensor.clone() for tensor in made if tensor is not None]
+    w.zero_()
+    assert all(torch.equal(*pair) for pair in zip((t for t in made if t is not None), before, strict=True))
+    assert not any(tensor.requires_grad for tensor in made if tensor is not None)
+
+
+def test_full_and_split_round_the_weight_alike():
+    ties = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8])
+    assert torch.equal(FULL.make(ties, BF16, None)[0], SPLIT.make(ties, BF16, None)[0])
+    assert FULL.make(ties, BF16, None)[0][0] > 1  # away from zero; PLAIN goes to even
+    assert PLAIN.make(ties, BF16, None)[0][0] == 1
+
+
+def test_split_refuses_by_name_what_float16_cannot_hold():
+    with pytest.raises(NumericsError, match=r"head\.weight"):
+        PLANES.make(torch.tensor([1e5]), FP16, "head.weight")
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (("split", BF16), SPLIT),
+        (("full", FP16), FULL),
+        ((None, FP16), PLAIN),
+        (("split", FP32), PLAIN),
+        (("full", FP32), PLAIN),
+    ],
+)
+def test_storages_by_name(arguments, expected):
+    assert storage(*arguments) is expected
+
+
+def test_storages_by_rounding_and_layout():
+    assert storage("split", BF16, planes=True) is PLANES
+    assert storage("full", BF16, planes=True) is FULL
+    assert storage(None, BF16, rounding="stochastic") is STOCHASTIC
+    assert storage(None, FP16, rounding="kahan") is KAHAN
+    assert storage(None, FP32, rounding="stochastic") is PLAIN
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda: storage("spilt", BF16), "unknown master 'spilt'(?s:.*)did you mean 'split'"),
+        (lambda: storage(None, BF16, rounding="kahn"), "unknown rounding 'kahn'(?s:.*)'kahan'"),
+        (lambda: storage("full", BF16, rounding="stochastic"), r'beside master="full"(?s:.*)write  master=None'),
+        (lambda: storage("split", torch.float64), r"weights of torch\.float64"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call, match):
+    with pytest.raises(PolicyError, match=match):
+        call()
