@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError, nearest, some_of
+from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
 from mezzo.session.checked import Checked
 from mezzo.step.master import held_state
@@ -81,6 +82,7 @@ def check_session(
         problems += _taken(optimizers)
         if policy.master_weights:
             problems += _shared_params(optimizers)
+            problems += _without_masters(optimizers, policy)
         elif policy.param_dtype != torch.float32:
             problems += _lost_state(models, optimizers, policy)
     if problems:
@@ -209,6 +211,16 @@ def overflowed(checked: Checked, name_of: Callable[[Tensor], str]) -> NumericsEr
         why=f"an overflow under {scale}; nothing was updated, and the scale has adapted",
         write='on_overflow="explain", which says where it began; or on_overflow="skip" to go on',
     )
+
+
+def _without_masters(optimizers: list[Optimizer], policy: Policy) -> Iterator[PolicyError]:
+    for optimizer in optimizers:
+        if isinstance(optimizer, OnePassOptimizer) and not optimizer.keeps_masters:
+            yield PolicyError(
+                f"{policy.level} keeps FP32 masters, and the optimizer is told to keep none",
+                where=f"{type(optimizer).__name__}(…, master=None)",
+                write=f'{type(optimizer).__name__}(…, master="split"); or policy="O3", which has no masters',
+            )
 
 
 def _shared_params(optimizers: list[Optimizer]) -> Iterator[PolicyError]:
