@@ -58,7 +58,7 @@ def test_all_contenders_take_the_same_step():
 def test_shapes_are_those_of_the_networks():
     assert sum(map(math.prod, shapes("gpt2-small"))) == 124_439_808  # transformers' GPT2Model
     assert len(shapes("resnet-50")) == 161  # torchvision's resnet50
-    with pytest.raises(PolicyError, match="unknown shapes 'gpt2'(.|\\n)*did you mean 'gpt2-"):
+    with pytest.raises(PolicyError, match=r"unknown shapes 'gpt2'(.|\n)*did you mean 'gpt2-"):
         shapes("gpt2")
 
 

@@ -235,8 +235,9 @@ def test_it_follows_torchs_grad_scaler():
     assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 16
 
 
-@pytest.mark.parametrize(("master", "state_dtype", "expected"),
-                         [("split", "float32", 10), ("split", "bfloat16", 6), ("full", "float32", 12), (None, "float32", 8)])  # fmt: skip
+@pytest.mark.parametrize("master, state_dtype, expected",
+                         [("split", "float32", 10), ("split", "bfloat16", 6), ("full", "float32", 12),
+                          (None, "float32", 8)])  # fmt: skip
 def test_bytes_kept_beside_a_parameter(master, state_dtype, expected):
     """With 2 bytes of weight and 2 of gradient: 14 with a split master, 10 with BF16 moments."""
     weight = nn.Parameter(torch.randn(1000, dtype=torch.bfloat16))
@@ -256,7 +257,7 @@ def test_nan_weights_stay_nan_in_what_the_forward_pass_sees():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    "options, says",
     [
         ({"lr": -1.0}, "lr is -1.0"),
         ({"betas": (0.9, 1.0)}, "betas are"),
