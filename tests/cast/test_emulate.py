@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.cast.emulate import EMULATED, emulate
@@ -32,6 +33,22 @@ CASES = {
     "mm": (torch.mm, [(4, 33), (33, 6)], {}),
     "bmm": (torch.bmm, [(3, 4, 33), (3, 33, 6)], {}),
     "mv": (torch.mv, [(4, 33), (33,)], {}),
+    "dot": (torch.dot, [(33,), (33,)], {}),
+    "vdot": (torch.vdot, [(33,), (33,)], {}),
+    "inner": (torch.inner, [(4, 33), (2, 3, 33)], {}),
+    "inner of vectors": (torch.inner, [(33,), (33,)], {}),
+    "tensordot": (torch.tensordot, [(4, 5, 9), (9, 5, 3)], {"dims": ([1, 2], [1, 0])}),
+    "tensordot of one dimension": (torch.tensordot, [(4, 33), (33, 3)], {"dims": 1}),
+    "convolution": (
+        torch.convolution,
+        [(2, 4, 9, 8), (6, 2, 3, 3), (6,)],
+        {"stride": [2], "padding": [1], "dilation": [1], "transposed": False, "output_padding": [0], "groups": 2},
+    ),
+    "convolution transposed": (
+        torch.convolution,
+        [(2, 4, 9), (4, 3, 3), (3,)],
+        {"stride": [2], "padding": [0], "dilation": [1], "transposed": True, "output_padding": [1], "groups": 1},
+    ),
     "addmm": (torch.addmm, [(6,), (4, 33), (33, 6)], {"beta": 0.5, "alpha": 2.0}),
     "baddbmm": (torch.baddbmm, [(3, 4, 6), (3, 4, 33), (3, 33, 6)], {}),
     "conv1d": (functional.conv1d, [(2, 4, 19), (6, 4, 3), (6,)], {"stride": 2, "padding": 1}),
@@ -211,3 +228,70 @@ def test_torch_func_differentiates_and_vectorises_emulated_products(dtype):
     assert torch.equal(torch.func.grad(loss)(w, x), expected)
     rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
     torch.testing.assert_close(rows.sum(0), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
+class Products(TorchDispatchMode):
+    """Note the products that run in low precision."""
+
+    KERNELS = "mm addmm bmm baddbmm addbmm mv addmv addr dot vdot convolution convolution_backward _convolution linear"
+
+    def __init__(self):
+        super().__init__()
+        self.low = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.KERNELS.split():
+            floats = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            if any(x.dtype in DTYPES for x in floats):
+                self.low.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+COMPOSED = {
+    "tensordot": (lambda a, b: torch.tensordot(a, b, 1), (4, 9), (9, 5)),
+    "inner": (torch.inner, (4, 9), (5, 9)),
+    "dot": (torch.dot, (9,), (9,)),
+    "vdot": (torch.Tensor.vdot, (9,), (9,)),
+    "einsum": (lambda a, b: torch.einsum("ij,kj->ik", a, b), (4, 9), (5, 9)),
+    "multi_dot": (lambda a, b: torch.linalg.multi_dot([a, b]), (4, 9), (9, 5)),
+    "chain_matmul": (torch.chain_matmul, (4, 9), (9, 5)),
+    "vecdot": (torch.linalg.vecdot, (4, 9), (4, 9)),
+    "rmatmul": (lambda a, b: b.__rmatmul__(a), (4, 9), (9, 5)),
+    "convolution": (
+        lambda a, b: torch.convolution(a, b, None, [1], [1], [1], False, [0], 1), (2, 4, 9), (3, 4, 3),
+    ),
+    "_convolution": (
+        lambda a, b: torch._convolution(a, b, None, [1], [1], [1], False, [0], 1, False, False, True, True),
+        (2, 4, 9), (3, 4, 3),
+    ),
+}  # fmt: skip
+#: What torch's CUDA lists promote to the widest operand, instead of casting it low.
+PROMOTED = {"tensordot", "inner", "dot", "vdot"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", COMPOSED)
+def test_composed_products_are_fp32_products_of_rounded_operands(case, dtype, low):
+    function, *shapes = COMPOSED[case]
+    inputs = [x.detach().to(dtype if low else torch.float32) for x in operands(shapes, torch.float32)]
+
+    def run(region, compute):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with region:
+            out = compute(*leaves)
+        return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    def by_hand(*leaves):
+        if not low and case in PROMOTED:
+            return function(*leaves)
+        return function(*(x.to(dtype).float() for x in leaves)).to(dtype)
+
+    with Products() as products:
+        mine = run(mezzo.autocast(f"O1,dtype={str(dtype).removeprefix('torch.')},emulate=true", "cpu"), function)
+    assert products.low == set()
+    for a, b in zip(mine, run(torch.autocast("cpu", enabled=False), by_hand), strict=True):
+        assert a.dtype == b.dtype
+        assert b.count_nonzero() > 0
+        assert torch.equal(a, b)

@@ -17,26 +17,19 @@ POLICIES = [f"{level},{kind},loss_scale=128" for level in ("O1", "O2") for kind 
 
 
 class Hand:
-    """What a policy means for each kind of op, as casts: the reference, which shares no code with mezzo."""
+    """What a policy means for each kind of op, as casts: the reference, which shares no code with mezzo.
+
+    Each use of a parameter is a cast of its own, so that the gradients of several meet in FP32.
+    """
 
     def __init__(self, policy):
         parsed = mezzo.Policy.parse(policy)
         self.converts, self.dtype, self.emulate = parsed.level == "O2", parsed.dtype, parsed.emulate
-        self.once = {}
-
-    def rounded(self, x):
-        """Cast a parameter once however often it is used, so that its gradients meet in low precision."""
-        if not isinstance(x, nn.Parameter):
-            return x.to(self.dtype)
-        key = x, torch.is_grad_enabled()
-        if key not in self.once:
-            self.once[key] = x.to(self.dtype)
-        return self.once[key]
 
     def low(self, function, *operands, **options):
         """Round the operands, compute, round the result: in the low precision itself, or in FP32."""
         inside = torch.float32 if self.emulate else self.dtype
-        operands = [None if x is None else self.rounded(x).to(inside) for x in operands]
+        operands = [None if x is None else x.to(self.dtype).to(inside) for x in operands]
         return self.round(function(*operands, **options))
 
     def round(self, value):

@@ -482,3 +482,67 @@ def test_ddp_anywhere_in_the_model_is_not_converted(tmp_path):
         mezzo.prepare(nn.Sequential(inner), "O1,dtype=bfloat16")
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Chain(nn.Module):
+    """Two layers, and the dtypes of what they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        first = self.first(x)
+        second = self.second(first)
+        shifted = first * self.shift
+        self.seen = (first.dtype, second.dtype, shifted.dtype)
+        return second + shifted
+
+
+@pytest.mark.parametrize("rule", ["fp32_param=second.weight", "fp32_param=shift", "fp32_param=*.bias+shift"])
+@pytest.mark.parametrize(
+    "policy", ["O1,dtype=bfloat16,emulate=true", "O2,dtype=bfloat16,emulate=true", "O1,dtype=bfloat16,lists=device"]
+)
+def test_a_parameter_s_rule_speaks_about_the_tensor_that_stands_in_its_place(policy, rule):
+    """torch.func.functional_call puts others there, plain or those of a transform."""
+    model, x = Chain(), torch.randn(3, 4)
+    handle = mezzo.prepare(model, f"{policy},{rule}")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def loss(given, x):
+        with handle.autocast():
+            return torch.func.functional_call(model, given, (x,)).float().square().sum()
+
+    with handle.autocast():
+        expected = model(x).float().square().sum()
+    seen = model.seen
+    assert policy.startswith("O2") or torch.float32 in seen
+    wanted = torch.autograd.grad(expected, list(tensors.values())[:4])
+    model.seen = None
+    assert torch.equal(loss(copies, x), expected)
+    assert model.seen == seen
+    parameters, buffers = dict(list(copies.items())[:4]), {"shift": copies["shift"]}
+    gradients = torch.func.grad(lambda given: loss({**given, **buffers}, x))(parameters)
+    assert model.seen == seen
+    for mine, theirs in zip(gradients.values(), wanted, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+    if "lists=device" in policy:
+        return  # torch's own autocast leaves the products of a vmap in FP32
+    rows = torch.func.vmap(lambda row: loss(copies, row))(x)
+    assert model.seen == seen
+    torch.testing.assert_close(rows.sum(), expected, rtol=0.02, atol=0)
+
+
+def test_a_parameter_s_rule_outlives_the_parameter():
+    model, x = Chain(), torch.randn(3, 4)
+    handle = mezzo.prepare(model, "O1,dtype=bfloat16,emulate=true,fp32_param=second.weight")
+    model.second.weight = nn.Parameter(torch.randn(4, 4))
+    with handle.autocast():
+        model(x)
+    assert model.seen == (torch.bfloat16, torch.float32, torch.float32)
+    model.second.weight = None
+    with handle.autocast(), pytest.raises(TypeError):
+        model(x)

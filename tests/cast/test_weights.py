@@ -63,10 +63,59 @@ def test_accumulated_gradients_through_one_cast_are_right():
     assert (got - wanted).abs().max() <= 4 * 2**-11 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_each_use_widens_its_own_gradient(dtype):
+    """Three gradients whose sum needs more bits than the format has."""
+    low, weight, casts = getattr(torch, dtype), nn.Parameter(torch.ones(2, 2)), WeightCasts()
+    small = torch.finfo(low).eps / 4
+    for scale in (1.0, small, small):
+        (casts.cast(weight, low) * scale).sum().backward(retain_graph=True)
+    assert weight.grad[0, 0] == 1 + 2 * small
+    weight.grad = None
+    sum((casts.cast(weight, low) * scale).sum().float() for scale in (1.0, small, small)).backward()
+    assert weight.grad[0, 0] == 1 + 2 * small
+    assert len(casts) == 1
+
+
+def test_further_uses_can_be_differentiated_twice():
+    weight, casts = nn.Parameter(torch.full((2,), 3.0)), WeightCasts()
+    for _ in range(3):
+        (first,) = torch.autograd.grad(casts.cast(weight, torch.bfloat16).pow(3).sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), weight)
+        assert first.tolist() == [27.0, 27.0]
+        assert first.dtype == second.dtype == torch.float32
+        assert second.tolist() == [18.0, 18.0]
+
+
+def test_a_parameter_that_is_frozen_or_thawed_meanwhile_is_cast_anew():
+    weight, casts = nn.Parameter(torch.ones(2), requires_grad=False), WeightCasts()
+    assert not casts.cast(weight, torch.bfloat16).requires_grad
+    weight.requires_grad_(True)
+    casts.cast(weight, torch.bfloat16).sum().backward()
+    assert weight.grad.tolist() == [1.0, 1.0]
+    weight.requires_grad_(False)
+    assert not casts.cast(weight, torch.bfloat16).requires_grad
+
+
+def test_nothing_is_kept_of_a_function_s_transform():
+    """A tensor made inside torch.func belongs to the transform, and is dead after it."""
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    with mezzo.autocast("O1,dtype=bfloat16,emulate=true", "cpu"):
+        gradient = torch.func.grad(lambda y: functional.linear(y, weight).float().sum())(x)
+        assert gradient.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+        rows = torch.func.vmap(lambda y: functional.linear(y, weight))(x)
+        functional.linear(x, weight).float().sum().backward()
+    assert rows.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    casts = WeightCasts()
+    torch.func.vmap(lambda y: y * casts.cast(weight, torch.bfloat16))(x)
+    assert len(casts) == 0
+
+
 def test_nothing_survives_the_step():
     model, amp = session("O1,dtype=float16,emulate=true")
     with amp.autocast():
-        loss = model(torch.ones(2, 8)).float().mean()
+        loss = model(model(torch.ones(2, 8))).float().mean()
     (kept,) = [entry.cast for entry in amp._prepared[0].casts._casts.values()]
     watch = weakref.ref(kept)
     del kept

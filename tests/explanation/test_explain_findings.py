@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import mezzo
 from mezzo import Policy, Rule
 from mezzo.explanation import Padding, explain
+from mezzo.explanation.calls import Decider
 
 LOW = Policy.O1("bfloat16", emulate=False)
 
@@ -69,6 +71,32 @@ def test_norms(norms, returns):
 def test_device_lists_are_seen_as_they_are():
     (row,) = [row for row in explained(LOW.evolve(lists="device")).rows if row.op == "softmax"]
     assert (row.treatment, row.returns) == ("native", ("bfloat16",))  # torch's CPU list does not name softmax
+
+
+def test_an_op_that_a_cpu_computes_in_fp32_inside_agrees_with_its_decision():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(0, (1, 1, 2, 4)), nn.AvgPool3d(2))
+    explanation = explained(LOW, model, torch.randn(8, 8))
+    row = explanation.rows[-1]
+    assert (row.op, row.given, row.computes_in, row.returns) == (
+        "avg_pool3d", ("bfloat16",), ("float32",), ("bfloat16",),
+    )  # fmt: skip
+    assert row.treatment == "fp32_math"
+    assert row.reason == "bandwidth-bound; on cpu FP32 inside, the input's dtype out"
+    assert explanation.findings == ()
+
+
+@pytest.mark.parametrize(
+    "device_type, treatment, reason",
+    [
+        ("cpu", "fp32", "no low kernel"),
+        ("cuda", "native", "no low kernel; on cuda left to torch, as in torch.amp"),
+    ],
+)
+def test_the_device_of_the_tensors_decides(device_type, treatment, reason):
+    with FakeTensorMode():
+        x = torch.empty(8, dtype=torch.bfloat16, device=device_type)
+    decision = Decider(LOW, {}).call(torch.fft.rfft, (x,), {}, None).decision
+    assert (decision.treatment, decision.reason) == (treatment, reason)
 
 
 # Rules without effect -------------------------------------------------------------------------------

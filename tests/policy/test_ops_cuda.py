@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo import PolicyError
+from mezzo import Policy, PolicyError
 from mezzo.policy.ops import OPS, resolve
 
 # Where the portable lists give another dtype than CUDA's autocast, on purpose. Rows without a low kernel on CUDA are
@@ -17,6 +17,8 @@ ON_PURPOSE = {
     "trace": "CUDA's kernel is diagonal().sum(), which returns FP32 there; the CPU's kernel is another",
     "ldexp": "made of pow: always FP32, where CUDA lets a 0-d exponent give way to a low tensor",
 }
+# Left to torch, which casts the products inside.
+COMPOSED_OF_PRODUCTS = {"linalg_matrix_exp", "linalg_pinv"}
 
 
 def is_error(outcome):
@@ -132,3 +134,21 @@ def test_tricky_ones_by_name(rows, name, low):
     """Written out, so that a reader sees what CUDA's autocast makes of low inputs."""
     (row,) = (row for row in rows if row["op"] == name and row["inputs"] == "low")
     assert (row["cuda"], row["mezzo"]) == (low, low)
+
+
+def test_what_is_said_to_be_left_to_torch_is_left_alone_by_cudas_lists(rows):
+    """``explain`` for an accelerator, against CUDA's lists as the dispatcher carries them out."""
+    policy = Policy.O1("bfloat16", emulate=False)
+    left = {
+        op.name
+        for row in rows
+        if (op := row_of(row["op"])) is not None and policy.explain(op.name, device_type="cuda").source == "torch"
+    }
+    wrong = {
+        op.name: row
+        for row in rows
+        if (op := row_of(row["op"])) is not None and op.name in left
+        if row["cuda"] != row["plain"] and not is_error(row["cuda"])
+    }  # fmt: skip
+    assert set(wrong) == COMPOSED_OF_PRODUCTS
+    assert len(left) > 35

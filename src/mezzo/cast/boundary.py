@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import threading
 from collections import defaultdict
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -36,7 +36,7 @@ class Boundary:
         self,
         policy: Policy,
         path: str,
-        params: tuple[tuple[Tensor, Treatment], ...],
+        params: Iterable[tuple[Tensor, Treatment]],
         *,
         inputs: torch.dtype | str | None = None,
         outputs: torch.dtype | str | None = None,

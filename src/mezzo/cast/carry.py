@@ -9,10 +9,11 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch._ops import OpOverload, OpOverloadPacket
 
 from mezzo.cast.emulate import emulate
-from mezzo.cast.plan import OPENED, Handler, Plan, Traced, open_function, remember, traced
+from mezzo.cast.plan import OPENED_BY_NAME, Handler, Plan, Traced, open_function, remember, traced
+from mezzo.cast.recompute import SWITCHES_GRADIENTS, RecomputedMode, saved_tensor_hooks
 from mezzo.cast.weights import WeightCasts
 from mezzo.errors import UnsupportedError
 
@@ -22,10 +23,12 @@ __all__ = ["OPENED_BACKWARD", "Differences", "pinned_parameter"]
 _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
 #: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
 _INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+#: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
+_OPERATORS: Final = (OpOverloadPacket, OpOverload)
 _CASTABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Differences(TorchFunctionMode):
+class Differences(RecomputedMode):
     """Handle the functions a policy treats differently, and open Python functions that call them."""
 
     def __init__(self, plans: list[Plan], casts: WeightCasts, *, recomputing: bool = False) -> None:
@@ -36,25 +39,33 @@ class Differences(TorchFunctionMode):
         self.key = remember(plans[0]) if len(plans) == 1 and not plans[0].pinned else ""
         self.shadows = 0  # how many regions inside this one are active
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.shadows:
             return func(*args, **kwargs)
         # out= variants are never cast, and compiled code calls its products so; Python functions are still opened.
-        if kwargs.get("out") is not None and func not in OPENED:
+        if kwargs.get("out") is not None and type(func) is not types.FunctionType:
             return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
                 return OPENED_BACKWARD(*args, **kwargs)
-        if self.key and torch.compiler.is_compiling():
-            return self._trace(func, args, kwargs)
+        if compiling := torch.compiler.is_compiling():
+            if self.key:
+                return self._trace(func, args, kwargs)
+        elif func is SWITCHES_GRADIENTS:
+            self.outlive_reentrant()
         plan = self._plan_for(args, kwargs)
         # With autocast switched off inside the region, or in the functions of a backward pass, nothing is cast.
         if plan is None or (plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
             return func(*args, **kwargs)
+        handler = plan.handlers.get(func)
+        if handler is None and isinstance(func, _OPERATORS):
+            handler = plan.handler(func)
+        if (handler or plan.pinned) and not compiling and saved_tensor_hooks(False) is not None:
+            self.outlive()  # an activation checkpoint's
         if plan.pinned and (param := pinned_parameter(plan, args, kwargs)) is not None:
             return _read_pinned(param, plan, self.casts, func, args, kwargs)
-        if (handler := plan.handlers.get(func)) is not None:
+        if handler is not None:
             return _carry_out(handler, plan, self.casts, func, args, kwargs)
         if (opened := plan.opened.get(func)) is not None:
             with self:
@@ -68,9 +79,9 @@ class Differences(TorchFunctionMode):
             return func(*args, **kwargs)
         if found.handler is not None:
             return _carry_out(found.handler, found, self.casts, func, args, kwargs)
-        if found.is_opened:
+        if found.opened:
             with self:
-                return OPENED[func](*args, **kwargs)
+                return OPENED_BY_NAME[found.opened](*args, **kwargs)
         return func(*args, **kwargs)
 
     def _plan_for(self, args: Any, kwargs: Any) -> Plan | None:
@@ -157,9 +168,16 @@ def _read_pinned(param: Tensor, plan: Plan, casts: WeightCasts, func: Any, args:
     """
     handler = Handler(op="", treatment=plan.pinned[id(param)])
     out = _carry_out(handler, plan, casts, func, args, kwargs)
-    if plan.autocast or not isinstance(out, Tensor) or out.untyped_storage()._cdata == param.untyped_storage()._cdata:
+    if plan.autocast or not isinstance(out, Tensor) or _storage(out) == _storage(param):
         return out
     return _cast(out, plan.dtype)
+
+
+def _storage(x: Tensor) -> Any:
+    """Name a tensor's memory; what torch.func wraps tensors in has none of its own."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.untyped_storage()._cdata
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -31,7 +31,7 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
         kwargs: Its keyword arguments.
 
     Returns:
-        What the function returns, rounded to the operands' dtype.
+        What the function returns, rounded to the operands' dtype; once, even where it is made of several products.
 
     **Cost**: two casts for each operand and one for the result; linear, matmul and convolution save exactly
     their low-precision operands, other ops run forward once more in the backward pass.
@@ -39,10 +39,9 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     if any(x.layout != torch.strided for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
         return function(*args, **kwargs)  # sparse products have their own kernels
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        # torch.func differentiates through the three steps themselves; nothing is saved for a backward pass here.
-        low = next(x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _is_low(x))
-        wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widen, (args, kwargs))
-        return pytree.tree_map_only(Tensor, lambda x: _narrow(x, low), function(*wide_args, **wide_kwargs))
+        return _in_steps(function, args, kwargs)
+    if "self" in kwargs:  # what operators of torch.ops.aten call their first argument
+        args, kwargs = (kwargs["self"], *args), {key: value for key, value in kwargs.items() if key != "self"}
     return EMULATED[name](function, *args, **kwargs)
 
 
@@ -175,6 +174,8 @@ def _linear(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = 
 def _matmul(_: Any, input: Tensor, other: Tensor) -> Tensor:
     a = input.unsqueeze(0) if input.dim() == 1 else input
     b = other.unsqueeze(1) if other.dim() == 1 else other
+    if b is a:
+        b = a.view_as(a)  # torch.compile takes no tensor twice
     out: Tensor = _MatMul.apply(a, b)  # type: ignore[no-untyped-call]
     out = out.squeeze(-1) if other.dim() == 1 else out
     return out.squeeze(-1 if other.dim() == 1 else -2) if input.dim() == 1 else out
@@ -226,13 +227,32 @@ def _transposed(dims: int) -> Callable[..., Tensor]:
     return run
 
 
+def _any_convolution(
+    _: Any, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any,
+    transposed: bool, output_padding: Any, groups: int, *backend: bool,
+) -> Tensor:  # fmt: skip
+    """What conv2d and its like call, with every option spelt out, and ``_convolution`` which also chooses a backend."""
+    dims = weight.dim() - 2
+    lists = [_each(list(value), dims) for value in (stride, padding, dilation)]
+    return _batched(dims, input, weight, bias, (*lists, transposed, _each(list(output_padding), dims), groups))
+
+
 def _batched(dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
     single = x.dim() == dims + 1
     out: Tensor = _Convolution.apply(x.unsqueeze(0) if single else x, weight, bias, *options)  # type: ignore[no-untyped-call]
     return out.squeeze(0) if single else out
 
 
+def _in_steps(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Widen, compute, round: for torch.func and torch.compile, which differentiate and save as they see fit."""
+    low = next(x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _is_low(x))
+    wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widen, (args, kwargs))
+    return pytree.tree_map_only(Tensor, lambda x: _narrow(x, low), function(*wide_args, **wide_kwargs))
+
+
 def _rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return _in_steps(function, args, kwargs)
     leaves, layout = pytree.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     shape: list[Any] = []
@@ -266,12 +286,13 @@ EMULATED: Final[dict[str, Callable[..., Any]]] = {
     "mm": _mm,
     "bmm": _mm,
     "mv": _mv,
+    "convolution": _any_convolution,
     **{f"conv{dims}d": _convolution(dims) for dims in (1, 2, 3)},
     **{f"conv_transpose{dims}d": _transposed(dims) for dims in (1, 2, 3)},
     **dict.fromkeys(
-        """addmm addmv addr addbmm baddbmm einsum chain_matmul linalg_multi_dot linalg_vecdot conv_tbc bilinear
-        scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell
-        rnn_relu_cell""".split(),
+        """addmm addmv addr addbmm baddbmm _addmm_activation dot vdot linalg_vecdot inner tensordot einsum chain_matmul
+        linalg_multi_dot linalg_matrix_power cov corrcoef conv_tbc bilinear scaled_dot_product_attention
+        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split(),
         _rerun,
     ),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -41,6 +42,9 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
     Parameters keep their identity (an optimizer built before stays valid, tied ones stay tied) and change
     their dtype. Norms with running statistics keep FP32 weights while ``policy.keep_batchnorm_fp32``, and FP32
     statistics always. Other persistent floating buffers go low; non-persistent ones stay.
+
+    A rule on a parameter speaks about the tensor that stands in its place when the model is called, so about those of
+    ``torch.func.functional_call(model, …)`` too; not where only a submodule without a rule is called with others.
 
     Args:
         model: The model; changed in place, or not at all when this raises.
@@ -331,17 +335,36 @@ def _pre_hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
     return iter(module._forward_pre_hooks.values())
 
 
+@dataclass(frozen=True)
+class _Pins:
+    """Parameters under a rule, by where they stand: whatever tensor stands there when a region begins is meant.
+
+    ``torch.func.functional_call`` puts other tensors there for one call.
+    """
+
+    places: tuple[tuple[nn.Module, str, Treatment], ...]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Treatment]]:
+        for owner, name, treatment in self.places:
+            tensor = owner._parameters.get(name, owner._buffers.get(name))
+            if tensor is not None:
+                yield tensor, treatment
+
+
 def _boundaries(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, Boundary]]:
     """Find the modules at whose boundary something changes, the model itself first."""
     low = policy.param_dtype != torch.float32
-    pinned: dict[Tensor, Treatment] = {}
-    deciding = [(tensor, policy.storage(path, path.rpartition(".")[0])[1]) for tensor, path, _ in _tensors(model)]
-    ruled = {tensor: rule for tensor, rule in deciding if rule is not None}
-    for tensor, rule in deciding:
-        # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
-        if tensor in ruled and (rule is None or rule.param is not None):
-            pinned[tensor] = ruled[tensor].treatment
-    params = tuple(pinned.items())
+    deciding = [
+        (tensor, module, path.rpartition(".")[2], policy.storage(path, path.rpartition(".")[0])[1])
+        for tensor, path, module in _tensors(model)
+    ]
+    ruled = {tensor: rule for tensor, *_, rule in deciding if rule is not None}
+    # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
+    shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
+    params = _Pins(tuple((owner, name, ruled[t].treatment) for t, owner, name, _ in deciding if t in shared))
     found = []
     wide = WideNorm if low and not policy.keep_batchnorm_fp32 else Boundary
     root = (wide if isinstance(model, _NormBase) else Boundary)(

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
 from mezzo.cast import device
+from mezzo.cast.composites import COMPOSITES
 from mezzo.cast.emulate import EMULATED
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
-__all__ = ["OPENED", "Handler", "Plan", "Traced", "open_function", "plan_for", "remember", "traced"]
+__all__ = ["OPENED", "OPENED_BY_NAME", "Handler", "Plan", "Traced", "open_function", "plan_for", "remember", "traced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +47,25 @@ class Plan:
     pinned: Mapping[int, Treatment]
     key: str  # equal for equal differences, and for nothing else
 
+    def handler(self, function: Callable[..., Any]) -> Handler | None:
+        """Find the handler of a function, or of an operator of ``torch.ops.aten`` by what it is called in Python.
+
+        Compiled code calls overloads by name, after a policy has been carried out in it. Autocast is off there, so
+        that it is left alone; where a policy has no autocast that tells it from, no call of an overload is treated.
+        """
+        if isinstance(function, OpOverloadPacket) or (isinstance(function, OpOverload) and self.autocast):
+            return next((self.handlers[each] for each in _of_operator(function) if each in self.handlers), None)
+        return self.handlers.get(function)
+
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state this plan was made for."""
         if not self.autocast:
             return torch.autocast(self.device_type, enabled=False)
-        return torch.autocast(self.device_type, dtype=self.dtype)
+        own = torch.autocast(self.device_type, dtype=self.dtype)
+        differs = self.handlers or self.pinned
+        return _with_plain_backward(own) if differs and not torch.compiler.is_compiling() else own
 
 
-@functools.lru_cache(maxsize=256)
 def plan_for(
     policy: Policy,
     device_type: str,
@@ -60,9 +74,40 @@ def plan_for(
 ) -> Plan:
     """Find the functions that a policy treats differently from torch on this device.
 
+    Args:
+        policy: The policy.
+        device_type: The device.
+        module: Path of the module whose region it is, for rules that name one.
+        pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
+
     Raises:
         UnsupportedError: The device has no such arithmetic and ``emulate=False``.
     """
+    plan = _plan_for(policy, device_type, module)
+    # Parameters come and go (torch.func.functional_call brings others for one call): such plans are not kept.
+    return dataclasses.replace(plan, pinned=dict(pinned), key=f"{plan.key} with {pinned}") if pinned else plan
+
+
+@contextlib.contextmanager
+def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
+    """Let torch.compile differentiate without autocast, as eager does.
+
+    Torch 2.13 traces the backward pass under the autocast around the call, where the gradient of a product that is
+    pinned to FP32 would be computed in low precision: https://github.com/pytorch/pytorch/issues/179804.
+    """
+    from torch._functorch import config  # a setting of this thread
+
+    before = config.backward_pass_autocast
+    config.backward_pass_autocast = "off" if before in ("same_as_forward", "default") else before
+    try:
+        with own:
+            yield
+    finally:
+        config.backward_pass_autocast = before
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_for(policy: Policy, device_type: str, module: str | None) -> Plan:
     emulated = device.will_emulate(policy.dtype, device_type, policy.emulate).active
     if policy.dtype != torch.float32 and not emulated:
         # Where the kernel would kill the process, protect() has set the limit or asks for emulation instead.
@@ -82,6 +127,8 @@ def plan_for(
         if decision.rule is None and device_type != "cpu" and native_autocast and policy.norms == "fp32":
             wanted = torch_does  # portable means what torch does on an accelerator: there is no difference there
         by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
+        if wanted == "native" and op in OPS and OPS[op].parts:
+            by_emulation = False  # the products inside are emulated, each by itself
         if wanted == "native" and torch_does == "fp32" and decision.rule is None:
             wanted = "fp32_math"  # a CPU without the low-precision kernel: same dtypes, FP32 inside
         # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
@@ -95,12 +142,21 @@ def plan_for(
     if handlers:  # the mode runs anyway: products go through it too, so that their weights are cast once
         for op, handler in alike.items():
             handlers.update(dict.fromkeys(functions(op), handler))
-    return Plan(
+    plan = Plan(
         device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
-        handlers=handlers, opened=_concerned(handlers),
-        pinned=dict(pinned),
-        key=f"{policy} in {module!r} on {device_type} with {pinned} {'emulated' if emulated else ''}",
+        handlers=handlers, opened=_concerned(handlers), pinned={},
+        key=f"{policy} in {module!r} on {device_type}{', emulated' if emulated else ''}",
     )  # fmt: skip
+    remember(plan)  # here too, for a region that is first entered while torch.compile traces
+    return plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_operator(operator: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """List the Python functions behind an operator."""
+    packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
+    library, _, name = packet._qualified_op_name.partition("::")
+    return functions(name.removeprefix("special_")) if library == "aten" else ()
 
 
 class Traced(NamedTuple):
@@ -110,7 +166,7 @@ class Traced(NamedTuple):
     device_type: str
     autocast: bool
     handler: Handler | None
-    is_opened: bool
+    opened: str  # its name in OPENED_BY_NAME, or nothing
 
 
 #: The plans that a mode was made for, by key: what torch.compile asks for while it traces.
@@ -126,7 +182,7 @@ def remember(plan: Plan) -> str:
 def traced(key: str, function: Callable[..., Any]) -> Traced:
     """Look a function up in a plan, as a constant of the graph: it is guarded by the plan's key alone."""
     plan = _PLANS[key]
-    return Traced(plan.dtype, plan.device_type, plan.autocast, plan.handlers.get(function), function in plan.opened)
+    return Traced(plan.dtype, plan.device_type, plan.autocast, plan.handler(function), _name(plan.opened.get(function)))
 
 
 # What torch._dynamo.assume_constant_result sets, without a second of imports.
@@ -176,7 +232,7 @@ def _concerned(handlers: Mapping[Any, Handler]) -> Mapping[Callable[..., Any], C
         more = {
             function: copy
             for function, copy in OPENED.items()
-            if function not in handlers and function not in opened and names & set(_calls(function))
+            if function not in handlers and function not in opened and names & set(_calls(copy))
         }
         if not more:
             return opened
@@ -189,14 +245,25 @@ def _calls(function: Callable[..., Any]) -> tuple[str, ...]:
     return function.__code__.co_names if isinstance(function, types.FunctionType) else ()
 
 
-#: Python-implemented functions of torch.nn.functional and torch.functional, opened once.
+#: Python-implemented functions of torch.nn.functional and torch.functional, opened once, and composites of C++.
 OPENED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = types.MappingProxyType(
     {
-        function: open_function(function)
-        for place in (functional, torch.functional)
-        for function in vars(place).values()
-        if inspect.isfunction(function)
-        and function.__module__ == place.__name__
-        and any(name.startswith("has_torch_function") for name in function.__code__.co_names)
+        **{
+            function: open_function(function)
+            for place in (functional, torch.functional)
+            for function in vars(place).values()
+            if inspect.isfunction(function)
+            and function.__module__ == place.__name__
+            and any(name.startswith("has_torch_function") for name in function.__code__.co_names)
+        },
+        **COMPOSITES,
     }
 )
+
+
+def _name(copy: Callable[..., Any] | None) -> str:
+    return "" if copy is None else f"{copy.__module__}.{copy.__name__}"
+
+
+#: The same by a name: what torch.compile can look up, and guard.
+OPENED_BY_NAME: Final = {_name(copy): copy for copy in OPENED.values()}

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import ContextDecorator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -20,12 +21,17 @@ from torch.overrides import _get_current_function_mode_stack
 
 from mezzo.cast import device
 from mezzo.cast.carry import OPENED_BACKWARD, Differences
-from mezzo.cast.plan import Handler, Plan, plan_for
+from mezzo.cast.plan import Handler, Plan, open_function, plan_for
+from mezzo.cast.recompute import Again, shadowed
 from mezzo.cast.weights import WeightCasts
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
 __all__ = ["accumulation", "autocast", "checkpoint_contexts", "emulates_here"]
+
+
+#: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.
+_OPENED_GRAD: Final = open_function(cast(types.FunctionType, torch.autograd.grad))
 
 
 class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
@@ -115,13 +121,29 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             tensor: What to differentiate.
             **kwargs: As ``torch.autograd.backward`` takes them.
         """
-        with accumulation(self.policy), _shadowed():
+        with accumulation(self.policy), shadowed():
             if self.has_differences:
                 casts = WeightCasts() if self._casts is None else self._casts
                 with Differences(self._plans, casts, recomputing=True):
                     OPENED_BACKWARD(tensor, **kwargs)
             else:
                 torch.autograd.backward(tensor, **kwargs)
+
+    def run_grad(self, outputs: Tensor, inputs: list[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
+        """Run ``torch.autograd.grad`` as :meth:`run_backward` runs a backward pass.
+
+        Args:
+            outputs: What to differentiate.
+            inputs: By what.
+            **kwargs: As ``torch.autograd.grad`` takes them.
+        """
+        with accumulation(self.policy), shadowed():
+            if not self.has_differences:
+                return torch.autograd.grad(outputs, inputs, **kwargs)
+            casts = WeightCasts() if self._casts is None else self._casts
+            with Differences(self._plans, casts, recomputing=True):
+                found: tuple[Tensor, ...] = _OPENED_GRAD(outputs, inputs, **kwargs)
+                return found
 
     def __enter__(self) -> autocast:
         active = _active(self.policy, self._plans, self._casts)
@@ -148,7 +170,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 @contextlib.contextmanager
 def _active(policy: Policy, plans: list[Plan], casts: WeightCasts | None) -> Iterator[None]:
     """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
-    with accumulation(policy), _native(plans), _shadowed() as around:
+    with accumulation(policy), _native(plans), shadowed() as around:
         if not any(plan.handlers or plan.pinned for plan in plans):
             yield
             return
@@ -171,28 +193,19 @@ def _native(plans: list[Plan]) -> Iterator[None]:
                 yield
 
 
-@contextlib.contextmanager
-def _shadowed() -> Iterator[list[Differences]]:
-    """Silence the regions around this one."""
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    outer = [mode for mode in active if isinstance(mode, Differences)]
-    for mode in outer:
-        mode.shadows += 1
-    try:
-        yield outer
-    finally:
-        for mode in outer:
-            mode.shadows -= 1
-
-
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     """Return the contexts in which an activation checkpoint runs first and is recomputed.
 
-    For ``torch.utils.checkpoint`` without reentry, where the backward pass is a bare ``loss.backward()``:
-    ``MixedPrecision.backward`` and modules of a prepared O2 or O3 model need no such help.
+    What ``torch.utils.checkpoint`` runs inside a region is recomputed under the region's differences by itself, with
+    reentry and without, whatever starts the backward pass. This is the ``context_fn`` to pass where that cannot be:
+    to another library's checkpoints, and to torch's own where a warning in the log says that this version of torch
+    keeps them in another way. Reentrant checkpoints of another library take no contexts, and under a bare
+    ``loss.backward()`` they are recomputed without the differences, which nothing here can notice; they are served by
+    ``MixedPrecision.backward`` and inside the modules of a prepared O2 or O3 model.
 
     Returns:
-        A context that does nothing, for the first run, and one that brings the current region's differences back.
+        A context that does nothing, for the first run, and one that brings the current region's differences back, as
+        often as it is entered.
 
     Example:
         >>> import mezzo, torch
@@ -208,7 +221,7 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
     modes = [mode for mode in active if isinstance(mode, Differences) and not mode.shadows]
     if not modes:
         return contextlib.nullcontext(), contextlib.nullcontext()
-    return contextlib.nullcontext(), Differences(list(modes[-1].plans.values()), modes[-1].casts)
+    return contextlib.nullcontext(), Again(modes[-1])
 
 
 def emulates_here(device_type: str) -> bool:

@@ -28,7 +28,7 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """
     plan = _active_plan(args, kwargs)
     if plan is not None:
-        if pinned(args, kwargs) is not None or function in plan.handlers:
+        if pinned(args, kwargs) is not None or plan.handler(function) is not None:
             return None
         if (opened := plan.opened.get(function)) is not None:
             return opened

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch
 
 from mezzo.errors import PolicyError, nearest
+from mezzo.policy.decide import from_table
 from mezzo.policy.fields import (
     FIELDS,
     LEVELS,
@@ -175,10 +176,23 @@ class Policy:
         Args:
             op: Any spelling of the op's name.
             module: Path of the module it runs in.
-            device_type: Matters only for ``lists="device"``; the current accelerator, else the CPU, when omitted.
+            device_type: The device it runs on. When omitted the answer is that of the policy's lists (of the current
+                accelerator, else the CPU, with ``lists="device"``), and the reason names the devices where it is
+                another: on an accelerator ops outside torch's CUDA lists are left to torch, most of them for want
+                of a low kernel.
 
         Raises:
-            PolicyError: Nobody knows the op.
+            PolicyError: Nobody knows the op, or torch no such device type.
+
+        Example:
+            >>> policy = Policy.O1("bfloat16", rules=[])
+            >>> policy.explain("fft_rfft", device_type="cpu").treatment
+            'fp32'
+            >>> decision = policy.explain("fft_rfft", device_type="cuda")
+            >>> decision.treatment, decision.reason
+            ('native', 'no low kernel; on cuda left to torch, as in torch.amp')
+            >>> policy.fp32("fft_rfft").explain("fft_rfft", device_type="cuda").treatment
+            'fp32'
         """
         name = resolve(op, in_place=True)
         for rule in self.rules:
@@ -194,11 +208,7 @@ class Policy:
             return Decision(treatment="native", rule=None, reason=why, source=f"level {self.level}")
         if entry is None:
             return Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
-        if self.lists == "portable":
-            treatment = entry.portable
-        else:
-            treatment = entry.cpu if (device_type or _default_device()) == "cpu" else entry.cuda
-        return Decision(treatment=treatment, rule=None, reason=entry.reason, source=entry.source)
+        return from_table(entry, device_type, lists=self.lists, norms=self.norms)
 
     def storage(self, param: str, module: str, *, is_norm: bool = False) -> tuple[torch.dtype, Rule | None]:
         """Say what dtype a floating parameter or buffer is stored in, and the rule that says so.
@@ -324,8 +334,3 @@ class Policy:
             if os.fspath(path) in str(problem):
                 raise
             raise PolicyError(f"policy file {os.fspath(path)!r}: {problem}") from problem
-
-
-def _default_device() -> str:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None else "cpu"

@@ -1,9 +1,10 @@
 """The op table: every op mezzo names, what it gets, and why.
 
-It is a risk table, not a device table: the ``portable`` column is what a policy asks for on every device, and
-gives torch's CUDA dtypes; the other two say what torch would do by itself, so that a region needs to add only
-the difference. Both come from the registrations in :mod:`mezzo.policy.lists`. An op that is not registered
-itself but that C++ composes of one that is (``square`` of ``pow``) goes by the op it is made of.
+It is a risk table, not a device table: the ``portable`` column is what a policy asks for, and gives torch's CUDA
+dtypes on every device; the other two say what torch would do by itself, so that a region needs to add only the
+difference (:mod:`mezzo.policy.decide` says for which ops it does not). Both come from the registrations in
+:mod:`mezzo.policy.lists`. An op that is not registered itself but that C++ composes of one that is (``square`` of
+``pow``) goes by the op it is made of.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Op:
 
     Attributes:
         name: The op's base name, without overload: ``softmax``, ``conv2d``.
-        portable: What a policy with ``lists="portable"`` asks for, on every device.
+        portable: What a policy with ``lists="portable"`` asks for, on every device where it is not torch's affair.
         cuda: What ``torch.autocast("cuda")`` does.
         cpu: What ``torch.autocast("cpu")`` does.
         reason: Why the op is treated so.
