@@ -285,6 +285,11 @@ class Ruled(nn.Module):
         return (self.proj(x) * 10).exp().sum().log()
 
 
+class RuledInside(nn.Sequential):
+    def __init__(self):
+        super().__init__(Ruled())
+
+
 class LargeWeight(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -318,6 +323,9 @@ CURES = [
     (Rooted, FP16, 1, " matmul output", 'policy = policy.fp32("matmul")'),
     (Rooted, "O2,emulate=true", 1, " matmul output", 'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
     (Ruled, FP16 + ",low=exp", 1, " exp output", 'policy = policy.fp32("exp")'),
+    (RuledInside, FP16 + ",low=exp", 1, "0 exp output", 'policy = policy.fp32("exp")'),
+    ("chain", "O2,emulate=true,output_dtype=float16", 1, "first linear output",
+     'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
     (LargeWeight, FP16, 1, "0 linear 0.weight cast to float16", 'policy = policy.keep_fp32(params=["0.weight"])'),
     (LargeInput, FP16, 1e5, "0 linear input 0 cast to float16", 'policy = policy.keep_fp32(modules=["0"])'),
     (LargeInput, "O2,emulate=true", 1e5, " to input 0 cast to float16",
@@ -343,6 +351,22 @@ def test_the_cure_of_a_forward_overflow(make, step, cured, kind, policy, size, c
     policy = cured(overflow, policy)
     model, x = build()
     assert locate(step(model, policy, x * size), model, policy=policy) is None
+
+
+def test_a_cast_of_a_weight_from_before_the_search():
+    """A prepared model's regions keep casts of weights from one micro-batch to the next."""
+    model = LargeWeight()
+    prepared = mezzo.prepare(model, FP16)
+
+    def fn():
+        with prepared.autocast():
+            return model(torch.ones(2, 8)).square().sum()
+
+    fn()
+    assert len(prepared.casts) == 2
+    overflow = locate(fn, model, policy=FP16)
+    assert (overflow.kind, overflow.tensor.name, overflow.needed) == ("range", "0.weight cast to float16", 1e5)
+    assert overflow.cure == 'policy = policy.keep_fp32(params=["0.weight"])'
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -417,7 +441,7 @@ def test_a_number_that_no_wider_kernel_tells():
     """A kernel that draws random numbers cannot be run again."""
     torch.manual_seed(0)
     overflow = search(lambda x: torch.native_dropout(x.half(), 0.5, True)[0].float(), [6e4] * 8)
-    assert (overflow.kind, overflow.op, overflow.needed, overflow.share) == ("range", "native_dropout", None, None)
+    assert (overflow.kind, overflow.op, overflow.needed, overflow.share) == ("range", "dropout", None, None)
     assert overflow.cause == "its largest number is beyond the largest float16, 65504"
     overflow = search(lambda x: torch.native_dropout(x, 0.5, True)[0], [3e38] * 8)
     assert (overflow.kind, overflow.cause) == ("unbounded", "the result is infinite")

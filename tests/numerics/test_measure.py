@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mezzo.numerics.measure import each_tensor, has_literal, is_finite, largest_in, operands, range_of
+from mezzo.numerics.measure import each_tensor, has_literal, is_finite, largest_in, needed, operands, range_of
 
 aten = torch.ops.aten
 
@@ -107,6 +107,28 @@ def test_a_kernel_in_a_wider_format(dtype):
         kernel(*args)
         assert largest_in(dtype, kernel, args, {}, read, 0) == largest
     assert x.tolist() == [300.0, -400.0]
+
+
+def test_the_format_that_holds_a_result():
+    for number, dtype, wanted in (
+        (300.0, torch.float16, (9e4, torch.float32)),
+        (1e30, torch.float32, (1e60, torch.float64)),
+        (1e200, torch.float64, (None, None)),
+        (1e30, torch.bfloat16, (1e60, torch.float64)),
+        (3.0, torch.float16, (9.0, torch.float32)),
+    ):
+        x = torch.tensor([number], dtype=dtype)
+        args = (x, x)
+        magnitude, holds = needed(aten.mul.Tensor, args, {}, operands(aten.mul.Tensor, args, {}), 0, dtype)
+        assert holds == wanted[1]
+        assert magnitude == (wanted[0] and pytest.approx(wanted[0], rel=0.01))
+    zero = (torch.zeros(1),)
+    assert needed(aten.log.default, zero, {}, operands(aten.log.default, zero, {}), 0, torch.float32) == (
+        math.inf,
+        None,
+    )
+    root = (torch.tensor([-1 + 0j]), torch.tensor([0j]))
+    assert needed(aten.div.Tensor, root, {}, operands(aten.div.Tensor, root, {}), 0, torch.complex64)[1] is None
 
 
 def test_kernels_that_have_no_wider_form():

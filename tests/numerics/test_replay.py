@@ -262,6 +262,22 @@ def test_structured_outputs_with_a_gradient_for_some(kind):
     assert shown(loop.locate()) == ("", "mul", "forward", "output")
 
 
+def test_gradients_of_several_outputs_arrive_together():
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk = nn.Linear(2, 2)
+
+        def forward(self, x):
+            y = self.trunk(x)
+            return y.float(), y.float()
+
+    loop = Loop(Fork())
+    loop.step(torch.ones(1, 2), loss=lambda out: (out[0] + out[1]).sum(), scale=2.0**15)
+    overflow = loop.locate(2.0**15)
+    assert (overflow.tensor.name, overflow.needed) == ("sum of gradients", 2.0**16)
+
+
 def test_two_backward_passes_through_one_call():
     model = nn.Linear(2, 2, bias=False)
     loop = Loop(model)
@@ -302,6 +318,15 @@ def test_a_loss_that_makes_nan(make):
     assert eval(overflow.cure, names).op == "log"
 
 
+def test_a_gradient_that_is_infinite_in_float32(make):
+    model, x = make("conv")
+    loop = Loop(model, policy="O2,emulate=true")
+    loop.step(x, loss=lambda output: output.sum() * 1e30 * 1e30, scale=4.0)
+    overflow = loop.locate(4.0)
+    assert (overflow.kind, overflow.tensor.dtype, overflow.tensor.num_inf) == ("loss", "float32", 16)
+    assert overflow.cure.startswith("mezzo.numerics.locate(fn, model, loss_scale=4)")
+
+
 def test_a_scale_that_the_output_s_gradient_does_not_hold(make, cured):
     model, x = make("chain")
     policy = mezzo.Policy.parse(FP16)
@@ -340,6 +365,14 @@ def test_gradients_that_only_overflow_in_their_sum():
     assert overflow.tensor.num_inf == 4
     assert overflow.cause.startswith("4 backward passes since the last step add up: its largest number would be 102400")
     assert overflow.cure == 'policy = mezzo.Policy.parse("O3,dtype=bfloat16,emulate=true")'
+
+
+def test_masters_add_up_in_float32():
+    model = nn.Linear(4, 1, bias=False)
+    loop = Loop(model, policy="O2,emulate=true")
+    for _ in range(4):
+        loop.step(torch.full((2, 4), 100.0), loss=lambda output: output.sum() * 128)
+    assert loop.locate() is None
 
 
 # Inputs that have changed -------------------------------------------------------------------------------

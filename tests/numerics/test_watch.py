@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.numerics.watch import Checks, Watch
+from mezzo.numerics.checks import Checks
+from mezzo.numerics.watch import Watch
 
 
 @pytest.fixture

@@ -341,6 +341,39 @@ def test_what_a_user_clears_is_cleared_beside_as_well():
                 amp.zero_grad()
 
 
+@pytest.mark.parametrize("clear", [lambda m, o: o.zero_grad(), lambda m, o: m.zero_grad()])
+@pytest.mark.parametrize("policy", ["O2,emulate=true", "O2,dtype=bfloat16,emulate=true", "O1,emulate=true"])
+def test_what_a_user_clears_is_cleared_in_the_masters_as_well(policy, clear):
+    """Earlier micro-batches are summed there, where model.zero_grad() does not reach."""
+    for batches in (1, 2, 3):
+        for later in (0, 1, 2):
+            model = Weights(2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            amp = session(model, policy, optimizers=[optimizer])
+            for _ in range(batches):
+                amp.backward(model.loss(torch.full((2,), 0.25)).float())
+            clear(model, optimizer)
+            for _ in range(later):
+                amp.backward(model.loss(torch.full((2,), 0.5)).float())
+            if later:
+                amp.step()
+                assert next(amp.master_params()).tolist() == [-0.5 * later] * 2
+            else:
+                with pytest.raises(StateError, match="no parameter has a gradient"):
+                    amp.step()
+
+
+@pytest.mark.parametrize("policy", ["O0", "O2,dtype=bfloat16,emulate=true"])
+def test_a_micro_batch_that_leaves_a_parameter_alone_does_not_clear_it(policy):
+    model = Weights(2, 2)
+    amp = session(model, policy)
+    amp.backward(model.loss(1, 1).float())
+    for _ in range(2):
+        amp.backward((model.each[0] * 2).sum().float())
+    amp.step()
+    assert [p.tolist() for p in amp.master_params()] == [[-5.0, -5.0], [-1.0, -1.0]]
+
+
 def test_a_loss_that_leaves_a_parameter_alone_does_not_clear_it():
     model = Weights(2, 2)
     amp = session(model, num_losses=2)

@@ -51,7 +51,7 @@ def random(shape, seed, scale=1.0):
 
 def cohort_of(executor, name, master, dtype, shapes=SHAPES, state_dtype=FP32, rounding="nearest", weights=None):
     update = rule(*name.split())
-    kept = storage(master, dtype, rounding=rounding, planes=executor.planes)
+    kept = storage(master, dtype, rounding=rounding, planes=executor.planes(torch.device("cpu")))
     weights = weights or [random(shape, seed, 0.1) for seed, shape in enumerate(shapes)]
     made = [kept.make(weight, dtype, None) for weight in weights]
     return Cohort(
@@ -328,6 +328,16 @@ def test_schedules_of_every_hyper_parameter_are_followed_and_nothing_is_compiled
         torch.testing.assert_close(mine, theirs.detach().float(), rtol=0, atol=6 * 2 * 2.0**-25)
 
 
+def test_one_kernel_serves_every_length():
+    executor = Compiled()
+    first = cohort_of(executor, "adamw", "split", BF16)
+    take(executor, first, executor.prepare(first), gradients_of(first, 0, BF16))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for shape in [(2,), (16,), (17,), (50, 400), (1 << 15,), ((1 << 20) + 2,)]:
+            cohort = cohort_of(executor, "adamw", "split", BF16, shapes=[shape])
+            take(executor, cohort, executor.prepare(cohort), gradients_of(cohort, 0, BF16))
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
 def test_fp32_weights_in_a_low_precision_model_need_no_storage(name):
     executor = Blocked()
@@ -419,7 +429,7 @@ CASES += [-1e30, math.inf, -math.inf, math.nan]
 def test_storages_in_place_agree_with_their_pure_functions(kept, dtype):
     bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
     wide = torch.cat([torch.tensor(CASES), bits.view(FP32), random(100_000, 4), random(100_000, 5, 1e-5)])
-    wide = torch.where(wide.isnan(), torch.nan, wide)
+    wide = torch.cat([wide, torch.tensor([-1, 2**31 - 1], dtype=torch.int32).view(FP32)])  # NaN with every bit set
     inplace, scratch = INPLACE[kept.name], Scratch.allocate(len(wide))
     finite = wide.nan_to_num(0, 0, 0).clamp(-60000, 60000)
     for w in (wide, finite):  # with and without the slow path of what is not finite
@@ -430,6 +440,7 @@ def test_storages_in_place_agree_with_their_pure_functions(kept, dtype):
         inplace.store(w.clone(), mine, scratch)
         for target, value in zip(pure, kept.write(w, dtype, None), strict=True):
             target.copy_(value)
+        assert torch.equal(mine[0].isnan(), w.isnan())
         for one, other in zip(mine, pure, strict=True):
             assert torch.equal(one.isnan(), other.isnan())
             keep = ~one.isnan() if one.is_floating_point() else ~w.isnan()

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.explanation.frames import user_line
 from mezzo.explanation.kernels import dtype_name
+from mezzo.numerics.checks import is_checking
 from mezzo.numerics.measure import each_tensor
 from mezzo.numerics.untouched import RandomStates, devices_of
-from mezzo.numerics.watch import Checks
 
 __all__ = ["Call", "Event", "Kept", "Recorder"]
 
@@ -143,7 +142,7 @@ class Recorder:
         if torch.compiler.is_compiling() or not self._models:
             return
         opened = self._open[threading.get_ident()]
-        if opened or not torch.is_grad_enabled() or _is_search():
+        if opened or not torch.is_grad_enabled() or is_checking():
             opened.append(None)
             return
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
@@ -183,12 +182,6 @@ def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[tuple[s
     for key, value in (*enumerate(args), *kwargs.items()):
         for path, tensor in each_tensor(value):
             yield f"input {key}{path}", tensor
-
-
-def _is_search() -> bool:
-    """Whether the model runs in a search already."""
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, Checks) for mode in modes)
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:

@@ -178,7 +178,7 @@ class _Replayed:
         """Report a gradient that is finite in each backward pass, and not when they are added up."""
         names = Names(self.models)
         for leaf, (total, count) in self.sums.items():
-            if count > 1 and self.context is not None and (known := names.of(leaf)) is not None:
+            if self.context is not None and (known := names.of(leaf)) is not None:
                 found = summed(known[1], total, leaf.dtype, count, self.context)
                 if found is not None:
                     return found

@@ -15,13 +15,14 @@ from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
 from mezzo.explanation.modes import Calls, Watcher
 from mezzo.numerics.causes import diagnose
+from mezzo.numerics.checks import Checks
 from mezzo.numerics.cures import Context, highest_scale
 from mezzo.numerics.measure import each_tensor, is_finite
 from mezzo.numerics.names import numbered
 from mezzo.numerics.origins import Origin
 from mezzo.numerics.overflow import Overflow
 from mezzo.numerics.untouched import gradients_aside, untouched
-from mezzo.numerics.watch import Checks, Watch
+from mezzo.numerics.watch import Watch
 from mezzo.policy import Policy
 
 __all__ = ["Search", "checked_models", "locate"]
@@ -139,23 +140,20 @@ class Search:
     def hooked(self) -> Iterator[None]:
         """Hook every module inside the block, so that it is known which one runs."""
         with ExitStack() as stack:
-            seen: set[nn.Module] = set()
             for prefix, model in numbered(self.models):
                 stack.callback(
                     model.register_forward_pre_hook(self._learn(prefix), prepend=True, with_kwargs=True).remove
                 )
                 for path, module in model.named_modules():
-                    if module not in seen:
-                        seen.add(module)
-                        watcher = Watcher(self.watch, f"{prefix}{path}".rstrip("."))
-                        # Outside and inside of the hooks by which a prepared module enters its region.
-                        for handle in (
-                            module.register_forward_pre_hook(watcher.enter, prepend=True),
-                            module.register_forward_pre_hook(watcher.push),
-                            module.register_forward_hook(watcher.pop, prepend=True, always_call=True),
-                            module.register_forward_hook(watcher.leave, always_call=True),
-                        ):
-                            stack.callback(handle.remove)
+                    watcher = Watcher(self.watch, f"{prefix}{path}".rstrip("."))
+                    # Outside and inside of the hooks by which a prepared module enters its region.
+                    for handle in (
+                        module.register_forward_pre_hook(watcher.enter, prepend=True),
+                        module.register_forward_pre_hook(watcher.push),
+                        module.register_forward_hook(watcher.pop, prepend=True, always_call=True),
+                        module.register_forward_hook(watcher.leave, always_call=True),
+                    ):
+                        stack.callback(handle.remove)
             yield
 
     def _learn(self, prefix: str) -> Callable[..., None]:
@@ -185,23 +183,24 @@ class Search:
         origin = self.watch.first(gradient for _, gradient in self.gradients)
         if origin is None:
             return None
-        lowered = None
-        if origin.phase == "backward" and origin.source == "made" and (self.scale > 1 or origin.dtype == torch.float16):
+        if origin.phase == "forward" or origin.source != "made":
+            return self.report(origin)
 
-            def is_finite_at(scale: float) -> bool:
-                lower = [gradient * (scale / self.scale) for gradient in gradients]
-                with gradients_aside(leaves):
-                    run(starts, grad_tensors=lower, retain_graph=True)
-                    return all(is_finite(leaf.grad) for leaf in leaves if leaf.grad is not None)
+        def is_finite_at(scale: float) -> bool:
+            lower = [gradient * (scale / self.scale) for gradient in gradients]
+            with gradients_aside(leaves):
+                run(starts, grad_tensors=lower, retain_graph=True)
+                return all(is_finite(leaf.grad) for leaf in leaves if leaf.grad is not None)
 
-            lowered = highest_scale(self.scale, origin.needed, torch.finfo(origin.dtype).max, is_finite_at)
-        return self.report(origin, lowered)
+        lowered = highest_scale(self.scale, origin.needed, torch.finfo(origin.dtype).max, is_finite_at)
+        # In a wider format a scale below 1 would only hide that the gradient itself has no bound.
+        is_cure = origin.dtype == torch.float16 or (lowered or 0) >= 1
+        return self.report(origin, lowered if is_cure else None)
 
     def _leaves(self, starts: Iterable[Tensor]) -> list[Tensor]:
         """Find every tensor that a backward pass may give a gradient to."""
         # Reentrant checkpoints hide parameters from the graph, and a loss may read leaves that are no parameters.
         leaves: dict[int, Tensor] = {id(p): p for model in self.models for p in model.parameters() if p.requires_grad}
-        leaves |= {id(start): start for start in starts if start.grad_fn is None}
         nodes: list[Any] = [start.grad_fn for start in starts if start.grad_fn is not None]
         seen = set(nodes)
         while nodes:

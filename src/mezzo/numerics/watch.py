@@ -8,14 +8,12 @@ hand it on, and in the end it is known which origin the loss and the gradients h
 from __future__ import annotations
 
 import dataclasses
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.explanation.calls import Decider
 from mezzo.explanation.frames import kernel_name, user_line
@@ -28,8 +26,7 @@ from mezzo.numerics.measure import (
     has_nan,
     is_finite,
     is_like_a_mask,
-    largest_in,
-    operands,
+    needed,
     range_of,
 )
 from mezzo.numerics.names import Edge, Names, edges
@@ -38,14 +35,13 @@ from mezzo.numerics.overflow import Phase, Range
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
 
-__all__ = ["Checks", "Watch"]
+__all__ = ["Watch"]
 
 
 class _Result(NamedTuple):
     """What the last kernel made, and of what."""
 
     where: Any
-    op: str
     kernel: str
     tensor: Tensor
     read: list[Operand]
@@ -134,13 +130,11 @@ class Watch(Trace):
                 self._hand_on(str(origin.number) if is_new else None, read, [results[number] for number in bad])
             if is_cast(kernel, args, out) and (name := self._called(args[0])) is not None:
                 self._copies.put([out], name)
-            place = self._place()
-            op = place.call.op if place.call is not None else kernel_name(kernel)
-            self._last = _Result(self._identity(place), op, str(kernel._schema.name), results[0], read)
+            self._last = _Result(self._identity(), str(kernel._schema.name), results[0], read)
 
-    def _identity(self, place: Place) -> Any:
+    def _identity(self) -> Any:
         """Return what two kernels of one call share: the call, or the autograd node."""
-        return torch._C._current_autograd_node() if self._backward else place
+        return torch._C._current_autograd_node() if self._backward else self._places[-1]
 
     def _origin(
         self, kernel: Any, read: list[Operand], args: Any, kwargs: Any, results: list[Tensor], position: int
@@ -192,20 +186,15 @@ class Watch(Trace):
             return origin
         if not is_cast(kernel, args, result):
             origin = self._add("made", kernel, result, read)
-            for wider in (torch.float32, torch.float64):
-                if wider.itemsize > result.dtype.itemsize // (2 if result.is_complex() else 1):
-                    origin.needed = largest_in(wider, kernel, args, kwargs, read, position)
-                    if origin.needed is not None and math.isfinite(origin.needed):
-                        origin.holds = wider
-                        break
+            origin.needed, origin.holds = needed(kernel, args, kwargs, read, position, result.dtype)
             return origin
         last, frames = self._last, casting_frames()
         is_emulated = any(is_emulation(frame) for frame in frames)
         made_here = last is not None and last.tensor.untyped_storage()._cdata == args[0].untyped_storage()._cdata
-        if last is not None and made_here and (is_emulated or last.where is self._identity(self._place())):
+        if last is not None and made_here and (is_emulated or last.where is self._identity()):
             # The call rounds its own result: what counts is what the result was computed from.
             origin = self._add("made", kernel, result, _rounded(last.read, result.dtype) if is_emulated else last.read)
-            origin.op, origin.kernel = last.op if is_emulated and not self._backward else origin.op, last.kernel
+            origin.kernel = last.kernel
         else:
             origin = self._add("made", kernel, result, read)
             self._name_cast(origin, args[0], by_mezzo=any("cast" in frame.f_code.co_name for frame in frames))
@@ -275,13 +264,12 @@ class Watch(Trace):
         """Name a gradient once its node has run, when it is known along which edge it goes."""
 
         def name(gradients: Sequence[Tensor | None], _: Any) -> None:
-            handle.remove()
             for slot, gradient in enumerate(gradients):
                 if gradient is not None and self._from.get(gradient) == str(origin.number):
                     owner = self.names.of_edge(node.next_functions[slot], arguments)
                     origin.tensor = dataclasses.replace(origin.tensor, name=f"gradient of {owner}")
 
-        handle = node.register_hook(name)
+        node.register_hook(name)
 
     # After --------------------------------------------------------------------------------------------
 
@@ -294,21 +282,6 @@ class Watch(Trace):
         if not bad:
             return None
         return min(self.origins, key=lambda origin: origin.rank, default=None) or self.given(bad[0])
-
-
-class Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Look at every kernel's results, below autograd and autocast."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.watch = watch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        read = operands(func, args, kwargs)
-        out = func(*args, **kwargs)
-        self.watch.check(func, read, args, kwargs, out)
-        return out
 
 
 def _rounded(read: list[Operand], dtype: torch.dtype) -> list[Operand]:

@@ -51,7 +51,7 @@ class OnePassOptimizer(Optimizer):
     def __init__(self, params: Params, **defaults: Any) -> None:
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
         self._ready: dict[int, tuple[tuple[Any, ...], list[_Ready]]] = {}
-        self._executors: dict[tuple[torch.device, bool], Executor] = {}
+        self._executors: dict[torch.device, Executor] = {}
         check_group(defaults)
         super().__init__(params, defaults)
 
@@ -179,11 +179,14 @@ class OnePassOptimizer(Optimizer):
                 self.state[param]["step"] = own
 
     def _executor(self, device: torch.device) -> Executor:
-        elements = sum(p.numel() for group in self.param_groups for p in group["params"] if p.device == device)
-        return executor_for(device, elements)
+        """Return a device's executor, chosen once: how remainders are stored depends on it."""
+        if device not in self._executors:
+            elements = sum(p.numel() for group in self.param_groups for p in group["params"] if p.device == device)
+            self._executors[device] = executor_for(device, elements)
+        return self._executors[device]
 
     def _storage(self, group: Group, param: Tensor) -> Storage:
-        planes = self._executor(param.device).planes
+        planes = self._executor(param.device).planes(param.device)
         return storage(group["master"], param.dtype, rounding=group["rounding"], planes=planes)
 
     # The FP32 values of low-precision parameters --------------------------------------------------------
@@ -320,8 +323,7 @@ class OnePassOptimizer(Optimizer):
         if len(saved) == len(params):
             owners = [group for group in groups for _ in group["params"]]
             for param, index, group in zip(params, saved, owners, strict=True):
-                form = storage(group["master"], param.dtype, rounding=group["rounding"],
-                               planes=self._executor(param.device).planes)  # fmt: skip
+                form = self._storage(group, param)
                 fresh[param] = restored_state(
                     given["state"].get(index, {}), self.state.get(param, {}), param, form, group["state_dtype"]
                 )

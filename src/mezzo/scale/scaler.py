@@ -94,8 +94,8 @@ class Scaler:
             self.state = held(before, next_scale(before, judged.overflowed, self.config), stays)
         else:
             self.state = before if stays else next_scale_on_host(before, bool(judged.overflowed), self.config)
-        if self.config.mode == "constant" and self.config.patience is not None:
-            # A scale of its own for each step, as a dynamic one has, so that overflows in a row are told apart.
+        if self.state.scale is before.scale:
+            # A tensor of its own for each step, by which gradients of one step are told from those of the next.
             self.state = replace(self.state, scale=before.scale.clone())
 
     def state_dict(self) -> dict[str, Any]:

@@ -62,7 +62,8 @@ class Window:
         settled: The shares that are unscaled already.
         aside: Sums of unscaled gradients by parameter, in FP32 or wider: what other losses, or the same one with
             another scale, made before.
-        beside: The parameters that got a gradient from the last backward pass, where others are aside.
+        beside: The parameters that got a gradient from the last backward pass, where earlier ones are kept elsewhere:
+            aside, or with the masters.
         losses: The losses, detached, with their ids.
     """
 
@@ -190,6 +191,8 @@ class Cluster:
 
     def gather(self) -> None:
         """Move gradients of low-precision parameters to their masters, summing in FP32."""
+        if self.window is not None:
+            self._forget_cleared(self.window)
         for masters in self.masters:
             masters.take_edits()
             masters.gather()
@@ -227,9 +230,9 @@ class Cluster:
             self.window = Window()
         else:
             self.window.require_unchanged()
+            self._forget_cleared(self.window)
             for masters in self.masters:
                 masters.gather()
-            self._forget_cleared(self.window)
             if not self._agrees(self.window.carried, scaler):
                 self._set_aside(self.window)
             self._widen()
@@ -240,9 +243,10 @@ class Cluster:
         )
 
     def end(self) -> None:
-        """Note which parameters got gradients, where others are aside that a user's ``zero_grad`` cannot reach."""
-        if self.window is not None and self.window.aside:
-            self.window.beside = [param for param, leaf in self._leaves() if leaf.grad is not None]
+        """Note which parameters got gradients, where earlier ones are kept elsewhere, out of a user's reach."""
+        window = self.window
+        if window is not None and (window.aside or (self.masters and window.micro_batches > 1)):
+            window.beside = [param for param, leaf in self._leaves() if leaf.grad is not None]
 
     def _agrees(self, carried: _Carried | None, scaler: Scaler) -> bool:
         """Whether new gradients can be added to those in ``.grad``."""
@@ -261,10 +265,13 @@ class Cluster:
         self._left.clear()
 
     def _forget_cleared(self, window: Window) -> None:
-        """Drop what is aside for parameters whose gradients the user has cleared since the last backward pass."""
-        for param in window.beside:
-            if param.grad is None:
-                window.aside.pop(param, None)
+        """Drop all earlier gradients of parameters whose own the user has cleared since the last backward pass."""
+        if window.beside:
+            noted = set(map(id, window.beside))
+            for param, leaf in self._leaves():
+                if id(param) in noted and leaf.grad is None:
+                    param.grad = None
+                    window.aside.pop(param, None)
         window.beside = []
 
     def _set_aside(self, window: Window) -> None:
@@ -303,7 +310,6 @@ class Cluster:
         window.require_unchanged()
         self.gather()
         self._widen()
-        self._forget_cleared(window)
         if window.aside:
             self._set_aside(window)
             for param, total in window.aside.items():

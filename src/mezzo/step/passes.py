@@ -104,6 +104,11 @@ class Cohort:
     states: Sequence[States]
     seed: int = 0
 
+    @property
+    def random(self) -> bool:
+        """Whether anything is rounded at random."""
+        return self.storage.random or any(s.dtype != torch.float32 for states in self.states for s in states)
+
 
 class Update(Protocol):
     """Pass 2 for one cohort."""
@@ -120,9 +125,8 @@ class Update(Protocol):
 class Executor(Protocol):
     """One way to carry the passes out; all agree with :func:`updated` to the last roundings of the arithmetic."""
 
-    @property
-    def planes(self) -> bool:
-        """Whether it wants split remainders as planes of bytes."""
+    def planes(self, device: torch.device) -> bool:
+        """Tell whether it wants split remainders as planes of bytes there."""
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Read gradients once: (gradients,) float32, the 2-norm of each, not finite if a value is not."""

@@ -33,10 +33,12 @@ class Blocked:
     temporaries of a block. No host sync on other devices than the CPU.
     """
 
-    planes = False
-
     def __init__(self) -> None:
         self._scratch: Scratch | None = None
+
+    def planes(self, device: torch.device) -> bool:
+        """See :class:`mezzo.step.passes.Executor`."""
+        return False
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """See :class:`mezzo.step.passes.Executor`."""

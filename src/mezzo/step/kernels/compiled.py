@@ -44,7 +44,9 @@ class Compiled:
         UnsupportedError: At the first step: torch cannot compile here, for lack of a C++ compiler, say.
     """
 
-    planes = True
+    def planes(self, device: torch.device) -> bool:
+        """See :class:`mezzo.step.passes.Executor`."""
+        return device.type == "cpu"
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """See :class:`mezzo.step.passes.Executor`."""
@@ -89,6 +91,8 @@ class _CompiledUpdate:
         self.on_cpu = cohort.step.device.type == "cpu"
         self.units = units(cohort, CPU_CHUNK if self.on_cpu else DEVICE_CHUNK)
         self.spares: list[Tensor] = []
+        self.random = cohort.random
+        self.no_keys = torch.zeros((), dtype=torch.int32, device=cohort.step.device)
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
@@ -96,11 +100,10 @@ class _CompiledUpdate:
             return
         rule, step = self.cohort.rule, self.cohort.step
         shared = (rule.scalars(self.cohort.hypers, step), check.multiplier, check.found_inf)
-        seeds = keys(step, len(gradients), self.cohort.seed).unbind()
+        seeds = keys(step, len(gradients), self.cohort.seed) if self.random else self.no_keys
         for unit in self.units:
             for block, gradient in unit.work(gradients):
-                key = seeds[block.index]
-                self.block(block, gradient, *shared, key + block.start if block.start else key)
+                self.block(block, gradient, *shared, seeds[block.index] + block.start if self.random else seeds)
 
     def block(self, block: Block, gradient: Tensor, *shared: Tensor) -> None:
         targets = (*block.parts, *block.states)

@@ -51,7 +51,7 @@ def units(cohort: Cohort, block: int) -> list[Unit]:
 
     What is rounded at random is not bundled, so that an element's random bits depend on nothing but its place.
     """
-    random = cohort.storage.random or any(s.dtype != torch.float32 for states in cohort.states for s in states)
+    random = cohort.random
     alone = [_Layout(cohort, index, block) for index in range(len(cohort.weights))]
     short = [] if random else [each for each in alone if each.length <= SHORT]
     rest = [each for each in alone if random or each.length > SHORT]
