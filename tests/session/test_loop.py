@@ -514,7 +514,7 @@ def double_model():
         (lambda: huge(), "O2", UnsupportedError, "values do not fit float16"),
         (lambda: stepped("O3"), "O3,dtype=bfloat16", StateError, "holds FP32 state"),
         (half_model, "O1", UnsupportedError, "fp16 gradients cannot be unscaled in fp16"),
-        (double_model, "O2", UnsupportedError, "float64 and complex parameters"),
+        (double_model, "O2", UnsupportedError, "float64 parameters"),
         (fresh, "O2,fp32_module=nowhere", PolicyError, "matches no module"),
     ],
 )

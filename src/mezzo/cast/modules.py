@@ -56,7 +56,7 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
     Raises:
         PolicyError: A rule whose module or parameter glob matches nothing; two rules that store one tied parameter
             differently.
-        UnsupportedError: Parameters in float64, complex or another low precision; a device without the format.
+        UnsupportedError: Parameters in float64 or another low precision; a device without the format.
         StateError: The model is prepared already, wrapped by DDP before conversion, or holds gradients.
 
     **Cost**: none where nothing differs. In O2/O3 two hooks on the model, and two on each module with a rule.
@@ -234,11 +234,11 @@ def _foreign_dtypes(model: nn.Module) -> Iterator[UnsupportedError]:
     wrong = [
         f"{name} ({str(p.dtype).removeprefix('torch.')})"
         for name, p in model.named_parameters()
-        if p.dtype == torch.float64 or p.dtype.is_complex
+        if p.dtype == torch.float64
     ]
     if wrong:
         yield UnsupportedError(
-            "float64 and complex parameters cannot be trained in mixed precision",
+            "float64 parameters cannot be trained in mixed precision",
             where=some_of(wrong),
             why="they are never cast, so every op that reads them would run in their own precision",
             write="model.float() first, or leave this model outside mezzo",

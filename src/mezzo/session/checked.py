@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from mezzo.errors import StateError
 from mezzo.scale.state import inverse
 from mezzo.session.clipping import Edited, EditWatch
+from mezzo.session.cluster import Cluster
 from mezzo.session.gradients import dense, norms, not_finite
-from mezzo.session.window import Cluster, Share
+from mezzo.session.window import Share
 
 __all__ = ["Checked", "check", "together"]
 

@@ -204,11 +204,12 @@ def check_loss_id(loss_id: Any, num_losses: int) -> None:
 def overflowed(checked: Checked, name_of: Callable[[Tensor], str]) -> NumericsError:
     """Build the error of ``on_overflow="raise"``; the host waits for the device."""
     bad = [name_of(p) for p, ok in zip(checked.params, checked.each.isfinite().tolist(), strict=True) if not ok]
-    scale = "no loss scale" if checked.scale is None else f"loss scale {float(checked.scale):.6g}"
+    scales = sorted({float(share.scale) for share in checked.shares})
+    under = " and ".join(f"{scale:.6g}" for scale in scales if scale != 1.0)
     return NumericsError(
         "the gradients are not finite",
         where=f"{len(bad)} of {len(checked.params)}: {some_of(bad)}" if bad else "their norm, once unscaled",
-        why=f"an overflow under {scale}; nothing was updated, and the scale has adapted",
+        why=f"an overflow{' under the loss scale ' + under if under else ''}; nothing was updated",
         write='on_overflow="explain", which says where it began; or on_overflow="skip" to go on',
     )
 

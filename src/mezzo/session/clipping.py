@@ -123,7 +123,7 @@ def _value_cut_at(before: Tensor, after: Tensor, dtype: torch.dtype) -> Tensor:
     largest = after.abs().max()
     cut = torch.maximum(torch.minimum(before, largest), -largest)
     # Infinities cut at the end of a format were replaced, not clipped.
-    is_cut = (before.abs() > 2 * largest).any() & (largest < torch.finfo(dtype).max / 2)
+    is_cut = (before.abs() > 2 * largest).any() & (largest > 0) & (largest < torch.finfo(dtype).max / 2)
     return largest.masked_fill(~(_close(after, cut, dtype) & is_cut), torch.nan)
 
 

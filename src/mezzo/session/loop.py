@@ -36,11 +36,11 @@ from mezzo.session.checks import (
 )
 from mezzo.session.clipping import EditWatch
 from mezzo.session.closures import Overflowed, undone_on_overflow
+from mezzo.session.cluster import Cluster, clusters, regrouped
 from mezzo.session.exact import ExactLoading
 from mezzo.session.gradients import multiply, norms, not_finite
 from mezzo.session.result import Step
 from mezzo.session.stepping import Found, adapt, update
-from mezzo.session.window import Cluster, clusters, regrouped
 from mezzo.step.master import MasterWeights
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from mezzo.errors import StateError, some_of
 from mezzo.policy import Policy
 from mezzo.scale import LossScale, ScaleState
 from mezzo.session import foreign
+from mezzo.session.cluster import regrouped
 from mezzo.session.exact import overflows
 from mezzo.session.form import STATE_VERSION, described, wrong_values
 from mezzo.session.gradients import mark
-from mezzo.session.window import Window, regrouped
+from mezzo.session.window import Window
 
 if TYPE_CHECKING:
     from mezzo.session.loop import MixedPrecision

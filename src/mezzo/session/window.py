@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mezzo.errors import StateError
-from mezzo.optim.optimizer import OnePassOptimizer
-from mezzo.scale.scaler import Scaler
-from mezzo.scale.state import inverse
-from mezzo.session.gradients import dense, mark, multiply, norms, not_finite
-from mezzo.step.master import MasterWeights
 
-__all__ = ["Cluster", "Share", "Window", "clusters", "regrouped"]
+__all__ = ["Carried", "Share", "Window"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +30,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class _Carried:
+class Carried:
     """The scale that the gradients carry, and the loss that it belongs to."""
 
     loss_id: int
@@ -69,7 +63,7 @@ class Window:
 
     def __init__(self) -> None:
         self.micro_batches = 0
-        self.carried: _Carried | None = None
+        self.carried: Carried | None = None
         self.settled: list[Share] = []
         self.aside: dict[Tensor, Tensor] = {}
         self.beside: list[Tensor] = []
@@ -132,7 +126,7 @@ class Window:
         window.micro_batches = state["micro_batches"]
         if (carried := state["carried"]) is not None:
             scale = scales[carried["scale"]]
-            window.carried = _Carried(
+            window.carried = Carried(
                 carried["loss_id"], scale, scale._version, is_one=carried["is_one"], is_common=carried["is_common"]
             )
         for each in state["settled"]:
@@ -145,253 +139,3 @@ class Window:
         # In float64, which holds any loss: what counts is whether it was finite.
         window.losses = [(e["loss_id"], torch.tensor(e["value"], dtype=torch.float64)) for e in state["losses"]]
         return window
-
-
-class Cluster:
-    """Optimizers that share parameters, and therefore gradients; most often one optimizer alone.
-
-    Attributes:
-        optimizers: The optimizers.
-        masters: The masters of those that have any.
-        window: The open accumulation window, if there is one.
-        num_groups: How many parameter groups the optimizers had when they were grouped.
-    """
-
-    def __init__(self, optimizers: list[Optimizer], masters: list[MasterWeights]) -> None:
-        self.optimizers = optimizers
-        self.masters = masters
-        self.window: Window | None = None
-        self.num_groups = _num_groups(optimizers)
-        self._left: set[tuple[int, int]] = set()
-        self._widened = False
-
-    def params(self, optimizers: Iterable[Optimizer] | None = None) -> list[Tensor]:
-        """Return what the optimizers update, each tensor once: masters, or the parameters themselves."""
-        wanted = None if optimizers is None else {id(optimizer) for optimizer in optimizers}
-        chosen = [o for o in self.optimizers if wanted is None or id(o) in wanted]
-        # By id: hashing a tensor is a Python call.
-        once = {id(param): param for o in chosen for group in o.param_groups for param in group["params"]}
-        return list(once.values())
-
-    def leaves(self, optimizers: Iterable[Optimizer] | None = None) -> Iterator[Tensor]:
-        """Yield the parameters of the models in whose ``.grad`` a backward pass puts its gradients."""
-        return (leaf for _, leaf in self._leaves(optimizers) if leaf.requires_grad)
-
-    def _leaves(self, optimizers: Iterable[Optimizer] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what the optimizers update, each with the parameter of the model that it stands for."""
-        of: dict[Tensor, Tensor] = {m: param for masters in self.masters for param, m in masters.masters().items()}
-        return ((param, of.get(param, param)) for param in self.params(optimizers))
-
-    def has_gradients(self) -> bool:
-        """Whether a step of the optimizers would find a gradient."""
-        return bool(self._with_gradients()) or any(leaf.grad is not None for leaf in self.leaves())
-
-    def _with_gradients(self) -> list[Tensor]:
-        return [param for param in self.params() if param.grad is not None]
-
-    def gather(self) -> None:
-        """Move gradients of low-precision parameters to their masters, summing in FP32."""
-        if self.window is not None:
-            self._forget_cleared(self.window)
-        for masters in self.masters:
-            masters.take_edits()
-            masters.gather()
-
-    def _widen(self) -> None:
-        """Let gradients be summed, and unscaled, in FP32 where their parameters are the masters' high halves."""
-        for param in self._stored():
-            if hasattr(param, "grad_dtype") and param.grad_dtype != torch.float32:
-                gradient, param.grad = param.grad, None
-                param.grad_dtype = torch.float32
-                param.grad = None if gradient is None else gradient.float()
-                self._widened = True
-
-    def _narrow(self) -> None:
-        """Let the first gradients of a window come as the backward pass makes them."""
-        if self._widened:
-            for param in self._stored():
-                if param.grad is None:
-                    param.grad_dtype = param.dtype
-            self._widened = False
-
-    def _stored(self) -> Iterator[Any]:
-        own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
-        return (param for optimizer in own for param in optimizer.stored())
-
-    # Around a backward pass ---------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def begin(self, scaler: Scaler, loss_id: int, loss: Tensor) -> None:
-        """Make ready for gradients with one scale to be added to what is there."""
-        scale = scaler.state.scale
-        if self.window is None:
-            self._refuse_leftovers()
-            self._narrow()
-            self.window = Window()
-        else:
-            self.window.require_unchanged()
-            self._forget_cleared(self.window)
-            for masters in self.masters:
-                masters.gather()
-            if not self._agrees(self.window.carried, scaler):
-                self._set_aside(self.window)
-            self._widen()
-        self.window.micro_batches += 1
-        self.window.losses.append((loss_id, loss.detach()))
-        self.window.carried = _Carried(
-            loss_id, scale, scale._version, is_one=not scaler.changes_gradients, is_common=not scaler.keeps_apart
-        )
-
-    def end(self) -> None:
-        """Note which parameters got gradients, where earlier ones are kept elsewhere, out of a user's reach."""
-        window = self.window
-        if window is not None and (window.aside or (self.masters and window.micro_batches > 1)):
-            window.beside = [param for param, leaf in self._leaves() if leaf.grad is not None]
-
-    def _agrees(self, carried: _Carried | None, scaler: Scaler) -> bool:
-        """Whether new gradients can be added to those in ``.grad``."""
-        if carried is None:
-            return not scaler.changes_gradients
-        return carried.scale is scaler.state.scale or not scaler.keeps_apart
-
-    def _refuse_leftovers(self) -> None:
-        """Refuse to add scaled gradients to those that the last step left, which carry another scale or none."""
-        if self._left and not self._left.isdisjoint(mark(p.grad) for p in self.params() if p.grad is not None):
-            raise StateError(
-                "the last step's gradients are still there",
-                why="they are unscaled by now, and the new ones would be added to them with the loss scale",
-                write="amp.zero_grad() after each amp.step()",
-            )
-        self._left.clear()
-
-    def _forget_cleared(self, window: Window) -> None:
-        """Drop all earlier gradients of parameters whose own the user has cleared since the last backward pass."""
-        if window.beside:
-            noted = set(map(id, window.beside))
-            for param, leaf in self._leaves():
-                if id(param) in noted and leaf.grad is None:
-                    param.grad = None
-                    window.aside.pop(param, None)
-        window.beside = []
-
-    def _set_aside(self, window: Window) -> None:
-        """Empty ``.grad`` into unscaled sums, so that gradients with another scale can follow."""
-        params = self._with_gradients()
-        factor = self._share(window, dense(params))
-        for param in params:
-            gradient: Any = param.grad
-            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            if factor is not None:
-                wide = wide * factor.to(wide.device, non_blocking=True)
-            before = window.aside.get(param)
-            window.aside[param] = wide if before is None else _sum(before, wide)
-            param.grad = None
-        window.carried = None
-
-    def _share(self, window: Window, gradients: list[Tensor]) -> Tensor | None:
-        """Note whether gradients overflowed under the scale they carry; return the inverse, ``None`` for none."""
-        carried = window.carried
-        if carried is None:
-            return None
-        over_scale = inverse(carried.scale)
-        if gradients:
-            norm, _ = norms(gradients, carried.scale.device)
-            found = not_finite(norm * over_scale)
-            window.settled.append(Share(loss_id=carried.loss_id, scale=carried.scale, found_inf=found))
-        return None if carried.is_one else over_scale
-
-    # Before and after a step --------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Make ``.grad`` the unscaled sum of everything in the window."""
-        window = self.window
-        if window is None:
-            return
-        window.require_unchanged()
-        self.gather()
-        self._widen()
-        if window.aside:
-            self._set_aside(window)
-            for param, total in window.aside.items():
-                kept = getattr(param, "grad_dtype", None) or param.dtype
-                param.grad = total.to(kept) if total.layout == torch.strided else total
-            window.aside = {}
-            return
-        gradients = dense(self._with_gradients())
-        if (factor := self._share(window, gradients)) is not None:
-            multiply(gradients, factor)
-        window.carried = None
-
-    def close(self, gradients: Iterable[Tensor] | None = None) -> None:
-        """End the window after a step; what is left in ``.grad`` must be cleared before the next scaled gradients.
-
-        Args:
-            gradients: All gradients of the optimizers, dense, if the caller knows them.
-        """
-        window, self.window = self.window, None
-        if window is None:
-            return
-        if window.carried is None or not window.carried.is_one:
-            self._left = {mark(gradient) for gradient in gradients or dense(self._with_gradients())}
-
-    def forget(self) -> None:
-        """Drop the window, gradients set aside included."""
-        self.window = None
-        self._left.clear()
-
-
-def clusters(optimizers: list[Optimizer], masters: dict[int, MasterWeights]) -> list[Cluster]:
-    """Group optimizers that share parameters.
-
-    Args:
-        optimizers: All of a session's.
-        masters: Their masters, by ``id`` of the optimizer.
-    """
-    groups: list[tuple[list[Optimizer], set[int]]] = []
-    for optimizer in optimizers:
-        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        together = [optimizer]
-        apart = []
-        for others, theirs in groups:
-            if theirs & params:
-                together, params = [*others, *together], params | theirs
-            else:
-                apart.append((others, theirs))
-        groups = [*apart, (together, params)]
-    return [Cluster(found, [masters[id(o)] for o in found if id(o) in masters]) for found, _ in groups]
-
-
-def regrouped(known: list[Cluster], optimizers: list[Optimizer], masters: dict[int, MasterWeights]) -> list[Cluster]:
-    """Group optimizers anew if they were given parameter groups since, outside an accumulation window.
-
-    Args:
-        known: How they were grouped.
-        optimizers: As of :func:`clusters`.
-        masters: As of :func:`clusters`.
-
-    Raises:
-        StateError: Two of them have a master of the same parameter now.
-    """
-    if all(c.num_groups == _num_groups(c.optimizers) for c in known) or any(c.window for c in known):
-        return known
-    found = clusters(optimizers, masters)
-    leaves = [leaf for cluster in found for _, leaf in cluster._leaves()]
-    if len(set(map(id, leaves))) < len(leaves):
-        raise StateError(
-            "two optimizers update the same parameters, which can have only one master each",
-            where="a parameter group that was added since the last step",
-            write="add_param_group with parameters of no other optimizer; or O1, which needs no masters",
-        )
-    left = {mark for cluster in known for mark in cluster._left}
-    for cluster in found:
-        cluster._left = set(left)
-    return found
-
-
-def _num_groups(optimizers: list[Optimizer]) -> int:
-    return sum(len(optimizer.param_groups) for optimizer in optimizers)
-
-
-def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """Add two gradients, of which either may be sparse."""
-    return other + one if one.layout == torch.sparse_coo else one + other
