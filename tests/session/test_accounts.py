@@ -500,7 +500,7 @@ def test_on_overflow_raise_names_the_gradients_and_goes_on(level, fused):
     amp = MixedPrecision(model, optimizer, policy, on_overflow="raise")
     for event in ".X..":
         if event == "X":
-            with pytest.raises(NumericsError, match=r"where  1 of 3: of.b\n  why    an overflow under the loss scale 64;"):
+            with pytest.raises(NumericsError, match=r"where  1 of 3: of.b\n  why .*under the loss scale 64"):
                 iterate(model, amp, event, where="b")
             assert amp.loss_scale.item() == 32.0
         else:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mezzo
 from mezzo import MixedPrecision, NumericsError, PolicyError, StateError
 
 LEVELS = ["O0,loss_scale=dynamic", "O1,emulate=true", "O2,emulate=true"]
@@ -72,6 +73,7 @@ OPTIMIZERS = {
     "sam-adamw": lambda params: SAM(params, torch.optim.AdamW, lr=1e-2),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "mezzo's adamw": lambda params: mezzo.optim.AdamW(params, lr=1e-2),
     "twice": lambda params: Twice(params, lr=0.1, momentum=0.9),
 }
 
@@ -265,7 +267,7 @@ def test_an_overflow_puts_everything_back_and_halves_the_scale_once(kind, policy
     for step in range(2):
         assert not loop.step(step).skipped
     before = loop.snapshot()
-    several = kind not in ("sgd", "adamw")  # evaluations in one step
+    several = kind not in ("sgd", "adamw", "mezzo's adamw")  # evaluations in one step
     loop.spoil = loop.evaluations + (late and several)
     step = loop.step(2)
     assert bool(step.skipped)
@@ -376,7 +378,7 @@ def test_a_closure_without_backward_is_refused_and_changes_nothing(kind, policy)
 
 
 @pytest.mark.parametrize("policy", LEVELS)
-@pytest.mark.parametrize("kind", ["lbfgs", "lbfgs-wolfe", "sam", "adamw"])
+@pytest.mark.parametrize("kind", ["lbfgs", "lbfgs-wolfe", "sam", "adamw", "mezzo's adamw"])
 @pytest.mark.parametrize("after_backward", [False, True])
 def test_what_a_closure_raises_reaches_the_caller_and_changes_nothing(kind, policy, after_backward):
     loop = Loop(kind, policy)

@@ -889,7 +889,7 @@ def test_raising_on_overflow_leaves_the_loop_able_to_go_on():
         if struck:
             model.each[1].grad[0] = float("inf")
             with pytest.raises(
-                NumericsError, match=r"not finite\n  where  1 of 2: each.1\n  why    an overflow under the loss scale 256;"
+                NumericsError, match=r"not finite\n  where  1 of 2: each.1\n  why .*under the loss scale 256"
             ):
                 amp.step()
             assert not any(p.any() for p in model.parameters())

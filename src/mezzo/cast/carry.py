@@ -36,6 +36,7 @@ class Differences(RecomputedMode):
         self.casts = casts
         self.recomputing = recomputing  # in a backward pass
         self.plans = {plan.device_type: plan for plan in plans}
+        self.only = plans[0] if len(plans) == 1 else None
         self.key = remember(plans[0]) if len(plans) == 1 and not plans[0].pinned else ""
         self.shadows = 0  # how many regions inside this one are active
 
@@ -85,8 +86,8 @@ class Differences(RecomputedMode):
         return func(*args, **kwargs)
 
     def _plan_for(self, args: Any, kwargs: Any) -> Plan | None:
-        if len(self.plans) == 1:
-            return next(iter(self.plans.values()))
+        if self.only is not None:
+            return self.only
         kinds = (x.device.type for x in _tensors((args, kwargs)))
         return next((self.plans[kind] for kind in kinds if kind in self.plans), None)
 
@@ -120,7 +121,7 @@ def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: 
             args = (*_cast(args[:1], target), *args[1:])
             kwargs = kwargs | {name: _cast(value, target) for name, value in kwargs.items() if name == "input"}
         else:
-            args, kwargs = _cast(args, target, casts), _cast(kwargs, target, casts)
+            args, kwargs = _cast(args, target, casts), kwargs and _cast(kwargs, target, casts)
     if torch.compiler.is_compiling():
         with torch.autocast(plan.device_type, enabled=False):
             out = _run(handler, plan, func, args, kwargs)
@@ -204,11 +205,14 @@ def _all_low(value: Any, dtype: torch.dtype) -> bool:
 def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> Any:
     """Cast floating tensors, those in lists too; float64, complex, integer and bool ones are never cast."""
     if isinstance(value, Tensor):
-        if value.dtype not in _CASTABLE:
+        if value.dtype == dtype or value.dtype not in _CASTABLE:
             return value
-        return casts.cast(value, dtype) if casts is not None and isinstance(value, nn.Parameter) else value.to(dtype)
+        # Asking whether something is a Parameter is a Python call; activations are plain tensors.
+        if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
+            return value.to(dtype)
+        return casts.cast(value, dtype)
     if type(value) in (tuple, list):
-        return type(value)(_cast(item, dtype, casts) for item in value)
+        return type(value)([_cast(item, dtype, casts) for item in value])
     if type(value) is dict:
         return {key: _cast(item, dtype, casts) for key, item in value.items()}
     return value

@@ -331,8 +331,8 @@ class MixedPrecision:
     def unscale_(self, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Unscale the gradients now, for whoever wants to look at them or edit them before ``step``.
 
-        They are then those of ``master_params()``, in FP32 where these are. Any edit in place is honoured by
-        ``step``, which checks and clips what it finds.
+        They are then those of ``master_params()``, in FP32 where these are; parameters that have a master hold none.
+        Any edit is honoured by ``step``, which checks and clips what it finds.
 
         Args:
             optimizers: Whose gradients; all when omitted.
@@ -362,9 +362,9 @@ class MixedPrecision:
         Args:
             optimizers: Which optimizers step; all that have gradients when omitted.
             closure: For optimizers that evaluate the loss themselves (LBFGS, SAM): clears the gradients, computes
-                the loss and calls ``amp.backward(loss)``. If any evaluation overflows, weights and optimizer state
-                are put back. One optimizer at a time; one host sync for each evaluation, and a copy of weights and
-                state while the step runs.
+                the loss and calls ``amp.backward(loss)``. If any evaluation overflows, or raises, weights and the
+                optimizer's state and options are put back. One optimizer at a time; one host sync for each
+                evaluation, and a copy of weights and state while the step runs.
             scheduler: A learning-rate scheduler, or a callable, or a list of them, to step only if the weights
                 were. Needs one host sync.
 
@@ -515,6 +515,10 @@ class MixedPrecision:
 
     def master_params(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
         """Yield the tensors that the optimizers update: FP32 masters, or the parameters themselves.
+
+        Where these are FP32, averages of weights are averages of these: ``AveragedModel(model)`` made before the
+        session, and ``averaged.update_parameters(nn.ParameterList(amp.master_params()))`` for an optimizer over
+        ``model.parameters()``.
 
         Args:
             optimizer: One of the session's optimizers; all when omitted.
