@@ -205,7 +205,7 @@ class Cluster:
         if window is None:
             return
         if window.carried is None or not window.carried.is_one:
-            self._left = {mark(gradient) for gradient in gradients or dense(self._with_gradients())}
+            self._left = {(g.data_ptr(), g._version) for g in gradients or dense(self._with_gradients())}
 
     def forget(self) -> None:
         """Drop the window, gradients set aside included."""

@@ -52,7 +52,7 @@ def update(
     if len(folding) < len(optimizers) and (factor := checked.multiplier(max_norm)) is not None:
         apart = {id(param) for optimizer in folding for group in optimizer.param_groups for param in group["params"]}
         pairs = zip(checked.params, checked.gradients, strict=True)
-        multiply([gradient for param, gradient in pairs if id(param) not in apart], factor)
+        multiply([g for param, g in pairs if id(param) not in apart] if apart else checked.gradients, factor)
     divisor = checked.divisor(max_norm) if folding else None
     for optimizer in optimizers:
         if optimizer in on_device:
