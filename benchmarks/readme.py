@@ -29,11 +29,30 @@ def ratios(pattern: str) -> str:
     return "\n".join([*lines, "", f"{facts}; medians of {result['repetitions']} pairs."])
 
 
+def steps(pattern: str) -> str:
+    """The table of the newest ``benchmarks/step.py``, its first shapes, a row for each contender and dtype."""
+    results = json.loads(sorted(RESULTS.glob(pattern))[-1].read_text())
+    first = [result for result in results if result["shapes"] == results[0]["shapes"]]
+    lines = ["| step | dtype | ratio | 10–90 % | bytes moved | bytes kept | of copy bandwidth |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|"]
+    lines += [
+        f"| {row['name']} | {result['dtype']} | {row['ratio']:.2f} | {row['ratio_p10']:.2f}–{row['ratio_p90']:.2f} | "
+        f"{row['moved_bytes']:g} | {row['kept_bytes']:.3g} | {row['bandwidth_share']:.0%} |"
+        for result in first
+        for row in result["rows"]
+    ]
+    one = first[0]
+    facts = f"{one['machine']}, {one['threads']} threads, torch {one['torch']}, {one['date']}"
+    count = f"{one['shapes']}, {one['num_parameters'] / 1e6:.0f} M parameters"
+    return "\n".join([*lines, "", f"{facts}; {count}; medians of {one['repetitions']} rounds."])
+
+
 SECTIONS = {
     "digits-cnn": lambda: comparison("digits-cnn-cpu"),
     "docs-lm": lambda: comparison("docs-lm-cpu"),
     "session": lambda: ratios("session-cpu-*.json"),
     "scaler": lambda: ratios("scaler-cpu-*.json"),
+    "step": lambda: steps("step-cpu-*.json"),
     "engine": lambda: ratios("engine-cpu-*.json"),
 }
 

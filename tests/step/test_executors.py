@@ -222,7 +222,7 @@ def test_where_the_flag_stays_on_the_device_the_old_bits_are_written_again(maste
 
     parts, states = cohort.storage.parts(cohort.weights[0], cohort.extras[0]), cohort.states[0]
     targets = (*parts, *states)
-    kernel = compiled._traceable(cohort.rule, cohort.storage, tuple(t.dtype for t in targets), False)
+    kernel = compiled._traceable(cohort.rule, cohort.storage, False)
     scalars, key = cohort.rule.scalars(cohort.hypers, cohort.step + 1), torch.zeros((), dtype=torch.int32)
     kernel(gradients[0], targets, (), scalars, check.multiplier, check.found_inf, key)
     assert same_bits(tensors_of(cohort), before)

@@ -151,6 +151,7 @@ def bench_step(
             )
         )
     ready.clear()
+    calls.clear()  # which hold the same tensors
     gc.collect()
     return StepResult(
         shapes=name, num_parameters=count, dtype=dtype, device=where.type,

@@ -42,7 +42,7 @@ class Blocked:
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """See :class:`mezzo.step.passes.Executor`."""
-        return norms(gradients, CPU_BLOCK)
+        return norms(gradients)
 
     def prepare(self, cohort: Cohort) -> Update:
         """See :class:`mezzo.step.passes.Executor`."""

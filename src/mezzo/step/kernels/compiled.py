@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.kernels.layout import Block, norms, pieces, squares, units
+from mezzo.step.kernels.layout import Block, norms, pieces, units
 from mezzo.step.passes import Check, Cohort, Update, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.storage import Storage
@@ -24,8 +24,6 @@ __all__ = ["Compiled"]
 CPU_CHUNK: Final = 1 << 20
 #: Elsewhere: what int32 element numbers can count.
 DEVICE_CHUNK: Final = 1 << 30
-#: Gradients up to this length are summed without the compiler: two operations cost less than a compiled call.
-SHORT: Final = 1 << 15
 #: Squares are summed by rows of this length first, which is faster than one long sum and as accurate.
 ROW: Final = 1 << 12
 
@@ -50,24 +48,19 @@ class Compiled:
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """See :class:`mezzo.step.passes.Executor`."""
-        if not gradients or gradients[0].device.type != "cpu":
-            return norms(gradients, SHORT)
-        scratch = torch.empty(SHORT)
-        return torch.stack([_total(gradient.detach(), scratch) for gradient in gradients]).sqrt()
+        return norms(gradients, long=_squares)
 
     def prepare(self, cohort: Cohort) -> Update:
         """See :class:`mezzo.step.passes.Executor`."""
         return _CompiledUpdate(cohort)
 
 
-def _total(gradient: Tensor, scratch: Tensor) -> Tensor:
-    """Sum the squares of a gradient on the CPU: whole rows by a compiled kernel, the rest without."""
-    if gradient.numel() <= SHORT:
-        return squares(gradient, scratch)
+def _squares(gradient: Tensor) -> Tensor:
+    """Sum the squares of a long gradient on the CPU: whole rows by a compiled kernel, the rest without."""
     (vector,) = pieces(gradient, gradient.numel())
     whole = len(vector) // ROW * ROW
     total = _row_squares(gradient.dtype)(vector[:whole].view(-1, ROW)).sum()
-    return total + squares(vector[whole:], scratch) if whole < len(vector) else total
+    return total + vector[whole:].to(torch.float32).square().sum() if whole < len(vector) else total
 
 
 @cache
@@ -90,6 +83,7 @@ class _CompiledUpdate:
         self.cohort = cohort
         self.on_cpu = cohort.step.device.type == "cpu"
         self.units = units(cohort, CPU_CHUNK if self.on_cpu else DEVICE_CHUNK)
+        self.kernels: dict[tuple[torch.dtype, ...], Callable[..., None]] = {}
         self.spares: list[Tensor] = []
         self.random = cohort.random
         self.no_keys = torch.zeros((), dtype=torch.int32, device=cohort.step.device)
@@ -107,40 +101,42 @@ class _CompiledUpdate:
 
     def block(self, block: Block, gradient: Tensor, *shared: Tensor) -> None:
         targets = (*block.parts, *block.states)
-        dtypes = tuple(target.dtype for target in targets)
         if block.vectors and len(gradient) > 1:  # torch.compile would take a length of 1 for a constant
-            kernel = _kernel(self.cohort.rule, self.cohort.storage, dtypes, gradient.dtype, gradient.device)
-            kernel(gradient, targets, self.copies(targets), *shared)
+            self.kernel(gradient.dtype, targets)(gradient, targets, self.copies(targets), *shared)
         else:
-            kernel = _traceable(self.cohort.rule, self.cohort.storage, dtypes, self.on_cpu)
-            kernel(gradient, targets, tuple(target for target in targets if target.itemsize == 2), *shared)
+            copies = tuple(target for target in targets if target.itemsize == 2)
+            _traceable(self.cohort.rule, self.cohort.storage, self.on_cpu)(gradient, targets, copies, *shared)
+
+    def kernel(self, gradient: torch.dtype, targets: tuple[Tensor, ...]) -> Callable[..., None]:
+        dtypes = (gradient, *(target.dtype for target in targets))
+        if dtypes not in self.kernels:
+            self.kernels[dtypes] = _kernel(self.cohort.rule, self.cohort.storage, dtypes, targets[0].device)
+        return self.kernels[dtypes]
 
     def copies(self, targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         narrow = [target for target in targets if self.on_cpu and target.itemsize == 2]
         if len(self.spares) < len(narrow):
             self.spares = [torch.empty(CPU_CHUNK, dtype=torch.int16) for _ in narrow]
-        spares = (spare[: len(target)].view(target.dtype) for spare, target in zip(self.spares, narrow, strict=True))
+        spares = (spare[: len(target)].view(target.dtype) for spare, target in zip(self.spares, narrow, strict=False))
         return tuple(spare.copy_(target) for spare, target in zip(spares, narrow, strict=True))
 
 
 @cache
-def _kernel(
-    rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], gradient: torch.dtype, device: torch.device
-) -> Callable[..., None]:
-    """Compile pass 2 for vectors of these dtypes."""
+def _kernel(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Callable[..., None]:
+    """Compile pass 2 for vectors: of a gradient's dtype, then of the parts' and states'."""
     on_cpu = device.type == "cpu"
-    function = _traceable(rule, storage, dtypes, on_cpu)
-    wanted = (gradient, *dtypes, *(dtype for dtype in dtypes if on_cpu and dtype.itemsize == 2))
-    vectors = [torch.zeros(CPU_CHUNK, dtype=dtype, device=device) for dtype in wanted]
-    targets, copies = tuple(vectors[1 : 1 + len(dtypes)]), tuple(vectors[1 + len(dtypes) :])
+    copied = (dtype for dtype in dtypes[1:] if on_cpu and dtype.itemsize == 2)
+    vectors = [torch.zeros(CPU_CHUNK, dtype=dtype, device=device) for dtype in (*dtypes, *copied)]
+    targets, copies = tuple(vectors[1 : len(dtypes)]), tuple(vectors[len(dtypes) :])
     scalars, one = torch.ones(len(rule.numbers), device=device), torch.ones((), device=device)
     key = torch.zeros((), dtype=torch.int32, device=device)
-    return _compiled(function, f"{rule.name}_{storage.name}", vectors[0], targets, copies, scalars, one, one == 0, key)
+    function, name = _traceable(rule, storage, on_cpu), f"{rule.name}_{storage.name}"
+    return _compiled(function, name, vectors[0], targets, copies, scalars, one, one == 0, key)
 
 
 @cache
-def _traceable(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], on_cpu: bool) -> Callable[..., None]:
-    """Pass 2 in place, on tensors of these dtypes; those of 16 bits are read from copies on the CPU.
+def _traceable(rule: Rule, storage: Storage, on_cpu: bool) -> Callable[..., None]:
+    """Pass 2 in place; tensors of 16 bits are read from copies on the CPU.
 
     Elsewhere the step is predicated: with ``found_inf`` the old values are written again.
     """
