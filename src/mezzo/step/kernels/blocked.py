@@ -29,7 +29,7 @@ class Blocked:
     Rules without a kernel of torch's, storages that round at random or compensate, BF16 moments, weights with gaps and
     other devices than the CPU take the rule's and the storage's own operations instead.
 
-    **Cost**: per step the bytes of the stored tensors, once; on the CPU 4.5 MiB of scratch, elsewhere a few FP32
+    **Cost**: per step the bytes of the stored tensors, once; on the CPU 3.5 MiB of scratch, elsewhere a few FP32
     temporaries of a block. No host sync on other devices than the CPU.
     """
 

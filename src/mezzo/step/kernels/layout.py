@@ -116,21 +116,25 @@ class _Bundle:
 
     members: list[_Layout]
     _blocks: list[Block] = field(default_factory=list, init=False)
-    _columns: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)  # by part or state: one of each member
+    _columns: list[list[Tensor]] = field(default_factory=list, init=False)  # by part and state: the members' vectors
 
     def work(self, gradients: Sequence[Tensor]) -> Iterator[tuple[Block, Tensor]]:
         blocks = [member.blocks()[0] for member in self.members]
         if blocks != self._blocks:
             self._blocks = blocks
-            self._columns = list(zip(*((*block.parts, *block.states) for block in blocks), strict=True))
-        gradient = _joined([member.gradients(gradients[member.index])[0] for member in self.members])
-        vectors = [_joined(column) for column in self._columns]
-        parts = len(blocks[0].parts)
-        yield Block(index=0, start=0, parts=tuple(vectors[:parts]), states=tuple(vectors[parts:])), gradient
-        lengths = [member.length for member in self.members]
-        for column, vector in zip(self._columns, vectors, strict=True):
-            own = zip(column, torch.split_with_sizes(vector, lengths), strict=True)
-            torch._foreach_copy_(list(column), [piece.view(target.shape) for target, piece in own])
+            vectors = [(*block.parts, *block.states) for block in blocks if block.vectors]
+            self._columns = [list(column) for column in zip(*vectors, strict=True)]
+        own = [member.gradients(gradients[member.index])[0] for member in self.members]
+        both = list(zip(blocks, own, strict=True))
+        yield from ((block, gradient) for block, gradient in both if not block.vectors)
+        if self._columns:
+            joined = [_joined(column) for column in self._columns]
+            parts, states = joined[: len(blocks[0].parts)], joined[len(blocks[0].parts) :]
+            gradient = _joined([gradient for block, gradient in both if block.vectors])
+            yield Block(index=0, start=0, parts=tuple(parts), states=tuple(states)), gradient
+            lengths = [len(target) for target in self._columns[0]]
+            for targets, vector in zip(self._columns, joined, strict=True):
+                torch.split_with_sizes_copy(vector, lengths, out=targets)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
