@@ -22,6 +22,7 @@ from mezzo.step.storage import Parts
 __all__ = ["INPLACE", "Inplace", "Scratch"]
 
 _FP16_SMALLEST_NORMAL: Final = 0x0400
+_FP16_INFINITY: Final = 0x7C00
 #: FP32's spacing is 1 here: adding it rounds to the nearest integer, which then stands in the low bits.
 _UNIT_SPACING: Final = torch.tensor(1.5 * 2**23)
 
@@ -74,10 +75,7 @@ def _joined(weight: Tensor, remainder: Tensor, scratch: Scratch) -> Tensor:
     if weight.dtype == torch.bfloat16:
         wide.view(torch.int32).add_(other.view(torch.int32).copy_(remainder))
         return wide
-    # −1 where the weight is zero or subnormal, 0 elsewhere
-    subnormal = torch.bitwise_and(weight.view(torch.int16), 0x7FFF, out=scratch.mask)
-    subnormal.sub_(_FP16_SMALLEST_NORMAL).bitwise_right_shift_(15)
-    fixed = subnormal.bitwise_and_(remainder)
+    fixed = _subnormal(_magnitude(weight, scratch)).bitwise_and_(remainder)
     direct = torch.sub(remainder, fixed, out=scratch.small)
     wide.view(torch.int32).add_(other.view(torch.int32).copy_(direct))
     # Negated, so that −0.0 stays: −0.0 + 0.0 is 0.0.
@@ -107,15 +105,24 @@ def _halve(wide: Tensor, weight: Tensor, remainder: Tensor, scratch: Scratch) ->
         return
     weight.copy_(wide)
     high = scratch.other.copy_(weight)
-    finite = math.isfinite(high.sum().item())
     direct = remainder.copy_(bits).sub_(scratch.fixed.copy_(high.view(torch.int32)))  # modulo 2^16
     torch.add(_UNIT_SPACING, wide.sub_(high), alpha=2.0**39, out=wide)
     fixed = scratch.fixed.copy_(bits)
-    subnormal = torch.bitwise_and(weight.view(torch.int16), 0x7FFF, out=scratch.mask)
-    subnormal.sub_(_FP16_SMALLEST_NORMAL).bitwise_right_shift_(15)
-    direct.bitwise_xor_(fixed.bitwise_xor_(direct).bitwise_and_(subnormal))
+    magnitude = _magnitude(weight, scratch)
+    finite = magnitude.max().item() < _FP16_INFINITY
+    direct.bitwise_xor_(fixed.bitwise_xor_(direct).bitwise_and_(_subnormal(magnitude)))
     if not finite:
         remainder.masked_fill_(~weight.isfinite(), 0)
+
+
+def _magnitude(weight: Tensor, scratch: Scratch) -> Tensor:
+    """FP16 patterns without their sign, which are in the order of |w|."""
+    return torch.bitwise_and(weight.view(torch.int16), 0x7FFF, out=scratch.mask)
+
+
+def _subnormal(magnitude: Tensor) -> Tensor:
+    """−1 where a weight is zero or subnormal, 0 elsewhere, in place."""
+    return magnitude.clamp_(_FP16_SMALLEST_NORMAL - 1, _FP16_SMALLEST_NORMAL).sub_(_FP16_SMALLEST_NORMAL)
 
 
 def _mend_nan(wide: Tensor) -> None:
