@@ -328,3 +328,29 @@ def test_states_that_do_not_belong_here():
 
 def test_import_is_lazy():
     assert mezzo.optim is optim
+
+
+def test_short_parameters_are_updated_together_and_save_as_ever():
+    """On a CPU their state lies in one run; what is saved, loaded and continued knows nothing of it."""
+    params = [nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n))) for n in (3, 50, 7)]
+    alone = [nn.Parameter(param.detach().clone()) for param in params]
+    together, separately = optim.AdamW(params, lr=1e-2), [optim.AdamW([param], lr=1e-2) for param in alone]
+
+    def step(number, *optimizers):
+        for place, (one, other) in enumerate(zip(params, alone, strict=True)):
+            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(10 * number + place))
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for number in range(3):
+        step(number, together, *separately)
+    means = [together.state[param]["exp_avg"] for param in params]
+    assert len({mean.untyped_storage().data_ptr() for mean in means}) == 1
+    saved = copy.deepcopy(together.state_dict())
+    together = optim.AdamW(params, lr=1e-2)
+    together.load_state_dict(saved)
+    for number in range(3, 6):
+        step(number, together, *separately)
+    for one, other in zip(params, alone, strict=True):
+        assert torch.equal(one, other)

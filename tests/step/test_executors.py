@@ -7,9 +7,10 @@ import torch
 
 from mezzo import UnsupportedError
 from mezzo.step import split
-from mezzo.step.kernels import Blocked, Compiled, blocked, compiled
+from mezzo.step.kernels import Blocked, Compiled, blocked, compiled, layout
 from mezzo.step.kernels.inplace import INPLACE, Scratch
 from mezzo.step.passes import Cohort, advance, judge, updated
+from mezzo.step.runs import packed
 from mezzo.step.storage import FULL, PLAIN, PLANES, SPLIT, storage
 from mezzo.step.update import rule
 
@@ -144,9 +145,9 @@ class Reference:
         self.optimizer.step()
 
 
-def check_against_torch(executor_name, name, master, dtype, gradient_dtype):
+def check_against_torch(executor_name, name, master, dtype, gradient_dtype, shapes=SHAPES):
     executor = EXECUTORS[executor_name]()
-    cohort = cohort_of(executor, name, master, dtype)
+    cohort = cohort_of(executor, name, master, dtype, shapes)
     if "nesterov" in name:
         cohort.hypers["dampening"].zero_()
     reference = Reference(name, cohort)
@@ -224,9 +225,9 @@ def test_where_the_flag_stays_on_the_device_the_old_bits_are_written_again(maste
     targets = (*parts, *states)
     kernel = compiled._traceable(cohort.rule, cohort.storage, False)
     scalars, key = cohort.rule.scalars(cohort.hypers, cohort.step + 1), torch.zeros((), dtype=torch.int32)
-    kernel(gradients[0], targets, (), scalars, check.multiplier, check.found_inf, key)
+    kernel(gradients[0], targets, (), scalars, check.multiplier, check.found_inf, None, key)
     assert same_bits(tensors_of(cohort), before)
-    kernel(torch.ones(1000), targets, (), scalars, torch.tensor(1.0), torch.tensor(False), key)
+    kernel(torch.ones(1000), targets, (), scalars, torch.tensor(1.0), torch.tensor(False), None, key)
     assert not same_bits(tensors_of(cohort), before)
 
 
@@ -407,17 +408,37 @@ def test_second_moments_in_bfloat16_shrink_as_they_should(executor):
     torch.testing.assert_close(values_of(cohort)[0], values_of(exact)[0], rtol=0, atol=0.03)
 
 
-def test_random_bits_depend_on_place_and_step_alone(monkeypatch):
+@pytest.mark.parametrize("executor", [Blocked(), Compiled()], ids=["blocked", "compiled"])
+def test_random_bits_depend_on_place_and_step_alone(executor, monkeypatch):
     def run():
-        cohort = cohort_of(Blocked(), "adamw", None, BF16, rounding="stochastic", shapes=[(5000,), (300,)])
-        update = Blocked().prepare(cohort)
+        shapes = [(5000,), (300,), (7, 11), (2000,)]
+        cohort = cohort_of(executor, "adamw", None, BF16, rounding="stochastic", state_dtype=BF16, shapes=shapes)
+        update = executor.prepare(cohort)
         for step in range(3):
-            take(Blocked(), cohort, update, gradients_of(cohort, step, BF16))
-        return cohort.weights
+            take(executor, cohort, update, gradients_of(cohort, step, BF16))
+        return tensors_of(cohort)
 
-    whole = run()
+    bundled = run()
+    monkeypatch.setattr(layout, "SHORT", 0)
+    assert same_bits(run(), bundled)
     monkeypatch.setattr(blocked, "CPU_BLOCK", 512)
-    assert same_bits(run(), whole)
+    assert same_bits(run(), bundled)
+
+
+@pytest.mark.parametrize("master", ["split", "full"])
+@pytest.mark.parametrize("executor", [Blocked(), Compiled()], ids=["blocked", "compiled"])
+def test_where_states_lie_makes_no_difference(executor, master):
+    shapes = [(300,), (7, 11), (1,), (40,)]
+    apart, packed_one = (cohort_of(executor, "adamw", master, BF16, shapes=shapes) for _ in range(2))
+    planes = packed_one.storage is PLANES
+    packed_one.extras[:] = packed(packed_one.extras, planes=planes)
+    packed_one.states[:] = zip(*(packed(states) for states in zip(*packed_one.states, strict=True)), strict=True)
+    for cohort in (apart, packed_one):
+        update = executor.prepare(cohort)
+        for step in range(3):
+            take(executor, cohort, update, gradients_of(cohort, step, BF16))
+    assert same_bits(tensors_of(apart), tensors_of(packed_one))
+    assert (values_of(apart)[1] != 0).all()
 
 
 CASES = [0.0, -0.0, 1e-45, -1e-40, 2.0**-25, -(2.0**-25), 2.0**-14, 2.0**-14 - 2.0**-27, 65504.0, 65519.9, 65520.0]

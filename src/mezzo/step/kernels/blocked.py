@@ -75,15 +75,15 @@ class _Pure:
         seeds = keys(cohort.step, len(gradients), cohort.seed)
         for unit in self.units:
             for block, gradient in unit.work(gradients):
-                self.block(block, gradient, scalars, check, seeds[block.index])
+                self.block(block, gradient, scalars, check, seeds)
 
-    def block(self, block: Block, gradient: Tensor, scalars: Tensor, check: Check, key: Tensor) -> None:
+    def block(self, block: Block, gradient: Tensor, scalars: Tensor, check: Check, seeds: Tensor) -> None:
         weight = block.parts[0]
 
         def bits(slot: int) -> Tensor:
             count = weight.numel()
-            order = self.order if count <= len(self.order) else torch.arange(count, device=key.device).int()
-            return noise(order[:count].view(weight.shape), key + block.start, slot)
+            order = self.order if count <= len(self.order) else torch.arange(count, device=seeds.device).int()
+            return noise(*block.places.hashed(order[:count].view(weight.shape), seeds), slot)
 
         values, states = updated(
             self.cohort.rule, self.cohort.storage, gradient, block.parts, block.states, scalars, check.multiplier, bits
@@ -115,7 +115,7 @@ class _Native:
                     self.block(block, gradient, multiplier, hypers, step)
                 else:
                     scalars = rule.scalars(self.cohort.hypers, self.cohort.step)
-                    self.pure.block(block, gradient, scalars, check, key=self.cohort.step)
+                    self.pure.block(block, gradient, scalars, check, seeds=self.cohort.step)
 
     def block(
         self, block: Block, gradient: Tensor, multiplier: Tensor | None, hypers: dict[str, float], step: Tensor

@@ -86,7 +86,9 @@ class _CompiledUpdate:
         self.kernels: dict[tuple[torch.dtype, ...], Callable[..., None]] = {}
         self.spares: list[Tensor] = []
         self.random = cohort.random
-        self.no_keys = torch.zeros((), dtype=torch.int32, device=cohort.step.device)
+        # The kernel for bundles is that for long weights, so both get their element numbers from a vector on the CPU.
+        self.order = torch.arange(CPU_CHUNK, dtype=torch.int32) if self.random and self.on_cpu else None
+        self.no_key = torch.zeros((), dtype=torch.int32, device=cohort.step.device)
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
@@ -94,12 +96,19 @@ class _CompiledUpdate:
             return
         rule, step = self.cohort.rule, self.cohort.step
         shared = (rule.scalars(self.cohort.hypers, step), check.multiplier, check.found_inf)
-        seeds = keys(step, len(gradients), self.cohort.seed) if self.random else self.no_keys
+        seeds = keys(step, len(gradients), self.cohort.seed) if self.random else None
         for unit in self.units:
             for block, gradient in unit.work(gradients):
-                self.block(block, gradient, *shared, seeds[block.index] + block.start if self.random else seeds)
+                self.block(block, gradient, *shared, *self.hashed(block, gradient, seeds))
 
-    def block(self, block: Block, gradient: Tensor, *shared: Tensor) -> None:
+    def hashed(self, block: Block, gradient: Tensor, seeds: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Return what random bits are made from: element numbers, or None for 0, 1, …, and a key."""
+        if seeds is None:
+            return None, self.no_key
+        order = self.order[: len(gradient)] if self.order is not None and block.vectors else None
+        return block.places.hashed(order, seeds)
+
+    def block(self, block: Block, gradient: Tensor, *shared: Tensor | None) -> None:
         targets = (*block.parts, *block.states)
         if block.vectors and len(gradient) > 1:  # torch.compile would take a length of 1 for a constant
             self.kernel(gradient.dtype, targets)(gradient, targets, self.copies(targets), *shared)
@@ -129,9 +138,11 @@ def _kernel(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], devic
     vectors = [torch.zeros(CPU_CHUNK, dtype=dtype, device=device) for dtype in (*dtypes, *copied)]
     targets, copies = tuple(vectors[1 : len(dtypes)]), tuple(vectors[len(dtypes) :])
     scalars, one = torch.ones(len(rule.numbers), device=device), torch.ones((), device=device)
+    random = storage.random or any(dtype != torch.float32 for dtype in dtypes[len(dtypes) - len(rule.states) :])
+    order = torch.zeros(CPU_CHUNK, dtype=torch.int32) if random and on_cpu else None
     key = torch.zeros((), dtype=torch.int32, device=device)
     function, name = _traceable(rule, storage, on_cpu), f"{rule.name}_{storage.name}"
-    return _compiled(function, name, vectors[0], targets, copies, scalars, one, one == 0, key)
+    return _compiled(function, name, vectors[0], targets, copies, scalars, one, one == 0, order, key)
 
 
 @cache
@@ -148,6 +159,7 @@ def _traceable(rule: Rule, storage: Storage, on_cpu: bool) -> Callable[..., None
         scalars: Tensor,
         multiplier: Tensor,
         found_inf: Tensor,
+        order: Tensor | None,
         key: Tensor,
     ) -> None:
         rest = iter(copies)
@@ -155,8 +167,10 @@ def _traceable(rule: Rule, storage: Storage, on_cpu: bool) -> Callable[..., None
         parts, states = sources[: -len(rule.states) or None], sources[len(sources) - len(rule.states) :]
 
         def bits(slot: int) -> Tensor:
-            order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
-            return noise(order.view(gradient.shape), key, slot)
+            index = order
+            if index is None:
+                index = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
+            return noise(index.view(gradient.shape), key, slot)
 
         values, new = updated(rule, storage, gradient, parts, states, scalars, multiplier, bits)
         for target, source, value in zip(targets, sources, (*values, *new), strict=True):
@@ -175,7 +189,7 @@ def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callab
     compiled: Callable[..., Any] = torch.compile(own, fullgraph=True)
     for example in examples:
         for tensor in example if isinstance(example, tuple) else (example,):
-            if tensor.numel() == CPU_CHUNK:
+            if tensor is not None and tensor.numel() == CPU_CHUNK:
                 torch._dynamo.mark_dynamic(tensor, 0)
     try:
         with torch.no_grad():

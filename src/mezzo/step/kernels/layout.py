@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from mezzo.step.passes import Cohort
+from mezzo.step.runs import SHORT, run
 from mezzo.step.split import flat
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
 
-__all__ = ["Block", "Unit", "norms", "pieces", "squares", "units"]
+__all__ = ["Block", "Places", "Unit", "norms", "pieces", "squares", "units"]
 
-#: Weights up to this length are bundled: gathering and scattering one costs less than a kernel's call for it alone.
-SHORT: Final = 1 << 14
+#: Gradients up to this length are gathered for their norms.
+SHORT_NORM: Final = 1 << 14
 #: Elements whose squares are summed at a time without a compiler.
 NORM_BLOCK: Final = 1 << 18
+#: From here on a compiled kernel, which takes 100 µs to call, is faster.
+LONG_NORM: Final = 1 << 21
+
+OrderT = TypeVar("OrderT", Tensor, Tensor | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,18 +32,42 @@ class Block:
     """A run of elements to update.
 
     Args:
-        index: The weight's place in its cohort.
-        start: The first element's number.
-        parts: Views of the weight's stored tensors.
-        states: Views of its states.
+        parts: Views of the weights' stored tensors.
+        states: Views of their states.
         vectors: Whether they are vectors without gaps.
+        places: What random bits depend on beside the step.
     """
 
-    index: int
-    start: int
     parts: Parts
     states: States
     vectors: bool = True
+    places: Places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """Which elements of which weights a block holds.
+
+    Args:
+        index: The weight's place in its cohort, or each element's, int32.
+        start: The first element's number in its weight.
+        numbers: Each element's number in its weight, int32, where there are several weights.
+    """
+
+    index: int | Tensor
+    start: int = 0
+    numbers: Tensor | None = None
+
+    def hashed(self, order: OrderT, keys: Tensor) -> tuple[OrderT | Tensor, Tensor]:
+        """Return the ``index`` and ``key`` of :func:`mezzo.step.rounding.noise` for a block.
+
+        Args:
+            order: 0, 1, … as int32, in the block's shape, or whatever stands for that.
+            keys: Of :func:`mezzo.step.rounding.keys`.
+        """
+        if self.numbers is None:
+            return order, keys[self.index] + self.start
+        return self.numbers + keys[self.index], keys.new_zeros(())
 
 
 class Unit(Protocol):
@@ -49,14 +78,10 @@ class Unit(Protocol):
 
 
 def units(cohort: Cohort, block: int) -> list[Unit]:
-    """Divide a cohort into blocks of at most ``block`` elements.
-
-    What is rounded at random is not bundled, so that an element's random bits depend on nothing but its place.
-    """
-    random = cohort.random
+    """Divide a cohort into blocks of at most ``block`` elements."""
     alone = [_Layout(cohort, index, block) for index in range(len(cohort.weights))]
-    short = [] if random else [each for each in alone if each.length <= SHORT]
-    rest = [each for each in alone if random or each.length > SHORT]
+    short = [each for each in alone if each.length <= min(SHORT, block)]
+    rest = [each for each in alone if each.length > min(SHORT, block)]
     bundles: list[list[_Layout]] = [[]]
     for each in short:
         if sum(other.length for other in bundles[-1]) + each.length > block:
@@ -112,29 +137,45 @@ class _Layout:
 
 @dataclass(slots=True, eq=False)
 class _Bundle:
-    """Short weights, updated as one vector and put back."""
+    """Short weights, updated as one vector: what does not lie in one run is gathered, and put back."""
 
     members: list[_Layout]
     _blocks: list[Block] = field(default_factory=list, init=False)
     _columns: list[list[Tensor]] = field(default_factory=list, init=False)  # by part and state: the members' vectors
+    _runs: list[Tensor | None] = field(default_factory=list, init=False)  # by part and state: all of them as they lie
+    _places: Places = field(default_factory=lambda: Places(index=0), init=False)
 
     def work(self, gradients: Sequence[Tensor]) -> Iterator[tuple[Block, Tensor]]:
-        blocks = [member.blocks()[0] for member in self.members]
-        if blocks != self._blocks:
-            self._blocks = blocks
-            vectors = [(*block.parts, *block.states) for block in blocks if block.vectors]
-            self._columns = [list(column) for column in zip(*vectors, strict=True)]
+        self._look()
         own = [member.gradients(gradients[member.index])[0] for member in self.members]
-        both = list(zip(blocks, own, strict=True))
+        both = list(zip(self._blocks, own, strict=True))
         yield from ((block, gradient) for block, gradient in both if not block.vectors)
         if self._columns:
-            joined = [_joined(column) for column in self._columns]
-            parts, states = joined[: len(blocks[0].parts)], joined[len(blocks[0].parts) :]
+            pairs = list(zip(self._columns, self._runs, strict=True))
+            joined = [_joined(column) if lying is None else lying for column, lying in pairs]
+            count = len(self._blocks[0].parts)
             gradient = _joined([gradient for block, gradient in both if block.vectors])
-            yield Block(index=0, start=0, parts=tuple(parts), states=tuple(states)), gradient
+            yield Block(parts=tuple(joined[:count]), states=tuple(joined[count:]), places=self._places), gradient
             lengths = [len(target) for target in self._columns[0]]
-            for targets, vector in zip(self._columns, joined, strict=True):
-                torch.split_with_sizes_copy(vector, lengths, out=targets)
+            for (targets, lying), vector in zip(pairs, joined, strict=True):
+                if lying is None:
+                    torch.split_with_sizes_copy(vector, lengths, out=targets)
+
+    def _look(self) -> None:
+        """See where everything lies, anew if a tensor was given other memory."""
+        blocks = [member.blocks()[0] for member in self.members]
+        if blocks == self._blocks:
+            return
+        self._blocks = blocks
+        members = [member for member, block in zip(self.members, blocks, strict=True) if block.vectors]
+        vectors = [(*block.parts, *block.states) for block in blocks if block.vectors]
+        self._columns = [list(column) for column in zip(*vectors, strict=True)]
+        self._runs = [run(column) for column in self._columns]
+        if members and members[0].cohort.random:
+            whole = [torch.arange(each.length, dtype=torch.int32) for each in members]
+            index = [torch.full_like(numbers, each.index) for each, numbers in zip(members, whole, strict=True)]
+            device = members[0].cohort.step.device
+            self._places = Places(index=torch.cat(index).to(device), numbers=torch.cat(whole).to(device))
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -144,10 +185,10 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 def _cut(index: int, parts: Parts, states: States, block: int) -> list[Block]:
     tensors = flat(*parts, *states)
     if tensors is None:
-        return [Block(index=index, start=0, parts=parts, states=states, vectors=False)]
+        return [Block(parts=parts, states=states, vectors=False, places=Places(index=index))]
     cuts = zip(*(torch.split(vector, block) for vector in tensors), strict=True)
     return [
-        Block(index=index, start=number * block, parts=cut[: len(parts)], states=cut[len(parts) :])
+        Block(parts=cut[: len(parts)], states=cut[len(parts) :], places=Places(index=index, start=number * block))
         for number, cut in enumerate(cuts)
     ]
 
@@ -161,21 +202,21 @@ def norms(gradients: Sequence[Tensor], long: Callable[[Tensor], Tensor] | None =
 
     Args:
         gradients: Floating tensors of one device, any layout.
-        long: On the CPU, what sums the squares of gradients that are longer than a block.
+        long: On the CPU, what sums the squares of the longest.
     """
     if not gradients:
         return torch.zeros(0)
     gradients = [gradient.detach() for gradient in gradients]
     if gradients[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(gradients, 2, torch.float32))
-    short = [gradient for gradient in gradients if gradient.numel() <= SHORT]
+    short = [gradient for gradient in gradients if gradient.numel() <= SHORT_NORM]
     of_short = iter(_short_norms(short) if short else ())
     scratch = torch.empty(min(NORM_BLOCK, max(gradient.numel() for gradient in gradients)))
 
     def norm(gradient: Tensor) -> Tensor:
-        if gradient.numel() <= SHORT:
+        if gradient.numel() <= SHORT_NORM:
             return next(of_short)
-        if long is not None and gradient.numel() > NORM_BLOCK:
+        if long is not None and gradient.numel() > LONG_NORM:
             return long(gradient).sqrt()
         return squares(gradient, scratch).sqrt()
 
