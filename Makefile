@@ -37,6 +37,7 @@ bench: $(READY)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/scaler.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/train.py
 
 clean:  ## remove the environment and run directories
 	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 import mezzo
-from mezzo.cast.device import probe
+from mezzo.bench.facts import facts, write_dated
+from mezzo.bench.timing import Spread, against, in_turns, spread
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WARM_UP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +35,10 @@ class Row:
 
 def paired(mine: Callable[[], None], rival: Callable[[], None], repetitions: int) -> dict[str, float]:
     """Time two loops in turns, so that what disturbs the machine disturbs both; ratios are taken pair by pair."""
-    for _ in range(3):
-        mine()
-        rival()
-    pairs = [(_seconds(mine), _seconds(rival)) for _ in range(repetitions)]
-    ratios = sorted(a / b for a, b in pairs)
-    tenth = len(ratios) // 10
-    return {
-        "ratio": statistics.median(ratios),
-        "ratio_p10": ratios[tenth],
-        "ratio_p90": ratios[-1 - tenth],
-        "mezzo_ms": 1e3 * statistics.median(a for a, _ in pairs),
-        "rival_ms": 1e3 * statistics.median(b for _, b in pairs),
-    }
+    loops = {"mine": (_nothing, mine), "rival": (_nothing, rival)}
+    taken = in_turns(loops, torch.device(DEVICE), repetitions, WARM_UP)
+    middles = [statistics.median(taken[name]) for name in loops]
+    return _figures(against(taken["mine"], taken["rival"]), *middles)
 
 
 @dataclass(frozen=True)
@@ -68,65 +56,57 @@ def overheads(bare: Case, mine: Case, rival: Case, repetitions: int) -> dict[str
     What the bare optimizer step takes inside each is measured where its kernel does nothing else there; where it
     unscales as well, the median of a bare step of the same size is taken off.
     """
-    rounds = []
-    for number in range(repetitions + 3):
-        seconds = []
-        for case in (bare, mine, rival):
-            case.ready()
-            elapsed = _seconds(case.step)
-            seconds.append(elapsed - case.inside() if case.inside else elapsed)
-        if number >= 3:
-            rounds.append(seconds)
-    off = 0.0 if mine.inside else statistics.median(seconds[0] for seconds in rounds)
-    added = [[seconds[place] - off for seconds in rounds] for place in (1, 2)]
-    middle = statistics.median(added[1])
-    ratios = sorted(each / middle for each in added[0])
-    tenth = len(ratios) // 10
+    cases = {"bare": bare, "mine": mine, "rival": rival}
+    inside: dict[str, list[float]] = {name: [] for name in cases}
+    steps = {name: (case.ready, _noting(case, inside[name])) for name, case in cases.items()}
+    taken = in_turns(steps, torch.device(DEVICE), repetitions, WARM_UP)
+    off = 0.0 if mine.inside else statistics.median(taken["bare"])
+    added = {
+        name: [whole - part - off for whole, part in zip(taken[name], inside[name][WARM_UP:], strict=True)]
+        for name in ("mine", "rival")
+    }
+    middle = statistics.median(added["rival"])
+    return _figures(spread([each / middle for each in added["mine"]]), statistics.median(added["mine"]), middle)
+
+
+def _noting(case: Case, inside: list[float]) -> Callable[[], None]:
+    """Return the step, which also notes how long the bare step inside it took."""
+
+    def step() -> None:
+        case.step()
+        inside.append(case.inside() if case.inside else 0.0)
+
+    return step
+
+
+def _figures(ratio: Spread, mine: float, rival: float) -> dict[str, float]:
     return {
-        "ratio": statistics.median(ratios),
-        "ratio_p10": ratios[tenth],
-        "ratio_p90": ratios[-1 - tenth],
-        "mezzo_ms": 1e3 * statistics.median(added[0]),
-        "rival_ms": 1e3 * middle,
+        "ratio": ratio.median,
+        "ratio_p10": ratio.p10,
+        "ratio_p90": ratio.p90,
+        "mezzo_ms": 1e3 * mine,
+        "rival_ms": 1e3 * rival,
     }
 
 
-def _seconds(loop: Callable[[], object]) -> float:
-    _synchronize()
-    start = time.perf_counter()
-    loop()
-    _synchronize()
-    return time.perf_counter() - start
-
-
-def _synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+def _nothing() -> None:
+    """A loop has nothing to be made ready."""
 
 
 def show(rows: list[Row], title: str) -> None:
     table = Table("case", "against", "ratio", "10–90 %", "mezzo ms", "rival ms", title=f"{title} ({DEVICE})")
     for row in rows:
-        spread = f"{row.ratio_p10:.2f}–{row.ratio_p90:.2f}"
+        tenths = f"{row.ratio_p10:.2f}–{row.ratio_p90:.2f}"
         times = f"{row.mezzo_ms:.3g}", f"{row.rival_ms:.3g}"
-        table.add_row(row.name, row.against, f"{row.ratio:.3f}", spread, *times)
+        table.add_row(row.name, row.against, f"{row.ratio:.3f}", tenths, *times)
     Console(width=140).print(table)
 
 
-def write(folder: Path, name: str, rows: list[Row], **facts: Any) -> None:
-    """Write one dated result: beside, then renamed."""
-    date = datetime.date.today().isoformat()
+def write(folder: Path, name: str, rows: list[Row], **more: Any) -> None:
+    """Write one dated result with the facts of this machine."""
     result = {
-        "date": date, "device": DEVICE,
-        "machine": torch.cuda.get_device_name() if DEVICE == "cuda" else probe("cpu").name,
-        "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "python": platform.python_version(), "mezzo": mezzo.__version__,
+        **facts(torch.device(DEVICE)), "mezzo": mezzo.__version__,
         "tf32": DEVICE == "cuda" and torch.backends.cuda.matmul.allow_tf32,
-        **facts, "rows": [asdict(row) for row in rows],
+        **more, "rows": [asdict(row) for row in rows],
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{name}-{DEVICE}-{date}.json"
-    beside = target.with_suffix(".json.part")
-    beside.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    beside.replace(target)
-    print(f"written to {target}")
+    print(f"written to {write_dated(folder, name, result)}")

@@ -6,7 +6,6 @@ Run with ``make bench``; the same as ``mezzo bench step``, for all shapes and bo
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from harness import DEVICE
 from mezzo.bench import bench_step
+from mezzo.bench.facts import write_dated
 
 
 def main() -> None:
@@ -34,12 +34,7 @@ def main() -> None:
             results.append(result.to_json())
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"step-{DEVICE}-{results[0]['date']}.json"
-    beside = target.with_suffix(".json.part")
-    beside.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    beside.replace(target)
-    print(f"written to {target}")
+    print(f"written to {write_dated(options.out, 'step', results)}")
 
 
 if __name__ == "__main__":

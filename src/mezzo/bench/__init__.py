@@ -5,5 +5,7 @@ under ``benchmarks/results``.
 """
 
 from mezzo.bench.step import StepResult, bench_step
+from mezzo.bench.train import bench_train
+from mezzo.bench.train_result import TrainResult
 
-__all__ = ["StepResult", "bench_step"]
+__all__ = ["StepResult", "TrainResult", "bench_step", "bench_train"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
 import math
-import os
-import platform
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,9 +11,9 @@ import torch
 from rich.table import Table
 
 from mezzo.bench.contenders import CONTENDERS
+from mezzo.bench.facts import facts
 from mezzo.bench.shapes import shapes
-from mezzo.bench.timing import copy_bandwidth, in_turns, spread
-from mezzo.cast.device import probe
+from mezzo.bench.timing import against, copy_bandwidth, in_turns, spread
 from mezzo.errors import PolicyError, nearest
 
 __all__ = ["StepResult", "StepRow", "bench_step"]
@@ -134,7 +131,7 @@ def bench_step(
               for each in names}  # fmt: skip
     rows = []
     for each in names:
-        ratio = spread([mine / rival for mine, rival in zip(totals[each], totals[names[0]], strict=True)])
+        ratio = against(totals[each], totals[names[0]])
         total = spread(totals[each]).median
         moved = CONTENDERS[each].moved_bytes[low]
         rows.append(
@@ -154,9 +151,11 @@ def bench_step(
     calls.clear()  # which hold the same tensors
     gc.collect()
     return StepResult(
-        shapes=name, num_parameters=count, dtype=dtype, device=where.type,
-        machine=torch.cuda.get_device_name(where) if where.type == "cuda" else probe("cpu").name,
-        threads=torch.get_num_threads(), cores=os.cpu_count() or 0, torch=torch.__version__,
-        python=platform.python_version(), date=datetime.date.today().isoformat(), repetitions=repetitions,
-        copy_gb_per_s=bandwidth / 1e9, rows=rows,
-    )  # fmt: skip
+        shapes=name,
+        num_parameters=count,
+        dtype=dtype,
+        repetitions=repetitions,
+        copy_gb_per_s=bandwidth / 1e9,
+        rows=rows,
+        **facts(where),
+    )

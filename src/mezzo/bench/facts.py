@@ -1,0 +1,62 @@
+"""What a benchmark ran on, and the dated file that keeps it beside what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mezzo.cast.device import probe
+
+__all__ = ["facts", "write_dated"]
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Return date, device, machine and versions.
+
+    Args:
+        device: Where the benchmark runs.
+
+    Example:
+        >>> list(facts(torch.device("cpu")))
+        ['date', 'device', 'machine', 'cores', 'threads', 'torch', 'python']
+    """
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device.type,
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else probe("cpu").name,
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def write_dated(folder: Path, name: str, result: dict[str, Any] | list[dict[str, Any]]) -> Path:
+    """Write a result to ``NAME-DEVICE-DATE.json``: beside, then renamed.
+
+    Args:
+        folder: Where; made if it is not there.
+        name: Of the benchmark.
+        result: What :func:`facts` says and what was measured; of several results the first one's facts count.
+
+    Returns:
+        The file.
+
+    Example:
+        >>> import tempfile
+        >>> write_dated(Path(tempfile.mkdtemp()), "step", {"device": "cpu", "date": "2026-11-21"}).name
+        'step-cpu-2026-11-21.json'
+    """
+    first = result[0] if isinstance(result, list) else result
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{name}-{first['device']}-{first['date']}.json"
+    beside = target.with_suffix(".json.part")
+    beside.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    beside.replace(target)
+    return target

@@ -1,0 +1,396 @@
+"""Whole training steps: every way trains alike, what is counted is right, nothing that does not train is timed."""
+
+import dataclasses
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.bench import bench_train, ways
+from mezzo.bench import train as bench
+from mezzo.bench.events import counted, observe
+from mezzo.bench.nets import NETS, loss_of
+from mezzo.bench.train_result import TrainRow
+from mezzo.bench.ways import WAYS, Task
+from mezzo.cli import main
+from mezzo.errors import NumericsError, PolicyError, UnsupportedError
+
+CPU = torch.device("cpu")
+EVERYWHERE = ["fp32", "torch.amp", "mezzo O1", "mezzo O2"]
+
+
+def task(net="64-tiny", dtype=torch.bfloat16, device=CPU):
+    model, batch = NETS[net].make("least", device)
+    return Task(name=net, model=model, batch=batch, dtype=dtype, compiled=False)
+
+
+def started(way, *args, **kwargs):
+    return WAYS[way].start(task(*args, **kwargs))
+
+
+def oracle(net, steps):
+    """Losses of AdamW with clipping in float64, written out."""
+    model, (inputs, targets) = NETS[net].make("least", CPU)
+    model.double()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    params = list(model.parameters())
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
+    losses = []
+    for step in range(1, steps + 1):
+        loss = loss_of(model(inputs), targets)
+        losses.append(loss.item())
+        gradients = torch.autograd.grad(loss, params)
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+        with torch.no_grad():
+            for param, gradient, (first, second) in zip(params, gradients, moments, strict=True):
+                gradient = gradient * min(1.0, 1.0 / (norm + 1e-6))
+                first.mul_(0.9).add_(0.1 * gradient)
+                second.mul_(0.999).add_(0.001 * gradient.square())
+                update = first / (1 - 0.9**step) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+                param.mul_(1 - 1e-4 * 0.01).sub_(1e-4 * update)
+    return losses
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("way", EVERYWHERE)
+def test_every_way_trains_as_a_float64_loop_does(net, way):
+    training = started(way, net)
+    losses, expected = [float(training.step()) for _ in range(4)], oracle(net, 4)
+    assert losses[-1] < losses[0]
+    if net == "resnet-50":
+        # Adam's first step has the gradient's sign and a batch norm over 16 values passes it on: only the loss before
+        # it can be foretold. In BF16 53 layers round by 2**-9 each.
+        assert losses[0] == pytest.approx(expected[0], rel=1e-4 if way == "fp32" else 53 * 2**-9)
+    else:
+        assert losses == pytest.approx(expected, rel=1e-4 if way == "fp32" else 2**-7)  # two units of BF16's eight bits
+
+
+@pytest.mark.parametrize("way", ["torch.amp", "mezzo O1", "mezzo O2"])
+def test_every_way_trains_in_float16(way):
+    training = started(way, dtype=torch.float16)
+    assert [float(training.step()) for _ in range(4)] == pytest.approx(oracle("64-tiny", 4), rel=2**-9)
+    assert training.emulated or "mezzo" not in way or torch.cpu._is_amx_fp16_supported()
+
+
+@pytest.mark.parametrize("way", EVERYWHERE)
+def test_each_step_casts_as_it_says_and_leaves_no_gradient(way):
+    made, seen = task(), []
+    training = WAYS[way].start(made)
+    made.model.linears[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    training.step()
+    assert seen == [torch.float32 if way == "fp32" else torch.bfloat16]
+    assert all(param.grad is None for param in made.model.parameters())
+
+
+@pytest.mark.parametrize("way", EVERYWHERE)
+def test_each_step_clips(way, monkeypatch):
+    """Gradients clipped to far below AdamW's eps move nothing."""
+    monkeypatch.setattr(ways, "_MAX_NORM", 1e-14)
+    training = started(way)
+    assert [float(training.step()) for _ in range(4)] == pytest.approx([oracle("64-tiny", 1)[0]] * 4, rel=2**-9)
+
+
+def test_bytes_held_are_weights_moments_counts_and_batch():
+    fp32, split = started("fp32"), started("mezzo O2")
+    for training in (fp32, split):
+        training.step()
+    batch = 4 * 8 * 4 + 4 * 8
+    assert fp32.held_bytes() == 352 * 12 + 16 * 4 + batch
+    # Half a weight and its other half: the same, with counts and hyper-parameters as device tensors.
+    assert 352 * 12 + batch <= split.held_bytes() < 352 * 12 + batch + 200
+
+
+def test_networks_are_those_of_the_papers():
+    with torch.device("meta"):
+        made = {name: net.build(**net.sizes["full"]) for name, net in NETS.items()}
+    counts = {name: sum(p.numel() for p in model.parameters()) for name, model in made.items()}
+    assert counts["gpt2-small"] == 124_439_808 + (50304 - 50257) * 768  # transformers' GPT2Model, padded vocabulary
+    assert counts["resnet-50"] == 25_557_032  # torchvision's resnet50
+    assert sum(isinstance(module, nn.Linear) for module in made["64-tiny"].modules()) == 64
+
+
+def test_a_network_is_the_same_each_time_and_leaves_the_generator_alone():
+    for net in NETS.values():
+        first, batch = net.make("least", CPU)
+        torch.rand(1)
+        state = torch.get_rng_state()
+        second, again = net.make("least", CPU)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+        assert all(map(torch.equal, batch, again))
+
+
+def test_no_token_sees_later_ones():
+    model, (tokens, _) = NETS["gpt2-small"].make("least", CPU)
+    other = tokens.clone()
+    other[:, 5:] = (other[:, 5:] + 1) % 64
+    assert torch.equal(model(tokens)[:, :5], model(other)[:, :5])
+    assert not torch.allclose(model(tokens)[:, 5:], model(other)[:, 5:])
+
+
+# Counting -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", EVERYWHERE)
+def test_one_more_item_is_one_more_sync(way):
+    training = started(way)
+    training.step()
+    without = observe(training.step, CPU)
+    more = observe(lambda: training.step().item(), CPU)
+    assert more.syncs == without.syncs + 1
+    assert more.calls == without.calls + 1
+    assert without.syncs == 0 or "O2" in way  # torch's fused AdamW reads its step counts on a CPU only
+
+
+def test_calls_are_those_from_python_and_from_autograd():
+    x = torch.ones(10, requires_grad=True)
+    assert observe(lambda: x.exp().sin(), CPU).calls == 2
+    assert observe(lambda: nn.functional.linear(x, torch.eye(10)), CPU).calls == 2  # what eye and linear call is inside
+    with_backward = observe(lambda: torch.autograd.grad(x.exp(), x, torch.ones(10)), CPU).calls
+    assert with_backward == 3  # exp, ones, and exp's backward: a product with the result
+
+
+def test_growth_is_the_most_that_was_alive_at_once():
+    x = torch.ones(1000)  # 4000 bytes
+
+    def step():
+        a = x.exp()
+        b = a.sin()  # 8000
+        del a
+        c = b.cos()  # 4000 freed, 4000 new
+        del b, c
+        return x.double()  # 8000
+
+    assert observe(step, CPU).growth_bytes == 8000
+
+
+def test_a_trace_of_a_gpu():
+    def event(category, name, start=0, duration=1):
+        return {"cat": category, "name": name, "ts": start, "dur": duration, "tid": 1, "args": {}}
+
+    trace = [
+        event("cpu_op", "aten::linear", 0, 10), event("cpu_op", "aten::addmm", 2, 5), event("cpu_op", "aten::exp", 20),
+        event("cpu_op", "AddmmBackward0", 30, 9), event("cpu_op", "aten::mm", 31),
+        event("kernel", "sm90_xmma_gemm"), event("kernel", "exp_kernel"), event("kernel", "triton_poi_fused_0"),
+        event("gpu_memcpy", "Memcpy HtoD"), event("gpu_memset", "Memset"), event("gpu_user_annotation", "AdamW.step"),
+        event("cuda_runtime", "cudaLaunchKernel"), event("cuda_runtime", "cudaLaunchKernelExC"),
+        event("cuda_runtime", "cudaGraphLaunch"), event("cuda_driver", "cuLaunchKernelEx"),
+        event("cuda_runtime", "cudaMemcpyAsync"), {"ph": "M", "name": "process_name"},
+    ]  # fmt: skip
+    found = counted(trace, cuda_syncs=2)
+    assert (found.calls, found.kernels, found.launches, found.syncs, found.growth_bytes) == (3, 3, 4, 2, None)
+
+
+# The benchmark --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def result():
+    return bench_train("64-tiny", size="least", repetitions=3)
+
+
+def test_every_way_has_a_row_against_torch_amp(result):
+    assert [row.name for row in result.rows] == EVERYWHERE
+    assert {row.against for row in result.rows} == {"torch.amp"}
+    assert [row.ratio for row in result.rows if row.way == "torch.amp"] == [1.0]
+    for row in result.rows:
+        assert row.ratio_p10 <= row.ratio <= row.ratio_p90
+        assert row.items_per_s == pytest.approx(result.items_per_step / (row.step_ms / 1e3))
+        assert row.last_loss < row.first_loss
+        assert (row.kernels, row.launches, row.compiled, row.tf32) == (None, None, False, False)
+
+
+def test_all_start_from_the_same_loss(result):
+    assert [row.first_loss for row in result.rows] == pytest.approx([oracle("64-tiny", 1)[0]] * 4, rel=2**-7)
+
+
+def test_the_peak_holds_what_lives_between_steps_and_gradients(result):
+    peaks = {row.way: row.peak_bytes / result.num_parameters for row in result.rows}
+    assert all(peak > 16 for way, peak in peaks.items() if way != "mezzo O2")  # weight, gradient, two moments
+    assert peaks["mezzo O2"] > 14  # weight, remainder, two moments, and a gradient in low precision
+
+
+def test_machine_date_versions_and_sizes_are_in_the_json(result):
+    written = json.loads(json.dumps(result.to_json()))
+    assert written["entries"] == {"width": 8, "layers": 4, "batch": 4}
+    assert (written["items_per_step"], written["unit"]) == (4, "samples")
+    assert written["num_parameters"] == 4 * (8 * 8 + 8 + 8 + 8)
+    assert written["torch"] == torch.__version__
+    assert written["mezzo"] == mezzo.__version__
+    assert {"date", "machine", "threads", "cores", "python", "dtype", "repetitions"} <= written.keys()
+    assert set(written["rows"][0]) == {field.name for field in dataclasses.fields(TrainRow)}
+    assert "_local_scalar_dense" in written["syncs_are"]
+
+
+def test_what_is_left_out_is_said(result):
+    assert "fp32 TF32 is left out: the cpu has no TF32" in result.notes
+    assert any(note.startswith("mezzo O2 captured is left out") for note in result.notes)
+
+
+def test_chosen_ways_run_beside_reference_and_rival():
+    found = bench_train("64-tiny", size="least", repetitions=1, ways=["mezzo O2"])
+    assert [row.way for row in found.rows] == ["fp32", "torch.amp", "mezzo O2"]
+    assert found.notes == []
+
+
+def test_a_captured_step_is_made_of_the_step_and_its_batch(monkeypatch):
+    captured = []
+    monkeypatch.setattr(mezzo, "capture", lambda step, *batch: captured.append(batch) or step, raising=False)
+    losses = [
+        [float(training.step()) for _ in range(3)] for training in map(started, ("mezzo O2 captured", "mezzo O2"))
+    ]
+    assert losses[0] == losses[1]
+    assert [tensor.shape for tensor in captured[0]] == [(4, 8), (4,)]
+    assert WAYS["mezzo O2 captured"].absent("cuda") == ""
+    assert WAYS["mezzo O2 captured"].absent("cpu") == "on the cpu a captured step is the plain call"
+
+
+def test_a_way_that_this_device_lacks_is_noted(monkeypatch):
+    def start(_):
+        raise UnsupportedError("no such kernel here")
+
+    monkeypatch.setattr(bench, "WAYS", dict(WAYS) | {"mezzo O1": dataclasses.replace(WAYS["mezzo O1"], start=start)})
+    found = bench_train("64-tiny", size="least", repetitions=1, ways=["mezzo O1"])
+    assert [row.way for row in found.rows] == ["fp32", "torch.amp"]
+    assert found.notes == ["mezzo O1 is left out: no such kernel here"]
+
+
+def spoilt(way, monkeypatch, spoil):
+    """Let a way return losses that something was done to."""
+
+    def start(made):
+        training, number = WAYS[way].start(made), iter(range(1000))
+        return dataclasses.replace(training, step=lambda: spoil(training.step(), next(number)))
+
+    monkeypatch.setattr(bench, "WAYS", dict(WAYS) | {way: dataclasses.replace(WAYS[way], start=start)})
+
+
+@pytest.mark.parametrize("spoil", [lambda loss, _: loss * math.nan, lambda loss, number: loss + number])
+def test_what_does_not_train_is_not_timed(monkeypatch, spoil):
+    spoilt("mezzo O1", monkeypatch, spoil)
+    with pytest.raises(NumericsError, match=r"mezzo O1 does not train(.|\n)*loss from (.|\n)*fp32 trains on the same"):
+        bench_train("64-tiny", size="least", repetitions=1, ways=["mezzo O1"])
+
+
+def test_a_reference_that_is_not_finite_is_no_reference(monkeypatch):
+    spoilt("fp32", monkeypatch, lambda loss, _: loss * math.inf)
+    with pytest.raises(NumericsError, match="fp32 does not train"):
+        bench_train("64-tiny", size="least", repetitions=1, ways=["mezzo O1"])
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"net": "gpt2"}, "unknown net 'gpt2'(.|\n)*did you mean 'gpt2-small'"),
+        ({"size": "smal"}, "unknown size 'smal'(.|\n)*did you mean 'small'"),
+        ({"dtype": "float32"}, "unknown dtype 'float32'(.|\n)*valid: bfloat16, float16"),
+        ({"ways": ["mezzo O1", "mezo O2"]}, "unknown way 'mezo O2'(.|\n)*did you mean 'mezzo O2'"),
+        ({"repetitions": 0}, "no rounds to time: 0 repetitions"),
+        ({"dtype": "half", "ways": ["apex"]}, "2 problems(.|\n)*'half'(.|\n)*'apex'"),
+    ],
+)
+def test_what_cannot_be_measured(wrong, said):
+    with pytest.raises(PolicyError, match=said):
+        bench_train(**{"net": "64-tiny", "size": "least"} | wrong)
+
+
+def test_a_device_without_counters():
+    with pytest.raises(UnsupportedError, match="training steps are not measured on meta"):
+        bench_train("64-tiny", size="least", device="meta")
+
+
+# Command and script ---------------------------------------------------------------------------------------
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "train", *words])
+    return stopped.value.code, *capsys.readouterr()
+
+
+QUICK = ("--size", "least", "--device", "cpu", "--repetitions", "1", "--ways", "mezzo O1, mezzo O2")
+
+
+def test_the_command_prints_json(capsys):
+    code, out, _ = run(capsys, *QUICK, "--net", "gpt2-small", "--dtype", "float16", "--json")
+    printed = json.loads(out)
+    assert (code, printed["net"], printed["dtype"], printed["unit"]) == (0, "gpt2-small", "float16", "tokens")
+    assert [row["way"] for row in printed["rows"]] == EVERYWHERE
+
+
+def test_the_command_prints_a_table(capsys):
+    code, out, _ = run(capsys, *QUICK)
+    assert code == 0
+    assert all(word in out for word in (*EVERYWHERE, "samples/s", "peak MiB", "aten calls", "10–90 %"))
+
+
+def test_the_command_refuses_unknown_ways(capsys):
+    code, out, err = run(capsys, *QUICK, "--ways", "O1")
+    assert (code, out) == (2, "")
+    assert "unknown way 'O1'" in err
+
+
+def test_the_script_writes_one_dated_file(monkeypatch, tmp_path, capsys):
+    folder = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    words = ["--nets", "64-tiny", "--ways", "mezzo O2", "--repetitions", "1", "--small", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words, "--no-compiled"])
+    runpy.run_path(str(folder / "train.py"), run_name="__main__")
+    (written,) = tmp_path.iterdir()
+    results = json.loads(written.read_text())
+    assert written.name == f"train-{results[0]['device']}-{results[0]['date']}.json"
+    assert [row["way"] for row in results[0]["rows"]] == ["fp32", "torch.amp", "mezzo O2"]
+    assert f"written to {written}" in capsys.readouterr().out.replace("\n", "")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--nets", "bert"])
+    with pytest.raises(SystemExit, match="unknown net 'bert'"):
+        runpy.run_path(str(folder / "train.py"), run_name="__main__")
+
+
+# Compiled, and on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
+def test_compiled_ways_are_compared_with_torch_amp_compiled():
+    found = bench_train("64-tiny", size="least", repetitions=1, compiled=True)
+    rows = {row.name: row for row in found.rows}
+    assert list(rows) == [*EVERYWHERE, *(f"{way}, compiled" for way in EVERYWHERE)]
+    assert rows["torch.amp, compiled"].against == "torch.amp"
+    assert {rows[f"{way}, compiled"].against for way in EVERYWHERE if way != "torch.amp"} == {"torch.amp, compiled"}
+    for way in EVERYWHERE:
+        assert rows[f"{way}, compiled"].calls < rows[way].calls
+        assert rows[f"{way}, compiled"].first_loss == pytest.approx(rows[way].first_loss, rel=2**-7)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.filterwarnings("default:Please use the new API settings")
+def test_a_gpu_says_kernels_launches_and_tf32():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    found = bench_train("64-tiny", size="least", device="cuda", repetitions=2)
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    rows = {row.way: row for row in found.rows}
+    assert [way for way, row in rows.items() if row.tf32] == ["fp32 TF32"]
+    assert all(row.kernels > 0 and row.launches > 0 and row.peak_bytes > 0 for row in found.rows)
+    assert rows["mezzo O2"].syncs == 0
+    assert rows["mezzo O2 captured"].launches < rows["mezzo O2"].launches / 4
+    assert found.steps_per_round >= 5
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("way", EVERYWHERE)
+def test_on_a_gpu_one_more_item_is_one_more_sync(way):
+    device = torch.device("cuda")
+    training = started(way, device=device)
+    training.step()
+    assert observe(lambda: training.step().item(), device).syncs == observe(training.step, device).syncs + 1
