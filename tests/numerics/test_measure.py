@@ -141,6 +141,33 @@ def test_kernels_that_have_no_wider_form():
     assert largest_in(torch.float32, aten.add.Tensor, (x, x), {}, [], 1) is None
 
 
+@torch.library.custom_op("mezzo_tests::half_only", mutates_args=())
+def half_only(x: torch.Tensor, refusal: str) -> torch.Tensor:
+    if x.dtype != torch.float16:
+        raise {"assert": AssertionError, "table": KeyError, "torch": NotImplementedError}[refusal](x.dtype)
+    return x * x
+
+
+@pytest.mark.parametrize("refusal", ["assert", "table", "torch"])
+def test_a_user_s_kernel_refuses_a_wider_format_in_its_own_way(refusal):
+    x = torch.tensor([300.0], dtype=torch.float16)
+    kernel = torch.ops.mezzo_tests.half_only.default
+    assert largest_in(torch.float16, kernel, (x, refusal), {}, [], 0) == math.inf
+    assert largest_in(torch.float32, kernel, (x, refusal), {}, [], 0) is None
+    assert needed(kernel, (x, refusal), {}, operands(kernel, (x, refusal), {}), 0, x.dtype) == (None, None)
+
+
+def test_an_interrupt_is_no_refusal():
+    class Interrupted:
+        tags, _schema = (), torch.ops.aten.abs.default._schema
+
+        def __call__(self, x):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        largest_in(torch.float32, Interrupted(), (torch.ones(1),), {}, [], 0)
+
+
 @dataclass
 class Point:
     x: torch.Tensor

@@ -176,8 +176,31 @@ def test_which_changes_are_seen(write, is_seen):
     assert str(kept) == "input 0 (float32, 2×2)"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_tensors_without_a_version_or_an_address():
     with torch.inference_mode():
-        inference = torch.ones(2)
-    for tensor in (inference, torch.ones(2, 2).to_sparse()):
+        inference = [torch.ones(2, 2), torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_mkldnn()]
+    plain = [torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_sparse_csr(), torch.ones(2, 2).to_mkldnn()]
+    for tensor in (*inference, *plain):
         assert not Kept.of(tensor, "input 0").is_changed
+    for tensor in plain:
+        kept = Kept.of(tensor, "input 0")
+        tensor.mul_(2)
+        assert kept.is_changed
+
+
+def test_a_sparse_input_made_in_inference_mode_is_kept_as_any_other():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, edges):
+            return edges.to_dense() @ self.weight
+
+    with torch.inference_mode():
+        edges = torch.eye(2).to_sparse()
+    model = Graph()
+    recorder = Recorder([model])
+    model(edges).sum()
+    assert events(recorder) == ["forward"]

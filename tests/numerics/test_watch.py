@@ -71,3 +71,11 @@ def test_memory_that_nothing_was_written_to(watch):
 def test_an_end_that_nothing_made(watch):
     found = watch.first([torch.tensor([torch.nan])])
     assert (found.source, found.tensor.name) == ("given", "a tensor made before the step")
+
+
+def test_a_sparse_tensor_that_a_cast_takes_beyond_its_range(watch):
+    """It has no storage by which it could be followed: the first dense tensor is blamed."""
+    with Checks(watch):
+        y = torch.full((3,), 1e6).mul(torch.ones(3)).to_sparse().to(torch.float16).to_dense()
+    assert not y.isfinite().any()
+    assert watch.first([y]).kernel == "aten::_to_dense"

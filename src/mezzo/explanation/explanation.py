@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from mezzo.errors import PolicyError, StateError
 from mezzo.explanation.differences import Difference, differences
+from mezzo.explanation.document import Document
 
 __all__ = ["Cast", "Explanation", "Finding", "FindingKind", "Misaligned", "Padding", "Row"]
-
-_VERSION: Final = 1
 
 FindingKind = Literal["disagreement", "idle rule", "shadowed rule", "unreachable", "fast path", "no backward"]
 
@@ -138,7 +136,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(Document):
     """Which precision each op in each module gets, and why: what :func:`mezzo.explain` returns.
 
     It prints as tables, compares by value, and goes to JSON and back without loss.
@@ -190,15 +188,6 @@ class Explanation:
 
     # Data ---------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain containers, as JSON has them."""
-        data: dict[str, Any] = json.loads(self.to_json())
-        return data
-
-    def to_json(self) -> str:
-        """Write everything as one JSON object; :meth:`from_json` reads it back."""
-        return json.dumps({"version": _VERSION, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False)
-
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` wrote.
@@ -207,14 +196,14 @@ class Explanation:
             StateError: It is not JSON, not an explanation, or one of another version.
         """
         try:
-            data = json.loads(text)
+            version, data = cls._opened(text)
         except ValueError as error:
             raise StateError("this is not an explanation", why=f"not JSON: {error}", write=_AGAIN) from error
-        if not isinstance(data, dict) or "version" not in data:
-            raise StateError("this is not an explanation", why="it names no version", write=_AGAIN)
-        if (version := data.pop("version")) != _VERSION:
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StateError("this is not an explanation", why="it names no version", write=_AGAIN) from error
+        if version != cls._version:
             raise StateError(
-                f"the explanation has version {version!r}", why=f"this mezzo reads version {_VERSION}", write=_AGAIN
+                f"the explanation has version {version!r}", why=f"this mezzo reads version {cls._version}", write=_AGAIN
             )
         try:
             for name, kind in (("rows", Row), ("casts", Cast), ("misaligned", Misaligned), ("findings", Finding)):

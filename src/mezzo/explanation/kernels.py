@@ -18,6 +18,7 @@ __all__ = [
     "is_view",
     "multiple_of",
     "product",
+    "same_storage",
     "tensors",
 ]
 
@@ -98,11 +99,17 @@ class Storages:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage; sparse, nested and opaque ones have none."""
+    """Return a tensor's storage; sparse and opaque ones have none."""
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:  # torch keeps no list of the layouts that have none; what is not labelled is an activation
         return None
+
+
+def same_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are views of one memory."""
+    mine, theirs = _storage(one), _storage(other)
+    return mine is not None and theirs is not None and bool(mine._cdata == theirs._cdata)
 
 
 # Products -------------------------------------------------------------------------------------------

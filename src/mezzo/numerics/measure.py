@@ -155,7 +155,7 @@ def largest_in(
     try:
         results = kernel(*pytree.tree_map(widen, args), **pytree.tree_map(widen, kwargs))
         result = [each for each in tensors(results) if has_fraction(each.dtype)][position]
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+    except Exception:  # a user's kernel refuses a format in its own way, an assert or a KeyError; the report goes on
         return None
     return float(_values(result).abs().amax()) if result.numel() else None
 

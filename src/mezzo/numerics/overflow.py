@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 from mezzo.errors import StateError, message
 from mezzo.explanation.differences import MODEL
+from mezzo.explanation.document import Document
 
 __all__ = ["Changed", "Kind", "Overflow", "Phase", "Range"]
-
-_VERSION: Final = 1
 
 Phase = Literal["forward", "backward"]
 Kind = Literal[
@@ -64,7 +61,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overflow:
+class Overflow(Document):
     """The first non-finite tensor of a training step that led on, why it arose, and what to change.
 
     It prints as an error does, compares by value, and goes to JSON and back.
@@ -107,15 +104,6 @@ class Overflow:
     cause: str
     cure: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain containers, as JSON has them."""
-        data: dict[str, Any] = json.loads(self.to_json())
-        return data
-
-    def to_json(self) -> str:
-        """Write everything as one JSON object; :meth:`from_json` reads it back."""
-        return json.dumps({"version": _VERSION, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False)
-
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` wrote.
@@ -125,9 +113,9 @@ class Overflow:
         """
         again = "overflow.to_json(), read back with Overflow.from_json(text)"
         try:
-            data = json.loads(text)
-            if (version := data.pop("version")) != _VERSION:
-                raise ValueError(f"it has version {version!r}, and this mezzo reads version {_VERSION}")
+            version, data = cls._opened(text)
+            if version != cls._version:
+                raise ValueError(f"it has version {version!r}, and this mezzo reads version {cls._version}")
             ranges = [_range(item) for item in (data["tensor"], *data["inputs"])]
             return cls(**data | {"tensor": ranges[0], "inputs": tuple(ranges[1:])})
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -42,7 +42,10 @@ class Kept:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the tensor was changed in place, or given other storage. Writes through ``.data`` are not seen."""
+        """Whether the tensor was changed in place, or given other storage.
+
+        Writes through ``.data``, and to tensors that were made in inference mode, are not seen: they count no version.
+        """
         return _mark(self.tensor) != self.mark
 
     def __str__(self) -> str:
@@ -185,7 +188,8 @@ def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[tuple[s
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
+    version = -1 if tensor.is_inference() else tensor._version
     try:
-        return (-1 if tensor.is_inference() else tensor._version), tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse tensors have no one address
-        return tensor._version, 0
+        return version, tensor.data_ptr()
+    except RuntimeError:  # sparse and opaque tensors have no one address; in-place ops on them count as versions
+        return version, 0

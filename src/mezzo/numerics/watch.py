@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mezzo.explanation.calls import Decider
 from mezzo.explanation.frames import kernel_name, user_line
-from mezzo.explanation.kernels import Storages, has_fraction, is_allocation, is_cast, is_view, tensors
+from mezzo.explanation.kernels import Storages, has_fraction, is_allocation, is_cast, is_view, same_storage, tensors
 from mezzo.explanation.trace import LOSS, Place, Trace
 from mezzo.numerics.casting import casting_frames, function_around, is_emulation
 from mezzo.numerics.measure import (
@@ -190,7 +190,7 @@ class Watch(Trace):
             return origin
         last, frames = self._last, casting_frames()
         is_emulated = any(is_emulation(frame) for frame in frames)
-        made_here = last is not None and last.tensor.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+        made_here = last is not None and same_storage(last.tensor, args[0])
         if last is not None and made_here and (is_emulated or last.where is self._identity()):
             # The call rounds its own result: what counts is what the result was computed from.
             origin = self._add("made", kernel, result, _rounded(last.read, result.dtype) if is_emulated else last.read)
