@@ -184,3 +184,27 @@ def test_a_changed_policy_recompiles_and_an_equal_one_does_not():
     with mezzo.autocast(policy, "cpu"):
         compiled(x)
     assert counter.frame_count == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it in frames that start with an activation
+@pytest.mark.parametrize("policy", [*WHOLE_GRAPH, "O2,dtype=bfloat16", "O2,dtype=float16,emulate=true", "O3"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_new_tensors_compile_nothing_anew(policy, pinned):
+    """Each batch is another tensor: nothing compiled may depend on which one it is."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    policy = mezzo.Policy.parse(policy)
+    model = Block()
+    handle = mezzo.prepare(
+        model, policy.keep_fp32(modules=[next(iter(dict(model.named_children())))]) if pinned else policy
+    )
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter)
+    counts = []
+    for _ in range(4):
+        with handle.autocast():
+            compiled(torch.randn(4, 8)).float().sum().backward()
+        counts.append(counter.frame_count)
+    assert counts[1:] == [counts[0]] * 3

@@ -116,7 +116,7 @@ def test_nothing_survives_the_step():
     model, amp = session("O1,dtype=float16,emulate=true")
     with amp.autocast():
         loss = model(model(torch.ones(2, 8))).float().mean()
-    (kept,) = [entry.cast for entry in amp._prepared[0].casts._casts.values()]
+    (kept,) = [entry.cast for entry in amp._parts.prepared[0].casts._casts.values()]
     watch = weakref.ref(kept)
     del kept
     amp.backward(loss)

@@ -124,12 +124,18 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     Returns:
         The same structure, of the same types.
     """
-    made: dict[int, Tensor] = {}  # one cast for a tensor that stands in several places, as in attention(x, x, x)
+    # One cast for a tensor that stands in several places, as in attention(x, x, x). Found by `is`: on an id() compiled
+    # code would depend, and be compiled again for every new tensor.
+    made: list[tuple[Tensor, Tensor]] = []
 
     def cast_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dtype not in CASTABLE or leaf.dtype == dtype:
             return _cast_leaf(leaf, dtype)
-        return made[id(leaf)] if id(leaf) in made else made.setdefault(id(leaf), leaf.to(dtype))
+        for seen, cast in made:
+            if seen is leaf:
+                return cast
+        made.append((leaf, leaf.to(dtype)))
+        return made[-1][1]
 
     return pytree.tree_map(cast_leaf, value)
 
