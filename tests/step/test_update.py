@@ -1,6 +1,7 @@
 """Update rules against torch's own optimizers, in FP32 and in float64, and against their papers."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -195,3 +196,13 @@ def test_a_rule_is_a_value_found_again_by_name_and_options():
 def test_unknown_rules_and_options_are_refused(arguments, match):
     with pytest.raises(PolicyError, match=match):
         rule(*arguments)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "sgd momentum", "lion"])
+def test_a_gradient_that_is_not_a_number_does_not_go_unseen(name):
+    update = rule(*name.split())
+    hypers = {key: torch.tensor(0.1, dtype=torch.float64) for key in update.hypers}
+    states = tuple(torch.zeros(2) for _ in update.states)
+    scalars = update.scalars(hypers, torch.tensor(1))
+    weight, _ = update.update(torch.tensor([math.nan, 1.0]), torch.ones(2), states, scalars)
+    assert weight.isnan().tolist() == [True, False]

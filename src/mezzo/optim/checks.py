@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mezzo.errors import PolicyError, StateError, nearest
+from mezzo.errors import PolicyError, StateError, nearest, some_of
+from mezzo.optim.state import EXTRAS
 from mezzo.step.storage import storage
 
-__all__ = ["check_group", "check_unchanged"]
+__all__ = ["check_arguments", "check_group", "check_unchanged"]
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
-#: Hyper-parameters, the least they may be, and where they must stop.
-_RANGES: Final = {
-    "lr": (0.0, float("inf")),
-    "eps": (0.0, float("inf")),
-    "weight_decay": (0.0, float("inf")),
-    "momentum": (0.0, float("inf")),
-    "dampening": (float("-inf"), float("inf")),
+_WEIGHT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+#: Of the other halves that go with a weight of any low precision; a compensation has the weight's own.
+_ANY_WEIGHT: Final = (torch.int16, torch.uint8, torch.float32)
+#: Hyper-parameters, the least they may be, and what to write.
+_LEAST: Final = {
+    "lr": (0.0, "1e-3"),
+    "eps": (0.0, "1e-8"),
+    "weight_decay": (0.0, "0.01"),
+    "momentum": (0.0, "0.9"),
+    "dampening": (-math.inf, "0.0"),
 }
+_ONE_PASS: Final = "a step here is always one pass that never waits for the host, so that a CUDA graph can capture it"
+#: Arguments of torch's optimizers that have no meaning here: why, and what to write instead.
+_TORCH_ONLY: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        **dict.fromkeys(("foreach", "fused", "capturable"), (_ONE_PASS, "leave it out")),
+        "differentiable": ("autograd does not record an update here", "leave it out; torch.optim's where it is True"),
+        "decoupled_weight_decay": ("that is another class here", "leave it out; mezzo.optim.AdamW where it is True"),
+    }
+)
+
+
+def check_arguments(optimizer: object, others: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that an optimizer's signature does not name.
+
+    Args:
+        optimizer: The optimizer under construction.
+        others: What is left over.
+
+    Raises:
+        PolicyError: One message lists everything.
+    """
+    kind = type(optimizer)
+    known = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    problems = []
+    for name, value in others.items():
+        if name in _TORCH_ONLY:
+            why, write = _TORCH_ONLY[name]
+            problems.append(PolicyError(f"{kind.__name__} takes no {name}={value!r}", why=why, write=write))
+        else:
+            problems.append(PolicyError(f"{kind.__name__} has no argument {name!r}", why=nearest(name, known)))
+    if problems:
+        raise PolicyError.together(problems)
 
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise all that is wrong with the values of a parameter group.
+
+    Args:
+        group: With the defaults filled in. Its parameters are looked at where they are a list.
 
     Raises:
         PolicyError: One message lists everything.
@@ -35,12 +77,12 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def _problems(group: Mapping[str, Any]) -> Iterator[PolicyError]:
-    for name, (least, most) in _RANGES.items():
-        value = group.get(name, 0.0)
-        if not isinstance(value, Tensor) and not (isinstance(value, (int, float)) and least <= value < most):
-            yield PolicyError(f"{name} is {value!r}", why=f"it is a finite number from {least:g}", write=f"{name}=0.01")
+    for name, (least, example) in _LEAST.items():
+        if not _is_number(group.get(name, 0.0), least, math.inf):
+            why = "it is a finite number" + (f" from {least:g}" if math.isfinite(least) else "")
+            yield PolicyError(f"{name} is {group[name]!r}", why=why, write=f"{name}={example}")
     betas = group.get("betas", (0.0, 0.0))
-    if len(betas) != 2 or not all(isinstance(b, Tensor) or 0.0 <= b < 1.0 for b in betas):
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b, 0.0, 1.0) for b in betas)):
         yield PolicyError(f"betas are {betas!r}", why="each is from 0 to below 1", write="betas=(0.9, 0.999)")
     if group.get("nesterov") and (not group.get("momentum") or group.get("dampening")):
         yield PolicyError(
@@ -55,24 +97,69 @@ def _problems(group: Mapping[str, Any]) -> Iterator[PolicyError]:
         storage(group["master"], torch.bfloat16, rounding=group["rounding"])
     except PolicyError as error:
         yield error
+    yield from _wrong_weights(group.get("params"))
+
+
+def _is_number(value: Any, least: float, end: float) -> bool:
+    """Whether a value is from ``least`` to below ``end``. A tensor is not asked, which would wait for its device."""
+    if isinstance(value, Tensor):
+        return True
+    return isinstance(value, (int, float)) and math.isfinite(value) and least <= value < end
+
+
+def _wrong_weights(params: Any) -> Iterator[PolicyError]:
+    """Look for weights that no storage takes; those that are not trained may be anything, quantised for instance."""
+    wrong = []
+    for each in params if isinstance(params, (list, tuple)) else ():
+        name, param = each if isinstance(each, tuple) else ("a parameter", each)
+        if isinstance(param, Tensor) and param.requires_grad and param.dtype not in _WEIGHT_DTYPES:
+            wrong.append(f"{name} ({_word(param.dtype)}, shape {tuple(param.shape)})")
+    if wrong:
+        yield PolicyError(
+            "weights in a format that no optimizer of mezzo's updates",
+            where=some_of(wrong),
+            why="weights are float32, float16 or bfloat16",
+            write="model.float() first; or requires_grad_(False) for what is not trained",
+        )
 
 
 def check_unchanged(param: Tensor, state: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuse a parameter whose shape or device is not that of its state any more.
+    """Refuse a parameter whose shape, device or dtype is not that of its state any more.
+
+    Args:
+        param: The parameter.
+        state: What the optimizer keeps for it.
+        names: The update rule's states.
 
     Raises:
-        StateError: With both.
+        StateError: With both. A cast is seen where it drops bits that the other half of the weight needs: to float32,
+            and of a compensated weight to any dtype.
     """
-    for name in names:
-        if name in state and state[name].shape != param.shape:
+    for name in (name for name in (*names, *EXTRAS) if name in state):
+        kept = state[name]
+        shape = kept.shape[1:] if kept.dtype == torch.uint8 else kept.shape  # remainders may be two planes of bytes
+        if shape != param.shape:
             raise StateError(
                 "a parameter was resized after the optimizer made its state",
-                where=f"{tuple(state[name].shape)} → {tuple(param.shape)}, {name}",
+                where=f"{tuple(shape)} → {tuple(param.shape)}, {name}",
                 write="a new optimizer over the new parameters",
             )
-        if name in state and state[name].device != param.device:
+        if name in EXTRAS and (param.dtype == torch.float32 or kept.dtype not in (*_ANY_WEIGHT, param.dtype)):
+            raise StateError(
+                "a parameter was cast while the optimizer keeps the other half of its value",
+                where=f"shape {tuple(param.shape)}, now {_word(param.dtype)}, and its {name}",
+                why="the FP32 value follows from both halves, and the cast took part of one",
+                write="model.to(the dtype it had), and then\n"
+                "held = optimizer.release(); model.float()\n"
+                "for param, value in held.items(): param.data.copy_(value)",
+            )
+        if kept.device != param.device:
             raise StateError(
                 "a parameter was moved after the optimizer made its state",
-                where=f"{state[name].device} → {param.device}, shape {tuple(param.shape)}",
+                where=f"{kept.device} → {param.device}, shape {tuple(param.shape)}",
                 write="model.to(device) before the optimizer is made, or optimizer.load_state_dict after it",
             )
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Literal, Never, TypedDict, Unpack
 
+from torch import Tensor
+
+from mezzo.optim.checks import check_arguments
 from mezzo.optim.optimizer import Group, OnePassOptimizer, Params
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion"]
@@ -12,6 +15,16 @@ __all__ = ["SGD", "Adam", "AdamW", "Lion"]
 Master = Literal["split", "full"] | None
 StateDtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic", "kahan"]
+
+
+class _TorchOnly(TypedDict, total=False):
+    """Arguments of torch's optimizers that have no meaning here: named for type checkers, and refused with a reason."""
+
+    foreach: Never
+    fused: Never
+    capturable: Never
+    differentiable: Never
+    decoupled_weight_decay: Never
 
 
 class AdamW(OnePassOptimizer):
@@ -28,14 +41,16 @@ class AdamW(OnePassOptimizer):
         master: How FP32 values of low-precision parameters are kept: ``"split"`` (16 remainder bits beside the
             parameter, 2 bytes), ``"full"`` (an FP32 copy, 4 bytes) or ``None`` (not at all).
         state_dtype: Of the running means: ``"float32"``, or ``"bfloat16"``, rounded stochastically.
-        rounding: Of low-precision parameters without a master.
+        rounding: Of low-precision parameters without a master: to the ``"nearest"`` value, ``"stochastic"`` to a
+            neighbour at random, or ``"kahan"``, which keeps what was dropped in 2 bytes more.
 
     Raises:
-        PolicyError: A value that no update can work with.
+        PolicyError: A value that no update can work with, or an argument of torch's that chooses among its
+            implementations (``fused``, ``foreach``, ``capturable``, ``differentiable``): there is one here.
 
-    **Cost**: bytes moved a parameter with ``"split"`` and BF16: 28 (20 with BF16 means). Bytes kept beside the
-    parameter and its gradient: 10 with ``"split"``, 12 with ``"full"``, 8 with ``None``; 4 less with BF16 means.
-    No host sync on a GPU.
+    **Cost**: bytes moved a parameter with ``"split"`` and BF16: 28 (20 with BF16 means). Bytes kept beside a
+    low-precision parameter and its gradient: 10 with ``"split"``, 12 with ``"full"``, 8 with ``None``; 4 less with
+    BF16 means. ``amsgrad`` keeps one mean more. No host sync on a GPU.
 
     Example:
         >>> import mezzo, torch
@@ -59,7 +74,7 @@ class AdamW(OnePassOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: Any = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -69,7 +84,9 @@ class AdamW(OnePassOptimizer):
         master: Master = "split",
         state_dtype: StateDtype = "float32",
         rounding: Rounding = "nearest",
+        **torch_only: Unpack[_TorchOnly],
     ) -> None:
+        check_arguments(self, torch_only)
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
             master=master, state_dtype=state_dtype, rounding=rounding,
@@ -80,7 +97,9 @@ class AdamW(OnePassOptimizer):
 
 
 class Adam(AdamW):
-    """Adam; ``weight_decay`` is added to the gradient. Arguments as :class:`AdamW`.
+    """Adam; ``weight_decay`` is added to the gradient, times the weight.
+
+    Arguments, errors and costs are those of :class:`AdamW`.
 
     References:
         Kingma & Ba, *Adam*, ICLR 2015.
@@ -91,14 +110,22 @@ class Adam(AdamW):
     def __init__(
         self,
         params: Params,
-        lr: Any = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        **options: Any,
+        *,
+        maximize: bool = False,
+        master: Master = "split",
+        state_dtype: StateDtype = "float32",
+        rounding: Rounding = "nearest",
+        **torch_only: Unpack[_TorchOnly],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize,
+            master=master, state_dtype=state_dtype, rounding=rounding, **torch_only,
+        )  # fmt: skip
 
 
 class SGD(OnePassOptimizer):
@@ -112,9 +139,16 @@ class SGD(OnePassOptimizer):
         weight_decay: Added to the gradient, times the weight.
         nesterov: Look ahead along the momentum.
         maximize: Climb instead of descend.
-        master: As :class:`AdamW`.
-        state_dtype: As :class:`AdamW`.
-        rounding: As :class:`AdamW`.
+        master: How FP32 values are kept, as in :class:`AdamW`; so are ``state_dtype`` and ``rounding``.
+        state_dtype: Of the momentum.
+        rounding: Of low-precision parameters without a master.
+
+    Raises:
+        PolicyError: As :class:`AdamW`, and ``nesterov`` without momentum or with dampening.
+
+    **Cost**: bytes moved a parameter with ``"split"`` and BF16: 20 with momentum, 12 without. Bytes kept beside a
+    low-precision parameter and its gradient: 6 with ``"split"``, 8 with ``"full"``, 4 with ``None``; 2 less with
+    BF16 momentum, 4 less without momentum. No host sync on a GPU.
 
     References:
         Sutskever et al., *On the importance of initialization and momentum in deep learning*, ICML 2013.
@@ -125,7 +159,7 @@ class SGD(OnePassOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: Any = 1e-3,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -135,7 +169,9 @@ class SGD(OnePassOptimizer):
         master: Master = "split",
         state_dtype: StateDtype = "float32",
         rounding: Rounding = "nearest",
+        **torch_only: Unpack[_TorchOnly],
     ) -> None:
+        check_arguments(self, torch_only)
         super().__init__(
             params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
             maximize=maximize, master=master, state_dtype=state_dtype, rounding=rounding,
@@ -154,20 +190,25 @@ class Lion(OnePassOptimizer):
         betas: Interpolation for the direction, and decay of the momentum.
         weight_decay: Decoupled, as in :class:`AdamW`.
         maximize: Climb instead of descend.
-        master: As :class:`AdamW`.
-        state_dtype: As :class:`AdamW`.
-        rounding: As :class:`AdamW`.
+        master: How FP32 values are kept, as in :class:`AdamW`; so are ``state_dtype`` and ``rounding``.
+        state_dtype: Of the momentum.
+        rounding: Of low-precision parameters without a master.
+
+    Raises:
+        PolicyError: As :class:`AdamW`.
+
+    **Cost**: that of :class:`SGD` with momentum.
 
     References:
         Chen et al., *Symbolic Discovery of Optimization Algorithms*, NeurIPS 2023.
     """
 
-    _rule: ClassVar[str] = "lion"
+    _rule = "lion"
 
     def __init__(
         self,
         params: Params,
-        lr: Any = 1e-4,
+        lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
@@ -175,7 +216,9 @@ class Lion(OnePassOptimizer):
         master: Master = "split",
         state_dtype: StateDtype = "float32",
         rounding: Rounding = "nearest",
+        **torch_only: Unpack[_TorchOnly],
     ) -> None:
+        check_arguments(self, torch_only)
         super().__init__(
             params, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
             master=master, state_dtype=state_dtype, rounding=rounding,

@@ -17,7 +17,8 @@ from mezzo.optim.executors import executor_for
 from mezzo.optim.hypers import Hypers
 from mezzo.optim.state import plain_state, restored_state
 from mezzo.step.passes import Check, Cohort, Executor, Update, advance
-from mezzo.step.storage import Storage, storage
+from mezzo.step.runs import SHORT, packed, stands_alone
+from mezzo.step.storage import PLANES, Storage, storage
 from mezzo.step.update import Rule, rule
 
 __all__ = ["Group", "OnePassOptimizer", "Params"]
@@ -35,6 +36,15 @@ class _Ready:
     params: list[Tensor]
     cohort: Cohort
     update: Update
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """The parameters of a group that have gradients, their rule, and what tells one such set from another."""
+
+    params: list[Tensor]
+    rule: Rule
+    key: tuple[Any, ...]
 
 
 class OnePassOptimizer(Optimizer):
@@ -65,8 +75,10 @@ class OnePassOptimizer(Optimizer):
         Raises:
             PolicyError: A hyper-parameter that no update can work with; nothing was added.
         """
-        check_group({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        params = param_group["params"]
+        given = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
+        check_group({**self.defaults, **given})
+        super().add_param_group(given)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -79,14 +91,16 @@ class OnePassOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            StateError: A parameter got another shape or dtype since its state was made.
-            UnsupportedError: A sparse gradient.
+            StateError: A parameter was resized, moved, or cast so that half of its value is lost, since its state
+                was made.
+            UnsupportedError: A sparse gradient. Whatever is raised, nothing was updated.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = [each for number in range(len(self.param_groups)) for each in self._ready_of(number)]
+        wanted = [self._wanted(number) for number in range(len(self.param_groups))]
+        ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
         for device in {each.cohort.step.device for each in ready}:
             here = [each for each in ready if each.cohort.step.device == device]
             check = self._check(device)
@@ -94,6 +108,11 @@ class OnePassOptimizer(Optimizer):
             for each in here:
                 each.update([param.grad for param in each.params if param.grad is not None], check)
         return loss
+
+    def upload(self) -> None:
+        """Bring hyper-parameters that changed over to the device, as a step does: for a replay of one. No host sync."""
+        for (number, _), hypers in self._hypers.items():
+            hypers.upload(self.param_groups[number])
 
     def _check(self, device: torch.device) -> Check:
         """Return what somebody else's first pass found, for one device."""
@@ -110,8 +129,8 @@ class OnePassOptimizer(Optimizer):
 
     # What a step needs, kept from one to the next ------------------------------------------------------
 
-    def _ready_of(self, number: int) -> list[_Ready]:
-        """Return a group's cohorts, built anew when other parameters have gradients."""
+    def _wanted(self, number: int) -> _Wanted:
+        """Return what a group's step is about, refusing what no kernel could update before any group is touched."""
         group = self.param_groups[number]
         params = [param for param in group["params"] if param.grad is not None]
         for param in params:
@@ -124,11 +143,19 @@ class OnePassOptimizer(Optimizer):
                 )
         options = tuple(self._options(group))
         key = (options, *((id(param), param.dtype, param.shape) for param in params))
+        wanted = _Wanted(params, rule(self._rule, *options), key)
+        if number not in self._ready or self._ready[number][0] != key:
+            for param in params:
+                check_unchanged(param, self.state.get(param, {}), wanted.rule.states)
+        return wanted
+
+    def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
+        """Return a group's cohorts, built anew when other parameters have gradients."""
         known = self._ready.get(number)
-        if known is None or known[0] != key:
-            known = self._ready[number] = (key, list(self._built(number, params, rule(self._rule, *options))))
+        if known is None or known[0] != wanted.key:
+            known = self._ready[number] = (wanted.key, list(self._built(number, wanted.params, wanted.rule)))
         for device in {each.cohort.step.device for each in known[1]}:
-            self._hypers[number, device].upload(group)
+            self._hypers[number, device].upload(self.param_groups[number])
         return known[1]
 
     def _built(self, number: int, params: list[Tensor], update_rule: Rule) -> Iterator[_Ready]:
@@ -139,6 +166,7 @@ class OnePassOptimizer(Optimizer):
             alike.setdefault((param.device, param.dtype, id(self.state[param]["step"])), []).append(param)
         for (device, _dtype, _), members in alike.items():
             self._leave_others_behind(members)
+            self._lay_together(group, members, update_rule)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
             form = self._storage(group, members[0])
             cohort = Cohort(
@@ -158,7 +186,6 @@ class OnePassOptimizer(Optimizer):
         fresh: dict[torch.device, Tensor] = {}
         for param in params:
             state = self.state[param]
-            check_unchanged(param, state, update_rule.states)
             if "step" not in state:
                 state["step"] = fresh.setdefault(param.device, torch.zeros((), dtype=torch.int64, device=param.device))
             dtype = getattr(torch, group["state_dtype"])
@@ -168,6 +195,18 @@ class OnePassOptimizer(Optimizer):
             form = self._storage(group, param)
             if form.extra is not None and form.extra not in state:
                 state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
+
+    def _lay_together(self, group: Group, members: list[Tensor], update_rule: Rule) -> None:
+        """On the CPU, lay the state of short parameters one behind the other, to be updated as one vector."""
+        short = [param for param in members if param.numel() <= SHORT and param.device.type == "cpu"]
+        form = self._storage(group, members[0])
+        for name in (*update_rule.states, *([form.extra] if form.extra else [])):
+            planes = name == form.extra and form is PLANES
+            alone = [param for param in short if stands_alone(self.state[param][name], planes=planes)]
+            if len(alone) > 1:
+                together = packed([self.state[param][name] for param in alone], planes=planes)
+                for param, tensor in zip(alone, together, strict=True):
+                    self.state[param][name] = tensor
 
     def _leave_others_behind(self, members: list[Tensor]) -> None:
         """Give parameters that step without others of the same count a count of their own."""

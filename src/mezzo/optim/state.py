@@ -12,10 +12,10 @@ from mezzo.errors import StateError
 from mezzo.step.split import from_planes, to_planes
 from mezzo.step.storage import PLANES, Storage
 
-__all__ = ["plain_state", "restored_state"]
+__all__ = ["EXTRAS", "plain_state", "restored_state"]
 
 #: The other halves that weights can have.
-_EXTRAS: Final = ("remainder", "master", "compensation")
+EXTRAS: Final = ("remainder", "master", "compensation")
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def restored_state(
     Raises:
         StateError: Another shape, or the other half of another storage.
     """
-    extras = [name for name in _EXTRAS if name in saved]
+    extras = [name for name in EXTRAS if name in saved]
     if param.dtype != torch.float32 and extras and extras != [form.extra]:
         raise StateError(
             f"the saved weights are stored with a {extras[0]}, and these with {form.extra or 'none'}",
@@ -55,7 +55,7 @@ def restored_state(
     for name, value in saved.items():
         if name == "step":
             state[name] = torch.as_tensor(value).to(param.device, torch.int64).reshape(()).clone()
-        elif name in _EXTRAS:
+        elif name in EXTRAS:
             if name == form.extra:
                 _require_shape(name, value, param)
                 state[name] = _as_stored(value.to(param.device, copy=True), form)

@@ -1,4 +1,8 @@
-"""From scaled gradients to new weights: FP32 masters around any torch optimizer.
+"""From scaled gradients to new weights: what one step does to them, and how they lie in memory.
+
+``update`` holds the rules as pure functions of an element, ``storage`` how a weight is kept (``split``: as a
+low-precision value and 16 remainder bits; ``rounding``: without them), ``passes`` the two passes of a step that join
+these, ``kernels`` the executors that carry the passes out, and ``master`` FP32 masters around any torch optimizer.
 
 Knows nothing of policies' op rules, regions or loss scales' rules; it is handed gradients and a multiplier.
 """

@@ -198,7 +198,8 @@ def _lion(
     """
     gradient = -gradient if maximize else gradient
     (momentum,) = states
-    direction = (momentum * numbers["beta1"] + numbers["gain1"] * gradient).sign()
+    mixed = momentum * numbers["beta1"] + numbers["gain1"] * gradient
+    direction = torch.where(mixed != mixed, mixed, mixed.sign())  # sign(NaN) is 0, which would hide it
     weight = weight * numbers["decay"] - numbers["lr"] * direction
     return weight, (momentum * numbers["beta2"] + numbers["gain2"] * gradient,)
 

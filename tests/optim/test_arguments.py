@@ -1,0 +1,93 @@
+"""Constructors against torch's own signatures: the same arguments, and a reason for each that is left out."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo import optim
+from mezzo.errors import PolicyError
+
+EVERY = [optim.AdamW, optim.Adam, optim.SGD, optim.Lion]
+TORCHS = [(optim.AdamW, torch.optim.AdamW), (optim.Adam, torch.optim.Adam), (optim.SGD, torch.optim.SGD)]
+OWN = {"master": "full", "state_dtype": "bfloat16"}
+
+
+def parameter():
+    return [nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
+
+
+def arguments(kind):
+    return {name: p for name, p in inspect.signature(kind).parameters.items() if p.kind is not p.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize("mine, theirs", TORCHS)
+def test_torch_s_arguments_are_taken_or_refused_by_name(mine, theirs):
+    ours, torchs = arguments(mine), arguments(theirs)
+    positional = [name for name, p in torchs.items() if p.kind is not p.KEYWORD_ONLY]
+    assert [name for name, p in ours.items() if p.kind is not p.KEYWORD_ONLY] == positional
+    for name, theirs_is in torchs.items():
+        if name in ours:
+            assert ours[name].default == theirs_is.default, name
+        else:
+            with pytest.raises(PolicyError, match=f"^{mine.__name__} takes no {name}=(.|\n)*write  leave it out"):
+                mine(parameter(), **{name: theirs_is.default})
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_argument_arrives_where_groups_have_it(kind):
+    names = set(arguments(kind)) - {"params"}
+    assert {"lr", "weight_decay", "maximize", "master", "state_dtype", "rounding"} < names
+    assert set(kind(parameter()).defaults) == names
+    optimizer = kind(parameter(), lr=0.25, weight_decay=0.5, maximize=True, **OWN)
+    (group,) = optimizer.param_groups
+    assert group | {"lr": 0.25, "weight_decay": 0.5, "maximize": True, **OWN} == group
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("name, value", [("fused", True), ("fused", None), ("foreach", False), ("capturable", True)])
+def test_choices_among_torch_s_implementations(kind, name, value):
+    with pytest.raises(PolicyError) as caught:
+        kind(parameter(), lr=0.1, **{name: value})
+    assert str(caught.value).splitlines() == [
+        f"{kind.__name__} takes no {name}={value}",
+        "  why    a step here is always one pass that never waits for the host, so that a CUDA graph can capture it",
+        "  write  leave it out",
+    ]
+
+
+def test_what_torch_does_and_we_do_not():
+    with pytest.raises(PolicyError, match=r"SGD takes no differentiable=True\n(.|\n)*; torch.optim's where it is True"):
+        optim.SGD(parameter(), differentiable=True)
+    with pytest.raises(PolicyError, match=r"Adam takes no decoupled_weight_decay=True\n(.|\n)*; mezzo.optim.AdamW"):
+        optim.Adam(parameter(), decoupled_weight_decay=True)
+
+
+def test_everything_wrong_is_said_at_once_and_misspellings_get_the_nearest_name():
+    with pytest.raises(PolicyError) as caught:
+        optim.Adam(parameter(), 1e-3, fused=True, weight_deacy=0.1)
+    text = str(caught.value)
+    assert text.startswith("2 problems\n1. Adam takes no fused=True\n")
+    assert "2. Adam has no argument 'weight_deacy'\n  why    did you mean 'weight_decay'? valid: params, lr," in text
+
+
+@pytest.mark.parametrize(
+    "make, expected",
+    [
+        (lambda p, **o: optim.SGD(p, **o), {"split": 2, "full": 4, None: 0}),
+        (lambda p, **o: optim.SGD(p, momentum=0.9, **o), {"split": 6, "full": 8, None: 4}),
+        (lambda p, **o: optim.SGD(p, momentum=0.9, state_dtype="bfloat16", **o), {"split": 4, "full": 6, None: 2}),
+        (lambda p, **o: optim.Lion(p, **o), {"split": 6, "full": 8, None: 4}),
+        (lambda p, **o: optim.AdamW(p, amsgrad=True, **o), {"split": 14, "full": 16, None: 12}),
+        (lambda p, **o: optim.AdamW(p, amsgrad=True, state_dtype="bfloat16", **o), {"split": 8, "full": 10, None: 6}),
+    ],
+)
+def test_bytes_kept_beside_a_parameter(make, expected):
+    for master, num_bytes in expected.items():
+        (weight,) = parameter()
+        optimizer = make([weight], master=master)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        kept = [value for name, value in optimizer.state[weight].items() if name != "step"]
+        assert sum(tensor.nbytes for tensor in kept) == num_bytes * weight.numel()

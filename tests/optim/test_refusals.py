@@ -1,0 +1,363 @@
+"""What an optimizer of mezzo's is given and cannot use, in a session and without: refused by name, nothing changed."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo import MixedPrecision, optim
+from mezzo.errors import NumericsError, PolicyError, StateError, UnsupportedError
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+EVERY = [optim.AdamW, optim.Adam, optim.SGD, optim.Lion]
+STORED = [
+    {"master": "split"},
+    {"master": "full"},
+    {"master": None},
+    {"master": None, "rounding": "stochastic"},
+    {"master": None, "rounding": "kahan"},
+]
+
+
+def network(dtype=FP32):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+def give_gradients(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def train(model, optimizer, steps=range(3)):
+    for step in steps:
+        give_gradients(model, step)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def snapshot(model, optimizer):
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def assert_same(one, two):
+    for a, b in zip(*(torch.utils._pytree.tree_leaves(value) for value in (one, two)), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+# What weights may be ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_dtypes_may_be_mixed_in_one_group(kind):
+    """Each is updated as it would be by an optimizer of its own, but for last bits: short ones go through one call."""
+    together = [nn.Parameter(torch.linspace(-1, 1, 7).to(dtype)) for dtype in (FP32, BF16, FP16, FP32, BF16)]
+    alone = copy.deepcopy(together)
+    one, others = kind(together, lr=0.01), [kind([param], lr=0.01) for param in alone]
+    for step in range(3):
+        for params in (together, alone):
+            for number, param in enumerate(params):
+                param.grad = torch.full_like(param, 0.1 * (number + step + 1))
+        one.step()
+        for other in others:
+            other.step()
+    for param, own, other in zip(together, alone, others, strict=True):
+        assert param.dtype == own.dtype
+        torch.testing.assert_close(one.master_of(param), other.master_of(own), rtol=2**-21, atol=2**-24)
+        assert not torch.equal(param, torch.linspace(-1, 1, 7).to(param.dtype))
+
+
+def test_a_session_mixes_dtypes_in_one_group_too():
+    model = network()
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true,fp32_module=0")
+    before = copy.deepcopy(list(model.parameters()))
+    with amp.autocast():
+        loss = model(torch.ones(3, 4)).square().mean()
+    amp.backward(loss)
+    amp.step()
+    assert [param.dtype for param in model.parameters()] == [FP32, FP32, BF16, BF16]
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, new)
+
+
+@pytest.mark.parametrize("dtype", [FP64, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", EVERY)
+def test_weights_that_no_optimizer_updates_are_refused_before_anything_is_made(kind, dtype):
+    name = str(dtype).removeprefix("torch.")
+    wrong = nn.Parameter(torch.ones(2, 3).to(dtype))
+    match = rf"weights in a format(.|\n)*a parameter \({name}, shape \(2, 3\)\)\n  why    weights are float32, float16"
+    with pytest.raises(PolicyError, match=match):
+        kind([nn.Parameter(torch.ones(1)), wrong])
+    with pytest.raises(PolicyError, match=rf"head.weight \({name}"):
+        kind([("head.weight", wrong)])
+    optimizer = kind([nn.Parameter(torch.ones(1))])
+    with pytest.raises(PolicyError, match=match):
+        optimizer.add_param_group({"params": [wrong]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_weights_that_are_not_trained_may_be_anything():
+    """Quantised ones, say, among ``model.parameters()``."""
+    frozen = [nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False) for dtype in (torch.uint8, FP64)]
+    trained = nn.Parameter(torch.ones(2))
+    optimizer = optim.AdamW([*frozen, trained], lr=0.1)
+    trained.grad = torch.ones(2)
+    optimizer.step()
+    assert trained[0] < 1
+    assert all(param.eq(1).all() for param in frozen)
+
+
+@pytest.mark.parametrize("policy", ["O0", "O1,emulate=true", "O2,emulate=true", "O2,dtype=bfloat16,emulate=true"])
+def test_a_session_refuses_float64_too(policy):
+    model = network()
+    optimizer = optim.AdamW(model.parameters())
+    model[2].double()
+    with pytest.raises(UnsupportedError, match=r"float64 parameters(.|\n)*2.weight \(float64\)"):
+        MixedPrecision(model, optimizer, policy)
+    assert [param.dtype for param in model.parameters()] == [FP32, FP32, FP64, FP64]
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"betas": 0.9}, "betas are 0.9\n  why    each is from 0 to below 1"),
+        ({"betas": (0.9, "x")}, "betas are"),
+        ({"betas": (0.9, math.nan)}, "betas are"),
+        ({"lr": "1e-3"}, "lr is '1e-3'\n  why    it is a finite number from 0\n  write  lr=1e-3"),
+        ({"eps": math.inf}, "eps is inf\n  why    it is a finite number from 0\n  write  eps=1e-8"),
+    ],
+)
+def test_hyper_parameters_that_are_no_numbers(options, says):
+    with pytest.raises(PolicyError, match=says):
+        optim.AdamW([nn.Parameter(torch.ones(1))], **options)
+
+
+def test_a_dampening_that_is_no_number():
+    with pytest.raises(PolicyError, match=r"dampening is nan\n  why    it is a finite number\n  write  dampening=0\.0"):
+        optim.SGD([nn.Parameter(torch.ones(1))], dampening=math.nan)
+
+
+# Weights that changed behind the optimizer's back -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("options", STORED[:2])
+def test_a_resized_weight_is_refused_whether_or_not_the_rule_keeps_a_state(kind, options):
+    model = network(BF16)
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    train(model, optimizer)
+    model[2].weight.data = torch.ones(3, 8, dtype=BF16)
+    before = snapshot(model, optimizer)
+    give_gradients(model, 0)
+    with pytest.raises(StateError, match=r"resized after(.|\n)*\(2, 8\) → \(3, 8\), (exp_avg|remainder|master)"):
+        optimizer.step()
+    assert_same(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("options", [STORED[0], STORED[1], STORED[4]])
+def test_a_cast_to_float32_loses_half_of_a_weight_and_is_refused(dtype, options):
+    """The way out that the error names keeps every bit."""
+    model = network(dtype)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01, **options)
+    train(model, optimizer)
+    exact = [optimizer.master_of(param) for param in model.parameters()]
+    model.float()
+    assert not all(map(torch.equal, exact, model.parameters()))
+    before = snapshot(model, optimizer)
+    give_gradients(model, 0)
+    with pytest.raises(
+        StateError, match=r"was cast while(.|\n)*now float32, and its (remainder|master|comp)"
+    ) as caught:
+        optimizer.step()
+    assert_same(before, snapshot(model, optimizer))
+
+    first, *rest = str(caught.value).partition("write  ")[2].splitlines()
+    assert first == "model.to(the dtype it had), and then"
+    model.to(dtype)
+    exec("\n".join(line.strip() for line in rest), {"optimizer": optimizer, "model": model})
+    assert all(map(torch.equal, exact, model.parameters()))
+    train(model, optimizer)
+
+
+def test_a_cast_there_and_back_keeps_every_bit():
+    """An evaluation in FP32, between two steps."""
+    model, other = network(BF16), network(BF16)
+    optimizer, same = (optim.AdamW(each.parameters(), lr=0.01) for each in (model, other))
+    train(model, optimizer)
+    train(other, same)
+    model.float().bfloat16()
+    train(model, optimizer, range(3, 6))
+    train(other, same, range(3, 6))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.master_of(one), same.master_of(two))
+
+
+def test_a_compensation_belongs_to_one_dtype():
+    model = network(FP16)
+    optimizer = optim.SGD(model.parameters(), lr=0.01, master=None, rounding="kahan")
+    train(model, optimizer)
+    model.bfloat16()
+    give_gradients(model, 0)
+    with pytest.raises(StateError, match=r"was cast while(.|\n)*now bfloat16, and its compensation"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "remainder"])
+def test_a_moved_weight_is_refused(name):
+    """Without a second device, by a state that lies elsewhere."""
+    model = network(BF16)
+    optimizer = optim.AdamW(model.parameters())
+    train(model, optimizer)
+    state = optimizer.state[model[2].weight]
+    state[name] = state[name].to("meta")
+    model[0].bias.grad = torch.ones_like(model[0].bias)  # other gradients than before: state is looked at again
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    with pytest.raises(StateError, match=r"moved after(.|\n)*meta → cpu, shape \(2, 8\)"):
+        optimizer.step()
+
+
+# Gradients ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, "O0", "O1,dtype=bfloat16,emulate=true", "O2,emulate=true"])
+def test_sparse_gradients_are_refused_in_a_session_too(policy):
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = optim.AdamW(model.parameters())
+    amp = MixedPrecision(model, optimizer, policy) if policy else None
+    words = torch.tensor([1, 3])
+    if amp is None:
+        model(words).sum().backward()
+    else:
+        with amp.autocast():
+            loss = model(words).float().sum()
+        amp.backward(loss)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedError, match=r"cannot use a sparse gradient(.|\n)*shape \(5, 4\)"):
+        amp.step() if amp else optimizer.step()
+    assert_same(before, model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, FP16, torch.float8_e5m2])
+def test_gradients_of_another_dtype_are_read_as_their_fp32_value(dtype):
+    one, other = (nn.Parameter(torch.linspace(-1, 1, 50).bfloat16()) for _ in range(2))
+    optimizers = [optim.AdamW([param], lr=0.01) for param in (one, other)]
+    gradient = torch.linspace(-3, 1, 50, dtype=FP64).to(dtype)
+    one.grad_dtype, other.grad_dtype = dtype, FP32
+    one.grad, other.grad = gradient, gradient.float()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(*(each.master_of(param) for each, param in zip(optimizers, (one, other), strict=True)))
+
+
+# Values -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [5, 40_000])
+@pytest.mark.parametrize("options", STORED, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam, optim.SGD, optim.Lion])
+def test_a_weight_that_is_nan_stays_so_and_no_other_becomes_so(kind, dtype, options, num):
+    weight = nn.Parameter(torch.ones(num, dtype=dtype))
+    with torch.no_grad():
+        weight[1], weight[3] = math.nan, -math.nan
+    optimizer = kind([weight], lr=0.1, **options)
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    expected = torch.arange(num).eq(1) | torch.arange(num).eq(3)
+    assert torch.equal(weight.isnan(), expected)
+    assert torch.equal(optimizer.master_of(weight).isnan(), expected)
+
+
+@pytest.mark.parametrize("pattern", [0x7FFF_FFFF, -1, 0x7F80_0001, 0x7FC0_0000])
+@pytest.mark.parametrize("policy", ["O2,emulate=true", "O2,dtype=bfloat16,emulate=true"])
+@pytest.mark.parametrize("master", ["split", "full"])
+def test_a_session_shows_the_forward_pass_every_nan(policy, master, pattern):
+    """Rounded as they stand, 0x7FFFFFFF would be −0 in BF16, and 0x7F800001 infinity."""
+    model = network()
+    with torch.no_grad():
+        model[2].weight.view(torch.int32)[1, 2] = pattern
+    optimizer = optim.AdamW(model.parameters(), master=master)
+    MixedPrecision(model, optimizer, policy)
+    assert model[2].weight.isnan().nonzero().tolist() == [[1, 2]]
+    assert optimizer.master_of(model[2].weight).isnan().nonzero().tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [65504.01, 65519.0, 65520.0, 1e30])
+def test_a_weight_beyond_float16_is_named_and_nothing_is_changed(sign, size):
+    model = network()
+    with torch.no_grad():
+        model[2].weight[1, 1] = sign * size
+    optimizer = optim.AdamW(model.parameters())
+    before = snapshot(model, optimizer)
+    with pytest.raises((NumericsError, UnsupportedError), match=r"float16(.|\n)*2.weight(.|\n)*beyond 65504") as caught:
+        MixedPrecision(model, optimizer, "O2,emulate=true")
+    assert caught.match(r"keep_fp32\(params=\['2.weight'\]\)")
+    assert_same(before, snapshot(model, optimizer))
+    assert all(param.dtype == FP32 for param in model.parameters())
+
+
+@pytest.mark.parametrize("value", [65504.0, -65504.0, math.inf])
+def test_the_largest_of_float16_and_what_was_infinite_before_are_kept(value):
+    model = network()
+    with torch.no_grad():
+        model[2].weight[1, 1] = value
+    optimizer = optim.AdamW(model.parameters())
+    MixedPrecision(model, optimizer, "O2,emulate=true")
+    assert model[2].weight[1, 1] == optimizer.master_of(model[2].weight)[1, 1] == value
+
+
+@pytest.mark.parametrize("value", [3e5, -3e5])
+def test_a_value_that_is_written_later_is_checked_too(value):
+    model = network(FP16)
+    optimizer = optim.AdamW(model.parameters())
+    train(model, optimizer)
+    before = snapshot(model, optimizer)
+    with pytest.raises(NumericsError, match="too large for split storage in float16"):
+        optimizer.write(model[2].weight, torch.full((2, 8), value))
+    assert_same(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
+def test_masters_that_a_policy_asks_for_and_an_optimizer_is_told_to_do_without(rounding):
+    model = network()
+    optimizer = optim.AdamW(model.parameters(), master=None, rounding=rounding)
+    with pytest.raises(PolicyError, match=r'O2 keeps FP32 masters(.|\n)*write  AdamW\(…, master="split"\)'):
+        MixedPrecision(model, optimizer, "O2,emulate=true")
+    assert all(param.dtype == FP32 for param in model.parameters())
+
+
+@pytest.mark.parametrize("options", STORED)
+def test_fp32_weights_need_no_other_half_whatever_is_asked_for(options):
+    model = network()
+    optimizer = optim.SGD(model.parameters(), lr=0.01, **options)
+    train(model, optimizer)
+    assert {name for state in optimizer.state.values() for name in state} == {"step"}
+
+
+def test_nothing_at_all_changes_if_the_last_group_has_a_sparse_gradient():
+    dense, embedding = nn.Parameter(torch.ones(3)), nn.Embedding(4, 2, sparse=True)
+    optimizer = optim.AdamW([{"params": [dense]}, {"params": embedding.parameters()}], lr=0.1)
+    dense.grad = torch.ones(3)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"sparse gradient(?s:.*)group 1"):
+        optimizer.step()
+    assert not optimizer.state
+    assert torch.equal(dense, torch.ones(3))
+
+
+def test_a_generator_of_parameters_is_looked_at_too():
+    optimizer = optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(PolicyError, match="float64"):
+        optimizer.add_param_group({"params": (p for p in [nn.Parameter(torch.ones(2, dtype=FP64))])})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": (p for p in [nn.Parameter(torch.ones(2))])})
+    assert len(optimizer.param_groups[1]["params"]) == 1
