@@ -37,10 +37,21 @@ class Compiled:
 
     **Cost**: 2 to 10 s to compile a kernel. Per step the bytes of the stored tensors, once, and 30 µs a tensor. No host
     sync on other devices than the CPU.
-
-    Raises:
-        UnsupportedError: At the first step: torch cannot compile here, for lack of a C++ compiler, say.
     """
+
+    def require(self, device: torch.device) -> None:
+        """Compile a little on a device.
+
+        Raises:
+            UnsupportedError: torch cannot: there is no C++ compiler, or compiling is switched off.
+        """
+        example = torch.zeros(2, device=device)
+        if not _compiled(_is_compiled, "check", example)(example).all():
+            raise UnsupportedError(
+                "torch.compile is switched off",
+                why="what it returns runs in Python",
+                write="unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE",
+            )
 
     def planes(self, device: torch.device) -> bool:
         """See :class:`mezzo.step.passes.Executor`."""
@@ -53,6 +64,10 @@ class Compiled:
     def prepare(self, cohort: Cohort) -> Update:
         """See :class:`mezzo.step.passes.Executor`."""
         return _CompiledUpdate(cohort)
+
+
+def _is_compiled(example: Tensor) -> Tensor:
+    return example + torch.compiler.is_compiling()
 
 
 def _squares(gradient: Tensor) -> Tensor:
@@ -200,6 +215,6 @@ def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callab
             "torch.compile cannot make an optimizer kernel here",
             where=f"{name} on {examples[0].device}",
             why=reasons[0] if reasons else type(error).__name__,
-            write="the blocked executor, which needs no compiler",
+            write="apt install g++ (or another C++ compiler), or CXX=its path",
         ) from error
     return compiled
