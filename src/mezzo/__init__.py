@@ -8,7 +8,7 @@ from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepa
 from mezzo.errors import MezzoError, NumericsError, PolicyError, ScaleCollapsed, StateError, UnsupportedError
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.scale import LossScale
-from mezzo.session import MixedPrecision, Stats, Step, save
+from mezzo.session import Captured, MixedPrecision, Stats, Step, capture, save
 from mezzo.step import MasterWeights
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Captured",
     "Decision",
     "Explanation",
     "LossScale",
@@ -36,6 +37,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "autocast",
+    "capture",
     "checkpoint_contexts",
     "explain",
     "formats",

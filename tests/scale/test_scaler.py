@@ -141,3 +141,41 @@ def test_the_scaled_loss_is_fp32_at_least(dtype):
         assert scaled.dtype == torch.promote_types(dtype, torch.float32)
         assert scaled.item() == loss.item() * 65536
     assert Scaler(LossScale.none(), "cpu").scaled(loss) is loss
+
+
+@pytest.mark.parametrize("rules", ["dynamic(interval=3)", "dynamic(interval=3,skip_rate_limit=0.4)", "constant(8)"])
+def test_in_a_graphs_tensors_it_follows_the_same_rules(rules):
+    """Each state is written back into the tensors that it was computed from, as a replayed graph does."""
+    config = LossScale.parse(rules)
+    plain, held = Scaler(config, "cpu"), Scaler(config, "cpu")
+    tensors = held.tensors()
+    held.enter(tensors)
+    addresses = [getattr(tensors, field.name).data_ptr() for field in dataclasses.fields(tensors)]
+    for number, overflow in enumerate((False, True, True, False, False, False, True, False, False, False)):
+        for one in (plain, held):
+            one.update(torch.tensor(overflow))
+        if number == 6:  # a step outside the graph, and back
+            held.leave()
+            assert not held.in_graph
+        held.enter(tensors)
+        assert held.state is tensors
+        assert held.state_dict() == plain.state_dict()
+    assert [getattr(tensors, field.name).data_ptr() for field in dataclasses.fields(tensors)] == addresses
+
+
+def test_what_leaves_a_graph_is_not_overwritten_there():
+    one = Scaler(LossScale.dynamic(init=8.0, interval=1), "cpu")
+    tensors = one.tensors()
+    one.enter(tensors)
+    one.leave()
+    tensors.scale.fill_(2.0)
+    assert one.state.scale.item() == 8.0
+    assert one.state is not tensors
+
+
+def test_a_loaded_window_of_another_length_fits_the_graphs():
+    one = Scaler(LossScale.dynamic(interval=4, skip_rate_limit=0.5), "cpu")
+    tensors = one.tensors()
+    one.load_state_dict({**one.state_dict(), "window": ".XX"})
+    one.enter(tensors)
+    assert one.state_dict()["window"] == "..XX"

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import MixedPrecision
+
+from .loops import Syncs
 
 POLICIES = ["O0", "O1,emulate=true", "O2,emulate=true", "O2,dtype=bfloat16,emulate=true,keep_batchnorm_fp32=false"]
 INF = float("inf")
@@ -309,16 +310,6 @@ def test_a_compiled_model():
 
 
 # Costs --------------------------------------------------------------------------------------------------
-
-
-class Syncs(TorchDispatchMode):
-    """Count conversions of tensors to Python values, which on a GPU wait for the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("spoilt", [False, True])

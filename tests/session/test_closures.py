@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo import MixedPrecision, NumericsError, PolicyError, StateError
 
+from .loops import INF, Syncs, assert_same, batch, network
+
 LEVELS = ["O0,loss_scale=dynamic", "O1,emulate=true", "O2,emulate=true"]
-INF = float("inf")
 
 
 class SAM(torch.optim.Optimizer):
@@ -78,17 +78,6 @@ OPTIMIZERS = {
 }
 
 
-def network():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
-
-
 class Loop:
     """One training loop, under a session or in plain torch; gradients can be spoilt in a chosen evaluation."""
 
@@ -143,13 +132,6 @@ class Loop:
         masters = list(self.amp.master_params()) if self.amp else []
         inner = getattr(self.optimizer, "base_optimizer", self.optimizer)
         return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), inner.state_dict(), masters))
-
-
-def assert_same(one, two):
-    flat_one, flat_two = (torch.utils._pytree.tree_leaves(value) for value in (one, two))
-    assert len(flat_one) == len(flat_two)
-    for a, b in zip(flat_one, flat_two, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 # The optimizer sees the true gradients ------------------------------------------------------------------
@@ -334,16 +316,6 @@ def test_a_scheduler_steps_with_the_weights_only():
 # Costs --------------------------------------------------------------------------------------------------
 
 
-class Syncs(TorchDispatchMode):
-    """Count conversions of tensors to Python values, which on a GPU wait for the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("options", [{}, {"scheduler": []}, {"scheduler": lambda: None}])
 @pytest.mark.parametrize("on_overflow", ["skip", "raise"])
 @pytest.mark.parametrize("policy", ["O0", *LEVELS])
@@ -467,3 +439,25 @@ def test_an_optimizer_that_ignores_its_closure_changes_nothing():
     with pytest.raises(StateError, match=r"Deaf.step\(\) did not evaluate the closure"):
         amp.step(closure=lambda: None)
     assert_same(before, model.state_dict())
+
+
+def test_mezzos_optimizer_keeps_its_state_in_place_after_an_overflow():
+    """What it updates, and what it saves, stay the same tensors."""
+    model = network()
+    optimizer = mezzo.optim.AdamW(model.parameters(), lr=0.01)
+    amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
+
+    def step(factor):
+        def closure():
+            amp.zero_grad()
+            with amp.autocast():
+                loss = model(batch(0)[0]).float().square().mean()
+            amp.backward(loss * factor)
+            return loss
+
+        return bool(amp.step(closure=closure).skipped)
+
+    assert [step(factor) for factor in (1.0, INF, 1.0, 1.0)] == [False, True, False, False]
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+    for name, master in amp.state_dict()["masters"].items():
+        assert_same(master.bfloat16(), model.get_parameter(name))

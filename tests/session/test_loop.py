@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from mezzo import LossScale, MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
 
+from .loops import Syncs, assert_same
+
 POLICIES = [
     "O0",
     *(f"{level},dtype={dtype},emulate=true" for level in ("O1", "O2", "O3") for dtype in ("float16", "bfloat16")),
@@ -66,13 +68,6 @@ def session(policy, optimizer="sgd", **options):
 
 def snapshot(model, optimizer):
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-
-def assert_same(one, two):
-    flat_one, flat_two = (torch.utils._pytree.tree_leaves(value) for value in (one, two))
-    assert len(flat_one) == len(flat_two)
-    for a, b in zip(flat_one, flat_two, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 # Exactness ------------------------------------------------------------------------------------------
@@ -265,16 +260,6 @@ def test_gradients_are_clipped_by_their_unscaled_norm():
     step = amp.step()
     assert step.grad_norm.item() == 5.0
     torch.testing.assert_close(model.weight.detach(), -torch.tensor([[0.6, 0.0, 0.8]]))
-
-
-class Syncs(TorchDispatchMode):
-    """Count conversions of tensors to Python values, which on a GPU wait for the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("fused, expected", [(False, 1), (True, 0)])

@@ -12,6 +12,8 @@ from torch.nn import functional
 from mezzo import LossScale, MixedPrecision, Policy, optim
 from mezzo.errors import NumericsError, PolicyError, StateError
 
+from .loops import assert_same
+
 O2 = ["O2,dtype=bfloat16,emulate=true", "O2,dtype=float16,emulate=true"]
 
 
@@ -175,11 +177,7 @@ def test_an_overflow_writes_nothing(policy, make):
     model[1].running_var.copy_(before[0]["1.running_var"])
     model[1].num_batches_tracked.copy_(before[0]["1.num_batches_tracked"])
     assert not torch.equal(kept, model[1].running_mean)
-    leaves = (
-        torch.utils._pytree.tree_leaves(x) for x in (before, (model.state_dict(), optimizer.state_dict()["state"]))
-    )
-    for one, other in zip(*leaves, strict=True):
-        assert torch.equal(one, other)
+    assert_same(before, (model.state_dict(), optimizer.state_dict()["state"]))
 
 
 def test_gradients_are_read_and_never_written():

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mezzo import MixedPrecision, PolicyError, StateError
+
+from .loops import Syncs, assert_same
 
 # A sum's gradient is the scale itself, and FP16 ends at 65504: the usual first scale of 65536 would only fall at once.
 LOW = [
@@ -71,11 +72,6 @@ def penalised(policy, **options):
     amp.backward(loss)
     amp.unscale_()
     return loss.detach(), [p.grad for p in amp.master_params()], amp
-
-
-def assert_same(one, two):
-    for a, b in zip(one, two, strict=True):
-        assert torch.equal(a, b)
 
 
 # The penalty --------------------------------------------------------------------------------------------
@@ -269,16 +265,6 @@ def test_what_is_cleared_counts_no_more():
 
 
 # Costs and mistakes -------------------------------------------------------------------------------------
-
-
-class Syncs(TorchDispatchMode):
-    """Count conversions of tensors to Python values, which on a GPU wait for the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("policy", [*FP32, *LOW])

@@ -11,47 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mezzo import MixedPrecision, StateError
 
+from .loops import INF, assert_same, backward, batch, network, session, sgd, state, train, weights
+
 FP32 = ["O0", "O0,loss_scale=dynamic"]
 LOW = ["O1,emulate=true", "O2,emulate=true", "O1,dtype=bfloat16,emulate=true", "O2,dtype=bfloat16,emulate=true"]
 EVERY = [*FP32, *LOW]
-INF = float("inf")
-
-
-def network():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
-
-
-def batch(number):
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
-
-
-def sgd(params, **options):
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, **options)
-
-
-def session(policy, optimizer=sgd, **options):
-    model = network()
-    built = optimizer(model.parameters())
-    return model, built, MixedPrecision(model, built, policy, **options)
-
-
-def backward(amp, model, number, spoilt=False):
-    x, y = batch(number)
-    with amp.autocast():
-        loss = functional.cross_entropy(model(x), y)
-    amp.backward(loss)
-    if spoilt:
-        next(p for p in model.parameters() if p.grad is not None).grad.fill_(INF)
-
-
-def train(amp, model, number, spoilt=False, **options):
-    backward(amp, model, number, spoilt)
-    step = amp.step(**options)
-    amp.zero_grad()
-    return step
 
 
 def plain_step(model, optimizer, *numbers):
@@ -60,21 +24,6 @@ def plain_step(model, optimizer, *numbers):
         functional.cross_entropy(model(x), y).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def weights(amp):
-    return [p.detach().clone() for p in amp.master_params()]
-
-
-def state(amp, model):
-    return copy.deepcopy((weights(amp), dict(model.state_dict()), [o.state_dict() for o in amp._optimizers]))
-
-
-def assert_same(one, two):
-    flat_one, flat_two = (torch.utils._pytree.tree_leaves(value) for value in (one, two))
-    assert len(flat_one) == len(flat_two)
-    for a, b in zip(flat_one, flat_two, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def assert_as_exact(policy, mine, plain, start):

@@ -1,74 +1,20 @@
 """Learning rates and averages of weights: both follow the weights, and so the steps that were taken."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.optim import lr_scheduler, swa_utils
 
 import mezzo
 from mezzo import MixedPrecision, PolicyError
+
+from .loops import assert_same, backward, batch, network, session, sgd, state, train, weights
 
 EVERY = [
     "O0",
     "O0,loss_scale=dynamic",
     *(f"{level},dtype={dtype},emulate=true" for level in ("O1", "O2") for dtype in ("float16", "bfloat16")),
 ]
-INF = float("inf")
-
-
-def network():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
-
-
-def batch(number):
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
-
-
-def sgd(params, **options):
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, **options)
-
-
-def session(policy, optimizer=sgd, **options):
-    model = network()
-    built = optimizer(model.parameters())
-    return model, built, MixedPrecision(model, built, policy, **options)
-
-
-def backward(amp, model, number, spoilt=False):
-    x, y = batch(number)
-    with amp.autocast():
-        loss = functional.cross_entropy(model(x), y)
-    amp.backward(loss)
-    if spoilt:
-        next(p for p in model.parameters() if p.grad is not None).grad.fill_(INF)
-
-
-def train(amp, model, number, spoilt=False, **options):
-    backward(amp, model, number, spoilt)
-    step = amp.step(**options)
-    amp.zero_grad()
-    return step
-
-
-def weights(amp):
-    return [p.detach().clone() for p in amp.master_params()]
-
-
-def state(amp, model):
-    return copy.deepcopy((weights(amp), dict(model.state_dict()), [o.state_dict() for o in amp._optimizers]))
-
-
-def assert_same(one, two):
-    flat_one, flat_two = (torch.utils._pytree.tree_leaves(value) for value in (one, two))
-    assert len(flat_one) == len(flat_two)
-    for a, b in zip(flat_one, flat_two, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 # Schedulers ---------------------------------------------------------------------------------------------
@@ -100,7 +46,7 @@ def test_schedulers_move_with_the_weights_and_only_then(policy, name, given):
     other = sgd(network().parameters())
     reference = SCHEDULERS[name](other)
     for number in range(10):
-        step = train(amp, model, number, number in SPOILT, scheduler=given(scheduler))
+        step = train(amp, model, number, spoilt=number in SPOILT, scheduler=given(scheduler))
         assert bool(step.skipped) == (number in SPOILT)
         if number not in SPOILT:
             other.step()

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import MixedPrecision, PolicyError, StateError
+
+from .loops import Syncs, assert_same, backward, batch, network, session, sgd, weights
 
 SCALED = [
     "O0,loss_scale=dynamic",
@@ -18,34 +19,6 @@ SCALED = [
     "O2,dtype=bfloat16,emulate=true,loss_scale=dynamic",
 ]
 EVERY = ["O0", "O1,dtype=bfloat16,emulate=true", "O2,dtype=bfloat16,emulate=true", *SCALED]
-
-
-def network():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
-
-
-def session(policy, fused=False, **options):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
-    return model, MixedPrecision(model, optimizer, policy, **options)
-
-
-def backward(amp, model, number, weight=1.0):
-    x, y = batch(number)
-    with amp.autocast():
-        loss = functional.cross_entropy(model(x), y) * weight
-    amp.backward(loss)
-
-
-def weights(amp):
-    return [p.detach().clone() for p in amp.master_params()]
 
 
 def gradients(amp):
@@ -67,20 +40,13 @@ def near(mine, true, bits):
     return torch.linalg.vector_norm(found - reference) < 10 * 2.0**-bits * torch.linalg.vector_norm(reference)
 
 
-def assert_same(one, two):
-    flat_one, flat_two = (torch.utils._pytree.tree_leaves(value) for value in (one, two))
-    assert len(flat_one) == len(flat_two)
-    for a, b in zip(flat_one, flat_two, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
 # What there is to see -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numbers", [(0,), (0, 1, 2)])
 @pytest.mark.parametrize("policy", EVERY)
 def test_gradients_are_fp32_and_true(policy, numbers):
-    model, amp = session(policy)
+    model, _, amp = session(policy)
     for number in numbers:
         backward(amp, model, number)
     amp.unscale_()
@@ -93,7 +59,7 @@ def test_gradients_are_fp32_and_true(policy, numbers):
 
 
 def test_masters_get_the_low_gradients_divided_by_the_scale_in_fp32_bit_for_bit():
-    model, amp = session("O2,emulate=true,loss_scale=3000")
+    model, _, amp = session("O2,emulate=true,loss_scale=3000")
     backward(amp, model, 0)
     low = [p.grad.clone() for p in model.parameters()]
     assert torch.float16 in {g.dtype for g in low}
@@ -103,19 +69,9 @@ def test_masters_get_the_low_gradients_divided_by_the_scale_in_fp32_bit_for_bit(
     assert all(p.grad is None for p in model.parameters() if p.dtype == torch.float16)
 
 
-class Syncs(TorchDispatchMode):
-    """Count conversions of tensors to Python values, which on a GPU wait for the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("policy", EVERY)
 def test_it_costs_no_host_sync(policy):
-    model, amp = session(policy, fused=True)
+    model, _, amp = session(policy, lambda params: sgd(params, fused=True))
     backward(amp, model, 0)
     amp.step()  # fused SGD makes its momentum in a real step, which asks once
     amp.zero_grad()
@@ -165,7 +121,7 @@ EDITS = [norm_clipped, value_clipped, noisy, normalised, replaced, one_dropped]
 @pytest.mark.parametrize("policy", EVERY)
 def test_the_step_takes_the_gradients_as_they_were_edited(policy, edit, fused):
     """Plain SGD fed the very gradients that the edit left is the oracle, whatever the precision."""
-    model, amp = session(policy, fused=fused)
+    model, _, amp = session(policy, lambda params: sgd(params, fused=fused))
     copies = [p.requires_grad_() for p in weights(amp)]
     plain = torch.optim.SGD(copies, lr=0.1, momentum=0.9, fused=fused)
     for number in range(3):
@@ -186,7 +142,7 @@ def test_the_step_takes_the_gradients_as_they_were_edited(policy, edit, fused):
 
 @pytest.mark.parametrize("policy", EVERY)
 def test_the_user_s_clipping_is_the_session_s(policy):
-    (model, amp), (other, clipping) = session(policy), session(policy, max_grad_norm=0.3)
+    (model, _, amp), (other, _, clipping) = session(policy), session(policy, max_grad_norm=0.3)
     for number in range(3):
         backward(amp, model, number)
         amp.unscale_()
@@ -204,7 +160,7 @@ def test_the_user_s_clipping_is_the_session_s(policy):
 def test_looking_changes_nothing(policy):
     runs = []
     for looks in (0, 1, 2):
-        model, amp = session(policy, max_grad_norm=0.3)
+        model, _, amp = session(policy, max_grad_norm=0.3)
         for number in range(4):
             backward(amp, model, number)
             for _ in range(looks):
@@ -220,7 +176,7 @@ def test_looking_changes_nothing(policy):
 
 @pytest.mark.parametrize("policy", SCALED)
 def test_an_overflow_that_the_user_mends_is_stepped_with_and_still_lowers_the_scale(policy):
-    model, amp = session(policy)
+    model, _, amp = session(policy)
     backward(amp, model, 0)
     model[0].weight.grad[0, :2] = torch.tensor([float("inf"), float("nan")])
     amp.unscale_()
@@ -238,7 +194,7 @@ def test_an_overflow_that_the_user_mends_is_stepped_with_and_still_lowers_the_sc
 
 @pytest.mark.parametrize("policy", EVERY)
 def test_an_infinity_that_the_user_makes_is_found(policy):
-    model, amp = session(policy)
+    model, _, amp = session(policy)
     backward(amp, model, 0)
     amp.unscale_()
     before = weights(amp)
@@ -252,7 +208,7 @@ def test_an_infinity_that_the_user_makes_is_found(policy):
 
 @pytest.mark.parametrize("policy", EVERY)
 def test_later_backward_passes_are_added_to_unscaled_gradients(policy):
-    (model, amp), (other, whole) = session(policy), session(policy)
+    (model, _, amp), (other, _, whole) = session(policy), session(policy)
     backward(amp, model, 0)
     amp.unscale_()
     backward(amp, model, 1)
@@ -272,7 +228,7 @@ def test_later_backward_passes_are_added_to_unscaled_gradients(policy):
 
 @pytest.mark.parametrize("policy", EVERY)
 def test_an_edit_is_kept_when_a_backward_pass_follows(policy):
-    model, amp = session(policy)
+    model, _, amp = session(policy)
     backward(amp, model, 0)
     amp.unscale_()
     first = gradients(amp)
@@ -290,7 +246,7 @@ def test_an_edit_is_kept_when_a_backward_pass_follows(policy):
 
 @pytest.mark.parametrize("policy", SCALED)
 def test_an_overflow_before_unscale_still_skips_after_another_backward(policy):
-    model, amp = session(policy)
+    model, _, amp = session(policy)
     before = weights(amp)
     backward(amp, model, 0)
     model[0].weight.grad[0, 0] = float("nan")
@@ -352,7 +308,7 @@ def test_each_of_two_optimizers_may_step_alone_after_unscale():
 
 @pytest.mark.parametrize("policy", EVERY)
 def test_there_must_be_gradients(policy):
-    model, amp = session(policy)
+    model, _, amp = session(policy)
     says = r"unscale_\(\) before backward\(\)\n  write  amp.backward\(loss\), then amp.unscale_\(\)"
     with pytest.raises(StateError, match=says):
         amp.unscale_()
@@ -371,7 +327,7 @@ def test_there_must_be_gradients(policy):
 
 
 def test_all_gradients_taken_away_afterwards():
-    model, amp = session("O2,emulate=true")
+    model, _, amp = session("O2,emulate=true")
     backward(amp, model, 0)
     amp.unscale_()
     for p in amp.master_params():
@@ -381,7 +337,7 @@ def test_all_gradients_taken_away_afterwards():
 
 
 def test_an_optimizer_s_own_step_is_refused_after_unscale_too():
-    model, amp = session("O2,emulate=true")
+    model, _, amp = session("O2,emulate=true")
     backward(amp, model, 0)
     amp.unscale_()
     before = copy.deepcopy(model.state_dict()), weights(amp)

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import LossScale, MixedPrecision, NumericsError, Policy, PolicyError, ScaleCollapsed, StateError
 
+from .loops import assert_same
+
 EPS = 2.0**-23
 EVERY_STEP = "loss_scale=dynamic(init=256,interval=1)"
 
@@ -779,13 +781,6 @@ def snapshot(model, amp):
     return copy.deepcopy((model.state_dict(), grads, amp.state_dict()))
 
 
-def same(one, two):
-    flat = [torch.utils._pytree.tree_leaves(value) for value in (one, two)]
-    return len(flat[0]) == len(flat[1]) and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*flat, strict=True)
-    )
-
-
 FOREIGN = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
 
 
@@ -816,7 +811,7 @@ def test_wrong_calls_change_nothing(call, error, says, open_window):
     before = snapshot(model, amp)
     with pytest.raises(error, match=says):
         call(amp, model.loss(1))
-    assert same(before, snapshot(model, amp))
+    assert_same(before, snapshot(model, amp))
     if open_window:
         amp.step()
         assert model.each[0].tolist() == [-3.0, -3.0]
@@ -851,13 +846,13 @@ def test_steps_without_a_backward_pass(fused):
         before = snapshot(model, amp)
         with pytest.raises(StateError, match=r"step\(\) before backward\(\)(.|\n)*write  amp.backward\(loss\)"):
             amp.step()
-        assert same(before, snapshot(model, amp))
+        assert_same(before, snapshot(model, amp))
         amp.backward(model.loss(1))
         amp.step()  # and the next round begins with a second step
         amp_grads = gradients(amp)
         with pytest.raises(StateError, match=r"step\(\) before backward\(\)"):
             amp.step()
-        assert same(amp_grads, gradients(amp))
+        assert_same(amp_grads, gradients(amp))
         amp.zero_grad()
     assert model.each[0].tolist() == [-2.0, -2.0]
 

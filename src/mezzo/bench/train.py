@@ -74,7 +74,7 @@ def bench_train(
     _check(net, size, dtype, where, repetitions, chosen)
     names = [name for name in WAYS if name in {*chosen, REFERENCE, RIVAL}]
     bench = _Bench(net, size, getattr(torch, dtype), where, repetitions)
-    with _tf32_restored():
+    with _tf32_restored(where):
         bench.measure(names, compiled=False)
         if compiled:
             bench.measure(names, compiled=True)
@@ -288,7 +288,10 @@ def _use_tf32(device: torch.device, use: bool) -> None:
 
 
 @contextlib.contextmanager
-def _tf32_restored() -> Iterator[None]:
+def _tf32_restored(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
         yield

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
-import shutil
+import importlib.util
+import logging
 from typing import Final
 
 import torch
 
+from mezzo.errors import UnsupportedError
 from mezzo.step.kernels import Blocked
 from mezzo.step.passes import Executor
 
 __all__ = ["executor_for"]
+
+logger = logging.getLogger(__name__)
 
 #: Elements from which on compiling (some seconds, once) is worth its time on a CPU.
 _WORTH_COMPILING: Final = 1 << 22
@@ -25,8 +29,8 @@ def executor_for(device: torch.device, elements: int) -> Executor:
         elements: How many there are altogether.
     """
     if device.type == "cpu":
-        return _compiled() if elements >= _WORTH_COMPILING and _has_compiler() else _blocked()
-    return _compiled()
+        return _compiled(device) if elements >= _WORTH_COMPILING else _blocked()
+    return _triton() if device.type == "cuda" and _has_triton() else _compiled(device)
 
 
 @functools.cache
@@ -35,12 +39,27 @@ def _blocked() -> Executor:
 
 
 @functools.cache
-def _compiled() -> Executor:
+def _compiled(device: torch.device) -> Executor:
+    """Return the compiled executor, or the one that needs no compiler where torch cannot compile."""
     from mezzo.step.kernels.compiled import Compiled
 
-    return Compiled()
+    executor = Compiled()
+    try:
+        executor.require(device)
+    except UnsupportedError as error:
+        logger.warning("optimizer steps on %s run block by block, since %s", device, error)
+        return _blocked()
+    return executor
 
 
 @functools.cache
-def _has_compiler() -> bool:
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+def _triton() -> Executor:
+    from mezzo.step.kernels.triton import Triton
+
+    return Triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Whether Triton is there, for NVIDIA's devices: its options for arithmetic as in torch's are theirs."""
+    return torch.version.cuda is not None and importlib.util.find_spec("triton") is not None

@@ -24,11 +24,18 @@ class Hypers:
         self._uploaded: dict[str, float] = {}
 
     def upload(self, group: Mapping[str, Any]) -> None:
-        """Bring over what changed, without waiting for the device."""
+        """Bring over what changed, without waiting for the device.
+
+        Tensors in host memory count as the numbers that they hold, so that a graph captured meanwhile copies nothing
+        from there.
+        """
         for name, tensor in self.tensors.items():
             value = group["betas"][int(name[-1]) - 1] if name.startswith("beta") else group[name]
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.device.type != "cpu":
                 tensor.copy_(value, non_blocking=True)
-            elif self._uploaded.get(name) != value:
-                tensor.fill_(value)
-                self._uploaded[name] = value
+                self._uploaded.pop(name, None)
+                continue
+            number = float(value.detach().double().reshape(()).numpy()) if isinstance(value, Tensor) else value
+            if self._uploaded.get(name) != number:
+                tensor.fill_(number)
+                self._uploaded[name] = number

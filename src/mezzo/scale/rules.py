@@ -14,7 +14,7 @@ from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, allowed_skips, as_float32
 from mezzo.scale.state import ScaleState
 
-__all__ = ["LossScale", "ScaleState", "collapsed", "held", "next_scale"]
+__all__ = ["LossScale", "ScaleState", "collapsed", "fitted", "held", "next_scale"]
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
@@ -74,7 +74,7 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
     # would copy them from host memory to the device.
     budget = torch.add(state.budget, found, alpha=-1).clamp_(min=0)
     exhausted = budget == 0
-    window = _fitted(state.window, config)
+    window = fitted(state.window, config)
     if config.skip_rate_limit is not None:
         window = torch.cat((window[1:], found.reshape(1)))
         exhausted |= window.sum() > allowed_skips(config.skip_rate_limit, config.interval)
@@ -152,8 +152,13 @@ def collapsed(state: ScaleState, config: LossScale) -> Tensor:
     return state.floor_overflows >= config.patience
 
 
-def _fitted(window: Tensor, config: LossScale) -> Tensor:
-    """Give the window the length that the rules ask for: a state may come from a run with other rules."""
+def fitted(window: Tensor, config: LossScale) -> Tensor:
+    """Give the window the length that the rules ask for: a state may come from a run with other rules.
+
+    Args:
+        window: Of a :class:`ScaleState`.
+        config: The rules.
+    """
     length = 0 if config.skip_rate_limit is None else config.interval
     surplus = window.shape[0] - length
     if surplus < 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mezzo.scale.config import LossScale
 from mezzo.scale.host import next_scale_on_host
-from mezzo.scale.rules import held, next_scale
+from mezzo.scale.rules import fitted, held, next_scale
 from mezzo.scale.state import ScaleState
 
 __all__ = ["Scaler"]
@@ -38,11 +38,17 @@ class Scaler:
     Args:
         config: The rules.
         device: Where the state lives.
+
+    Attributes:
+        config: The rules.
+        state: The state now.
+        in_graph: Whether the state's tensors are a captured graph's, which its next replay overwrites.
     """
 
     def __init__(self, config: LossScale, device: torch.device | str) -> None:
         self.config = config
         self.state = config.start(device)
+        self.in_graph = False
         self._last: _Judged | None = None
 
     @property
@@ -74,7 +80,7 @@ class Scaler:
         """
         if self.config.mode == "none":
             return
-        known = _on_host if self.state.scale.device.type == "cpu" else _as_it_is
+        known = _on_host if self.state.scale.device.type == "cpu" and not self.in_graph else _as_it_is
         no = torch.zeros_like(found_inf)
         back = known(no if hold is None else hold)
         overflowed, last = known(found_inf) & ~back, self._last
@@ -98,6 +104,41 @@ class Scaler:
             # A tensor of its own for each step, by which gradients of one step are told from those of the next.
             self.state = replace(self.state, scale=before.scale.clone())
 
+    # In a captured graph ----------------------------------------------------------------------------------
+
+    def tensors(self) -> ScaleState:
+        """Return a copy of the state for a graph, which reads it there and leaves the next one in the same memory."""
+        return self._fitted().clone()
+
+    def enter(self, tensors: ScaleState) -> None:
+        """Go on in the tensors of a graph, with the values of now; no host sync.
+
+        Args:
+            tensors: Of :meth:`tensors`.
+        """
+        if self.state is not tensors:
+            tensors.copy_(self._fitted())
+        self.hold(tensors, in_graph=True)
+
+    def leave(self) -> None:
+        """Go on in tensors that no replay overwrites; no host sync."""
+        if self.in_graph:
+            self.hold(self.state.clone(), in_graph=False)
+
+    def hold(self, state: ScaleState, *, in_graph: bool) -> None:
+        """Go on from a state, between two steps: of gradients that were made before nothing is known any more.
+
+        Args:
+            state: The state; it is not copied.
+            in_graph: Whether it is a graph's.
+        """
+        self.state, self.in_graph, self._last = state, in_graph, None
+
+    def _fitted(self) -> ScaleState:
+        return replace(self.state, window=fitted(self.state.window, self.config))
+
+    # State ------------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values; a host sync."""
         return self.state.state_dict()
@@ -108,8 +149,7 @@ class Scaler:
         Raises:
             StateError: Not the state of a loss scale.
         """
-        self.state = ScaleState.from_state_dict(state, device=self.state.scale.device)
-        self._last = None
+        self.hold(ScaleState.from_state_dict(state, device=self.state.scale.device), in_graph=False)
 
 
 def _on_host(tensor: Tensor) -> Any:

@@ -45,6 +45,24 @@ class ScaleState:
         """Return 1/scale: :func:`inverse`."""
         return inverse(self.scale)
 
+    def clone(self) -> Self:
+        """Return the same state in tensors of its own."""
+        return type(self)(**{key: getattr(self, key).clone() for key in KEYS})
+
+    def copy_(self, other: ScaleState) -> None:
+        """Take over another state's values, in place: for whoever holds addresses, as a captured graph does.
+
+        Args:
+            other: A state whose window is as long.
+
+        Cost:
+            One kernel for each field that is not the same tensor, no host sync.
+        """
+        for key in KEYS:
+            mine, value = getattr(self, key), getattr(other, key)
+            if mine is not value:
+                mine.copy_(value, non_blocking=True)
+
     def state_dict(self) -> dict[str, Any]:
         """Return every field as a plain value.
 

@@ -119,7 +119,7 @@ class Accounts:
         self._name_of = name_of
         self._steps = self._skipped = 0
         self._recent: deque[bool] = deque(maxlen=config.interval)
-        self._waiting: list[Outcome] = []
+        self._waiting: list[tuple[Outcome, Tensor]] = []
         self._flying: deque[_Flight] = deque()
         self._failure: NumericsError | None = None
         self._forward_failures = 0
@@ -132,13 +132,21 @@ class Accounts:
         first = [float(scale.cpu().numpy()) for scale in scales]
         self._scales = [_Scale(scale, scale, scale) for scale in first]
 
-    def note(self, outcome: Outcome) -> None:
-        """Take an outcome, and send it on its way."""
+    def note(self, outcome: Outcome, packed: Tensor | None = None) -> None:
+        """Take an outcome, and send it on its way.
+
+        Args:
+            outcome: The outcome.
+            packed: What :meth:`packed` returned of it, if a graph did that: its next replay writes there again.
+        """
         if outcome.skipped.device.type == "cpu":
             # Through numpy: on the host already, so that nothing is asked of a device.
-            self._count(outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.norms)
+            if packed is None:
+                self._count(outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.norms)
+            else:
+                self._count_packed(outcome, packed)
             return
-        self._waiting.append(outcome)
+        self._waiting.append((outcome, self.packed(outcome) if packed is None else packed.clone()))
         if self._config.patience is not None or len(self._waiting) >= _TOGETHER:
             self._send()
 
@@ -177,20 +185,22 @@ class Accounts:
 
     # The way to the host -------------------------------------------------------------------------------
 
+    def packed(self, outcome: Outcome) -> Tensor:
+        """Return what the host wants to know of an outcome as one vector of its device."""
+        numbers = torch.stack([number.to(torch.float32) for number in outcome.numbers()])
+        return numbers if self._config.patience is None else torch.cat((numbers, outcome.norms))
+
     def _send(self) -> None:
         if not self._waiting:
             return
-        outcomes, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, []
         numbers: list[Tensor] = []
-        with_norms = self._config.patience is not None
-        for outcome in outcomes:
-            packed = torch.stack([number.to(torch.float32) for number in outcome.numbers()])
-            there = torch.cat((packed, outcome.norms)) if with_norms else packed
+        for _, there in waiting:
             host = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
             numbers.append(host.copy_(there, non_blocking=True))
-        event = torch.Event(outcomes[0].skipped.device)
+        event = torch.Event(waiting[0][1].device)
         event.record()
-        self._flying.append(_Flight(outcomes, numbers, event))
+        self._flying.append(_Flight([outcome for outcome, _ in waiting], numbers, event))
 
     def _land(self) -> None:
         while self._flying:
@@ -200,8 +210,11 @@ class Accounts:
         flight = self._flying.popleft()
         flight.event.synchronize()
         for outcome, host in zip(flight.outcomes, flight.numbers, strict=True):
-            count = len(outcome.numbers())
-            self._count(outcome, host[:count].tolist(), host[count:])
+            self._count_packed(outcome, host)
+
+    def _count_packed(self, outcome: Outcome, host: Tensor) -> None:
+        count = len(outcome.numbers())
+        self._count(outcome, host.numpy()[:count].tolist(), host[count:])
 
     def _count(self, outcome: Outcome, numbers: list[float], norms: Tensor) -> None:
         skipped, loss_failed, *rest = numbers

@@ -47,6 +47,14 @@ class NormBuffers:
         """Drop what was remembered."""
         self._saved = []
 
+    def remembered(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the statistics that a skipped step puts back, each with what it puts back."""
+        return list(self._saved)
+
+    def recall(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Put back these after a skipped step, and no others: what :meth:`remembered` returned."""
+        self._saved = list(pairs)
+
 
 class Remembering(autocast):
     """A region that remembers the statistics whenever it is entered, be it made once and entered for each batch."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import StateError
+from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.state import inverse
 from mezzo.session.clipping import Edited, EditWatch
 from mezzo.session.cluster import Cluster
@@ -97,7 +98,8 @@ def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torc
         )
     gradients = dense(params)
     over_scale = None if scale is None else inverse(scale)
-    norm, each = norms(gradients, device)
+    stepping = (o for cluster in involved for o in cluster.optimizers if o in optimizers)
+    norm, each = norms(gradients, device, one_pass=all(isinstance(o, OnePassOptimizer) for o in stepping))
     if over_scale is not None:
         # The norm of the scaled gradients times 1/scale also finds an infinity that unscaling would make.
         norm = norm * over_scale

@@ -54,9 +54,10 @@ class EditWatch:
     """
 
     def __init__(self) -> None:
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop what was noted."""
         self._seen: list[tuple[Tensor, tuple[int, int]]] = []
         self._others: Iterator[Tensor] = iter(())
         self._before: Tensor | None = None
@@ -83,7 +84,7 @@ class EditWatch:
             ``None`` where they were not all written once, or all twice.
         """
         seen, others, before = self._seen, self._others, self._before
-        self._forget()
+        self.forget()
         if scale is None or before is None or (times := _times_written(seen)) not in (1, 2):
             return None
         leaves = [leaf for leaf, _ in seen]

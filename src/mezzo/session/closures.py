@@ -41,8 +41,8 @@ def undone_on_overflow(optimizer: Optimizer, params: list[Tensor], then: Callabl
         with torch.no_grad():
             for param, weight in zip(params, weights, strict=True):
                 param.copy_(weight)
-        for each in before:
-            each.restore()
+            for each in before:
+                each.restore()
         if then is not None:
             then()
         if not isinstance(error, Overflowed):
@@ -50,17 +50,25 @@ def undone_on_overflow(optimizer: Optimizer, params: list[Tensor], then: Callabl
 
 
 class _Before:
-    """An optimizer's state and options as they were."""
+    """An optimizer's state and options as they were; tensors of its state get their values back in the same memory."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._state = {param: _copied(values) for param, values in optimizer.state.items()}
+        self._state = {param: dict(values) for param, values in optimizer.state.items()}
+        self._values = {param: _copied(values) for param, values in self._state.items()}
         options = ({key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
         self._options = [_copied(each) for each in options]
 
     def restore(self) -> None:
         self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        for param, values in self._values.items():
+            there = self._state[param]
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    there[name].copy_(value)  # an optimizer may know its address
+                else:
+                    there[name] = value
+            self._optimizer.state[param] = there
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             params = group["params"]
             group.clear()

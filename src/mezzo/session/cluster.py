@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -211,6 +211,25 @@ class Cluster:
         """Drop the window, gradients set aside included."""
         self.window = None
         self._left.clear()
+
+    # What a step has left over ------------------------------------------------------------------------
+
+    def is_left(self, gradient: Tensor) -> bool:
+        """Whether a step has left this gradient over, unscaled, and nobody has cleared or written it since."""
+        return mark(gradient) in self._left
+
+    def leave(self, gradients: Iterable[Tensor]) -> None:
+        """Take these gradients, and no others, for those that a step has left over."""
+        self._left = {mark(gradient) for gradient in gradients}
+
+    def remembering(self) -> Callable[[], None]:
+        """Return what drops the window, and brings back what is known of gradients now; they are not looked at."""
+        left, widened = set(self._left), self._widened
+
+        def restore() -> None:
+            self.window, self._left, self._widened = None, set(left), widened
+
+        return restore
 
 
 def clusters(optimizers: list[Optimizer], masters: dict[int, MasterWeights]) -> list[Cluster]:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from mezzo.session.loop import MixedPrecision
+    from mezzo.session.parts import Parts
 
 __all__ = ["ExactLoading", "overflows"]
 
@@ -29,9 +29,9 @@ class ExactLoading:
         restored: FP32 parameters that the session's state wrote, until the next step.
     """
 
-    def __init__(self, session: MixedPrecision | None = None) -> None:
+    def __init__(self, parts: Parts | None = None) -> None:
         self.restored: set[Tensor] = set()
-        self._session = None if session is None else weakref.ref(session)
+        self._parts = None if parts is None else weakref.ref(parts)
         self._hooks: list[RemovableHandle] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,11 +52,11 @@ class ExactLoading:
     @torch.no_grad()
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Replace what is about to be loaded."""
-        session = self._session() if self._session is not None else None
-        if session is None:
+        parts = self._parts() if self._parts is not None else None
+        if parts is None:
             return
-        stored = session._stored()
-        held = [masters.masters() for masters in session._masters.values()]
+        stored = parts.stored()
+        held = [masters.masters() for masters in parts.masters.values()]
         for name, param in module._parameters.items():
             incoming = state_dict.get(prefix + name)
             if param is None or not isinstance(incoming, Tensor) or incoming.shape != param.shape:

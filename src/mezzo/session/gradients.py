@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mezzo.optim.executors import executor_for
 
-__all__ = ["can_fold", "dense", "mark", "multiply", "norms", "not_finite", "step_on_device"]
+__all__ = ["can_fold", "dense", "lacks_momentum", "mark", "multiply", "norms", "not_finite", "step_on_device"]
 
 
 def dense(params: list[Tensor]) -> list[Tensor]:
@@ -35,38 +35,41 @@ def mark(gradient: Tensor) -> tuple[int, int]:
     return values.data_ptr(), values._version
 
 
-def norms(gradients: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+def norms(gradients: list[Tensor], device: torch.device, *, one_pass: bool = False) -> tuple[Tensor, Tensor]:
     """Return the 2-norm of all gradients together and that of each, accumulated in FP32, without a sync.
 
     Args:
         gradients: At least one dense tensor, of any floating or complex dtype, on any device.
         device: Where the results go.
+        one_pass: Whether mezzo's optimizers go on with them: then their executor reads these gradients too.
 
     Returns:
         0-d and ``(len(gradients),)`` float32.
     """
     groups = _alike(gradients)
     if len(groups) == 1:
-        each = torch.stack(_norms_of_alike(gradients)).to(device, non_blocking=True)
+        each = _norms_of_alike(gradients, one_pass).to(device, non_blocking=True)
         return torch.linalg.vector_norm(each), each
     found: dict[int, Tensor] = {}
     for group in groups.values():
-        together = torch.stack(_norms_of_alike([gradients[i] for i in group])).to(device, non_blocking=True)
+        together = _norms_of_alike([gradients[i] for i in group], one_pass).to(device, non_blocking=True)
         found.update(zip(group, together.unbind(), strict=True))
     each = torch.stack([found[i] for i in range(len(gradients))])
     return torch.linalg.vector_norm(each), each
 
 
-def _norms_of_alike(values: list[Tensor]) -> list[Tensor]:
+def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor:
     """Return the FP32 norms of tensors of one dtype and device."""
     if values[0].is_complex():
-        return [torch.linalg.vector_norm(torch.view_as_real(value), dtype=torch.float32) for value in values]
-    if values[0].device.type == "cpu" and values[0].dtype in (torch.float16, torch.bfloat16):
-        # torch's own norm of these takes three times as long on a CPU.
-        return list(executor_for(values[0].device, sum(value.numel() for value in values)).norms(values).unbind())
+        wide = (torch.view_as_real(value) for value in values)
+        return torch.stack([torch.linalg.vector_norm(value, dtype=torch.float32) for value in wide])
+    # torch's own norm of low precision takes three times as long on a CPU.
+    low = values[0].dtype in (torch.float16, torch.bfloat16)
+    if (low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
+        return executor_for(values[0].device, sum(value.numel() for value in values)).norms(values)
     if values[0].dtype == torch.float64:
-        return [norm.float() for norm in torch._foreach_norm(values, 2)]
-    return list(torch._foreach_norm(values, 2, dtype=torch.float32))
+        return torch.stack(torch._foreach_norm(values, 2)).float()
+    return torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
 
 
 def not_finite(norm: Tensor) -> Tensor:
@@ -95,7 +98,7 @@ def _alike(tensors: list[Tensor]) -> Mapping[tuple[torch.device, torch.dtype], S
 
 def can_fold(optimizer: Optimizer) -> bool:
     """Whether the optimizer's kernels take the overflow flag and the loss scale on the device, as torch's fused do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _lacks_momentum(optimizer)
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not lacks_momentum(optimizer)
 
 
 def step_on_device(optimizer: Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
@@ -114,7 +117,7 @@ def step_on_device(optimizer: Optimizer, found_inf: Tensor, divisor: Tensor | No
         del fused.found_inf, fused.grad_scale
 
 
-def _lacks_momentum(optimizer: Optimizer) -> bool:
+def lacks_momentum(optimizer: Optimizer) -> bool:
     """Whether torch's fused SGD has momentum buffers to make: a skipped kernel would leave them uninitialised."""
     return isinstance(optimizer, torch.optim.SGD) and any(
         group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None

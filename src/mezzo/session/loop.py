@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast import region
-from mezzo.cast.modules import Prepared
 from mezzo.errors import StateError, some_of
-from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.session import state
 from mezzo.session.accounts import Accounts, Outcome, Stats
 from mezzo.session.buffers import NormBuffers, Remembering
+from mezzo.session.capturable import refuse_host_arguments
 from mezzo.session.checked import Checked, check, together
 from mezzo.session.checks import (
     check_loss,
@@ -32,16 +30,15 @@ from mezzo.session.checks import (
     listed,
     only,
     overflowed,
-    refuse_fp16_unscaling,
 )
 from mezzo.session.clipping import EditWatch
 from mezzo.session.closures import Overflowed, undone_on_overflow
 from mezzo.session.cluster import Cluster, clusters, regrouped
-from mezzo.session.exact import ExactLoading
 from mezzo.session.gradients import multiply, norms, not_finite
+from mezzo.session.parts import Parts
+from mezzo.session.recording import current
 from mezzo.session.result import Step
 from mezzo.session.stepping import Found, adapt, update
-from mezzo.step.master import MasterWeights
 
 if TYPE_CHECKING:
     from mezzo.numerics import Changed, Overflow, Replay
@@ -111,8 +108,12 @@ class MixedPrecision:
         self.policy = Policy.of(policy)
         self.max_grad_norm = max_grad_norm
         self.on_overflow = on_overflow
-        self._models = [models] if isinstance(models, nn.Module) else list(models)
-        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else listed(optimizers)
+        self._parts = Parts(
+            [models] if isinstance(models, nn.Module) else list(models),
+            [optimizers] if isinstance(optimizers, Optimizer) else listed(optimizers),
+            self.policy,
+        )
+        self._models, self._optimizers = self._parts.models, self._parts.optimizers
         check_session(
             self._models,
             self._optimizers,
@@ -122,66 +123,24 @@ class MixedPrecision:
             num_losses=num_losses,
             on_overflow=on_overflow,
         )
-        self._prepared: list[Prepared] = []
-        self._masters: dict[int, MasterWeights] = {}
-        self._hooks: list[RemovableHandle] = []
         self._stepping = self._closed = False
         first = next(self.master_params())
         self._scalers = [Scaler(self.policy.loss_scale, device or first.device) for _ in range(num_losses)]
         self._buffers = NormBuffers(self._models) if restore_buffers else None
         self._edits = EditWatch()
-        self._exact = ExactLoading(self)
         self._on_the_way: dict[int, Tensor] = {}  # whether grad() overflowed since the last step, by loss
-        self._accounts = Accounts(self.policy.loss_scale, self._scale_tensors(), self._name_of)
-        try:
-            self._convert()
-        except BaseException:
-            self._undo()
-            raise
-        self._clusters = clusters(self._optimizers, self._masters)
+        self._accounts = Accounts(self.policy.loss_scale, self._scale_tensors(), self._parts.name_of)
+        self._parts.convert(self._refuse_foreign_step)
+        self._clusters = clusters(self._optimizers, self._parts.masters)
         self._replay = self._watched() if on_overflow == "explain" else None
         if self.policy.dtype != torch.float32:
             kind = "emulated in float32" if self.emulated else "native"
             logger.info("%s arithmetic on %s is %s", self.policy.dtype, first.device.type, kind)
 
-    def _convert(self) -> None:
-        for optimizer in self._optimizers:  # before the masters' own hooks, so that nothing is gathered either
-            self._hooks.append(optimizer.register_step_pre_hook(self._refuse_foreign_step))
-        for model in self._models:
-            self._prepared.append(Prepared(model, self.policy))
-        refuse_fp16_unscaling(self._models, self._optimizers, self.policy)
-        if self.policy.master_weights:
-            originals = {t: data for prepared in self._prepared for t, data in prepared.converted.items()}
-            for optimizer in self._optimizers:
-                if isinstance(optimizer, OnePassOptimizer):
-                    optimizer.adopt(originals, self._name_of)
-                else:
-                    self._masters[id(optimizer)] = MasterWeights(optimizer, grad_dtype="param", originals=originals)
-        for prepared in self._prepared:
-            prepared.release_originals()
-        if self.policy.master_weights:
-            self._exact.watch(self._models)
-
-    def _undo(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._exact.remove()
-        stored = {param: optimizer.master_of(param) for param, optimizer in self._stored().items()}
-        for optimizer in {*self._stored().values()}:
-            optimizer.release()
-        # Backwards, since the first of two models that share a parameter knows what it was before.
-        for prepared in reversed(self._prepared):
-            prepared.remove()
-        for param, weight in stored.items():
-            if param.dtype == torch.float32:
-                param.data = weight
-        for masters in self._masters.values():
-            masters.remove()
-
     def _watched(self) -> Replay:
         from mezzo.numerics import Replay
 
-        return Replay(self._models, region=self._region)
+        return Replay(self._models, region=self._parts.region)
 
     def _refuse_foreign_step(self, optimizer: Optimizer, *_: Any) -> None:
         cluster = next(c for c in self._clusters if optimizer in c.optimizers)
@@ -212,12 +171,13 @@ class MixedPrecision:
     @property
     def emulated(self) -> bool:
         """Whether GEMMs and convolutions compute in FP32 from rounded operands on this device."""
-        return self._region().emulated
+        return self._parts.region().emulated
 
     @property
     def loss_scale(self) -> Tensor:
         """The current loss scale, 0-d float32 on the device; one for each loss where there are several."""
-        scales = self._scale_tensors()
+        states = ((scaler.state.scale, scaler.in_graph) for scaler in self._scalers)
+        scales = [scale.clone() if in_graph else scale for scale, in_graph in states]
         return scales[0] if len(scales) == 1 else torch.stack(scales)
 
     def _scale_tensors(self) -> list[Tensor]:
@@ -226,11 +186,8 @@ class MixedPrecision:
     def autocast(self) -> region.autocast:
         """Return the region to run the forward pass and the loss in."""
         self._require_open("autocast")
-        region = self._region()
-        return region if self._buffers is None else Remembering.around(region, self._buffers)
-
-    def _region(self) -> region.autocast:
-        return self._prepared[0].autocast(*self._prepared[1:])
+        plain = self._parts.region()
+        return plain if self._buffers is None else Remembering.around(plain, self._buffers)
 
     def backward(
         self,
@@ -259,15 +216,15 @@ class MixedPrecision:
         """
         self._require_open("backward")
         check_loss(loss)
-        scaler = self._scaler(loss_id)
+        scaler = self._moving_scaler(loss_id)
         wanted = chosen(optimizers, self._optimizers)
-        self._clusters = regrouped(self._clusters, self._optimizers, self._masters)
+        self._clusters = regrouped(self._clusters, self._optimizers, self._parts.masters)
         involved = [c for c in self._clusters if not set(c.optimizers).isdisjoint(wanted)]
         if len(wanted) < len(self._optimizers):
             kwargs.setdefault("inputs", _differentiable(involved, wanted))
         for cluster in involved:
             cluster.begin(scaler, loss_id, loss)
-        self._region().run_backward(scaler.scaled(loss), **kwargs)
+        self._parts.region().run_backward(scaler.scaled(loss), **kwargs)
         for cluster in involved:
             cluster.end()
         if scaler.changes_gradients:
@@ -313,9 +270,9 @@ class MixedPrecision:
             Gulrajani et al., *Improved Training of Wasserstein GANs*, NeurIPS 2017.
         """
         self._require_open("grad")
-        scaler = self._scaler(loss_id)
+        scaler = self._moving_scaler(loss_id)
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        found = self._region().run_grad(scaler.scaled(outputs), given, create_graph=create_graph, **kwargs)
+        found = self._parts.region().run_grad(scaler.scaled(outputs), given, create_graph=create_graph, **kwargs)
         # Inputs that were not used have none, with allow_unused=True.
         wide = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]
         if not scaler.changes_gradients:
@@ -377,6 +334,8 @@ class MixedPrecision:
             ScaleCollapsed: The loss scale stood at its floor for ``patience`` overflows, at most two steps ago.
         """
         self._require_open("step")
+        if (run := current()) is not None:
+            refuse_host_arguments(closure, scheduler)
         self._accounts.check()
         schedulers = checked_schedulers(scheduler)
         wanted = chosen(optimizers, self._optimizers)
@@ -385,27 +344,26 @@ class MixedPrecision:
         else:
             involved = self._open_clusters(wanted, "step")
             checked = check(involved, wanted, self._device, self._edits)
+            checked = checked if run is None else run.seen(checked)
             found = Found(checked.found_inf)
             stepping = [o for cluster in involved for o in cluster.optimizers if o in wanted]
             alone = {o for cluster in involved if len(cluster.optimizers) == 1 for o in cluster.optimizers}
             with self._may_step(involved):
                 update(checked, stepping, alone, self.max_grad_norm, found)
         # The host asks about the overflow only where it has to act on the answer.
-        overflow = self._located(checked) if self._replay is not None and found else None
+        overflow = self._located(self._replay, checked) if self._replay is not None and found else None
         step = self._finish(checked, involved, overflow)
         if self.on_overflow == "raise" and found:
-            raise overflowed(checked, self._name_of)
+            raise overflowed(checked, self._parts.name_of)
         if schedulers and not found:
             for each in schedulers:
                 each()
         return step
 
-    def _located(self, checked: Checked) -> Overflow | Changed | None:
+    def _located(self, replay: Replay, checked: Checked) -> Overflow | Changed | None:
         """Run the step's batches again, and say where the overflow began."""
-        if self._replay is None:
-            return None
         with torch.enable_grad():
-            return self._replay.locate(checked.shares[-1].scale)
+            return replay.locate(checked.shares[-1].scale)
 
     @contextlib.contextmanager
     def _may_step(self, involved: list[Cluster]) -> Iterator[None]:
@@ -448,7 +406,7 @@ class MixedPrecision:
             unscale()
             return loss
 
-        masters = self._masters.get(id(optimizer))
+        masters = self._parts.masters.get(id(optimizer))
         back = masters.round_to_params if masters else None
         with self._may_step([cluster]), undone_on_overflow(optimizer, cluster.params([optimizer]), back):
             if cluster.window is not None:
@@ -465,28 +423,32 @@ class MixedPrecision:
             for masters in cluster.masters:
                 masters.drop_gradients()
             cluster.close(checked.gradients if len(cluster.optimizers) == 1 else None)
-        self._exact.restored.clear()
+        self._parts.exact.restored.clear()
         adapted = adapt(self._scalers, checked, self._on_the_way)
         for loss_id in adapted.after:
             self._on_the_way.pop(loss_id, None)
         if self._buffers is not None:
             self._buffers.restore_where(checked.found_inf)
         self._forget_passes()
-        self._accounts.note(
-            Outcome(
-                skipped=checked.found_inf,
-                scales=adapted.after,
-                norms=checked.each,
-                params=checked.params,
-                loss_failed=adapted.loss_failed,
-                edited=checked.edited,
-            )
+        outcome = Outcome(
+            skipped=checked.found_inf,
+            scales=adapted.after,
+            norms=checked.each,
+            params=checked.params,
+            loss_failed=adapted.loss_failed,
+            edited=checked.edited,
         )
+        before = _one_or_all(list(adapted.before.values()))
+        if (run := current()) is None:
+            self._accounts.note(outcome)
+        else:
+            run.note(self, outcome)
+            before = before.clone()  # the graph writes the next scale into the memory of this one
         if overflow is not None:
             logger.warning("%s", overflow)
         return Step(
             skipped=checked.found_inf,
-            scale=_one_or_all(list(adapted.before.values())),
+            scale=before,
             next_scale=_one_or_all([after.scale for after in adapted.after.values()]),
             grad_norm=checked.norm,
             overflow=overflow,
@@ -495,10 +457,9 @@ class MixedPrecision:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of models and masters, and forget unfinished accumulation windows."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none)
-        for model in self._models:
-            model.zero_grad(set_to_none)
+        if (run := current()) is not None:
+            run.join(self)
+        self._parts.zero_grad(set_to_none)
         if self._buffers is not None and any(cluster.window for cluster in self._clusters):
             self._buffers.forget()
         self._forget_passes()
@@ -508,8 +469,7 @@ class MixedPrecision:
 
     def _forget_passes(self) -> None:
         """Let go of what forward passes left behind: casts of weights, and what a replay would need."""
-        for prepared in self._prepared:
-            prepared.casts.clear()
+        self._parts.forget_casts()
         if self._replay is not None:
             self._replay.clear()
 
@@ -523,10 +483,7 @@ class MixedPrecision:
         Args:
             optimizer: One of the session's optimizers; all when omitted.
         """
-        for each in self._optimizers:
-            if optimizer is None or each is optimizer:
-                for group in each.param_groups:
-                    yield from group["params"]
+        return self._parts.master_params(optimizer)
 
     def stats(self, loss_id: int = 0) -> Stats:
         """Return how many steps there were, how many were skipped, and how the loss scale moved.
@@ -566,26 +523,8 @@ class MixedPrecision:
         self._require_open("load_state_dict")
         state.load(self, state_dict)
 
-    def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for number, model in enumerate(self._models):
-            prefix = f"{number}." if len(self._models) > 1 else ""
-            for name, param in model.named_parameters():
-                yield prefix + state.plain_name(model, name), param
-
-    def _stored(self) -> dict[Tensor, OnePassOptimizer]:
-        """Return the parameters whose other half an optimizer of mezzo's keeps, with the optimizer."""
-        own = (optimizer for optimizer in self._optimizers if isinstance(optimizer, OnePassOptimizer))
-        return {param: optimizer for optimizer in own for param in optimizer.stored()}
-
     def _named_masters(self) -> dict[str, nn.Parameter]:
-        held = {param: master for masters in self._masters.values() for param, master in masters.masters().items()}
-        return {name: held[param] for name, param in self._named_params() if param in held}
-
-    def _name_of(self, tensor: Tensor) -> str:
-        """Name a parameter, or that of which a tensor is the master."""
-        named = {id(param): name for name, param in self._named_params()}
-        named |= {id(master): name for name, master in self._named_masters().items()}
-        return named.get(id(tensor), f"a parameter of shape {tuple(tensor.shape)}")
+        return self._parts.named_masters()
 
     # Which optimizers, which loss ----------------------------------------------------------------------
 
@@ -596,6 +535,13 @@ class MixedPrecision:
     def _scaler(self, loss_id: int) -> Scaler:
         check_loss_id(loss_id, len(self._scalers))
         return self._scalers[loss_id]
+
+    def _moving_scaler(self, loss_id: int) -> Scaler:
+        """Return the scaler whose scale gradients are about to carry, in memory that stays as it is."""
+        scaler = self._scaler(loss_id)
+        if current() is None:
+            scaler.leave()
+        return scaler
 
     def _open_clusters(self, optimizers: list[Optimizer], call: str) -> list[Cluster]:
         """Return the clusters of some optimizers that have gradients to step with."""
@@ -617,10 +563,9 @@ class MixedPrecision:
         """Undo the preparation: FP32 weights with the masters' values, and the optimizers as they were built."""
         if self._closed:
             return
-        for masters in self._masters.values():
-            masters.take_edits()
+        self._parts.take_edits()
         self.zero_grad()
-        self._undo()
+        self._parts.undo()
         if self._replay is not None:
             self._replay.remove()
         self._closed = True
@@ -628,6 +573,8 @@ class MixedPrecision:
     def _require_open(self, call: str) -> None:
         if self._closed:
             raise StateError(f"{call}() after close()", write="a new MixedPrecision(model, optimizer, policy)")
+        if (run := current()) is not None:
+            run.join(self)
 
 
 def _one_or_all(scales: list[Tensor]) -> Tensor:

@@ -16,6 +16,8 @@ __all__ = ["Step"]
 class Step:
     """What one optimizer step did, as device tensors: reading one as a Python value waits for the device.
 
+    Those of a step that :func:`mezzo.capture` captured are the same tensors each time: its next call overwrites them.
+
     Reading an attribute raises :class:`ScaleCollapsed` once the host knows that the loss scale has collapsed.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mezzo.errors import StateError, some_of
 from mezzo.policy import Policy
@@ -16,13 +16,13 @@ from mezzo.session import foreign
 from mezzo.session.cluster import regrouped
 from mezzo.session.exact import overflows
 from mezzo.session.form import STATE_VERSION, described, wrong_values
-from mezzo.session.gradients import mark
+from mezzo.session.parts import plain_name
 from mezzo.session.window import Window
 
 if TYPE_CHECKING:
     from mezzo.session.loop import MixedPrecision
 
-__all__ = ["STATE_VERSION", "load", "plain_name", "saved"]
+__all__ = ["STATE_VERSION", "load", "saved"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +30,9 @@ logger = logging.getLogger(__name__)
 _LINES: Final = 40
 
 
-def plain_name(model: nn.Module, name: str) -> str:
-    """Return a parameter's name as it is without ``torch.compile``'s and data parallelism's wrappers."""
-    inner = getattr(model, "_orig_mod", model)
-    name = name.replace("_orig_mod.", "")
-    wrapped = isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    return name.removeprefix("module.") if wrapped else name
-
-
 def saved(session: MixedPrecision) -> dict[str, Any]:
     """Return a session's state as plain containers and tensors."""
-    for masters in session._masters.values():
-        masters.take_edits()
+    session._parts.take_edits()
     scales = session._scale_tensors()
 
     def number_of(scale: Tensor) -> int:
@@ -73,20 +64,22 @@ def saved(session: MixedPrecision) -> dict[str, Any]:
 
 def _masters(session: MixedPrecision) -> dict[str, Tensor]:
     """Return a copy of every FP32 value that the parameters themselves lack."""
-    stored = session._stored()
+    stored = session._parts.stored()
     held = {name: master.detach().clone() for name, master in session._named_masters().items()}
-    return held | {name: stored[param].master_of(param) for name, param in session._named_params() if param in stored}
+    return held | {
+        name: stored[param].master_of(param) for name, param in session._parts.named_params() if param in stored
+    }
 
 
 def _names(session: MixedPrecision) -> dict[int, str]:
     """Return the name of each tensor that the optimizers update, by ``id``."""
     held = session._named_masters()
-    return {id(held.get(name, param)): name for name, param in session._named_params()}
+    return {id(held.get(name, param)): name for name, param in session._parts.named_params()}
 
 
 def _refuse_nameless(session: MixedPrecision, names: Mapping[int, str]) -> None:
     """Refuse to lose what only the session knows of parameters that were added without a model."""
-    masters = {id(master) for each in session._masters.values() for master in each.masters().values()}
+    masters = {id(master) for each in session._parts.masters.values() for master in each.masters().values()}
     has_window = any(cluster.window for cluster in session._clusters)
     nameless = [param for param in session.master_params() if id(param) not in names]
     if lost := [described(param) for param in nameless if has_window or id(param) in masters]:
@@ -111,7 +104,7 @@ def load(session: MixedPrecision, state: Any) -> None:
         own = session._accounts.state_dict()
         session._accounts.load_state_dict(own, session._scale_tensors(), continued=False)
         return
-    session._clusters = regrouped(session._clusters, session._optimizers, session._masters)
+    session._clusters = regrouped(session._clusters, session._optimizers, session._parts.masters)
     _check(session, state)
     policy = Policy.parse(state["policy"])
     if changes := policy.differences(session.policy):
@@ -122,9 +115,9 @@ def load(session: MixedPrecision, state: Any) -> None:
         _load_windows(session, state)
     if session._buffers is not None:
         buffers = _named_buffers(session)
-        session._buffers._saved = [
-            (buffers[name], before.to(buffers[name].device, copy=True)) for name, before in state["buffers"].items()
-        ]
+        session._buffers.recall(
+            [(buffers[name], before.to(buffers[name].device, copy=True)) for name, before in state["buffers"].items()]
+        )
 
 
 # Loss scales ---------------------------------------------------------------------------------------------
@@ -167,11 +160,10 @@ def _within(scale: Mapping[str, Any], before: LossScale, now: LossScale) -> dict
 def _load_masters(session: MixedPrecision, state: Mapping[str, Any]) -> None:
     """Put saved masters where the FP32 weights are now: in masters, or in the parameters themselves."""
     mine, masters = session._named_masters(), state["masters"]
-    for each in session._masters.values():
-        each.take_edits()
-    session._exact.restored.clear()
-    stored = session._stored()
-    for name, param in session._named_params():
+    session._parts.take_edits()
+    session._parts.exact.restored.clear()
+    stored = session._parts.stored()
+    for name, param in session._parts.named_params():
         before = getattr(torch, state["parameters"][name].partition(" ")[0])
         if param in stored:
             exact = masters[name] if name in masters else stored[param].master_of(param).to(before)
@@ -183,11 +175,11 @@ def _load_masters(session: MixedPrecision, state: Mapping[str, Any]) -> None:
             mine[name].copy_(mine[name].to(before))
         elif name in masters and param.dtype == torch.float32:
             param.copy_(masters[name])
-            session._exact.restored.add(param)
-    for each in session._masters.values():
+            session._parts.exact.restored.add(param)
+    for each in session._parts.masters.values():
         each.round_to_params()
-    if session._exact.restored:
-        session._exact.watch(session._models)
+    if session._parts.exact.restored:
+        session._parts.exact.watch(session._models)
 
 
 # Accumulation windows ------------------------------------------------------------------------------------
@@ -197,19 +189,19 @@ def _gradients(
     session: MixedPrecision, names: Mapping[int, str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """Return the gradients of parameters and of masters, and the names of those that a step has left over."""
-    gradients = {name: param.grad.clone() for name, param in session._named_params() if param.grad is not None}
+    gradients = {name: param.grad.clone() for name, param in session._parts.named_params() if param.grad is not None}
     masters = session._named_masters().items()
     left = [
         names[id(param)]
         for cluster in session._clusters
         for param in cluster.params()
-        if param.grad is not None and mark(param.grad) in cluster._left
+        if param.grad is not None and cluster.is_left(param.grad)
     ]
     return gradients, {name: master.grad.clone() for name, master in masters if master.grad is not None}, left
 
 
 def _load_windows(session: MixedPrecision, state: Mapping[str, Any]) -> None:
-    params, masters = dict(session._named_params()), session._named_masters()
+    params, masters = dict(session._parts.named_params()), session._named_masters()
     for kind, tensors in (("gradients", params), ("master_gradients", masters)):
         for name, tensor in tensors.items():
             gradient = state[kind].get(name)
@@ -220,7 +212,7 @@ def _load_windows(session: MixedPrecision, state: Mapping[str, Any]) -> None:
     for cluster, window in zip(session._clusters, state["windows"], strict=True):
         cluster.window = window and Window.from_state_dict(window, scales, {**params, **masters})
         theirs = (param.grad for param in cluster.params() if names.get(id(param)) in left)
-        cluster._left = {mark(gradient) for gradient in theirs if gradient is not None}
+        cluster.leave(gradient for gradient in theirs if gradient is not None)
     carrying = [c for c in session._clusters if c.window and c.window.carried and not c.window.carried.is_one]
     session._edits.remember(leaf for cluster in carrying for leaf in cluster.leaves())
 
@@ -236,7 +228,7 @@ def _named_buffers(session: MixedPrecision) -> dict[str, Tensor]:
 
 def _remembered(session: MixedPrecision) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the buffers that a skipped step puts back, and what it puts back, by name."""
-    pairs = [] if session._buffers is None else session._buffers._saved
+    pairs = [] if session._buffers is None else session._buffers.remembered()
     by_id = {id(buffer): (buffer, before) for buffer, before in pairs}
     return {name: by_id[id(buffer)] for name, buffer in _named_buffers(session).items() if id(buffer) in by_id}
 
@@ -245,7 +237,7 @@ def _remembered(session: MixedPrecision) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _fingerprint(session: MixedPrecision) -> dict[str, str]:
-    return {name: described(param) for name, param in session._named_params()}
+    return {name: described(param) for name, param in session._parts.named_params()}
 
 
 def _check(session: MixedPrecision, state: Any) -> None:
@@ -273,7 +265,7 @@ def _listed(lines: list[str]) -> str:
 
 def _weights(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield each parameter that is another one, or whose weights would lose bits."""
-    before, mine, stored = state["parameters"], dict(session._named_params()), session._stored()
+    before, mine, stored = state["parameters"], dict(session._parts.named_params()), session._parts.stored()
     held = {*session._named_masters(), *(name for name, param in mine.items() if param in stored)}
     updated = {id(param) for param in session.master_params()}
     for name in dict.fromkeys((*before, *mine)):
@@ -305,7 +297,7 @@ def _unfinished(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[s
             yield "gradients of an unfinished accumulation window, which belong to the saved policy"
         if len(state["windows"]) != len(session._clusters):
             yield f"optimizers with gradients: {len(state['windows'])} → {len(session._clusters)}"
-        for name, param in session._named_params():
+        for name, param in session._parts.named_params():
             gradient, dtype = state["gradients"].get(name), getattr(param, "grad_dtype", None) or param.dtype
             if gradient is not None and gradient.dtype != dtype:
                 yield f"gradient of {name}: {described(gradient)} → {str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""Executors of the two passes: plain torch operations in blocks, and compiled ones.
+"""Executors of the two passes: plain torch operations in blocks, compiled ones, and (``triton``) tables of addresses.
 
 Here belongs how tensors are cut, fused and launched. What happens to an element is said in ``mezzo.step.update``,
 ``mezzo.step.storage`` and ``mezzo.step.passes``; executors agree with those, and with each other.

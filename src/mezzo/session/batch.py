@@ -1,0 +1,152 @@
+"""The batch of a captured train step: what each call must look like, and where the graph reads it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_map, tree_unflatten
+
+from mezzo.errors import PolicyError
+from mezzo.session.form import described
+
+__all__ = ["Batch", "Layout"]
+
+
+class Layout:
+    """The arguments of a train step as in the example: nests of tensors, and plain values between them.
+
+    Args:
+        train_step: The train step, for the names of its parameters.
+        example: The example's arguments.
+
+    Raises:
+        TypeError: The train step does not take so many arguments.
+    """
+
+    def __init__(self, train_step: Callable[..., Any], example: tuple[Any, ...]) -> None:
+        self.names = _names(train_step, example)
+        self._arguments = [_flat(name, value) for name, value in zip(self.names, example, strict=True)]
+        self._shown = [_shown(value) for value in example]
+
+    def leaves(self, batch: tuple[Any, ...]) -> list[Any]:
+        """Return what a batch's nests hold, in order, if the batch is like the example.
+
+        Args:
+            batch: The arguments of a call.
+
+        Raises:
+            PolicyError: It is not; one message names each argument that differs, and what it was captured with.
+        """
+        if len(batch) != len(self.names):
+            raise PolicyError(
+                f"the step was captured with {len(self.names)} argument(s), and called with {len(batch)}",
+                where=", ".join(self.names),
+                write=f"captured({', '.join(self.names)})",
+            )
+        found = [_flat(name, value) for name, value in zip(self.names, batch, strict=True)]
+        problems = [
+            problem
+            for number, (leaves, structure) in enumerate(found)
+            for problem in self._differences(number, batch[number], leaves, structure)
+        ]
+        if problems:
+            raise PolicyError.together(problems)
+        return [leaf for leaves, _ in found for _, leaf in leaves]
+
+    def nest(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """Return arguments from what their nests hold."""
+        rest = iter(leaves)
+        return tuple(tree_unflatten([next(rest) for _ in known], structure) for known, structure in self._arguments)
+
+    def _differences(
+        self, number: int, value: Any, leaves: list[tuple[str, Any]], structure: TreeSpec
+    ) -> Iterator[PolicyError]:
+        known, expected = self._arguments[number]
+        if structure != expected:
+            yield PolicyError(
+                f"{self.names[number]} has another structure than in the example",
+                where=f"{self._shown[number]} → {_shown(value)}",
+                why="the graph reads the tensors that were there when it was captured",
+                write="the same nest of tensors in each call, or mezzo.capture(…) for each",
+            )
+            return
+        for (name, before), (_, now) in zip(known, leaves, strict=True):
+            if isinstance(before, Tensor) or isinstance(now, Tensor):
+                if _like(before) != _like(now):
+                    yield PolicyError(
+                        f"{name} is not like the example",
+                        where=f"{_like(before)} → {_like(now)}",
+                        why="a graph is captured for one shape, dtype and device",
+                        write="DataLoader(…, drop_last=True), or mezzo.capture(…) for each shape",
+                    )
+            elif not _same(before, now):
+                yield PolicyError(
+                    f"{name} is not what it was in the example",
+                    where=f"{before!r} → {now!r}",
+                    why="only tensors are read at each replay; all else was decided when the step was captured",
+                    write=f"torch.tensor({now!r}) as {name}, or mezzo.capture(…) for each value",
+                )
+
+
+class Batch:
+    """The tensors from which a graph reads its batch.
+
+    Args:
+        layout: What batches look like.
+        example: One of them.
+        device: The graph's; tensors in host memory are copied there, best from pinned memory.
+    """
+
+    def __init__(self, layout: Layout, example: tuple[Any, ...], device: torch.device) -> None:
+        self._leaves = [
+            torch.empty_like(leaf, device=device).requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in layout.leaves(example)
+        ]
+        self.arguments = layout.nest(self._leaves)
+
+    @torch.no_grad()
+    def take(self, leaves: list[Any]) -> None:
+        """Copy the tensors of a batch here, without waiting."""
+        for mine, given in zip(self._leaves, leaves, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given, non_blocking=True)
+
+
+def _names(train_step: Callable[..., Any], example: tuple[Any, ...]) -> list[str]:
+    try:
+        signature = inspect.signature(train_step)
+    except ValueError:  # of a callable from C
+        return [f"argument {number}" for number in range(len(example))]
+    names: list[str] = []
+    for name, value in signature.bind(*example).arguments.items():
+        several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"{name}[{number}]" for number in range(len(value))] if several else [name]
+    return names
+
+
+def _flat(name: str, value: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
+    leaves, structure = tree_flatten_with_path(value)
+    return [(name + keystr(path), leaf) for path, leaf in leaves], structure
+
+
+def _like(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{value!r}"
+    return f"{described(value)} on {value.device}" + (", requires_grad" if value.requires_grad else "")
+
+
+def _shown(value: Any) -> str:
+    return str(tree_map(lambda leaf: described(leaf) if isinstance(leaf, Tensor) else leaf, value))
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except (ValueError, RuntimeError):  # such as NumPy's arrays, of which nobody knows whether "all" is meant
+        return False

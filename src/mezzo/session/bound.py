@@ -1,0 +1,126 @@
+"""What a graph holds of a session, compared with what the session has before each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from mezzo.errors import StateError
+from mezzo.optim.optimizer import OnePassOptimizer
+from mezzo.session.capturable import unfinished
+
+if TYPE_CHECKING:
+    from mezzo.session.loop import MixedPrecision
+    from mezzo.session.recording import Held
+
+__all__ = ["Bound"]
+
+
+class Bound:
+    """A session as one graph knows it: the addresses that it reads and writes, and what Python decided meanwhile.
+
+    Args:
+        held: The session while its train step was captured.
+
+    **Cost**: a look at each parameter and each tensor of optimizer state for each replay, some 0.1 µs each.
+    """
+
+    def __init__(self, held: Held) -> None:
+        self.session = held.session
+        self._scales = held.scales
+        self._tensors = [(tensor, tensor.data_ptr(), tensor.requires_grad) for tensor in held.tensors]
+        self._states = [(optimizer, optimizer.state) for optimizer in self.session._optimizers]
+        self._values = [
+            (values, name, value)
+            for optimizer in self.session._optimizers
+            for values in optimizer.state.values()
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        ]
+        self._choices = _choices(self.session)
+        self._frozen = list(_frozen(self.session))
+        self._edited = held.edited()
+
+    def has_moved(self) -> bool:
+        """Whether the graph is of memory, or of decisions, that are not the session's any more."""
+        return (
+            any(t.data_ptr() != address or t.requires_grad != trains for t, address, trains in self._tensors)
+            or any(optimizer.state is not state for optimizer, state in self._states)
+            or any(values.get(name) is not value for values, name, value in self._values)
+            or _choices(self.session) != self._choices
+        )
+
+    def check(self) -> None:
+        """Refuse a replay that would not be the session's next step; nothing is changed.
+
+        Raises:
+            StateError: The session is closed, an accumulation window is open, or an option that the graph has frozen
+                is another now.
+            ScaleCollapsed: As ``amp.step()`` raises it.
+        """
+        session = self.session
+        if session._closed:
+            raise StateError(
+                "a captured step after amp.close()",
+                write="a new MixedPrecision(model, optimizer, policy), and mezzo.capture(…) of a step with it",
+            )
+        if unfinished(session):
+            raise StateError(
+                "a captured step inside an accumulation window",
+                why="its gradients are its own, and those of amp.backward() outside it would be left over",
+                write="amp.step() or amp.zero_grad() first",
+            )
+        session._accounts.check()
+        for group, name, value, where in self._frozen:
+            now = group[name]
+            if now is not value and (isinstance(value, Tensor) or now != value):
+                raise StateError(
+                    f"{name} was changed, and the graph has the old one",
+                    where=f"{where}: {value} → {now}",
+                    why="torch's kernels get such numbers from Python, which ran when the step was captured",
+                    write=f'group["{name}"].fill_(…), in place'
+                    if isinstance(value, Tensor)
+                    else "mezzo.optim, whose kernels read it on the device; or mezzo.capture(…) again",
+                )
+
+    def refresh(self) -> None:
+        """Bring over what has changed since the last replay: loss scales, hyper-parameters, edited weights. No sync."""
+        session = self.session
+        for scaler, scale in zip(session._scalers, self._scales, strict=True):
+            scaler.enter(scale)
+        session._parts.take_edits()
+        for optimizer in session._optimizers:
+            if isinstance(optimizer, OnePassOptimizer):
+                optimizer.upload()
+
+    def replayed(self) -> None:
+        """Let the session know that its weights have changed, of which no version tells."""
+        increment_version(self._edited)  # masters take over what the train step wrote after its step
+        self.session._forget_passes()
+        self.session._parts.exact.restored.clear()
+        stepped: list[Any] = self.session._optimizers
+        for optimizer in stepped:
+            optimizer._opt_called = True  # or schedulers warn that nothing has stepped
+
+
+def _choices(session: MixedPrecision) -> tuple[Any, ...]:
+    """Return what Python decides while a step runs, as far as a session knows it."""
+    groups = [(optimizer, group) for optimizer in session._optimizers for group in optimizer.param_groups]
+    return (
+        session.max_grad_norm,
+        [model.training for model in session._models],
+        [len(group["params"]) for _, group in groups],
+        [tuple(o._options(group)) for o, group in groups if isinstance(o, OnePassOptimizer)],
+    )
+
+
+def _frozen(session: MixedPrecision) -> Iterator[tuple[dict[str, Any], str, Any, str]]:
+    """Yield each option that the kernels of an optimizer that is not mezzo's get from Python."""
+    for optimizer in session._optimizers:
+        if not isinstance(optimizer, OnePassOptimizer):
+            for number, group in enumerate(optimizer.param_groups):
+                for name in optimizer.defaults:
+                    yield group, name, group[name], f"{type(optimizer).__name__}, group {number}"

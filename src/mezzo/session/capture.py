@@ -1,0 +1,280 @@
+"""``capture``: a whole train step as one CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError
+from mezzo.session.batch import Batch, Layout
+from mezzo.session.bound import Bound
+from mezzo.session.graph import CudaGraph, Graph
+from mezzo.session.recording import Elsewhere, Held, Noted, Run, current
+
+__all__ = ["Captured", "capture"]
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+#: How torch says that something asked the device for a value, or cannot be part of a graph.
+_NOT_CAPTURABLE: Final = ("captur", "synchronizing CUDA operation")
+
+
+def capture(train_step: Callable[..., R], *example_batch: Any) -> Captured[R]:
+    """Capture a whole train step as one CUDA graph: forward, backward, check, clip, update, change of the loss scale.
+
+    A captured step is one launch for the host, and computes bit for bit what the train step computes: a step that
+    overflows is skipped on the device. ``capture`` itself trains nothing. It runs the train step a few times, with
+    every step skipped, for what happens only once (lazy initialisation, compilation), and puts back all that this has
+    changed: weights, buffers, loss scales, random states, accounts. Optimizers keep the zeros they would begin with.
+
+    Python runs only then. What it decides there (dropout rates, ``if``, ``train()``) is part of the graph; what it
+    changes outside a session is not put back. Batches, hyper-parameters of ``mezzo.optim`` and learning rates that are
+    tensors are read at each call, so that schedulers step after it as ever. Eager steps may come in between, and
+    weights and states may be loaded: a session that has moved to other memory (``optimizer.load_state_dict``), has
+    other options or other parameters that train, is captured anew by the next call.
+
+    Where nothing is on a GPU, a call is a call of the train step, with the same demands on its arguments.
+
+    Args:
+        train_step: Runs the loop's body for one batch, with all of a session's calls up to ``amp.step()``: several
+            backward passes, losses, optimizers and sessions too. Each optimizer must be able to skip on the device:
+            mezzo's, or torch's with ``fused=True, capturable=True`` and a tensor as ``lr``.
+        *example_batch: Its arguments: nests of tensors and plain values. Only values may change from call to call, and
+            only those of tensors. Tensors in host memory are copied to the device before the train step sees them.
+
+    Returns:
+        What to call with each batch. It returns what the train step returned, tensors detached: on a GPU the same
+        tensors each time (those of a :class:`Step` too), which the next call overwrites. ``.grad`` is left alone:
+        gradients live and die inside the graph.
+
+    Raises:
+        PolicyError: The train step cannot be called.
+        StateError: The train step uses no session, leaves an accumulation window open, or steps a scheduler.
+        UnsupportedError: The session's options, an optimizer, or a line of the train step need the host. Whatever is
+            raised, everything is as it was.
+
+    **Cost**: some seconds, and while it captures a copy of parameters, buffers and masters. The graph keeps the memory
+    of one step's activations and gradients. A call: the copies of the batch, one launch, some one-element kernels; no
+    host sync.
+
+    Example:
+        >>> import mezzo, torch
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-2)
+        >>> amp = mezzo.MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
+        >>> def train_step(x):
+        ...     with amp.autocast():
+        ...         loss = model(x).square().mean()
+        ...     amp.backward(loss)
+        ...     step = amp.step()
+        ...     amp.zero_grad()
+        ...     return loss, step.skipped
+        >>> captured = mezzo.capture(train_step, torch.ones(4, 8))
+        >>> loss, skipped = captured(torch.ones(4, 8))
+        >>> bool(skipped)
+        False
+
+    References:
+        https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+    """
+    if not callable(train_step):
+        raise PolicyError(
+            f"a train step is a function, not {type(train_step).__name__}",
+            write="mezzo.capture(train_step, x, y)",
+        )
+    tensors = [leaf for leaf in Layout(train_step, example_batch).leaves(example_batch) if isinstance(leaf, Tensor)]
+    there = [tensor.device for tensor in tensors if tensor.device.type == "cuda"]
+    if not torch.cuda.is_available():
+        return Captured(train_step, example_batch, None)
+    device = there[0] if there else torch.device("cuda", torch.cuda.current_device())
+    try:
+        return Captured(train_step, example_batch, lambda: CudaGraph(device))
+    except Elsewhere as elsewhere:
+        if not there:
+            return Captured(train_step, example_batch, None)
+        raise UnsupportedError(
+            "the batch is on a GPU, and the session is not",
+            where=f"batch on {device}, loss scale on {elsewhere}",
+            write=f'model.to("{device}") before MixedPrecision(model, optimizer, policy)',
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded(Generic[R]):
+    """A graph, with what its replays concern."""
+
+    graph: Graph
+    output: R
+    noted: list[Noted]
+    bounds: list[Bound]
+
+
+class Captured(Generic[R]):
+    """A captured train step, as :func:`capture` returns it.
+
+    Args:
+        train_step: The train step.
+        example: An example of its arguments.
+        make_graph: Makes an empty graph; ``None`` to call the train step itself.
+    """
+
+    def __init__(
+        self, train_step: Callable[..., R], example: tuple[Any, ...], make_graph: Callable[[], Graph] | None
+    ) -> None:
+        self._train_step = train_step
+        self._layout = Layout(train_step, example)
+        self._make_graph = make_graph
+        self._batch: Batch | None = None
+        self._recorded: _Recorded[R] | None = None
+        if make_graph is not None:
+            _refuse_nesting("mezzo.capture()")
+            self._recorded = self._record(make_graph(), self._layout.leaves(example))
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether a call replays a graph, or runs the train step itself."""
+        return self._make_graph is not None
+
+    def __repr__(self) -> str:
+        name = getattr(self._train_step, "__qualname__", repr(self._train_step))
+        return f"Captured({name}({', '.join(self._layout.names)}), {'graph' if self.is_graph else 'plain calls'})"
+
+    def __call__(self, *batch: Any) -> R:
+        """Run the train step for a batch.
+
+        Args:
+            *batch: As the example: the same structure, shapes, dtypes and devices.
+
+        Returns:
+            What the train step returned when it was captured, with the values of this call.
+
+        Raises:
+            PolicyError: A batch unlike the example.
+            StateError: A closed session, an open accumulation window, or a frozen option that has changed.
+            ScaleCollapsed: As ``amp.step()`` raises it, at most two steps late.
+        """
+        leaves = self._layout.leaves(batch)
+        if self._make_graph is None:
+            return _detached(self._train_step(*batch))
+        _refuse_nesting("a captured step")
+        if self._recorded is not None and any(bound.has_moved() for bound in self._recorded.bounds):
+            for bound in self._recorded.bounds:
+                bound.check()
+            logger.info("weights, states or options have moved since %s was captured: it is captured anew", self)
+            self._recorded = None  # its memory first
+        recorded = self._recorded = self._recorded or self._record(self._make_graph(), leaves)
+        for bound in recorded.bounds:
+            bound.check()
+        with torch.no_grad():
+            for bound in recorded.bounds:
+                bound.refresh()
+            if self._batch is not None:
+                self._batch.take(leaves)
+            recorded.graph.replay()
+            for bound in recorded.bounds:
+                bound.replayed()
+            for session, outcome, packed in recorded.noted:
+                session._accounts.note(outcome, packed)
+        return recorded.output
+
+    def _record(self, graph: Graph, leaves: list[Any]) -> _Recorded[R]:
+        """Rehearse and record, leaving everything as it was."""
+        from mezzo.numerics.untouched import RandomStates
+
+        self._batch = self._batch or Batch(self._layout, self._layout.nest(leaves), graph.device)
+        self._batch.take(leaves)
+        held: dict[Any, Held] = {}
+        states = RandomStates.now([graph.device])
+        try:
+            with _explained():
+                graph.rehearse(lambda: self._rehearsed(Run(held, graph.device, rehearsing=True), held))
+                if not held:
+                    raise _no_session()
+                run = Run(held, graph.device, rehearsing=False)
+                output = graph.record(lambda: self._run(run))
+            for each in held.values():
+                each.require_complete()
+        finally:
+            for each in held.values():
+                each.restore()
+            states.restore()
+        bounds = [Bound(each) for each in held.values()]
+        return _Recorded(graph=graph, output=_detached(output), noted=run.noted, bounds=bounds)
+
+    def _run(self, run: Run) -> R:
+        assert self._batch is not None, "a graph has a batch"
+        with run.under_way(), torch.enable_grad():
+            output = self._train_step(*self._batch.arguments)
+            run.finish()
+        return output
+
+    def _rehearsed(self, run: Run, held: dict[Any, Held]) -> None:
+        self._run(run)
+        for each in held.values():
+            each.require_complete()
+            each.between_runs()
+
+
+def _refuse_nesting(what: str) -> None:
+    if current() is not None:
+        raise StateError(
+            f"{what} inside a train step that is being captured",
+            why="a graph cannot hold another",
+            write="one function that does the work of both, captured once",
+        )
+
+
+def _no_session() -> StateError:
+    return StateError(
+        "the train step uses no session",
+        why="without one nobody knows its weights: what it did while it was rehearsed stays done",
+        write="amp = MixedPrecision(model, optimizer, policy), and amp.autocast(), amp.backward(loss), amp.step() "
+        "in the train step",
+    )
+
+
+def _detached(output: R) -> R:
+    found: R = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+    return found
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say which line a graph cannot hold, and why."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, MezzoError) or not any(words in str(error) for words in _NOT_CAPTURABLE):
+            raise
+        first: BaseException = error
+        while isinstance(first.__context__, RuntimeError):  # ending a graph that failed raises again
+            first = first.__context__
+        raise UnsupportedError(
+            "a line of the train step cannot be part of a CUDA graph",
+            where=_users_line(first),
+            why=str(first).splitlines()[0],
+            write="nothing that waits for the device there: no .item(), print or if on a tensor, no tensor made from "
+            "Python numbers on the GPU; return tensors, and read them after the call",
+        ) from error
+
+
+def _users_line(error: BaseException) -> str:
+    """Return the innermost line that is neither torch's nor mezzo's."""
+    from mezzo.explanation.frames import is_from
+
+    lines = [
+        f"{frame.f_code.co_filename}:{number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if not any(is_from(str(frame.f_globals.get("__name__")), package) for package in ("torch", "mezzo"))
+    ]
+    return lines[-1] if lines else ""

@@ -1,0 +1,314 @@
+"""Both passes over all tensors at once: kernels that find tensors by their addresses, in tables in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mezzo.errors import UnsupportedError
+from mezzo.step.kernels import emit
+from mezzo.step.passes import Check, Cohort, Update
+from mezzo.step.rounding import keys
+from mezzo.step.split import flat
+from mezzo.step.storage import Parts
+from mezzo.step.update import States
+
+__all__ = ["Triton"]
+
+#: Elements that one program of pass 2 updates: four for each of 256 threads, so that FP32 tensors move 16 bytes at a
+#: time. A thread of AdamW then takes 64 registers on sm_90, and four programs fit a multiprocessor; with eight
+#: elements it takes 128 to 160.
+BLOCK: Final = 1 << 10
+#: Elements whose squares one program of pass 1 sums, and so many of them at a time.
+CHUNK: Final = 1 << 14
+NORM_BLOCK: Final = 1 << 12
+#: Sums of chunks that are added at a time.
+ROOT_BLOCK: Final = 1 << 10
+#: How often the gradients of one cohort may lie elsewhere while graphs are captured, from one uncaptured step to the
+#: next.
+RESERVE: Final = 4
+#: Sets of gradients whose tables pass 1 remembers.
+REMEMBERED: Final = 16
+
+#: Arithmetic as in torch's own operations, without fused multiply-add.
+_OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False}
+
+
+class Triton:
+    """Two launches for pass 1, and one for pass 2 of each cohort, however many tensors there are.
+
+    Kernels are written from the rule and the storage (:mod:`mezzo.step.kernels.emit`), one for each set of dtypes;
+    each dtype among gradients takes a launch of its own. Weights with gaps, or whose states lie otherwise, are updated
+    one by one with torch's operations.
+
+    A step can be captured in a CUDA graph once a like one ran outside. Tables that a graph reads are kept for ever,
+    since nobody tells when the graph goes.
+
+    **Cost**: seconds to compile a kernel, which Triton keeps on disk. Per step the bytes of the stored tensors, once,
+    about 20 one-element kernels a cohort, and an upload of 8 bytes a gradient if one has moved. 8 bytes of tables for
+    every 1024 weights. No host sync.
+
+    Raises:
+        UnsupportedError: At the first step: an operation of the rule's that has no Triton; while a graph is captured:
+            tensors that no step before had.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[object] = []
+        self._known: dict[tuple[object, ...], _Norms] = {}
+
+    def planes(self, device: torch.device) -> bool:
+        """See :class:`mezzo.step.passes.Executor`."""
+        return False
+
+    @torch.no_grad()
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """See :class:`mezzo.step.passes.Executor`."""
+        if not gradients:
+            return torch.zeros(0)
+        vectors = [_vector(_readable(gradient)) for gradient in gradients]
+        kinds = tuple([(vector.dtype, vector.numel()) for vector in vectors])
+        key = (vectors[0].device, kinds)
+        if key not in self._known:
+            if len(self._known) == REMEMBERED:
+                self._known.pop(next(iter(self._known))).release()
+            self._known[key] = _Norms(kinds, vectors[0].device, self._kept)
+        return self._known[key](vectors)
+
+    def prepare(self, cohort: Cohort) -> Update:
+        """See :class:`mezzo.step.passes.Executor`."""
+        return _TritonUpdate(cohort, self._kept)
+
+
+class _Norms:
+    """Pass 1 for gradients of certain dtypes and lengths, wherever they lie."""
+
+    def __init__(self, kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, kept: list[object]) -> None:
+        _refuse_capture(device, "gradients of other shapes")
+        self.device, self.kept = device, kept
+        self.addresses = _Addresses(len(kinds), device, kept)
+        lengths = torch.tensor([length for _, length in kinds])
+        spans = torch.empty(len(kinds), 2, dtype=torch.int32)  # of each gradient's sums, in the order of the launches
+        self.launches: list[tuple[torch.dtype, Tensor]] = []
+        self.total = 0
+        for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
+            places = torch.tensor([place for place, kind in enumerate(kinds) if kind[0] == dtype])
+            chunks = _chunks(lengths[places], places, CHUNK)
+            counts = -(-lengths[places] // CHUNK)
+            ends = self.total + counts.cumsum(0)
+            spans[places] = torch.stack([ends - counts, ends], 1).int()
+            self.launches.append((dtype, _uploaded(chunks, device)))
+            self.total += len(chunks)
+        self.lengths, self.spans = _uploaded(lengths, device), _uploaded(spans, device)
+
+    def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
+        addresses = self.addresses.of(vectors)
+        partials = torch.empty(self.total, device=self.device)
+        norms = torch.empty(len(vectors), device=self.device)
+        if _is_capturing(self.device):
+            self.kept.append((self.lengths, self.spans, self.launches))
+        source, first = emit.norm_source(), 0
+        squares, roots = emit.jitted(source, "squares"), emit.jitted(source, "roots")
+        with _on(self.device):
+            for dtype, chunks in self.launches:
+                if len(chunks):
+                    kind = {"TYPE": emit.element_type(dtype), "BITS": dtype == torch.bfloat16}
+                    sizes = {"CHUNK": CHUNK, "BLOCK": NORM_BLOCK}
+                    squares[(len(chunks),)](
+                        addresses, self.lengths, chunks, partials[first:], **kind, **sizes, **_OPTIONS
+                    )
+                first += len(chunks)
+            roots[(len(vectors),)](partials, self.spans, norms, BLOCK=ROOT_BLOCK, **_OPTIONS)
+        return norms
+
+    def release(self) -> None:
+        """Let the memory of the tables go, once kernels on their way have read them."""
+        self.addresses.release()
+        _release([self.lengths, self.spans, *(chunks for _, chunks in self.launches)])
+
+
+class _TritonUpdate:
+    """Pass 2 for one cohort: a launch for each set of dtypes in it, which is one unless somebody mixed them."""
+
+    def __init__(self, cohort: Cohort, kept: list[object]) -> None:
+        self.cohort, self.kept = cohort, kept
+        self.device = cohort.step.device
+        self.addresses = _Addresses(len(cohort.weights), self.device, kept)
+        self.no_keys = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.seen: tuple[object, ...] = ()
+        self.rows = self.no_keys
+        self.launches: list[tuple[Any, Tensor]] = []
+        self.others: dict[int, tuple[Parts, States]] = {}
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+        cohort = self.cohort
+        gradients = [_readable(gradient) for gradient in gradients]
+        self.follow(gradients)
+        if _is_capturing(self.device):
+            self.kept.append((self.rows, self.launches))
+        scalars = cohort.rule.scalars(cohort.hypers, cohort.step)
+        seeds = keys(cohort.step, len(gradients), cohort.seed) if cohort.random else self.no_keys
+        for index, (parts, states) in self.others.items():
+            key = seeds[index if cohort.random else 0]
+            self.update_alone(parts, states, gradients[index], scalars, check, key)
+        # Copies, where there are any, live on until the kernels that read them are launched.
+        vectors = [
+            gradient if index in self.others else _laid_out(gradient, weight)
+            for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
+        ]
+        addresses = self.addresses.of(vectors)
+        with _on(self.device):
+            for kernel, chunks in self.launches:
+                kernel[(len(chunks),)](
+                    addresses, self.rows, chunks, scalars, check.multiplier, check.found_inf, seeds, BLOCK=BLOCK,
+                    **_OPTIONS,
+                )  # fmt: skip
+
+    def follow(self, gradients: Sequence[Tensor]) -> None:
+        """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
+        cohort = self.cohort
+        groups = zip(cohort.weights, cohort.extras, cohort.states, strict=True)
+        tensors = (tensor for weight, extra, states in groups for tensor in (weight, extra, *states))
+        places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+        seen = (places, tuple([gradient.dtype for gradient in gradients]))
+        if seen == self.seen:
+            return
+        _refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
+        _release([self.rows, *(chunks for _, chunks in self.launches)])
+        rows, alike = [], dict[tuple[torch.dtype, ...], list[int]]()
+        self.others = {}
+        for index, gradient in enumerate(gradients):
+            stored = cohort.storage.parts(cohort.weights[index], cohort.extras[index])
+            parts, states = tuple(part.detach() for part in stored), cohort.states[index]
+            vectors = flat(*parts, *states)
+            if vectors is None:
+                self.others[index] = parts, states
+            elif parts[0].numel():
+                alike.setdefault((gradient.dtype, *(vector.dtype for vector in vectors)), []).append(index)
+            rows.append([parts[0].numel(), *(tensor.data_ptr() for tensor in (*parts, *states))])
+        table = torch.tensor(rows)
+        self.rows = _uploaded(table, self.device)
+        self.launches = [
+            (self.kernel(dtypes), _uploaded(_chunks(table[places, 0], torch.tensor(places), BLOCK), self.device))
+            for dtypes, places in alike.items()
+        ]
+        self.seen = seen
+
+    def kernel(self, dtypes: tuple[torch.dtype, ...]) -> Any:
+        rule, storage = self.cohort.rule, self.cohort.storage
+        return emit.jitted(emit.update_source(rule, storage, dtypes), emit.update_name(rule, storage))
+
+    def update_alone(
+        self, parts: Parts, states: States, gradient: Tensor, scalars: Tensor, check: Check, key: Tensor
+    ) -> None:
+        order = torch.arange(gradient.numel(), dtype=torch.int32, device=self.device).view(gradient.shape)
+        rule, storage = self.cohort.rule, self.cohort.storage
+        values = emit.stepped(rule, storage, gradient, parts, states, scalars, check.multiplier, key, order)
+        for target, value in zip((*parts, *states), values, strict=True):
+            target.copy_(torch.where(check.found_inf, target, value))
+
+
+class _Addresses:
+    """Where some tensors lie, as a table in device memory, which is uploaded when one of them has moved.
+
+    A table is written once: kernels on their way, or in a captured graph, may still read it. While a graph is captured,
+    memory cannot be pinned, and an upload is recorded instead of carried out: it comes from a reserve made before, from
+    which each of the graph's replays copies again.
+    """
+
+    def __init__(self, count: int, device: torch.device, kept: list[object]) -> None:
+        self.count, self.device, self.kept = count, device, kept
+        self.seen: tuple[int, ...] | None = None
+        self.table = torch.empty(0, dtype=torch.int64, device=device)
+        self.reserve: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the int64 addresses of tensors, in device memory."""
+        seen = tuple([tensor.data_ptr() for tensor in tensors])
+        if _is_capturing(self.device):
+            return self.captured(seen)
+        self.reserve += [self.spare() for _ in range(RESERVE - len(self.reserve))]
+        if seen != self.seen:
+            self.release()
+            self.table, self.seen = _uploaded(torch.tensor(seen), self.device), seen
+        return self.table
+
+    def captured(self, seen: tuple[int, ...]) -> Tensor:
+        if seen == self.seen:
+            self.kept.append(self.table)
+            return self.table
+        if not self.reserve:
+            _refuse_capture(self.device, f"gradients that lay elsewhere {RESERVE} times already")
+        host, table = self.reserve.pop()
+        self.kept.append((host, table))
+        table.copy_(host.copy_(torch.tensor(seen)), non_blocking=True)
+        return table
+
+    def spare(self) -> tuple[Tensor, Tensor]:
+        host = torch.empty(self.count, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return host, torch.empty(self.count, dtype=torch.int64, device=self.device)
+
+    def release(self) -> None:
+        """Let the memory of the table go, once kernels on their way have read it."""
+        _release([self.table])
+
+
+def _chunks(lengths: Tensor, places: Tensor, size: int) -> Tensor:
+    """Cut tensors into chunks: (chunks, 2) int32, the tensor's place and the chunk's number within it."""
+    counts = -(-lengths // size)
+    before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return torch.stack([torch.repeat_interleave(places, counts), torch.arange(len(before)) - before], 1).int()
+
+
+def _uploaded(table: Tensor, device: torch.device) -> Tensor:
+    """Bring a table to the device without waiting; torch reuses the pinned memory only after the copy."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _release(tables: Sequence[Tensor]) -> None:
+    """Tell torch which stream may still read tables: another one than they were made on, after a rehearsal, say."""
+    for table in tables:
+        if table.device.type == "cuda":
+            table.record_stream(torch.cuda.current_stream(table.device))
+
+
+def _readable(gradient: Tensor) -> Tensor:
+    """Return a gradient that kernels can read: any other dtype is what an update rounds to FP32 first anyway."""
+    gradient = gradient.detach()
+    return gradient if gradient.dtype in emit.READABLE else gradient.to(torch.float32)
+
+
+def _vector(gradient: Tensor) -> Tensor:
+    """Return a tensor's elements in memory order, copied if they have gaps."""
+    return gradient if gradient.is_contiguous() else (flat(gradient) or (gradient.reshape(-1),))[0]
+
+
+def _laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return a gradient that lies as its weight does, copied if need be. The weight has no gaps."""
+    if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_capture(device: torch.device, what: str) -> None:
+    if _is_capturing(device):
+        raise UnsupportedError(
+            "an optimizer step cannot be captured in a CUDA graph here",
+            where=f"{what}, on {device}",
+            why="its kernels find tensors by tables, which only an uncaptured step with the same tensors makes",
+            write="one such step before the capture, outside of torch.cuda.graph",
+        )

@@ -1,0 +1,95 @@
+"""A graph on the CPU: each kernel that a run launches is written down, and launched again into the same memory.
+
+It is to ``mezzo.session.graph.Graph`` what a CUDA graph is: no Python runs in a replay, no version of a tensor is
+counted, recording writes nothing to memory that was there before, and asking for a value is refused.
+"""
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mezzo.step.kernels import blocked
+
+__name__ = "torch.host_graph"  # a message names the innermost line that is not torch's
+
+ASKS_THE_DEVICE = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"}
+
+
+class HostGraph:
+    """A stand-in for a CUDA graph."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rehearsals=2):
+        self.rehearsals, self.kernels, self.replays = rehearsals, [], 0
+
+    def rehearse(self, run):
+        for _ in range(self.rehearsals):
+            run()
+
+    def record(self, run):
+        tape = Tape()
+        try:
+            with tape:
+                return run()
+        finally:
+            tape.undo()
+            self.kernels = tape.kernels
+
+    def replay(self):
+        self.replays += 1
+        with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+            for kernel, args, kwargs, results in self.kernels:
+                fresh = new_tensors(kernel, kernel(*args, **kwargs))
+                for result, value in zip(results, fresh, strict=True):
+                    result.copy_(value)
+
+
+class Tape(TorchDispatchMode):
+    """Writes kernels down, and what their arguments held before."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels, self.before, self.own = [], {}, set()
+
+    def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if kernel._schema.name in ASKS_THE_DEVICE:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        for storage in storages((args, kwargs)):
+            if storage.data_ptr() not in self.own and storage.data_ptr() not in self.before:
+                self.before[storage.data_ptr()] = storage, storage.clone()
+        out = kernel(*args, **kwargs)
+        if kernel._schema.name.startswith("aten::_foreach") and kernel._schema.is_mutable:
+            increment_version(args[0])  # as CUDA's kernels do; the CPU's lose it below a dispatch mode
+        results = new_tensors(kernel, out)
+        self.own.update(storage.data_ptr() for storage in storages(results))
+        if results or kernel._schema.is_mutable:
+            self.kernels.append((kernel, args, kwargs, results))
+        return out
+
+    def undo(self):
+        for storage, values in self.before.values():
+            storage.copy_(values)
+
+
+def storages(values):
+    tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+    return [tensor.untyped_storage() for tensor in tensors if tensor.untyped_storage().nbytes()]
+
+
+def new_tensors(kernel, out):
+    """What a kernel returned and made itself: neither a view of an argument nor an argument."""
+    outs = out if len(kernel._schema.returns) > 1 else (out,)
+    made = [value for value, kind in zip(outs, kernel._schema.returns, strict=False) if kind.alias_info is None]
+    return [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
+
+
+class Predicated(blocked.Blocked):
+    """An executor that skips as those of accelerators do, without looking at the flag."""
+
+    def prepare(self, cohort):
+        update = blocked._Pure(cohort, blocked.CPU_BLOCK)
+        update.on_cpu = False
+        return update

@@ -1,0 +1,232 @@
+"""Captured train steps as real CUDA graphs: the eager loop's results, no host sync, no trace, and refusals."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mezzo
+from mezzo import LossScale, MixedPrecision, Policy, ScaleCollapsed, StateError, UnsupportedError, optim
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+POLICIES = [f"{level},dtype={dtype}" for level in ("O1", "O2") for dtype in ("float16", "bfloat16")]
+OPTIMIZERS = {
+    "adamw": lambda params: optim.AdamW(params, lr=1e-3),
+    "full": lambda params: optim.AdamW(params, lr=1e-3, master="full"),
+    "sgd": lambda params: optim.SGD(params, lr=1e-2, momentum=0.9),
+    "lion": lambda params: optim.Lion(params, lr=1e-4),
+    "torch": lambda params: torch.optim.AdamW(
+        params, lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True
+    ),
+}
+
+
+class Loop:
+    def __init__(
+        self, policy="O2,dtype=bfloat16", make=OPTIMIZERS["adamw"], *, dropout=0.0, device="cuda", patience=None
+    ):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layers = nn.Linear(64, 256), nn.BatchNorm1d(256), nn.GELU(), nn.Dropout(dropout), nn.Linear(256, 16)
+            self.model = nn.Sequential(*layers).to(device)
+        self.optimizer = make(self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 30)
+        scale = LossScale.dynamic(init=2.0**10, interval=4, patience=patience, floor=2.0**9)
+        policy = dataclasses.replace(Policy.parse(policy), loss_scale=scale)
+        self.amp = MixedPrecision(self.model, self.optimizer, policy, max_grad_norm=1.0)
+
+    def train_step(self, x, y, boost):
+        with self.amp.autocast():
+            loss = functional.cross_entropy(self.model(x).float(), y)
+        self.amp.backward(loss * boost)
+        step = self.amp.step()
+        self.amp.zero_grad()
+        return loss, step.skipped, step.scale, step.next_scale
+
+    def state(self):
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.amp.state_dict()))
+
+
+def batch(number, boost=1.0, device="cuda"):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(128, 64, generator=generator)
+    tensors = x, x[:, :16].argmax(1), torch.tensor(boost)
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+def run(loop, call, steps=30, bad=(3, 4, 17)):
+    history = []
+    for number in range(steps):
+        history.append([value.detach().clone() for value in call(*batch(number, 1e38 if number in bad else 1.0))])
+        loop.schedule.step()
+    return [torch.stack(column) for column in zip(*history, strict=True)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_thirty_captured_steps_are_thirty_eager_ones(policy, make):
+    eager, other = (Loop(policy, OPTIMIZERS[make]) for _ in range(2))
+    captured = mezzo.capture(other.train_step, *batch(0))
+    assert captured.is_graph
+    losses, *rest = run(eager, eager.train_step)
+    losses_captured, *rest_captured = run(other, captured)
+    torch.testing.assert_close(losses_captured, losses, rtol=1e-3, atol=1e-3)
+    for one, two in zip(rest, rest_captured, strict=True):  # skipped, scales
+        assert torch.equal(one, two)
+    for one, two in zip(eager.amp.master_params(), other.amp.master_params(), strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-2, atol=1e-3)
+    assert eager.amp.stats() == other.amp.stats()
+    assert other.amp.stats().skipped == 3
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_call_makes_no_host_sync(make):
+    loop = Loop(make=OPTIMIZERS[make])
+    captured = mezzo.capture(loop.train_step, *batch(0))
+    data = [batch(number, 1e38 if number == 5 else 1.0) for number in range(40)]
+    captured(*data[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for each in data[1:]:
+            captured(*each)
+            loop.schedule.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loop.amp.stats().steps == 40
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_capturing_leaves_no_trace(make):
+    loop = Loop(make=OPTIMIZERS[make], dropout=0.5)
+    run(loop, loop.train_step, 3, bad=())
+    tensors = [*loop.model.parameters(), *loop.model.buffers(), *loop.amp.master_params()]
+    before = loop.state(), [t.detach().clone() for t in tensors], torch.cuda.get_rng_state(), torch.get_rng_state()
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    mezzo.capture(loop.train_step, *batch(0))
+    after = loop.state(), [t.detach().clone() for t in tensors], torch.cuda.get_rng_state(), torch.get_rng_state()
+    leaves = zip(*map(torch.utils._pytree.tree_leaves, (before, after)), strict=True)
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in leaves)
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    assert all(param.grad is None for param in loop.model.parameters())
+    assert loop.amp.stats().steps == 3
+
+
+def test_dropout_draws_anew_in_each_replay():
+    loop = Loop(dropout=0.5)
+    captured = mezzo.capture(lambda x: (loop.train_step(*x), loop.model(x[0]).float().sum())[1], batch(0, 1e38))
+    sums = {captured(batch(0, 1e38)).item() for _ in range(4)}  # every step is skipped: only the masks differ
+    assert len(sums) == 4
+
+
+def test_captured_and_eager_steps_alternate():
+    eager, other = Loop(), Loop()
+    captured, turn = mezzo.capture(other.train_step, *batch(0)), []
+
+    def alternating(*data):
+        turn.append(len(turn) // 3 % 2)
+        return (captured, other.train_step)[turn[-1]](*data)
+
+    for one, two in zip(run(eager, eager.train_step), run(other, alternating), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+
+
+def test_states_load_between_captured_steps():
+    loop = Loop()
+    captured = mezzo.capture(loop.train_step, *batch(0))
+    run(loop, captured, 5, bad=())
+    model, optimizer, session = loop.state()
+    first = [captured(*batch(number))[0].item() for number in range(5, 9)]
+    loop.optimizer.load_state_dict(optimizer)
+    loop.amp.load_state_dict(session)
+    loop.model.load_state_dict(model)
+    assert [captured(*batch(number))[0].item() for number in range(5, 9)] == pytest.approx(first, abs=1e-4)
+
+
+def test_batches_in_pinned_host_memory_are_copied():
+    loop = Loop()
+    data = [tuple(tensor.pin_memory() for tensor in batch(number, device="cpu")) for number in range(4)]
+    captured = mezzo.capture(loop.train_step, *data[0])
+    assert captured.is_graph
+    assert all(torch.isfinite(captured(*each)[0]) for each in data)
+
+
+@pytest.mark.parametrize("ask", [lambda loss: loss.item(), print, lambda loss: torch.tensor(1.0, device="cuda")])
+def test_asking_the_device_is_refused_and_explained(ask):
+    loop = Loop()
+
+    def train_step(*data):
+        out = loop.train_step(*data)
+        ask(out[0])
+        return out
+
+    before = [param.detach().clone() for param in loop.model.parameters()]
+    with pytest.raises(UnsupportedError, match=r"cannot be part of a CUDA graph(?s:.*)test_capture_gpu\.py:\d+"):
+        mezzo.capture(train_step, *batch(0))
+    assert all(torch.equal(a, b) for a, b in zip(before, loop.model.parameters(), strict=True))
+    captured = mezzo.capture(loop.train_step, *batch(0))  # the device is as usable as before
+    assert torch.isfinite(captured(*batch(0))[0])
+
+
+def test_a_sync_that_only_a_capture_sees_is_explained():
+    loop = Loop()
+
+    def train_step(*data):
+        out = loop.train_step(*data)
+        torch.cuda.synchronize()
+        return out
+
+    with pytest.raises(UnsupportedError, match="cannot be part of a CUDA graph"):
+        mezzo.capture(train_step, *batch(0))
+    captured = mezzo.capture(loop.train_step, *batch(0))
+    assert torch.isfinite(captured(*batch(0))[0])
+
+
+def test_a_number_as_torchs_learning_rate_is_refused():
+    loop = Loop(make=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True, capturable=True))
+    with pytest.raises(UnsupportedError, match=r'lr=torch\.tensor\(0\.001, device="cuda:0"\)'):
+        mezzo.capture(loop.train_step, *batch(0))
+
+
+def test_an_open_window_is_refused():
+    loop = Loop()
+    captured = mezzo.capture(loop.train_step, *batch(0))
+    loop.amp.backward(loop.model(batch(0)[0]).float().sum())
+    with pytest.raises(StateError, match="a captured step inside an accumulation window"):
+        captured(*batch(0))
+
+
+def test_a_collapsed_scale_is_told_at_most_two_steps_late():
+    loop = Loop(patience=3)
+    captured = mezzo.capture(loop.train_step, *batch(0))
+    for _ in range(1 + 3):  # to the floor, and its patience
+        captured(*batch(0, 1e38))
+    with pytest.raises(ScaleCollapsed, match="overflows in a row at its floor"):  # noqa: PT012
+        for _ in range(2 + 1):
+            captured(*batch(0, 1e38))
+
+
+def test_a_session_on_the_cpu_is_called_plainly():
+    loop = Loop("O2,dtype=bfloat16,emulate=true", device="cpu")
+    before = [param.detach().clone() for param in loop.model.parameters()]
+    captured = mezzo.capture(loop.train_step, *batch(0, device="cpu"))
+    assert not captured.is_graph
+    assert all(torch.equal(a, b) for a, b in zip(before, loop.model.parameters(), strict=True))
+    with pytest.raises(UnsupportedError, match="the batch is on a GPU, and the session is not"):
+        mezzo.capture(loop.train_step, *batch(0))
+
+
+@pytest.mark.slow
+def test_compiled_models_are_captured():
+    eager, other = Loop(), Loop()
+    other.model.compile()
+    captured = mezzo.capture(other.train_step, *batch(0))
+    losses, losses_captured = run(eager, eager.train_step)[0], run(other, captured)[0]
+    torch.testing.assert_close(losses_captured, losses, rtol=2e-2, atol=2e-2)
