@@ -1,7 +1,10 @@
 """mezzo bench step: shapes, counted bytes, ratios, refusals."""
 
+import dataclasses
+import importlib
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -9,9 +12,11 @@ import torch
 from mezzo.bench import bench_step
 from mezzo.bench.contenders import CONTENDERS
 from mezzo.bench.shapes import shapes
-from mezzo.bench.timing import copy_bandwidth, spread
+from mezzo.bench.timing import copying, seconds, spread
 from mezzo.cli import main
 from mezzo.errors import PolicyError
+
+step_module = importlib.import_module("mezzo.bench.step")
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float16"])
@@ -72,7 +77,30 @@ def test_what_cannot_be_measured():
 def test_spread_and_bandwidth():
     found = spread([float(x) for x in range(1, 12)])
     assert (found.median, found.p10, found.p90) == (6.0, 2.0, 10.0)
-    assert copy_bandwidth(torch.device("cpu"), num_bytes=1 << 22, repetitions=3) > 1e8
+    few, many = (copying(torch.device("cpu"), num_bytes) for num_bytes in (1 << 22, 1 << 26))
+    assert few().nbytes == 1 << 22
+    assert seconds(many, torch.device("cpu")) > seconds(few, torch.device("cpu"))
+
+
+def test_two_contenders_are_alive_at_a_time(monkeypatch):
+    alive, most = set(), []
+
+    def building(name, build):
+        def built(*args):
+            ready = build(*args)
+            alive.add(name)
+            most.append(len(alive))
+            weakref.finalize(ready.before, alive.discard, name)
+            return ready
+
+        return built
+
+    watched = {name: dataclasses.replace(c, build=building(name, c.build)) for name, c in CONTENDERS.items()}
+    monkeypatch.setattr(step_module, "CONTENDERS", watched)
+    found = bench_step("200-tiny", repetitions=1)
+    assert max(most) == 2
+    assert [row.name for row in found.rows] == list(CONTENDERS)
+    assert found.rows[0].ratio == 1.0
 
 
 def test_the_command_prints_json(capsys):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Spread", "against", "copy_bandwidth", "in_turns", "seconds", "spread"]
+__all__ = ["Spread", "against", "copying", "in_turns", "seconds", "spread"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +71,11 @@ def in_turns(
     return taken
 
 
-def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 28, repetitions: int = 9) -> float:
-    """Return how many bytes a second this device copies, read and written counted both.
-
-    Args:
-        device: The device.
-        num_bytes: Size of the copy; far beyond a cache.
-        repetitions: The median of so many.
-    """
+def copying(device: torch.device, num_bytes: int) -> Callable[[], object]:
+    """Return a call that copies so many bytes, which moves twice as many: read and written."""
     source = torch.zeros(num_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * num_bytes / statistics.median(seconds(lambda: target.copy_(source), device) for _ in range(repetitions))
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source)
 
 
 def _wait(device: torch.device) -> None:
