@@ -47,12 +47,29 @@ def steps(pattern: str) -> str:
     return "\n".join([*lines, "", f"{facts}; {count}; medians of {one['repetitions']} rounds."])
 
 
+def trainings(pattern: str) -> str:
+    """The table of the newest ``benchmarks/train.py``, a row for each network and way."""
+    results = json.loads(sorted(RESULTS.glob(pattern))[-1].read_text())
+    lines = ["| network | training step | ratio | 10–90 % | per second | peak MiB |", "|---|---|---:|---:|---:|---:|"]
+    lines += [
+        f"| {result['net']} | {row['way']}{', compiled' if row['compiled'] else ''} | {row['ratio']:.2f} | "
+        f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f} | {row['items_per_s']:.3g} {result['unit']} | "
+        f"{row['peak_bytes'] / 2**20:.3g} |"
+        for result in results
+        for row in result["rows"]
+    ]
+    one = results[0]
+    facts = f"{one['machine']}, {one['threads']} threads, torch {one['torch']}, {one['date']}"
+    return "\n".join([*lines, "", f"{facts}; {one['dtype']}, size {one['size']}; medians of {one['repetitions']} pairs."])
+
+
 SECTIONS = {
     "digits-cnn": lambda: comparison("digits-cnn-cpu"),
     "docs-lm": lambda: comparison("docs-lm-cpu"),
     "session": lambda: ratios("session-cpu-*.json"),
     "scaler": lambda: ratios("scaler-cpu-*.json"),
     "step": lambda: steps("step-cpu-*.json"),
+    "train": lambda: trainings("train-cpu-*.json"),
     "engine": lambda: ratios("engine-cpu-*.json"),
 }
 

@@ -16,6 +16,7 @@ from mezzo.session.clipping import Edited, EditWatch
 from mezzo.session.cluster import Cluster
 from mezzo.session.gradients import dense, norms, not_finite
 from mezzo.session.window import Share
+from mezzo.step.passes import clip_coefficient
 
 __all__ = ["Checked", "check", "together"]
 
@@ -52,19 +53,15 @@ class Checked:
         """Return scale / clip coefficient; ``None`` where that is 1 by construction."""
         if max_norm is None:
             return self.scale
-        clip = self._clip(max_norm)
+        clip = clip_coefficient(self.norm, max_norm)
         return clip.reciprocal() if self.scale is None else self.scale / clip
 
     def multiplier(self, max_norm: float | None) -> Tensor | None:
         """Return clip coefficient / scale; ``None`` where that is 1 by construction."""
         if max_norm is None:
             return self.inverse
-        clip = self._clip(max_norm)
+        clip = clip_coefficient(self.norm, max_norm)
         return clip if self.inverse is None else self.inverse * clip
-
-    def _clip(self, max_norm: float) -> Tensor:
-        # torch.nn.utils.clip_grad_norm_'s coefficient, its epsilon included
-        return torch.clamp(max_norm / (self.norm + 1e-6), max=1.0)
 
 
 def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torch.device, watch: EditWatch) -> Checked:

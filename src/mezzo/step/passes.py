@@ -17,7 +17,7 @@ from mezzo.step.rounding import stochastic
 from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
 
-__all__ = ["Check", "Cohort", "Executor", "Update", "advance", "judge", "updated"]
+__all__ = ["Check", "Cohort", "Executor", "Update", "advance", "clip_coefficient", "judge", "updated"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +43,7 @@ def judge(norms: Tensor, inverse_scale: Tensor, *, max_norm: float | Tensor | No
     .. math:: n = \frac{1}{S} \sqrt{\sum_i n_i^2}, \qquad
               multiplier = \frac{1}{S} \min\left(1, \frac{max\_norm}{n + 10^{-6}}\right)
 
-    the coefficient of ``torch.nn.utils.clip_grad_norm_``, its epsilon included. An infinity that unscaling itself
+    An infinity that unscaling itself
     makes is found too, and so is a sum of squares beyond 3.4e38 (a finite gradient above 1.8e19).
 
     Args:
@@ -66,8 +66,13 @@ def judge(norms: Tensor, inverse_scale: Tensor, *, max_norm: float | Tensor | No
     grad_norm = torch.linalg.vector_norm(norms) * inverse_scale
     multiplier = inverse_scale
     if max_norm is not None:
-        multiplier = inverse_scale * torch.clamp(max_norm / (grad_norm + 1e-6), max=1.0)
+        multiplier = inverse_scale * clip_coefficient(grad_norm, max_norm)
     return Check(norms=norms, grad_norm=grad_norm, found_inf=~torch.isfinite(grad_norm), multiplier=multiplier)
+
+
+def clip_coefficient(grad_norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """Return what ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm by, its epsilon included."""
+    return torch.clamp(max_norm / (grad_norm + 1e-6), max=1.0)
 
 
 def advance(steps: Iterable[Tensor], found_inf: Tensor) -> None:
