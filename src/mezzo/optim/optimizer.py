@@ -16,6 +16,7 @@ from mezzo.optim.checks import check_group, check_unchanged
 from mezzo.optim.executors import executor_for
 from mezzo.optim.hypers import Hypers
 from mezzo.optim.state import plain_state, restored_state
+from mezzo.scale.transfer import moved
 from mezzo.step.passes import Check, Cohort, Executor, Update, advance
 from mezzo.step.runs import SHORT, packed, stands_alone
 from mezzo.step.storage import PLANES, Storage, storage
@@ -117,14 +118,12 @@ class OnePassOptimizer(Optimizer):
     def _check(self, device: torch.device) -> Check:
         """Return what somebody else's first pass found, for one device."""
         found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        one = torch.ones((), device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
         return Check(
             norms=one.new_empty(0),
             grad_norm=one,
-            found_inf=one.eq(0)
-            if found_inf is None
-            else found_inf.to(device, torch.bool, non_blocking=True).reshape(()),
-            multiplier=one if divisor is None else divisor.to(device, torch.float32, non_blocking=True).reciprocal(),
+            found_inf=one.eq(0) if found_inf is None else moved(found_inf, device, torch.bool).reshape(()),
+            multiplier=one if divisor is None else moved(divisor, device, torch.float32).reciprocal(),
         )
 
     # What a step needs, kept from one to the next ------------------------------------------------------
@@ -374,8 +373,10 @@ class OnePassOptimizer(Optimizer):
 
     def _share_counts(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Let parameters with equal counts share one, so that they are updated together again."""
+        counted = [state for state in states.values() if "step" in state]
         shared: dict[tuple[torch.device, int], Tensor] = {}
-        for state in states.values():
-            if "step" in state:
-                count = state["step"]
-                state["step"] = shared.setdefault((count.device, int(count)), count)
+        for device in {state["step"].device for state in counted}:
+            here = [state for state in counted if state["step"].device == device]
+            counts = torch.stack([state["step"] for state in here]).tolist()  # one transfer for all
+            for state, count in zip(here, counts, strict=True):
+                state["step"] = shared.setdefault((device, count), state["step"])

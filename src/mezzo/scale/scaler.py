@@ -13,6 +13,7 @@ from mezzo.scale.config import LossScale
 from mezzo.scale.host import next_scale_on_host
 from mezzo.scale.rules import fitted, held, next_scale
 from mezzo.scale.state import ScaleState
+from mezzo.scale.transfer import moved
 
 __all__ = ["Scaler"]
 
@@ -66,7 +67,7 @@ class Scaler:
         if not self.changes_gradients:
             return loss
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        return wide * self.state.scale.to(loss.device, non_blocking=True)
+        return wide * moved(self.state.scale, loss.device)
 
     def update(self, found_inf: Tensor, *, made_with: Tensor | None = None, hold: Tensor | None = None) -> None:
         """Move to the next state; no host sync.

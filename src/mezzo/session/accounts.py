@@ -121,6 +121,7 @@ class Accounts:
         self._recent: deque[bool] = deque(maxlen=config.interval)
         self._waiting: list[tuple[Outcome, Tensor]] = []
         self._flying: deque[_Flight] = deque()
+        self._stream: torch.Stream | None = None  # of the last step
         self._failure: NumericsError | None = None
         self._forward_failures = 0
         self.start_over(scales)
@@ -147,6 +148,7 @@ class Accounts:
                 self._count_packed(outcome, packed)
             return
         self._waiting.append((outcome, self.packed(outcome) if packed is None else packed.clone()))
+        self._stream = torch.accelerator.current_stream(outcome.skipped.device)
         if self._config.patience is not None or len(self._waiting) >= _TOGETHER:
             self._send()
 
@@ -195,11 +197,16 @@ class Accounts:
             return
         waiting, self._waiting = self._waiting, []
         numbers: list[Tensor] = []
+        # Steps may run on another stream than whoever asks for the account, and on another device than the current one.
+        stream = torch.accelerator.current_stream(waiting[0][1].device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
         for _, there in waiting:
-            host = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            there.record_stream(stream)
+            host = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
             numbers.append(host.copy_(there, non_blocking=True))
         event = torch.Event(waiting[0][1].device)
-        event.record()
+        event.record(stream)
         self._flying.append(_Flight([outcome for outcome, _ in waiting], numbers, event))
 
     def _land(self) -> None:

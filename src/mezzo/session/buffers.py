@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.cast.region import autocast
+from mezzo.scale.transfer import moved
 
 __all__ = ["NormBuffers", "Remembering"]
 
@@ -40,7 +41,7 @@ class NormBuffers:
     def restore_where(self, found_inf: Tensor) -> None:
         """Put the statistics back on the device where the step was skipped, and forget them."""
         for buffer, saved in self._saved:
-            buffer.copy_(torch.where(found_inf.to(buffer.device, non_blocking=True), saved, buffer))
+            buffer.copy_(torch.where(moved(found_inf, buffer.device), saved, buffer))
         self.forget()
 
     def forget(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import message
+from mezzo.scale.transfer import moved
 from mezzo.session.gradients import dense, mark, norms
 
 __all__ = ["EditWatch", "Edited", "clipping_warning"]
@@ -93,7 +94,7 @@ class EditWatch:
             return None
         gradients = dense([*leaves, *others])
         dtype = min((g.dtype for g in gradients), key=lambda dtype: torch.finfo(dtype).bits)
-        before, after = (values.to(scale.device, torch.float64, non_blocking=True) for values in (before, after))
+        before, after = (moved(values, scale.device, torch.float64) for values in (before, after))
         limit = _value_cut_at(before, after, dtype)
         if times == 1 and dtype != torch.bfloat16:  # whose norms tell nothing
             norm = norms(gradients, scale.device)[0].double()

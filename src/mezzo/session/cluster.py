@@ -13,6 +13,7 @@ from mezzo.errors import StateError
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
+from mezzo.scale.transfer import moved
 from mezzo.session.gradients import dense, mark, multiply, norms, not_finite
 from mezzo.session.window import Carried, Share, Window
 from mezzo.step.master import MasterWeights
@@ -155,7 +156,7 @@ class Cluster:
             gradient: Any = param.grad
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             if factor is not None:
-                wide = wide * factor.to(wide.device, non_blocking=True)
+                wide = wide * moved(factor, wide.device)
             before = window.aside.get(param)
             window.aside[param] = wide if before is None else _sum(before, wide)
             param.grad = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.optim.executors import executor_for
+from mezzo.scale.transfer import moved
 
 __all__ = ["can_fold", "dense", "lacks_momentum", "mark", "multiply", "norms", "not_finite", "step_on_device"]
 
@@ -48,11 +49,11 @@ def norms(gradients: list[Tensor], device: torch.device, *, one_pass: bool = Fal
     """
     groups = _alike(gradients)
     if len(groups) == 1:
-        each = _norms_of_alike(gradients, one_pass).to(device, non_blocking=True)
+        each = moved(_norms_of_alike(gradients, one_pass), device)
         return torch.linalg.vector_norm(each), each
     found: dict[int, Tensor] = {}
     for group in groups.values():
-        together = _norms_of_alike([gradients[i] for i in group], one_pass).to(device, non_blocking=True)
+        together = moved(_norms_of_alike([gradients[i] for i in group], one_pass), device)
         found.update(zip(group, together.unbind(), strict=True))
     each = torch.stack([found[i] for i in range(len(gradients))])
     return torch.linalg.vector_norm(each), each
@@ -82,7 +83,7 @@ def multiply(gradients: list[Tensor], multiplier: Tensor) -> None:
     groups = _alike(gradients)
     for (device, _), group in groups.items():
         together = gradients if len(groups) == 1 else [gradients[i] for i in group]
-        torch._foreach_mul_(together, multiplier.to(device, non_blocking=True))
+        torch._foreach_mul_(together, moved(multiplier, device))
 
 
 def _alike(tensors: list[Tensor]) -> Mapping[tuple[torch.device, torch.dtype], Sequence[int]]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mezzo.scale import ScaleState
 from mezzo.scale.scaler import Scaler
+from mezzo.scale.transfer import moved
 from mezzo.session.checked import Checked
 from mezzo.session.gradients import can_fold, multiply, not_finite, step_on_device
 from mezzo.session.window import Share
@@ -119,8 +120,8 @@ def _by_loss(shares: Iterable[Share]) -> dict[int, list[tuple[Tensor, Tensor]]]:
 def _not_finite(losses: list[Tensor], device: torch.device) -> Tensor:
     """Return whether any loss is not finite, 0-d on a device, without a sync."""
     if len(losses) == 1:
-        return not_finite(losses[0]).reshape(()).to(device, non_blocking=True)
+        return moved(not_finite(losses[0]).reshape(()), device)
     # In float64 only where a loss is: on float32 it would be infinite above 3.4e38.
     dtype = torch.float64 if any(loss.dtype == torch.float64 for loss in losses) else torch.float32
-    there = [loss.reshape(()).to(device, dtype, non_blocking=True) for loss in losses]
+    there = [moved(loss.reshape(()), device, dtype) for loss in losses]
     return (torch.stack(there) * 0).ne(0).any()
