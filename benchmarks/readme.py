@@ -60,7 +60,9 @@ def trainings(pattern: str) -> str:
     ]
     one = results[0]
     facts = f"{one['machine']}, {one['threads']} threads, torch {one['torch']}, {one['date']}"
-    return "\n".join([*lines, "", f"{facts}; {one['dtype']}, size {one['size']}; medians of {one['repetitions']} pairs."])
+    return "\n".join(
+        [*lines, "", f"{facts}; {one['dtype']}, size {one['size']}; medians of {one['repetitions']} pairs."]
+    )
 
 
 SECTIONS = {

@@ -14,7 +14,7 @@ from mezzo.bench.contenders import CONTENDERS
 from mezzo.bench.shapes import shapes
 from mezzo.bench.timing import copying, seconds, spread
 from mezzo.cli import main
-from mezzo.errors import PolicyError
+from mezzo.errors import PolicyError, UnsupportedError
 
 step_module = importlib.import_module("mezzo.bench.step")
 
@@ -72,6 +72,19 @@ def test_what_cannot_be_measured():
         bench_step("200-tiny", dtype="float32")
     with pytest.raises(PolicyError, match="unknown contender 'apex'"):
         bench_step("200-tiny", contenders=["apex"])
+    with pytest.raises(PolicyError, match=r"unknown device 'gpu'(.|\n)*write  cpu or cuda"):
+        bench_step("200-tiny", device="gpu")
+    with pytest.raises(UnsupportedError, match="nothing is measured on meta"):
+        bench_step("200-tiny", device="meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("verb", ["step", "train"])
+def test_a_device_that_is_not_there(verb, capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["bench", verb, "--device", "cuda"])
+    assert done.value.code == 3
+    assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_spread_and_bandwidth():

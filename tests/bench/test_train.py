@@ -301,7 +301,7 @@ def test_what_cannot_be_measured(wrong, said):
 
 
 def test_a_device_without_counters():
-    with pytest.raises(UnsupportedError, match="training steps are not measured on meta"):
+    with pytest.raises(UnsupportedError, match="nothing is measured on meta"):
         bench_train("64-tiny", size="least", device="meta")
 
 

@@ -5,10 +5,10 @@ import logging
 import pytest
 import torch
 
-from mezzo import optim
+from mezzo import UnsupportedError, optim
 from mezzo.optim import executors
 from mezzo.optim.executors import executor_for
-from mezzo.step.kernels import Blocked, Compiled
+from mezzo.step.kernels import Blocked, Compiled, triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
@@ -18,9 +18,12 @@ LARGE = 1 << 22
 
 @pytest.fixture(autouse=True)
 def choose_anew():
-    executors._compiled.cache_clear()
+    caches = (executors._compiled, executors._triton, executors._has_triton)
+    for each in caches:
+        each.cache_clear()
     yield
-    executors._compiled.cache_clear()
+    for each in caches:
+        each.cache_clear()
 
 
 def test_on_a_cpu_compiling_has_to_be_worth_its_time():
@@ -55,3 +58,49 @@ def test_where_compiling_is_switched_off(monkeypatch, caplog):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert isinstance(executor_for(CPU, LARGE), Blocked)
     assert "unset TORCHDYNAMO_DISABLE" in caplog.text
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CUDA device that nothing is put on, for a torch that has Triton."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(executors.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(triton, "_is_capturing", lambda device: False)
+    return torch.device("cuda", 0)
+
+
+def test_without_a_compiler_for_triton_cuda_devices_are_updated_block_by_block(monkeypatch, caplog, cuda):
+    tries = []
+
+    def launch(*_):
+        tries.append(1)
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+    monkeypatch.setattr(triton, "_Norms", launch)
+    with caplog.at_level(logging.WARNING, logger="mezzo"):
+        assert isinstance(executor_for(cuda, LARGE), Blocked)
+        executor_for(cuda, LARGE)
+    assert len(tries) == 1
+    (record,) = caplog.records
+    assert "steps on cuda:0 run block by block, since Triton cannot launch" in record.getMessage()
+    assert "Failed to find C compiler" in record.getMessage()
+    assert "apt install gcc python3-dev" in record.getMessage()
+
+
+def test_triton_is_tried_once_a_device(monkeypatch, cuda):
+    tried = []
+    monkeypatch.setattr(triton.Triton, "require", lambda self, device: tried.append(device))
+    assert isinstance(executor_for(cuda, 1), triton.Triton)
+    assert executor_for(cuda, 1) is executor_for(cuda, 2)
+    assert executor_for(torch.device("cuda", 1), 1) is not executor_for(cuda, 1)
+    assert tried == [cuda, torch.device("cuda", 1)]
+
+
+def test_while_a_graph_is_captured_nothing_is_tried_and_nothing_is_remembered(monkeypatch, cuda, caplog):
+    monkeypatch.setattr(triton.Triton, "require", lambda self, device: None)
+    monkeypatch.setattr(triton, "_is_capturing", lambda device: True)
+    with pytest.raises(UnsupportedError, match=r"(?s)cannot be captured.*the first step of all, on cuda:0.*write  one"):
+        executor_for(cuda, 1)
+    monkeypatch.setattr(triton, "_is_capturing", lambda device: False)
+    assert isinstance(executor_for(cuda, 1), triton.Triton)
+    assert not caplog.records

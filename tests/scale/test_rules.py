@@ -509,11 +509,13 @@ def test_it_compiles_in_one_graph():
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_cuda_graph_captures_it(config):
     state, flag = config.start("cuda"), torch.zeros((), device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm):
             next_scale(state, flag, config)
+        torch.cuda.current_stream().wait_stream(warm)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             after = next_scale(state, flag, config)

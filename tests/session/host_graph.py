@@ -7,7 +7,7 @@ counted, recording writes nothing to memory that was there before, and asking fo
 import torch
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mezzo.step.kernels import blocked
 
@@ -66,12 +66,17 @@ class Tape(TorchDispatchMode):
         results = new_tensors(kernel, out)
         self.own.update(storage.data_ptr() for storage in storages(results))
         if results or kernel._schema.is_mutable:
-            self.kernels.append((kernel, args, kwargs, results))
+            self.kernels.append((kernel, *(tree_map(memory, each) for each in (args, kwargs, results))))
         return out
 
     def undo(self):
         for storage, values in self.before.values():
             storage.copy_(values)
+
+
+def memory(value):
+    """Of a tensor its memory alone, as a CUDA graph knows no autograd."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def storages(values):

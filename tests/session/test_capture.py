@@ -1,10 +1,13 @@
 """Captured train steps: bit for bit the eager loop, no trace of the capture itself, and a reason for each refusal."""
 
+import contextlib
 import copy
 import dataclasses
 import random
 import re
 import sys
+import types
+import warnings
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import mezzo
 from mezzo import LossScale, MixedPrecision, Policy, PolicyError, ScaleCollapsed, StateError, UnsupportedError, optim
 from mezzo.optim import optimizer as one_pass
 from mezzo.session.capture import Captured
+from mezzo.session.graph import CudaGraph, _syncs_refused
 
 from .host_graph import HostGraph, Predicated
 
@@ -304,6 +308,41 @@ def test_gradients_are_left_alone():
         assert gradient.eq(1).all()
 
 
+def test_gradients_that_were_there_are_no_part_of_the_graph(bits):
+    def make():
+        loop = Loop("O1,dtype=bfloat16,emulate=true")
+        for param in loop.model.parameters():
+            param.grad = torch.zeros_like(param)
+        return loop
+
+    data = batches(range(6), bad=(2,))
+    eager, other = make(), make()
+    mine = [param.grad for param in other.model.parameters()]
+    captured = other.captured()
+    for param, gradient in zip(other.model.parameters(), mine, strict=True):
+        assert param.grad is gradient
+    assert bits(run(eager, eager.train_step, data)) == bits(run(other, captured, data))
+    for param, gradient in zip(other.model.parameters(), mine, strict=True):
+        assert param.grad is gradient
+        assert not gradient.any()
+
+
+def test_gradients_of_the_batch_begin_anew_in_each_call(bits):
+    class Slopes(Loop):
+        def train_step(self, x, y, boost):
+            out = super().train_step(x, y, boost)
+            return out, x.grad
+
+    def data():
+        return [(x.requires_grad_(), *rest) for x, *rest in batches(range(6), bad=(2,))]
+
+    eager, other = Slopes(), Slopes()
+    captured = other.captured(example=data()[0])
+    eager, captured = run(eager, eager.train_step, data()), run(other, captured, data())
+    assert all(slope.any() for _, slope in captured[0])
+    assert bits(eager) == bits(captured)
+
+
 def test_captured_and_eager_steps_alternate(bits):
     eager, other = (Loop("O2,dtype=float16,emulate=true") for _ in range(2))
     captured, turn = other.captured(), []
@@ -533,6 +572,65 @@ def test_learning_rates_that_are_tensors_are_followed(bits):
     assert bits(eager) == bits(captured) != bits(constant)
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that says it is in another memory than the host's."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = torch.device("meta")
+
+    @classmethod
+    def holding(cls, number):
+        return torch.tensor(number).as_subclass(cls)
+
+    def __deepcopy__(self, memo):
+        return self.clone().as_subclass(OnDevice)
+
+
+REPLACED = {
+    "a number": ([1e-3], [3, 3]),
+    "another tensor": ([OnDevice.holding(1e-3)], [3, 3]),
+    "host tensors, each step": ([torch.tensor(1e-3), torch.tensor(2e-3), torch.tensor(3e-3)], [3, 3]),
+}
+
+
+@pytest.mark.parametrize("name", ["lr", "betas"])
+@pytest.mark.parametrize("kind", REPLACED)
+def test_hyper_parameters_on_the_device_may_be_replaced(kind, name, bits):
+    values, replays = REPLACED[kind]
+
+    def put(loop, number, value):
+        loop.optimizer.param_groups[1][name] = (0.9, value) if name == "betas" else value
+
+    def make():
+        loop = Loop(make=lambda groups: optim.AdamW(groups, lr=1e-2))
+        put(loop, 0, OnDevice.holding(1e-2))
+        return loop
+
+    def between(loop, number):
+        if number >= 2 and values[number - 2 :]:
+            put(loop, number, values[number - 2])
+
+    data = batches(range(6))
+    eager, captured, loop = both(make, data, between)
+    constant = both(make, data)[1]
+    assert bits(eager[:1]) == bits(captured[:1]) != bits(constant[:1])
+    assert [graph.replays for graph in loop.graphs] == replays
+
+
+def test_a_hyper_parameter_on_the_device_that_is_written_needs_no_other_graph(bits):
+    def make():
+        loop = Loop(make=lambda groups: optim.AdamW(groups, lr=1e-2))
+        loop.optimizer.param_groups[0]["lr"] = OnDevice.holding(1e-2)
+        return loop
+
+    def between(loop, number):
+        loop.optimizer.param_groups[0]["lr"].fill_(0.01 / (number + 1))
+
+    eager, captured, loop = both(make, batches(range(6)), between)
+    assert bits(eager[:1]) == bits(captured[:1])
+    assert [graph.replays for graph in loop.graphs] == [6]
+
+
 def test_a_scheduler_made_after_the_capture_does_not_warn():
     loop = Loop()
     captured = loop.captured()
@@ -558,6 +656,77 @@ def refused(loop, error, match, step=None, **options):
     if loop.amp.on_overflow == "skip":
         loop.train_step(*batch(1))
     return str(caught.value)
+
+
+def eager_loss(loop):
+    x, y, _ = batch(0)
+    with loop.amp.autocast():
+        loss = functional.cross_entropy(loop.model(x).float(), y)
+    loop.amp.backward(loss)
+    loop.amp.step()
+    loop.amp.zero_grad()
+    return loss
+
+
+def marks(loop):
+    edges = [torch.autograd.graph.get_gradient_edge(param) for param in loop.model.parameters()]
+    return [edge.node.metadata for edge in edges if edge.node.metadata]
+
+
+KEPT = (
+    r"a graph of an earlier step is still alive(?s:.*)0\.weight, 0\.bias(?s:.*)DistributedData(?s:.*)loss\.detach\(\)"
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES[::2], ids=str)
+def test_a_loss_that_was_kept_is_refused(policy):
+    loop = Loop(policy)
+    loss = eager_loss(loop)
+    assert loss.grad_fn is not None
+    refused(loop, StateError, KEPT)
+    assert marks(loop) == []
+    del loss
+    loop.captured()(*batch(1))
+
+
+@pytest.mark.parametrize("policy", POLICIES[::2], ids=str)
+def test_what_holds_no_graph_may_be_kept(policy):
+    loop = Loop(policy)
+    loss = eager_loss(loop).detach()
+    with loop.amp.autocast():
+        loop.model(batch(0)[0])  # under O1 the session keeps casts of weights, and their graph
+    cycle = [eager_loss(loop)]
+    cycle.append(cycle)
+    del cycle
+    loop.captured()(*batch(1))
+    assert torch.isfinite(loss)
+    assert marks(loop) == []
+
+
+def test_a_train_step_may_begin_before_its_session_knows():
+    loop = Loop()
+    region = loop.amp.autocast()
+
+    def train_step(x, y, boost):
+        with region:
+            loss = functional.cross_entropy(loop.model(x).float(), y)
+        loop.amp.backward(loss * boost)
+        loop.amp.step()
+        loop.amp.zero_grad()
+        return loss
+
+    assert torch.isfinite(loop.captured(train_step)(*batch(1)))
+
+
+def test_a_loss_kept_since_the_capture_is_refused_by_the_call_that_captures_anew():
+    loop = Loop()
+    captured = loop.captured()
+    loss = eager_loss(loop)
+    loop.amp.max_grad_norm = 0.1
+    with pytest.raises(StateError, match=KEPT):
+        captured(*batch(1))
+    del loss
+    captured(*batch(1))
 
 
 def test_a_scheduler_inside_is_refused():
@@ -802,6 +971,100 @@ def test_what_is_no_train_step_is_refused():
         mezzo.capture(torch.ones(1), torch.ones(1))
     with pytest.raises(TypeError, match="missing a required argument: 'y'"):
         mezzo.capture(lambda x, y: None, torch.ones(1))
+
+
+# A CUDA graph, as far as a machine without one goes ---------------------------------------------------------
+
+
+def test_syncs_are_refused_where_warnings_are_errors(monkeypatch):
+    modes = ["default"]
+
+    def set_mode(mode):
+        modes.append(mode)
+        if mode != "default":
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with _syncs_refused():
+            assert modes[-1] == "error"
+    assert modes == ["default", "error", "default"]
+    with pytest.raises(KeyError), _syncs_refused():
+        raise KeyError
+    assert modes[-1] == "default"
+
+
+class Driver:
+    """CUDA as ``CudaGraph`` calls it, written down."""
+
+    def __init__(self, monkeypatch, failing):
+        self.calls, self.failing = [], failing
+        for name in ("set_stream", "graph_pool_handle", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, self.noting(name, {"graph_pool_handle": "pool"}.get(name, "around")))
+        for name in ("device", "graph"):
+            monkeypatch.setattr(torch.cuda, name, self.context(name))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "throw-away")
+        monkeypatch.setattr(torch, "zeros", self.noting("zeros", None))
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, self.noting(name, None), raising=False)
+
+    def noting(self, name, result):
+        def call(*args, **kwargs):
+            self.calls.append((name, *args))
+            if name in self.failing:
+                raise RuntimeError(name)
+            return result
+
+        return call
+
+    def context(self, name):
+        @contextlib.contextmanager
+        def entered(*args, **kwargs):
+            self.calls.append((name, *args))
+            try:
+                yield
+            finally:
+                self.calls.append((f"end of {name}", *args[:1]))
+                if args[0] in self.failing:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+
+        return entered
+
+    def record(self, run):
+        made = object.__new__(CudaGraph)
+        made.device, made._graph, made._stream = "cuda:1", "graph", types.SimpleNamespace(device=torch.device("cuda:1"))
+        return made.record(run)
+
+
+def test_a_capture_puts_the_stream_back_on_its_own_device(monkeypatch):
+    driver = Driver(monkeypatch, ())
+    assert driver.record(lambda: 7) == 7
+    names = [name for name, *_ in driver.calls]
+    assert names == ["device", "current_stream", "graph_pool_handle", "graph", "end of graph", "set_stream", *names[6:]]
+    assert names[6:] == ["end of device"]
+    assert driver.calls[3][1:3] == ("graph", "pool")
+
+
+@pytest.mark.parametrize("worse", [(), ("_cuda_endAllocateToPool",), ("_cuda_releasePool", "throw-away")])
+def test_a_capture_that_failed_is_ended(monkeypatch, worse, caplog):
+    caplog.set_level("DEBUG", "mezzo.session.graph")
+    driver = Driver(monkeypatch, ("graph", *worse))
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        driver.record(lambda: 7)
+    after = driver.calls[driver.calls.index(("end of graph", "graph")) + 1 :]
+    pool = [("_cuda_endAllocateToPool", 1, "pool"), ("_cuda_releasePool", 1, "pool")]
+    assert after == [
+        ("set_stream", "around"),
+        *(pool[:1] if worse == ("_cuda_endAllocateToPool",) else pool),  # nothing is released twice
+        ("graph", "throw-away"),
+        ("zeros", 1),
+        ("end of graph", "throw-away"),
+        ("set_stream", "around"),
+        ("end of device", "cuda:1"),
+    ]
+    assert len(caplog.records) == len(worse)
 
 
 # Without a GPU ----------------------------------------------------------------------------------------------

@@ -93,8 +93,8 @@ def test_a_call_makes_no_host_sync(make):
     data = [batch(number, 1e38 if number == 5 else 1.0) for number in range(40)]
     captured(*data[0])
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for each in data[1:]:
             captured(*each)
             loop.schedule.step()
@@ -187,6 +187,52 @@ def test_a_sync_that_only_a_capture_sees_is_explained():
         mezzo.capture(train_step, *batch(0))
     captured = mezzo.capture(loop.train_step, *batch(0))
     assert torch.isfinite(captured(*batch(0))[0])
+
+
+def test_after_a_capture_that_failed_the_device_draws_and_allocates_as_before():
+    loop = Loop(dropout=0.5)
+
+    def train_step(*data):
+        out = loop.train_step(*data)
+        torch.cuda.synchronize()
+        return out
+
+    before, device = torch.cuda.current_stream(), torch.cuda.current_device()
+    with pytest.raises(UnsupportedError, match="cannot be part of a CUDA graph"):
+        mezzo.capture(train_step, *batch(0))
+    assert (torch.cuda.current_stream(), torch.cuda.current_device()) == (before, device)
+    kept = functional.dropout(torch.ones(1 << 16, device="cuda"), 0.5)
+    assert 0.4 < kept.bool().float().mean().item() < 0.6
+    del kept
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    torch.empty(1 << 28, device="cuda")
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == held  # it did not go to a pool that is never emptied
+
+
+def test_a_loss_that_was_kept_is_refused():
+    loop = Loop()
+    loss = loop.train_step(*batch(0))[0]
+    with pytest.raises(StateError, match="a graph of an earlier step is still alive"):
+        mezzo.capture(loop.train_step, *batch(0))
+    kept = loss.detach()
+    del loss
+    assert torch.isfinite(mezzo.capture(loop.train_step, *batch(0))(*batch(0))[0])
+    assert torch.isfinite(kept)
+
+
+def test_a_learning_rate_on_the_device_may_be_replaced():
+    eager, other = Loop(), Loop()
+    for loop in (eager, other):
+        loop.optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device="cuda")
+    captured = mezzo.capture(other.train_step, *batch(0))
+    for loop, call in ((eager, eager.train_step), (other, captured)):
+        call(*batch(0))
+        loop.optimizer.param_groups[0]["lr"] = 0.0
+    weights = [param.detach().clone() for param in other.amp.master_params()]
+    captured(*batch(1))
+    assert all(torch.equal(a, b) for a, b in zip(weights, other.amp.master_params(), strict=True))
 
 
 def test_a_number_as_torchs_learning_rate_is_refused():

@@ -125,6 +125,46 @@ def test_fp32_weights_survive_a_change_of_policy_or_optimizer(pair):
             assert torch.equal(one, other), order
 
 
+@pytest.mark.parametrize("pair", list(itertools.permutations(["bfloat16", "float16"])))
+@pytest.mark.parametrize("masters", list(itertools.product(["split", "full"], repeat=2)))
+def test_masters_survive_another_low_precision_in_every_order(pair, masters):
+    def build(dtype, master):
+        return session(f"O2,dtype={dtype},emulate=true", lambda p, lr: optim.AdamW(p, lr=lr, master=master))
+
+    saved = build(pair[0], masters[0])
+    train(saved[0], saved[2], range(4))
+    states = copy.deepcopy([part.state_dict() for part in saved])
+    for order in itertools.permutations(range(3)):
+        loaded = build(pair[1], masters[1])
+        for place in order:
+            loaded[place].load_state_dict(states[place])
+        for one, other in zip(exact(*saved[:2]), exact(*loaded[:2]), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2.0**-40 if "float16" in pair[1][:7] else 0)
+
+
+def test_a_state_that_turns_fused_off_costs_a_sync_and_no_crash():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    amp = MixedPrecision(model, optimizer, O2[0])
+    train(model, amp, range(2))
+    optimizer.load_state_dict(optim.AdamW(network().parameters(), lr=1e-2).state_dict())
+    optimizer.load_state_dict(torch.optim.AdamW(network().parameters(), lr=1e-2, fused=False).state_dict())
+    train(model, amp, range(2, 4))
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("policy", O2)
+@pytest.mark.parametrize("master", ["split", "full"])
+def test_a_clamp_of_the_weights_stays(policy, master):
+    model, _, amp = session(policy, lambda p, lr: optim.SGD(p, lr=0.0, master=master))
+    train(model, amp, range(2))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.clamp_(-0.01, 0.01)
+    train(model, amp, range(2, 4))
+    assert max(param.abs().max().item() for param in model.parameters()) < 0.0101
+
+
 @pytest.mark.parametrize("policy", O2)
 def test_micro_batches_are_summed_in_fp32(policy):
     model, _, amp = session(policy)

@@ -45,8 +45,8 @@ def test_twenty_steps_two_of_them_skipped_make_no_host_sync(policy):
     model, amp = session(policy)
     train(model, amp, 2)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         losses = train(model, amp, 20, poison=(3, 7))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -110,7 +110,8 @@ class Ieee(TorchDispatchMode):
     """Correctly rounded roots: a root in float64 rounds to FP32 as the exact one does."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.sqrt.default and args[0].dtype == FP32:
+        is_root = func is torch.ops.aten.sqrt.default and type(args[0]) is torch.Tensor  # not one that is traced
+        if is_root and args[0].dtype == FP32:
             return args[0].double().sqrt().float()
         return func(*args, **(kwargs or {}))
 
@@ -445,11 +446,88 @@ def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypat
     assert len(recorded) == 2  # one for each pass, in host and device memory
     for _ in range(tables.RESERVE - 1):
         take(executor, cohort, update, [gradient.clone() for gradient in gradients_of(cohort, 1, BF16)])
-    with pytest.raises(UnsupportedError, match=r"(?s)cannot be captured.*lay elsewhere 4 times.*write  one such step"):
+    with pytest.raises(
+        UnsupportedError, match=r"(?s)cannot be captured.*lay elsewhere 4 times.*write  as many such steps"
+    ):
         take(executor, cohort, update, [gradient.clone() for gradient in gradients])
     capturing = False
     take(executor, cohort, update, elsewhere)  # what was recorded has not happened: uploaded after all
     assert len(uploads) == 2
+
+
+def alike_steps(executor, cohort, update, count):
+    """Steps with gradients that lie elsewhere each time, all of them alive until the last."""
+    sets = [gradients_of(cohort, number, BF16) for number in range(count)]
+    for gradients in sets:
+        take(executor, cohort, update, gradients)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_reserve_follows_what_rehearsals_take(monkeypatch):
+    """Nine alike steps in a graph, after one rehearsal of them; then a second graph, after another one."""
+    cohort, executor = cohort_of(Triton(), "adamw", "split", BF16, [(20,), (3, 5)]), Triton()
+    update, theirs = executor.prepare(cohort), moved(cohort, "cpu")
+    for capturing in (False, True, False, True):
+        monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
+        alike_steps(executor, cohort, update, 9)
+    assert len(executor._kept) > 4 * 9
+    with pytest.raises(UnsupportedError, match=r"(?s)lay elsewhere 32 times.*at most 64 in it"):
+        alike_steps(executor, moved(cohort, "cpu"), lambda gradients, check: None, 33)
+    monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
+    other = Triton()
+    alike = other.prepare(theirs)
+    for _ in range(4):
+        alike_steps(other, theirs, alike, 9)
+    assert cohort.step == 36
+    assert same_bits(tensors_of(cohort), tensors_of(theirs))
+
+
+def test_the_reserve_is_bounded(device):
+    addresses, ones = tables._Addresses(3, device, []), [torch.ones(2, device=device) for _ in range(3)]
+    sizes = set()
+    for _ in range(200):
+        addresses.of(ones)
+        sizes.add(len(addresses.reserve))
+    assert sizes == {4, 8, 16, 32, 64}
+    assert all(host.shape == table.shape == (3,) for host, table in addresses.reserve)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("master, rounding", [("split", "nearest"), (None, "stochastic")])
+@pytest.mark.parametrize("default", ["meta", torch.bfloat16, torch.float64], ids=str)
+def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding):
+    """Not a default device, on which no table could be pinned; and not a default dtype."""
+    gaps = torch.zeros(6, 10, dtype=BF16)[:, :5]  # updated by torch's operations
+    shapes = [(2500,), (3, 5)]
+    mine = cohort_of(Triton(), "lion", master, BF16, shapes, state_dtype=BF16, rounding=rounding)
+    extra = torch.zeros(6, 5, dtype=torch.int16) if master == "split" else None
+    mine = dataclasses.replace(
+        mine,
+        weights=[*mine.weights, gaps],
+        extras=[*mine.extras, extra],
+        states=[*mine.states, (torch.zeros(6, 5, dtype=BF16),)],
+    )
+    theirs, executor = moved(mine, "cpu"), Triton()
+    gradients, inverse = gradients_of(mine, 0, BF16), torch.tensor(1 / 1024)
+    check = judge(executor.norms(gradients), inverse, max_norm=1.0)
+    advance([mine.step, theirs.step], check.found_inf)
+    pure_step(theirs, gradients, check)
+    monkeypatch.setattr(emit, "update_source", emit.update_source.__wrapped__)  # traced anew
+    before = torch.get_default_dtype()
+    try:
+        if default != "meta":
+            torch.set_default_dtype(default)
+        with torch.device("meta" if default == "meta" else "cpu"):
+            executor = Triton()
+            norms = executor.norms(gradients)
+            assert norms.dtype == executor.norms([]).dtype == FP32
+            assert executor.norms([]).device == norms.device
+            executor.prepare(mine)(gradients, check)
+            executor.require(torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert same_bits([norms], [check.norms])
+    assert_same_but_for_nan(mine, theirs)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -522,6 +600,10 @@ def test_an_operation_without_triton_is_refused_by_name(wrong):
         emit.update_source(odd, PLAIN, (FP32, FP32))
 
 
+UPDATED = {"addresses": "*i64", "rows": "*i64", "chunks": "*i32", "keys": "*i32", "found_inf": "*i1"}
+UPDATED |= {"scalars": "*fp32", "multiplier": "*fp32"}
+
+
 def native(kernel, arguments, **constants):
     """Compile for sm_90, which takes no GPU."""
     compiler, backends = (importlib.import_module(f"triton.{each}") for each in ("compiler", "backends.compiler"))
@@ -533,13 +615,22 @@ def native(kernel, arguments, **constants):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Triton's compiler for Linux")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_hopper_code_that_rounds_at_random_keeps_subnormals(dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    source = emit.update_source(rule("sgd"), STOCHASTIC, (dtype, dtype))
+    code = native(emit.jitted(source, "sgd_stochastic"), UPDATED, BLOCK=tables.BLOCK)
+    assert dtype == BF16 or "cvt.rmi.f32.f32" in code
+    assert not any(each in code for each in ("fma.", "mad.f", "approx", ".ftz", "div.full"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Triton's compiler for Linux")
+@pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_hopper_code_moves_vectors_and_rounds_as_ieee_says(dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     source = emit.update_source(rule("adamw"), SPLIT, (dtype, dtype, torch.int16, FP32, FP32))
-    arguments = {"addresses": "*i64", "rows": "*i64", "chunks": "*i32", "keys": "*i32", "found_inf": "*i1"}
-    arguments |= {"scalars": "*fp32", "multiplier": "*fp32"}
-    code = native(emit.jitted(source, "adamw_split"), arguments, BLOCK=tables.BLOCK)
+    code = native(emit.jitted(source, "adamw_split"), UPDATED, BLOCK=tables.BLOCK)
     whole = code.split("bra.uni")[0]  # blocks without a mask
     counts = {each: whole.count(each) for each in ("ld.global.v4.b32", "ld.global.v2.b32", "st.global.v4.b32")}
     assert counts == {"ld.global.v4.b32": 2, "ld.global.v2.b32": 3, "st.global.v4.b32": 2}
@@ -570,13 +661,73 @@ def test_cuda_devices_take_triton_where_it_is(monkeypatch, built, found, triton_
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(executors.importlib.util, "find_spec", lambda name: found or None)
     monkeypatch.setattr(executors, "_compiled", lambda *_: None)
+    monkeypatch.setattr(Triton, "require", lambda self, device: None)
+    monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
     executors._has_triton.cache_clear()
+    executors._triton.cache_clear()
     try:
         assert isinstance(executors.executor_for(torch.device("cuda"), 10), Triton) is triton_s
         assert isinstance(executors.executor_for(torch.device("cpu"), 10), Blocked)
         assert executors.executor_for(torch.device("xpu"), 10) is None
     finally:
         executors._has_triton.cache_clear()
+        executors._triton.cache_clear()
+
+
+def test_triton_is_tried_where_it_is_to_run(device, launches):
+    executor = Triton()
+    executor.require(device)
+    assert launches == ["squares", "roots"]
+    assert not executor._known
+
+
+FAILURES = [
+    (RuntimeError("\nFailed to find C compiler. Please specify\nmore"), "why    Failed to find C compiler"),
+    (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), r"why    Command '\['/usr/bin/gcc', 'main.c'\]'"),
+    (AssertionError(), "why    AssertionError"),
+]
+
+
+@pytest.mark.parametrize("failure, why", FAILURES, ids=["no compiler", "no Python.h", "no libcuda"])
+def test_triton_without_what_it_builds_launchers_with_is_refused(monkeypatch, failure, why):
+    def launch(*_, **__):
+        raise failure
+
+    monkeypatch.setattr(emit, "jitted", lambda *_: {(1,): launch})
+    with pytest.raises(
+        UnsupportedError, match=rf"(?s)Triton cannot launch.*on cpu.*{why}.*apt install gcc python3-dev"
+    ):
+        Triton().require(torch.device("cpu"))
+
+
+def test_memory_that_runs_out_does_not_count_as_a_missing_compiler(monkeypatch):
+    def launch(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(emit, "jitted", lambda *_: {(1,): launch})
+    with pytest.raises(torch.OutOfMemoryError):
+        Triton().require(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("current, captured", [(1, True), (0, True), (1, False)])
+def test_whether_a_graph_is_captured_is_asked_on_the_tensors_device(monkeypatch, current, captured):
+    """As if there were two devices, of which another is the current one."""
+    now, capturing = [current], {0: captured, 1: not captured}
+
+    class On:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            self.before, now[0] = now[0], self.device.index
+
+        def __exit__(self, *_):
+            now[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", On)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[now[0]])
+    assert tables._is_capturing(torch.device("cuda", 0)) is captured
+    assert now == [current]
 
 
 def test_the_executor_s_modules_import_triton_only_for_a_kernel():

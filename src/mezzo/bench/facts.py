@@ -12,8 +12,29 @@ from typing import Any
 import torch
 
 from mezzo.cast.device import probe
+from mezzo.errors import PolicyError, UnsupportedError
 
-__all__ = ["facts", "write_dated"]
+__all__ = ["checked_device", "facts", "write_dated"]
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """Return a device that benchmarks can run on.
+
+    Raises:
+        PolicyError: No device's name.
+        UnsupportedError: It is not there, or nothing is measured on it.
+    """
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise PolicyError(
+            f"unknown device {device!r}", why=str(error).splitlines()[0][:80], write="cpu or cuda"
+        ) from None
+    if where.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"nothing is measured on {where.type}", write="cpu or cuda")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("there is no CUDA device here", write="cpu")
+    return where
 
 
 def facts(device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from mezzo.bench.contenders import CONTENDERS
-from mezzo.bench.facts import facts
+from mezzo.bench.facts import checked_device, facts
 from mezzo.bench.shapes import shapes
 from mezzo.bench.timing import against, copying, in_turns, spread
 from mezzo.errors import PolicyError, nearest
@@ -114,7 +114,8 @@ def bench_step(
         Times, ratios with their spread, bytes, and the share of this machine's copy bandwidth.
 
     Raises:
-        PolicyError: Unknown shapes, dtype or contender.
+        PolicyError: Unknown shapes, dtype, device or contender.
+        UnsupportedError: The device is not there.
 
     **Cost**: memory for two contenders at once, some 45 bytes a parameter.
     """
@@ -123,7 +124,7 @@ def bench_step(
     names = list(CONTENDERS) if contenders is None else contenders
     if unknown := [each for each in names if each not in CONTENDERS]:
         raise PolicyError(f"unknown contender {unknown[0]!r}", why=nearest(unknown[0], CONTENDERS))
-    where, low, sizes = torch.device(device), getattr(torch, dtype), shapes(name)
+    where, low, sizes = checked_device(device), getattr(torch, dtype), shapes(name)
     count = sum(map(math.prod, sizes))
     rows, bandwidths = [], []
     for each in names:
@@ -157,6 +158,7 @@ def _timed(
         for each in ready
     }
     ratio = against(totals[name], totals[rival])
+    ready[name].before()  # some steps free the gradients
     count, moved = sum(map(math.prod, sizes)), CONTENDERS[name].moved_bytes[dtype]
     row = StepRow(
         name=name,

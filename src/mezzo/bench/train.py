@@ -14,7 +14,7 @@ import torch
 
 import mezzo
 from mezzo.bench.events import SYNCS, Events, observe
-from mezzo.bench.facts import facts
+from mezzo.bench.facts import checked_device, facts
 from mezzo.bench.nets import NETS
 from mezzo.bench.timing import against, in_turns, seconds, spread
 from mezzo.bench.train_result import TrainResult, TrainRow, row_name
@@ -65,13 +65,13 @@ def bench_train(
 
     Raises:
         PolicyError: Unknown net, size, dtype or way, or no repetitions.
-        UnsupportedError: A device that is neither.
+        UnsupportedError: A device that is not there, or neither.
         NumericsError: A way whose loss is not finite, or goes up where FP32's goes down.
 
     **Cost**: two to twelve trainings of a few dozen steps, one after another.
     """
-    where, chosen = torch.device(device), list(WAYS if ways is None else ways)
-    _check(net, size, dtype, where, repetitions, chosen)
+    where, chosen = checked_device(device), list(WAYS if ways is None else ways)
+    _check(net, size, dtype, repetitions, chosen)
     names = [name for name in WAYS if name in {*chosen, REFERENCE, RIVAL}]
     bench = _Bench(net, size, getattr(torch, dtype), where, repetitions)
     with _tf32_restored(where):
@@ -97,7 +97,7 @@ def bench_train(
     )
 
 
-def _check(net: str, size: str, dtype: str, device: torch.device, repetitions: int, ways: list[str]) -> None:
+def _check(net: str, size: str, dtype: str, repetitions: int, ways: list[str]) -> None:
     closed = [("net", net, NETS), ("dtype", dtype, ("bfloat16", "float16")), *(("way", way, WAYS) for way in ways)]
     if net in NETS:
         closed.append(("size", size, NETS[net].sizes))
@@ -110,8 +110,6 @@ def _check(net: str, size: str, dtype: str, device: torch.device, repetitions: i
         errors.append(PolicyError(f"no rounds to time: {repetitions} repetitions", write="repetitions=15"))
     if errors:
         raise PolicyError.together(errors)
-    if device.type not in SYNCS:
-        raise UnsupportedError(f"training steps are not measured on {device.type}", write='device="cpu" or "cuda"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

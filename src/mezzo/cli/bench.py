@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from mezzo.bench import StepResult, TrainResult, bench_step, bench_train
+from mezzo.bench.facts import checked_device
 from mezzo.bench.nets import NETS
 from mezzo.bench.shapes import SHAPES
 from mezzo.bench.ways import WAYS
@@ -73,7 +73,7 @@ def train(
     All ways start from the same weights and train on the same batch, each in turns with torch.amp; a way whose loss
     does not follow that of FP32 is an error.
     """
-    where = torch.device(device or default_device())
+    where = checked_device(device or default_device())
     with Console(stderr=True).status("training"):
         result = bench_train(
             net,

@@ -15,7 +15,7 @@ from mezzo.errors import PolicyError, StateError, nearest, some_of
 from mezzo.optim.state import EXTRAS
 from mezzo.step.storage import storage
 
-__all__ = ["check_arguments", "check_group", "check_unchanged"]
+__all__ = ["check_arguments", "check_group", "check_state", "check_unchanged"]
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
 _WEIGHT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -54,6 +54,8 @@ def check_arguments(optimizer: object, others: Mapping[str, Any]) -> None:
     known = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
     problems = []
     for name, value in others.items():
+        if name in _TORCH_ONLY and not value:  # what torch's optimizers have by default
+            continue
         if name in _TORCH_ONLY:
             why, write = _TORCH_ONLY[name]
             problems.append(PolicyError(f"{kind.__name__} takes no {name}={value!r}", why=why, write=write))
@@ -103,7 +105,7 @@ def _problems(group: Mapping[str, Any]) -> Iterator[PolicyError]:
 def _is_number(value: Any, least: float, end: float) -> bool:
     """Whether a value is from ``least`` to below ``end``. A tensor is not asked, which would wait for its device."""
     if isinstance(value, Tensor):
-        return True
+        return value.numel() == 1
     return isinstance(value, (int, float)) and math.isfinite(value) and least <= value < end
 
 
@@ -121,6 +123,30 @@ def _wrong_weights(params: Any) -> Iterator[PolicyError]:
             why="weights are float32, float16 or bfloat16",
             write="model.float() first; or requires_grad_(False) for what is not trained",
         )
+
+
+def check_state(state_dict: Mapping[str, Any], rule: str) -> None:
+    """Refuse what is no optimizer's state, or the state of one that decays weights in another way.
+
+    Raises:
+        StateError: With what is missing or different.
+    """
+    if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
+        raise StateError(
+            f"this is no optimizer's state: {' and '.join(missing)} missing",
+            where=f"keys {', '.join(map(str, state_dict)) or 'none'}",
+            write="optimizer.load_state_dict(saved), with saved = optimizer.state_dict()",
+        )
+    for number, group in enumerate(state_dict["param_groups"]):
+        decoupled = group.get("decoupled_weight_decay")
+        if rule in ("adam", "adamw") and group.get("weight_decay") and decoupled not in (None, rule == "adamw"):
+            raise StateError(
+                f"the saved weight decay is {'' if decoupled else 'not '}decoupled, and this optimizer's is "
+                f"{'not' if decoupled else ''}".rstrip(),
+                where=f"group {number}, weight_decay={group['weight_decay']}",
+                why="one is added to the gradient, the other taken off the weight",
+                write=f"mezzo.optim.{'AdamW' if decoupled else 'Adam'}",
+            )
 
 
 def check_unchanged(param: Tensor, state: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ def executor_for(device: torch.device, elements: int) -> Executor:
     """
     if device.type == "cpu":
         return _compiled(device) if elements >= _WORTH_COMPILING else _blocked()
-    return _triton() if device.type == "cuda" and _has_triton() else _compiled(device)
+    return _triton(device) if device.type == "cuda" and _has_triton() else _compiled(device)
 
 
 @functools.cache
@@ -53,10 +53,18 @@ def _compiled(device: torch.device) -> Executor:
 
 
 @functools.cache
-def _triton() -> Executor:
-    from mezzo.step.kernels.triton import Triton
+def _triton(device: torch.device) -> Executor:
+    """Return the executor of few launches, or the one that needs no compiler where Triton finds none."""
+    from mezzo.step.kernels.triton import Triton, refuse_capture
 
-    return Triton()
+    refuse_capture(device, "the first step of all")  # nothing can be tried in a graph, and nothing is remembered
+    executor = Triton()
+    try:
+        executor.require(device)
+    except UnsupportedError as error:
+        logger.warning("optimizer steps on %s run block by block, since %s", device, error)
+        return _blocked()
+    return executor
 
 
 @functools.cache

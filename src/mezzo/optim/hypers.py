@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mezzo.errors import PolicyError
 
 __all__ = ["Hypers"]
 
@@ -36,6 +39,8 @@ class Hypers:
                 self._uploaded.pop(name, None)
                 continue
             number = float(value.detach().double().reshape(()).numpy()) if isinstance(value, Tensor) else value
-            if self._uploaded.get(name) != number:
+            if name not in self._uploaded or self._uploaded[name] != number:
+                if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+                    raise PolicyError(f"{name} is {number!r} now", why="it is a finite number", write=f"{name}=0.01")
                 tensor.fill_(number)
                 self._uploaded[name] = number

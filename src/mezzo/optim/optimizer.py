@@ -5,17 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.errors import UnsupportedError
-from mezzo.optim.checks import check_group, check_unchanged
+from mezzo.optim.checks import check_group, check_state, check_unchanged
+from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.executors import executor_for
 from mezzo.optim.hypers import Hypers
-from mezzo.optim.state import plain_state, restored_state
+from mezzo.optim.state import as_stored, plain_state, restored_state
 from mezzo.scale.transfer import moved
 from mezzo.step.passes import Check, Cohort, Executor, Update, advance
 from mezzo.step.runs import SHORT, packed, stands_alone
@@ -28,6 +29,8 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple
 Group: TypeAlias = dict[str, Any]
 
 _LOW = (torch.float16, torch.bfloat16)
+#: Where a saved group says of which dtypes its weights are: their other halves belong to those.
+WEIGHT_DTYPES: Final = "weight_dtypes"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +66,20 @@ class OnePassOptimizer(Optimizer):
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
         self._ready: dict[int, tuple[tuple[Any, ...], list[_Ready]]] = {}
         self._executors: dict[torch.device, Executor] = {}
+        self._edits = Edits()
         check_group(defaults)
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled optimizer, here or on another machine."""
+        self._hypers, self._ready, self._executors, self._edits = {}, {}, {}, Edits()
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept, form = self.state.get(param, {}), self._storage(group, param)
+                if form.extra == "remainder" and form.extra in kept:
+                    kept[form.extra] = as_stored(plain_state(kept)[form.extra], form)
+        self._edits.see(self._with_masters())
 
     @abstractmethod
     def _options(self, group: Group) -> Iterator[str]:
@@ -100,6 +115,7 @@ class OnePassOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.take_edits()
         wanted = [self._wanted(number) for number in range(len(self.param_groups))]
         ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
         for device in {each.cohort.step.device for each in ready}:
@@ -108,7 +124,28 @@ class OnePassOptimizer(Optimizer):
             advance({id(each.cohort.step): each.cohort.step for each in here}.values(), check.found_inf)
             for each in here:
                 each.update([param.grad for param in each.params if param.grad is not None], check)
+        self._edits.see(self._with_masters())
         return loss
+
+    def take_edits(self) -> None:
+        """Let full masters take over weights that were changed in place since the last step, as a step does first.
+
+        Where ``master="split"`` an edited weight keeps its remainder, at most half a spacing of its dtype. What goes
+        through ``param.data`` is not seen. No host sync.
+        """
+        for param in self._edits.since(self._with_masters()):
+            take_over(param, self.state[param]["master"])
+            self._edits.see([param])
+
+    def _with_masters(self) -> list[Tensor]:
+        return [
+            param
+            for group in self.param_groups
+            if group["master"] == "full"
+            for param in group["params"]
+            if "master" in (kept := self.state.get(param, {}))
+            and param.dtype in _LOW and kept["master"].shape == param.shape
+        ]  # fmt: skip
 
     def upload(self) -> None:
         """Bring hyper-parameters that changed over to the device, as a step does: for a replay of one. No host sync."""
@@ -255,6 +292,7 @@ class OnePassOptimizer(Optimizer):
             param.data.copy_(weight)
             if form.extra is not None:
                 self.state[param][form.extra] = extra
+        self._edits.see(self._with_masters())
         self._ready.clear()
 
     def stored(self) -> list[Tensor]:
@@ -283,6 +321,7 @@ class OnePassOptimizer(Optimizer):
         param.copy_(weight)
         if form.extra is not None and extra is not None:
             self.state[param][form.extra].copy_(extra)
+        self._edits.see([param])
 
     @torch.no_grad()
     def master_of(self, param: Tensor) -> Tensor:
@@ -333,25 +372,29 @@ class OnePassOptimizer(Optimizer):
         """
         packed = super().state_dict()
         packed["state"] = {index: plain_state(values) for index, values in packed["state"].items()}
+        for group, mine in zip(packed["param_groups"], self.param_groups, strict=True):
+            group[WEIGHT_DTYPES] = [str(param.dtype) for param in mine["params"]]
         return packed
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this optimizer's state, or that of torch's optimizer of this name.
 
-        Moments keep ``state_dtype``, remainders and counts their own dtypes, whatever the parameters' are. Where the
-        saved state has no other half of a weight, the present one stays.
+        Moments keep ``state_dtype``, remainders and counts their own dtypes, whatever the parameters' are; ``master``,
+        ``rounding`` and ``state_dtype`` stay what this optimizer was made with. Where the saved state has no other half
+        of a weight, or that of a weight of another dtype, the present one stays.
 
         Raises:
-            StateError: State of another shape or storage; nothing was loaded.
+            StateError: State of another shape, storage or rule; nothing was loaded.
             ValueError: Other parameter groups, as torch says it.
         """
+        check_state(state_dict, self._rule)
         given = dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         saved = [index for group in given["param_groups"] for index in group["params"]]
         kept = ("master", "rounding", "state_dtype")
         groups = [
-            {**mine, **theirs, **{name: theirs.get(name, mine[name]) for name in kept}, "params": theirs["params"]}
+            {**mine, **theirs, **{name: mine[name] for name in kept}, "params": theirs["params"]}
             for mine, theirs in zip(self.param_groups, given["param_groups"], strict=False)
         ]
         for group in groups:
@@ -360,10 +403,13 @@ class OnePassOptimizer(Optimizer):
         fresh: dict[Tensor, dict[str, Any]] = {}
         if len(saved) == len(params):
             owners = [group for group in groups for _ in group["params"]]
-            for param, index, group in zip(params, saved, owners, strict=True):
+            dtypes = [each for group in groups for each in group.pop(WEIGHT_DTYPES, [None] * len(group["params"]))]
+            for param, index, group, weight_dtype in zip(params, saved, owners, dtypes, strict=True):
                 form = self._storage(group, param)
+                names = rule(self._rule, *self._options(group)).states
+                present = self.state.get(param, {})
                 fresh[param] = restored_state(
-                    given["state"].get(index, {}), self.state.get(param, {}), param, form, group["state_dtype"]
+                    given["state"].get(index, {}), present, param, form, names, group["state_dtype"], weight_dtype
                 )
         super().load_state_dict({**given, "param_groups": groups, "state": {}})
         self._share_counts(fresh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mezzo.errors import StateError
 from mezzo.step.split import from_planes, to_planes
-from mezzo.step.storage import PLANES, Storage
+from mezzo.step.storage import PLANES, SPLIT, Storage
 
-__all__ = ["EXTRAS", "plain_state", "restored_state"]
+__all__ = ["EXTRAS", "as_stored", "plain_state", "restored_state"]
 
 #: The other halves that weights can have.
 EXTRAS: Final = ("remainder", "master", "compensation")
@@ -29,7 +29,13 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored_state(
-    saved: Mapping[str, Any], present: Mapping[str, Any], param: Tensor, form: Storage, state_dtype: str
+    saved: Mapping[str, Any],
+    present: Mapping[str, Any],
+    param: Tensor,
+    form: Storage,
+    names: Iterable[str],
+    state_dtype: str,
+    weight_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Return the state of a parameter that continues a saved one.
 
@@ -38,11 +44,14 @@ def restored_state(
         present: What the parameter has now; its other half stays where ``saved`` has none.
         param: The parameter.
         form: How its weight is stored.
+        names: The states that the rule needs.
         state_dtype: Of the moments.
+        weight_dtype: Of the weight that a saved other half belongs to, where that is known.
 
     Raises:
-        StateError: Another shape, or the other half of another storage.
+        StateError: Another shape, too few states, or the other half of another storage.
     """
+    saved = _usable(saved, param, form, weight_dtype)
     extras = [name for name in EXTRAS if name in saved]
     if param.dtype != torch.float32 and extras and extras != [form.extra]:
         raise StateError(
@@ -51,6 +60,15 @@ def restored_state(
             why="the FP32 values follow from both halves, which load at different times",
             write="the master= and rounding= that the state was saved with",
         )
+    moments = [name for name in names if isinstance(saved.get(name), Tensor)]
+    if "step" in saved and (missing := [name for name in names if name not in moments]):
+        raise StateError(
+            f"the saved state has no {missing[0]}",
+            where=f"step {float(saved['step']):g} of a parameter of shape {tuple(param.shape)}, "
+            f"which has {', '.join(name for name in saved if name != 'step') or 'nothing else'}",
+            why="moments that begin at zero in the middle of a run would take steps of another size",
+            write="the state of an optimizer of the same name and options",
+        )
     state: dict[str, Any] = {}
     for name, value in saved.items():
         if name == "step":
@@ -58,7 +76,7 @@ def restored_state(
         elif name in EXTRAS:
             if name == form.extra:
                 _require_shape(name, value, param)
-                state[name] = _as_stored(value.to(param.device, copy=True), form)
+                state[name] = as_stored(value.to(param.device, copy=True), form)
         elif isinstance(value, Tensor):
             _require_shape(name, value, param)
             dtype = getattr(torch, state_dtype)
@@ -71,7 +89,23 @@ def restored_state(
     return state
 
 
-def _as_stored(extra: Tensor, form: Storage) -> Tensor:
+def _usable(saved: Mapping[str, Any], param: Tensor, form: Storage, weight_dtype: str | None) -> dict[str, Any]:
+    """Leave out what torch has cast, or what belongs to a weight of another dtype; split what was saved whole."""
+    dtypes = {"remainder": torch.int16, "master": torch.float32, "compensation": param.dtype}
+    fits = weight_dtype in (None, str(param.dtype))
+    usable = {
+        name: value
+        for name, value in saved.items()
+        if name not in dtypes or (value.dtype == dtypes[name] and (fits or name == "master"))
+    }
+    if "master" in usable and form.extra == "remainder":
+        _require_shape("master", usable["master"], param)
+        usable["remainder"] = SPLIT.make(usable.pop("master"), param.dtype, None)[1]
+    return usable
+
+
+def as_stored(extra: Tensor, form: Storage) -> Tensor:
+    """Return a saved int16 remainder, or any other half of a weight, as a storage has it in memory."""
     return to_planes(extra) if form is PLANES else extra
 
 

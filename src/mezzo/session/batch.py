@@ -117,6 +117,12 @@ class Batch:
             if isinstance(mine, Tensor):
                 mine.copy_(given, non_blocking=True)
 
+    def forget_gradients(self) -> None:
+        """Begin a run as an eager step begins with a new batch: with no gradients to add to."""
+        for mine in self._leaves:
+            if isinstance(mine, Tensor):
+                mine.grad = None
+
 
 def _names(train_step: Callable[..., Any], example: tuple[Any, ...]) -> list[str]:
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -40,6 +40,13 @@ class Bound:
             for name, value in values.items()
             if isinstance(value, Tensor)
         ]
+        self._hypers = [
+            (optimizer, number, name, value)
+            for optimizer in self.session._optimizers
+            if isinstance(optimizer, OnePassOptimizer)
+            for number, group in enumerate(optimizer.param_groups)
+            for name, value in _on_device(group)
+        ]
         self._choices = _choices(self.session)
         self._frozen = list(_frozen(self.session))
         self._edited = held.edited()
@@ -51,6 +58,7 @@ class Bound:
             or any(optimizer.state is not state for optimizer, state in self._states)
             or any(values.get(name) is not value for values, name, value in self._values)
             or _choices(self.session) != self._choices
+            or any(dict(_on_device(o.param_groups[n])).get(name) is not value for o, n, name, value in self._hypers)
         )
 
     def check(self) -> None:
@@ -115,6 +123,18 @@ def _choices(session: MixedPrecision) -> tuple[Any, ...]:
         [len(group["params"]) for _, group in groups],
         [tuple(o._options(group)) for o, group in groups if isinstance(o, OnePassOptimizer)],
     )
+
+
+def _on_device(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the options of one of mezzo's optimizers that a graph itself reads, each with its place.
+
+    They are tensors in the device's memory; numbers, and tensors in the host's, are brought over before each replay.
+    """
+    for name, value in group.items():
+        if name != "params":
+            for number, each in enumerate(value if isinstance(value, tuple | list) else (value,)):
+                if isinstance(each, Tensor) and each.device.type != "cpu":
+                    yield f"{name}[{number}]", each
 
 
 def _frozen(session: MixedPrecision) -> Iterator[tuple[dict[str, Any], str, Any, str]]:

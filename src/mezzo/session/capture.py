@@ -43,6 +43,9 @@ def capture(train_step: Callable[..., R], *example_batch: Any) -> Captured[R]:
     weights and states may be loaded: a session that has moved to other memory (``optimizer.load_state_dict``), has
     other options or other parameters that train, is captured anew by the next call.
 
+    While it captures, no other thread may wait for a GPU, such as a loader that copies batches there ahead of time:
+    torch refuses waits for the whole process while it looks for those of the train step.
+
     Where nothing is on a GPU, a call is a call of the train step, with the same demands on its arguments.
 
     Args:
@@ -213,6 +216,7 @@ class Captured(Generic[R]):
 
     def _run(self, run: Run) -> R:
         assert self._batch is not None, "a graph has a batch"
+        self._batch.forget_gradients()
         with run.under_way(), torch.enable_grad():
             output = self._train_step(*self._batch.arguments)
             run.finish()

@@ -99,7 +99,9 @@ def _alike(tensors: list[Tensor]) -> Mapping[tuple[torch.device, torch.dtype], S
 
 def can_fold(optimizer: Optimizer) -> bool:
     """Whether the optimizer's kernels take the overflow flag and the loss scale on the device, as torch's fused do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not lacks_momentum(optimizer)
+    takes_flag = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    fused = all(group.get("fused", True) for group in optimizer.param_groups)  # a loaded state may have turned it off
+    return takes_flag and fused and not lacks_momentum(optimizer)
 
 
 def step_on_device(optimizer: Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:

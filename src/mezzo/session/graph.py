@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
 __all__ = ["CudaGraph", "Graph"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -73,27 +77,52 @@ class CudaGraph:
 
     def record(self, run: Callable[[], T]) -> T:
         """See :class:`Graph`."""
-        around = torch.cuda.current_stream(self.device)
-        try:
-            with (
-                torch.cuda.device(self.device),
-                torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                return run()
-        finally:
-            torch.cuda.set_stream(around)  # which torch leaves undone where the capture has failed
+        with torch.cuda.device(self.device):  # around it all, since set_stream changes the device too
+            around, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+            try:
+                with torch.cuda.graph(self._graph, pool, self._stream, capture_error_mode="thread_local"):
+                    return run()
+            except BaseException:
+                torch.cuda.set_stream(around)
+                _end_failed_capture(self._stream, pool)
+                raise
+            finally:
+                torch.cuda.set_stream(around)  # which torch leaves undone where the capture has failed
 
     def replay(self) -> None:
         """See :class:`Graph`."""
         self._graph.replay()
 
 
+def _end_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
+    """Let the device be used as before, after a capture that failed.
+
+    Where ending a capture fails, torch stops half-way: its allocator goes on serving the pool, and (in older versions)
+    its generator stays in the mode of a capture, so that the next random op on the device raises. The allocator is told
+    what the end would have told it, and a capture that succeeds brings the generator back.
+    """
+    device = stream.device
+    if hasattr(torch._C, "_cuda_endAllocateToPool") and hasattr(torch._C, "_cuda_releasePool"):
+        try:
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)  # never twice: the first raises where torch has done both
+        except RuntimeError as error:
+            logger.debug("the allocator has ended the capture already: %s", error)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device=device)
+    except RuntimeError as error:
+        logger.debug("the generator of %s may still be in a capture: %s", device, error)
+
+
 @contextmanager
 def _syncs_refused() -> Iterator[None]:
     """Let torch raise where code waits for the device: with the line at fault, and no stream left half captured."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # where warnings are errors, one would be raised with the mode already set
+            warnings.filterwarnings("ignore", message="Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)

@@ -118,6 +118,9 @@ class Parts:
         """Let masters take over parameters that were changed in place."""
         for masters in self.masters.values():
             masters.take_edits()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, OnePassOptimizer):
+                optimizer.take_edits()
 
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all models; a model's number comes first where there are several."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mezzo.errors import StateError
+from mezzo.errors import StateError, some_of
 from mezzo.session.accounts import Outcome
 from mezzo.session.capturable import check_capturable, unfinished
 from mezzo.session.checked import Checked
@@ -122,6 +124,7 @@ class Held:
         session._accounts.settle()  # an event under way could not be asked about while a graph is made
         session._accounts.check()
         session._parts.take_edits()
+        session._forget_passes()  # casts of weights are parts of a graph too
         self.session = session
         models = session._models
         found = [t for model in models for t in (*model.parameters(), *model.buffers())] + [*session.master_params()]
@@ -129,7 +132,7 @@ class Held:
         self._before = [tensor.detach().clone() for tensor in self.tensors]
         self.stepped()
         leaves: list[Any] = [tensor for tensor in self.tensors if tensor.requires_grad]
-        self._gradients = [(leaf, leaf.grad, getattr(leaf, "grad_dtype", None)) for leaf in leaves]
+        self._earlier = _EarlierGraphs(leaves)
         self._options = [_Options(optimizer) for optimizer in session._optimizers]
         self._state = _plain_state(session)
         self._scales_before = [(scaler.state, scaler.in_graph) for scaler in session._scalers]
@@ -139,6 +142,9 @@ class Held:
         optimizers: list[Any] = session._optimizers
         for optimizer in optimizers:
             optimizer._warned_capturable_if_run_uncaptured = True  # as rehearsals run
+        self._gradients = [(leaf, leaf.grad, getattr(leaf, "grad_dtype", None)) for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None  # the graph would add to it in each replay, wherever its memory is by then
 
     def finish(self) -> None:
         """Write the next loss scales into the memory that this run read them from."""
@@ -158,9 +164,11 @@ class Held:
         """Refuse a run that only Python could continue.
 
         Raises:
-            StateError: A window is open at its end, or options of an optimizer have changed.
+            StateError: A window is open at its end, options of an optimizer have changed, or something keeps the
+                graph of an earlier step.
         """
         session = self.session
+        self._earlier.require_gone(session)
         if unfinished(session):
             raise StateError(
                 "an accumulation window is open at the end of the train step",
@@ -176,14 +184,13 @@ class Held:
             )
 
     def between_runs(self) -> None:
-        """Put back all that the host keeps."""
+        """Put back all that the host keeps, gradients apart: each run begins without any."""
         for scaler, scale in zip(self.session._scalers, self.scales, strict=True):
             scaler.hold(scale, in_graph=True)
-        for leaf, gradient, dtype in self._gradients:
+        for leaf, _, dtype in self._gradients:
             leaf.grad = None
             if dtype is not None and leaf.grad_dtype != dtype:
                 leaf.grad_dtype = dtype
-            leaf.grad = gradient
         for options in self._options:
             options.restore()
         self._state()
@@ -191,10 +198,71 @@ class Held:
     def restore(self) -> None:
         """Put everything back; through ``.data``, so that no version tells of it."""
         self.between_runs()
+        self._earlier.forget()
+        for leaf, gradient, _ in self._gradients:
+            leaf.grad = gradient
         for tensor, before in zip(self.tensors, self._before, strict=True):
-            tensor.data.copy_(before)
+            _put_back(tensor, before)
         for scaler, (state, in_graph) in zip(self.session._scalers, self._scales_before, strict=True):
             scaler.hold(state, in_graph=in_graph)
+
+
+def _put_back(tensor: Tensor, before: Tensor) -> None:
+    tensor.data.copy_(before)
+    if before.is_cuda:  # made on the stream of the rehearsals, where its memory would be given away before it is read
+        before.record_stream(torch.cuda.current_stream(before.device))
+
+
+class _EarlierGraphs:
+    """The nodes that add up gradients and that were there before a train step ran.
+
+    Such a node runs on the stream of the forward pass that made it, and stays as long as anything keeps its graph. New
+    passes use it again, and a capture on another stream breaks there. Nodes are marked, since a node that nobody keeps
+    dies at once, its mark with it; and looked for after a run, since a train step may begin before its session knows.
+
+    Args:
+        leaves: The tensors that gradients are added up for.
+    """
+
+    _MARK: Final = "mezzo.session.recording"
+
+    def __init__(self, leaves: list[Any]) -> None:
+        for leaf in leaves:
+            _marks(leaf)[self._MARK] = True
+        self._leaves = self._alive(leaves)
+
+    def _alive(self, leaves: list[Any]) -> list[Any]:
+        return [leaf for leaf in leaves if leaf.requires_grad and self._MARK in _marks(leaf)]
+
+    def require_gone(self, session: MixedPrecision) -> None:
+        """Refuse a train step that uses them.
+
+        Raises:
+            StateError: Something keeps them.
+        """
+        if self._leaves and self._alive(self._leaves):
+            gc.collect()  # what is only part of a cycle is not kept by anybody
+        if self._leaves and (alive := self._alive(self._leaves)):
+            raise StateError(
+                "a graph of an earlier step is still alive",
+                where=some_of([session._parts.name_of(leaf) for leaf in alive]),
+                why="a loss that was kept, or DistributedDataParallel built before, ties the gradients of these to the "
+                "stream of that step, and a CUDA graph is captured on another",
+                write="del loss, or keep loss.detach(), before mezzo.capture(…)",
+            )
+        self._leaves = []
+
+    def forget(self) -> None:
+        """Take the marks away."""
+        for leaf in self._alive(self._leaves):
+            del _marks(leaf)[self._MARK]
+        self._leaves = []
+
+
+def _marks(leaf: Tensor) -> dict[str, Any]:
+    node: Any = get_gradient_edge(leaf).node  # torch declares metadata as a method, and it is a property
+    found: dict[str, Any] = node.metadata
+    return found
 
 
 def _plain_state(session: MixedPrecision) -> Callable[[], None]:
@@ -241,4 +309,4 @@ class _Options:
             group.update(before)
         for tensor, version, value in self._values:
             if tensor._version != version:
-                tensor.data.copy_(value)
+                _put_back(tensor, value)

@@ -268,8 +268,8 @@ def _traced(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> fx
 
     gradient, *targets = (torch.ones(2, dtype=dtype, device="cpu") for dtype in dtypes)
     parts, states = targets[: len(targets) - len(rule.states)], targets[len(targets) - len(rule.states) :]
-    scalars, one = torch.ones(len(rule.numbers), device="cpu"), torch.ones((), device="cpu")
-    key, order = one.to(torch.int32), torch.ones(2, dtype=torch.int32, device="cpu")
+    scalars, one, order = (torch.ones(size, dtype=torch.float32, device="cpu") for size in (len(rule.numbers), (), 2))
+    key, order = one.to(torch.int32), order.to(torch.int32)
 
     def step(*tensors: Tensor) -> tuple[Tensor, ...]:
         gradient, *targets = tensors[:-4]

@@ -17,7 +17,7 @@ from mezzo.step.split import flat
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
 
-__all__ = ["Triton"]
+__all__ = ["Triton", "refuse_capture"]
 
 #: Elements that one program of pass 2 updates: four for each of 256 threads, so that FP32 tensors move 16 bytes at a
 #: time. A thread of AdamW then takes 64 registers on sm_90, and four programs fit a multiprocessor; with eight
@@ -28,14 +28,16 @@ CHUNK: Final = 1 << 14
 NORM_BLOCK: Final = 1 << 12
 #: Sums of chunks that are added at a time.
 ROOT_BLOCK: Final = 1 << 10
-#: How often the gradients of one cohort may lie elsewhere while graphs are captured, from one uncaptured step to the
-#: next.
+#: How often gradients may lie elsewhere while graphs are captured, from one uncaptured step to the next: as often as
+#: alike ones were stepped with outside of a graph, which rehearsals of the captured step do; within these bounds, so
+#: that training without graphs does not fill memory.
 RESERVE: Final = 4
+LARGEST_RESERVE: Final = 64
 #: Sets of gradients whose tables pass 1 remembers.
 REMEMBERED: Final = 16
 
-#: Arithmetic as in torch's own operations, without fused multiply-add.
-_OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False}
+#: Arithmetic as in torch's own operations: without fused multiply-add, and functions of libdevice keep subnormals.
+_OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 class Triton:
@@ -61,6 +63,25 @@ class Triton:
         self._kept: list[object] = []
         self._known: dict[tuple[object, ...], _Norms] = {}
 
+    def require(self, device: torch.device) -> None:
+        """Launch the kernels of pass 1 on a device.
+
+        Raises:
+            UnsupportedError: Triton cannot: it builds what launches kernels on each machine, with a C compiler.
+        """
+        try:
+            _Norms([(torch.float32, 1)], device, [])([torch.ones(1, dtype=torch.float32, device=device)])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler's, a linker's, a file's: whatever it is, no step would get past it
+            reasons = [line for line in str(error).splitlines() if line.strip()]
+            raise UnsupportedError(
+                "Triton cannot launch an optimizer kernel here",
+                where=f"squares, roots on {device}",
+                why=reasons[0] if reasons else type(error).__name__,
+                write="apt install gcc python3-dev (or another C compiler, and CC=its path)",
+            ) from error
+
     def planes(self, device: torch.device) -> bool:
         """See :class:`mezzo.step.passes.Executor`."""
         return False
@@ -69,7 +90,7 @@ class Triton:
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """See :class:`mezzo.step.passes.Executor`."""
         if not gradients:
-            return torch.zeros(0)
+            return torch.zeros(0, dtype=torch.float32, device="cpu")
         vectors = [_vector(_readable(gradient)) for gradient in gradients]
         kinds = tuple([(vector.dtype, vector.numel()) for vector in vectors])
         key = (vectors[0].device, kinds)
@@ -88,15 +109,16 @@ class _Norms:
     """Pass 1 for gradients of certain dtypes and lengths, wherever they lie."""
 
     def __init__(self, kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, kept: list[object]) -> None:
-        _refuse_capture(device, "gradients of other shapes")
+        refuse_capture(device, "gradients of other shapes")
         self.device, self.kept = device, kept
         self.addresses = _Addresses(len(kinds), device, kept)
-        lengths = torch.tensor([length for _, length in kinds])
-        spans = torch.empty(len(kinds), 2, dtype=torch.int32)  # of each gradient's sums, in the order of the launches
+        lengths = _table([length for _, length in kinds])
+        # of each gradient's sums, in the order of the launches
+        spans = torch.empty(len(kinds), 2, dtype=torch.int32, device="cpu")
         self.launches: list[tuple[torch.dtype, Tensor]] = []
         self.total = 0
         for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
-            places = torch.tensor([place for place, kind in enumerate(kinds) if kind[0] == dtype])
+            places = _table([place for place, kind in enumerate(kinds) if kind[0] == dtype])
             chunks = _chunks(lengths[places], places, CHUNK)
             counts = -(-lengths[places] // CHUNK)
             ends = self.total + counts.cumsum(0)
@@ -107,8 +129,8 @@ class _Norms:
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
         addresses = self.addresses.of(vectors)
-        partials = torch.empty(self.total, device=self.device)
-        norms = torch.empty(len(vectors), device=self.device)
+        partials = torch.empty(self.total, dtype=torch.float32, device=self.device)
+        norms = torch.empty(len(vectors), dtype=torch.float32, device=self.device)
         if _is_capturing(self.device):
             self.kept.append((self.lengths, self.spans, self.launches))
         source, first = emit.norm_source(), 0
@@ -178,7 +200,7 @@ class _TritonUpdate:
         seen = (places, tuple([gradient.dtype for gradient in gradients]))
         if seen == self.seen:
             return
-        _refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
+        refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
         _release([self.rows, *(chunks for _, chunks in self.launches)])
         rows, alike = [], dict[tuple[torch.dtype, ...], list[int]]()
         self.others = {}
@@ -191,10 +213,10 @@ class _TritonUpdate:
             elif parts[0].numel():
                 alike.setdefault((gradient.dtype, *(vector.dtype for vector in vectors)), []).append(index)
             rows.append([parts[0].numel(), *(tensor.data_ptr() for tensor in (*parts, *states))])
-        table = torch.tensor(rows)
+        table = _table(rows)
         self.rows = _uploaded(table, self.device)
         self.launches = [
-            (self.kernel(dtypes), _uploaded(_chunks(table[places, 0], torch.tensor(places), BLOCK), self.device))
+            (self.kernel(dtypes), _uploaded(_chunks(table[places, 0], _table(places), BLOCK), self.device))
             for dtypes, places in alike.items()
         ]
         self.seen = seen
@@ -226,16 +248,23 @@ class _Addresses:
         self.seen: tuple[int, ...] | None = None
         self.table = torch.empty(0, dtype=torch.int64, device=device)
         self.reserve: list[tuple[Tensor, Tensor]] = []
+        self.calls, self.room = 0, RESERVE
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the int64 addresses of tensors, in device memory."""
         seen = tuple([tensor.data_ptr() for tensor in tensors])
         if _is_capturing(self.device):
             return self.captured(seen)
-        self.reserve += [self.spare() for _ in range(RESERVE - len(self.reserve))]
+        self.calls += 1
+        # Doubled, since memory is pinned slowly. Calls count even where nothing has moved: gradients that one rehearsal
+        # after the other finds at the same place lie elsewhere in a graph.
+        if self.room < min(self.calls, LARGEST_RESERVE):
+            self.room *= 2
+        if len(self.reserve) < self.room:
+            self.reserve += self.spares(self.room - len(self.reserve))
         if seen != self.seen:
             self.release()
-            self.table, self.seen = _uploaded(torch.tensor(seen), self.device), seen
+            self.table, self.seen = _uploaded(_table(seen), self.device), seen
         return self.table
 
     def captured(self, seen: tuple[int, ...]) -> Tensor:
@@ -243,15 +272,21 @@ class _Addresses:
             self.kept.append(self.table)
             return self.table
         if not self.reserve:
-            _refuse_capture(self.device, f"gradients that lay elsewhere {RESERVE} times already")
+            refuse_capture(
+                self.device,
+                f"gradients that lay elsewhere {self.room} times already",
+                f"as many such steps before the capture, outside of torch.cuda.graph; at most {LARGEST_RESERVE} in it",
+            )
         host, table = self.reserve.pop()
         self.kept.append((host, table))
-        table.copy_(host.copy_(torch.tensor(seen)), non_blocking=True)
+        table.copy_(host.copy_(_table(seen)), non_blocking=True)
         return table
 
-    def spare(self) -> tuple[Tensor, Tensor]:
-        host = torch.empty(self.count, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return host, torch.empty(self.count, dtype=torch.int64, device=self.device)
+    def spares(self, count: int) -> zip[tuple[Tensor, Tensor]]:
+        """Make pairs of tables, in host and device memory."""
+        is_pinned = self.device.type == "cuda"
+        host = torch.empty(count, self.count, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
+        return zip(host, torch.empty(count, self.count, dtype=torch.int64, device=self.device), strict=True)
 
     def release(self) -> None:
         """Let the memory of the table go, once kernels on their way have read it."""
@@ -262,7 +297,13 @@ def _chunks(lengths: Tensor, places: Tensor, size: int) -> Tensor:
     """Cut tensors into chunks: (chunks, 2) int32, the tensor's place and the chunk's number within it."""
     counts = -(-lengths // size)
     before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return torch.stack([torch.repeat_interleave(places, counts), torch.arange(len(before)) - before], 1).int()
+    numbers = torch.arange(len(before), device="cpu") - before
+    return torch.stack([torch.repeat_interleave(places, counts), numbers], 1).int()
+
+
+def _table(numbers: Sequence[object]) -> Tensor:
+    """Return numbers in host memory, whatever torch's default device is."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _uploaded(table: Tensor, device: torch.device) -> Tensor:
@@ -301,14 +342,29 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with _on(device):  # torch asks the current device's stream
+        return torch.cuda.is_current_stream_capturing()
 
 
-def _refuse_capture(device: torch.device, what: str) -> None:
+def refuse_capture(
+    device: torch.device, what: str, write: str = "one such step before the capture, outside of torch.cuda.graph"
+) -> None:
+    """Raise if a graph is captured on a device, which must not begin with what a step needs.
+
+    Args:
+        device: Where the step is.
+        what: The tensors that no step before had.
+        write: What to do instead.
+
+    Raises:
+        UnsupportedError: A graph is captured.
+    """
     if _is_capturing(device):
         raise UnsupportedError(
             "an optimizer step cannot be captured in a CUDA graph here",
             where=f"{what}, on {device}",
             why="its kernels find tensors by tables, which only an uncaptured step with the same tensors makes",
-            write="one such step before the capture, outside of torch.cuda.graph",
+            write=write,
         )
