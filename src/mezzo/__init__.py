@@ -8,12 +8,13 @@ from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepa
 from mezzo.errors import MezzoError, NumericsError, PolicyError, ScaleCollapsed, StateError, UnsupportedError
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.scale import LossScale
-from mezzo.session import Captured, MixedPrecision, Stats, Step, capture, save
+from mezzo.session import MixedPrecision, Stats, Step, save
 from mezzo.step import MasterWeights
 
 if TYPE_CHECKING:
     from mezzo import numerics, optim
     from mezzo.explanation import Explanation, explain
+    from mezzo.session.capture import Captured, capture
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,10 @@ def __getattr__(name: str) -> Any:
         from mezzo import explanation
 
         return getattr(explanation, name)
+    if name in ("Captured", "capture"):
+        from mezzo.session import capture as module
+
+        return getattr(module, name)
     if name in ("integrations", "numerics", "optim"):
         return importlib.import_module(f"mezzo.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
