@@ -53,7 +53,7 @@ def trainings(pattern: str) -> str:
     lines = ["| network | training step | ratio | 10–90 % | per second | peak MiB |", "|---|---|---:|---:|---:|---:|"]
     lines += [
         f"| {result['net']} | {row['way']}{', compiled' if row['compiled'] else ''} | {row['ratio']:.2f} | "
-        f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f} | {row['items_per_s']:.3g} {result['unit']} | "
+        f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f} | {row['items_per_s']:,.0f} {result['unit']} | "
         f"{row['peak_bytes'] / 2**20:.3g} |"
         for result in results
         for row in result["rows"]
