@@ -174,7 +174,9 @@ def test_ctrl_c_sums_up_what_there_is_and_exits_130(tmp_path):
     words = ["compare", "digits-cnn", "--policies", "O0; O1,dtype=bfloat16", "--steps", "12", "--out", "run"]
     # The second policy never ends: its steps wait, so that the signal finds it at work.
     code = (
-        "import sys, time; from mezzo.cli import main; from mezzo.recipes import training\n"
+        "import signal, time; from mezzo.cli import main; from mezzo.recipes import training\n"
+        # A shell's background jobs, this test's own process perhaps among them, ignore Ctrl-C, and children inherit it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "step = training.Run._step\n"
         "def slow(self, number, **kw):\n"
         "    if self.policy.level == 'O1' and number == 5: print('ready', flush=True); time.sleep(100)\n"
