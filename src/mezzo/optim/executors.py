@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.kernels import Blocked
 from mezzo.step.passes import Executor
+
+if TYPE_CHECKING:
+    from mezzo.step.kernels.compiled import Compiled
+    from mezzo.step.kernels.triton import Triton
 
 __all__ = ["executor_for"]
 
@@ -40,25 +44,21 @@ def _blocked() -> Executor:
 
 @functools.cache
 def _compiled(device: torch.device) -> Executor:
-    """Return the compiled executor, or the one that needs no compiler where torch cannot compile."""
     from mezzo.step.kernels.compiled import Compiled
 
-    executor = Compiled()
-    try:
-        executor.require(device)
-    except UnsupportedError as error:
-        logger.warning("optimizer steps on %s run block by block, since %s", device, error)
-        return _blocked()
-    return executor
+    return _working(Compiled(), device)
 
 
 @functools.cache
 def _triton(device: torch.device) -> Executor:
-    """Return the executor of few launches, or the one that needs no compiler where Triton finds none."""
     from mezzo.step.kernels.triton import Triton, refuse_capture
 
     refuse_capture(device, "the first step of all")  # nothing can be tried in a graph, and nothing is remembered
-    executor = Triton()
+    return _working(Triton(), device)
+
+
+def _working(executor: Compiled | Triton, device: torch.device) -> Executor:
+    """Return an executor, or the one that needs no compiler where that cannot build its kernels."""
     try:
         executor.require(device)
     except UnsupportedError as error:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mezzo.errors import PolicyError
+from mezzo.optim.checks import check_group
 
 __all__ = ["Hypers"]
 
@@ -31,6 +30,9 @@ class Hypers:
 
         Tensors in host memory count as the numbers that they hold, so that a graph captured meanwhile copies nothing
         from there.
+
+        Raises:
+            PolicyError: A value that no update can work with was written to the group; nothing was uploaded of it.
         """
         for name, tensor in self.tensors.items():
             value = group["betas"][int(name[-1]) - 1] if name.startswith("beta") else group[name]
@@ -40,7 +42,6 @@ class Hypers:
                 continue
             number = float(value.detach().double().reshape(()).numpy()) if isinstance(value, Tensor) else value
             if name not in self._uploaded or self._uploaded[name] != number:
-                if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-                    raise PolicyError(f"{name} is {number!r} now", why="it is a finite number", write=f"{name}=0.01")
+                check_group({**group, "params": None, **({} if name.startswith("beta") else {name: number})})
                 tensor.fill_(number)
                 self._uploaded[name] = number

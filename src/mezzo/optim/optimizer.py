@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,14 @@ from mezzo.optim.checks import check_group, check_state, check_unchanged
 from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.executors import executor_for
 from mezzo.optim.hypers import Hypers
-from mezzo.optim.state import as_stored, plain_state, restored_state
+from mezzo.optim.state import (
+    WEIGHT_DTYPES,
+    as_stored,
+    merged_groups,
+    plain_state,
+    restored_state,
+    share_counts,
+)
 from mezzo.scale.transfer import moved
 from mezzo.step.passes import Check, Cohort, Executor, Update, advance
 from mezzo.step.runs import SHORT, packed, stands_alone
@@ -29,8 +36,6 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple
 Group: TypeAlias = dict[str, Any]
 
 _LOW = (torch.float16, torch.bfloat16)
-#: Where a saved group says of which dtypes its weights are: their other halves belong to those.
-WEIGHT_DTYPES: Final = "weight_dtypes"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -373,7 +378,8 @@ class OnePassOptimizer(Optimizer):
         packed = super().state_dict()
         packed["state"] = {index: plain_state(values) for index, values in packed["state"].items()}
         for group, mine in zip(packed["param_groups"], self.param_groups, strict=True):
-            group[WEIGHT_DTYPES] = [str(param.dtype) for param in mine["params"]]
+            if any(param.dtype in _LOW for param in mine["params"]):
+                group[WEIGHT_DTYPES] = [str(param.dtype) for param in mine["params"]]
         return packed
 
     @torch.no_grad()
@@ -392,18 +398,12 @@ class OnePassOptimizer(Optimizer):
         given = dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         saved = [index for group in given["param_groups"] for index in group["params"]]
-        kept = ("master", "rounding", "state_dtype")
-        groups = [
-            {**mine, **theirs, **{name: mine[name] for name in kept}, "params": theirs["params"]}
-            for mine, theirs in zip(self.param_groups, given["param_groups"], strict=False)
-        ]
-        for group in groups:
+        groups, dtypes = merged_groups(self.param_groups, given["param_groups"])
+        for group in groups[: len(self.param_groups)]:
             check_group(group)
-        groups += given["param_groups"][len(groups) :]
         fresh: dict[Tensor, dict[str, Any]] = {}
-        if len(saved) == len(params):
+        if len(groups) == len(self.param_groups) and len(saved) == len(params):
             owners = [group for group in groups for _ in group["params"]]
-            dtypes = [each for group in groups for each in group.pop(WEIGHT_DTYPES, [None] * len(group["params"]))]
             for param, index, group, weight_dtype in zip(params, saved, owners, dtypes, strict=True):
                 form = self._storage(group, param)
                 names = rule(self._rule, *self._options(group)).states
@@ -412,17 +412,7 @@ class OnePassOptimizer(Optimizer):
                     given["state"].get(index, {}), present, param, form, names, group["state_dtype"], weight_dtype
                 )
         super().load_state_dict({**given, "param_groups": groups, "state": {}})
-        self._share_counts(fresh)
+        share_counts(fresh.values())
         self.state.update(fresh)
         self._ready.clear()
         self._hypers.clear()
-
-    def _share_counts(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Let parameters with equal counts share one, so that they are updated together again."""
-        counted = [state for state in states.values() if "step" in state]
-        shared: dict[tuple[torch.device, int], Tensor] = {}
-        for device in {state["step"].device for state in counted}:
-            here = [state for state in counted if state["step"].device == device]
-            counts = torch.stack([state["step"] for state in here]).tolist()  # one transfer for all
-            for state, count in zip(here, counts, strict=True):
-                state["step"] = shared.setdefault((device, count), state["step"])

@@ -12,10 +12,14 @@ from mezzo.errors import StateError
 from mezzo.step.split import from_planes, to_planes
 from mezzo.step.storage import PLANES, SPLIT, Storage
 
-__all__ = ["EXTRAS", "as_stored", "plain_state", "restored_state"]
+__all__ = ["EXTRAS", "WEIGHT_DTYPES", "as_stored", "merged_groups", "plain_state", "restored_state", "share_counts"]
 
 #: The other halves that weights can have.
 EXTRAS: Final = ("remainder", "master", "compensation")
+#: Where a saved group says of which dtypes its weights are: their other halves belong to those.
+WEIGHT_DTYPES: Final = "weight_dtypes"
+#: Options that say how weights and states lie in memory, which a loaded state does not change.
+STORING: Final = ("master", "rounding", "state_dtype")
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,6 +106,34 @@ def _usable(saved: Mapping[str, Any], param: Tensor, form: Storage, weight_dtype
         _require_shape("master", usable["master"], param)
         usable["remainder"] = SPLIT.make(usable.pop("master"), param.dtype, None)[1]
     return usable
+
+
+def merged_groups(
+    mine: list[dict[str, Any]], theirs: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """Return parameter groups with saved options but their own way of storing, and the dtype of each saved weight."""
+    groups, dtypes = [], list[str | None]()
+    for place, saved in enumerate(theirs):
+        count = len(saved["params"])
+        noted = saved.get(WEIGHT_DTYPES, ())
+        dtypes += noted if len(noted) == count else [None] * count
+        own: dict[str, Any] = mine[place] if place < len(mine) else {}
+        kept = {name: own[name] for name in STORING if name in own}
+        group = {**own, **saved, **kept}
+        group.pop(WEIGHT_DTYPES, None)
+        groups.append(group)
+    return groups, dtypes
+
+
+def share_counts(states: Iterable[dict[str, Any]]) -> None:
+    """Let parameters with equal counts share one, so that they are updated together again."""
+    counted = [state for state in states if "step" in state]
+    shared: dict[tuple[torch.device, int], Tensor] = {}
+    for device in {state["step"].device for state in counted}:
+        here = [state for state in counted if state["step"].device == device]
+        counts = torch.stack([state["step"] for state in here]).tolist()  # one transfer for all
+        for state, count in zip(here, counts, strict=True):
+            state["step"] = shared.setdefault((device, count), state["step"])
 
 
 def as_stored(extra: Tensor, form: Storage) -> Tensor:
