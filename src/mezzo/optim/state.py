@@ -118,8 +118,7 @@ def merged_groups(
         noted = saved.get(WEIGHT_DTYPES, ())
         dtypes += noted if len(noted) == count else [None] * count
         own: dict[str, Any] = mine[place] if place < len(mine) else {}
-        kept = {name: own[name] for name in STORING if name in own}
-        group = {**own, **saved, **kept}
+        group: dict[str, Any] = {**own, **saved, **{name: own[name] for name in STORING if name in own}}
         group.pop(WEIGHT_DTYPES, None)
         groups.append(group)
     return groups, dtypes
