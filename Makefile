@@ -1,7 +1,10 @@
 # Two commands do all set-up on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
-BIN := .venv/bin
-READY := .venv/.ready
+# `make test TORCH=2.11.0`: with another version of torch than constraints.txt, in an environment of its own.
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint format bench clean
@@ -10,8 +13,9 @@ help:  ## list the commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 demo: $(READY)  ## train a real model in FP32 and in mixed precision, side by side
@@ -40,4 +44,4 @@ bench: $(READY)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/train.py
 
 clean:  ## remove the environment and run directories
-	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

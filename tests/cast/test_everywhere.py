@@ -186,6 +186,30 @@ def test_a_changed_policy_recompiles_and_an_equal_one_does_not():
     assert counter.frame_count == 2
 
 
+def test_a_policy_inside_compiled_code_is_read_anew_and_an_equal_one_compiles_nothing():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    x, counter, low = torch.randn(4, 8), CompileCounterWithBackend("eager"), mezzo.Policy.O1("bfloat16").low("exp")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def inside(y):
+        with mezzo.autocast(policy, "cpu"):
+            return torch.exp(y)
+
+    seen = []
+    for policy in (low, mezzo.Policy.parse(str(low)), low.fp32("exp"), low):  # noqa: B007 - inside reads it
+        seen.append((inside(x).dtype, counter.frame_count))
+    assert seen == [(torch.bfloat16, 1), (torch.bfloat16, 1), (torch.float32, 2), (torch.bfloat16, 2)]
+
+
+@pytest.mark.parametrize("reason", ["it overflows", "it is slow"])
+def test_equal_policies_keep_their_own_reasons(reason):
+    policy = mezzo.Policy.O1("bfloat16", rules=[mezzo.Rule("ban", op="exp", reason=reason)])
+    with mezzo.autocast(policy, "cpu"), pytest.raises(mezzo.UnsupportedError, match=rf"why +{reason}\n"):
+        torch.exp(torch.ones(2))
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it in frames that start with an activation
 @pytest.mark.parametrize("policy", [*WHOLE_GRAPH, "O2,dtype=bfloat16", "O2,dtype=float16,emulate=true", "O3"])

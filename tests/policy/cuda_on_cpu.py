@@ -20,7 +20,8 @@ _MACROS = {
 }
 #: Registered beside the macros, with signatures of their own.
 _BY_HAND = {
-    "norm.Scalar": "append dtype", "norm.ScalarOpt_dim": "append dtype", "binary_cross_entropy": "ban",
+    "norm.Scalar": "append dtype", "norm.ScalarOpt_dim": "append dtype", "norm.names_ScalarOpt_dim": "append dtype",
+    "binary_cross_entropy": "ban",
     "cudnn_convolution": "low", "cudnn_convolution_transpose": "low", "_cudnn_rnn": "low",
 }  # fmt: skip
 _SAMPLES = 4
@@ -36,7 +37,8 @@ def registrations(key):
 def header_lists():
     """Overload name → what torch's header says about it under CUDA autocast."""
     text = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
-    lists = dict(_BY_HAND)
+    known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()}
+    lists = {name: rule for name, rule in _BY_HAND.items() if name in known}
     for macro, rule in _MACROS.items():
         (body,) = re.findall(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)
         for name, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", body):
@@ -74,7 +76,8 @@ def _kernel(name, rule):
                 if "dim" not in names:
                     return packet.ScalarOpt_dtype(args[0], given.get("p", 2), dtype=torch.float32)
                 rest = (given["dim"], given.get("keepdim", False))
-                return packet.ScalarOpt_dim_dtype(args[0], given["p"], *rest, dtype=torch.float32)
+                with_dtype = getattr(packet, f"{overload}_dtype")
+                return with_dtype(args[0], given["p"], *rest, dtype=torch.float32)
             target = {"low": low, "fp32": torch.float32}.get(rule)
             if target is None:
                 wide = any(x.dtype == torch.float32 for x in _leaves((args, list(kwargs.values()))) if _eligible(x))

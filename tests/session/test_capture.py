@@ -1096,6 +1096,7 @@ def test_on_a_machine_with_a_gpu_a_session_on_the_cpu_is_called_plainly(monkeypa
     module = sys.modules["mezzo.session.capture"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(module, "CudaGraph", lambda device: Elsewhere())
     loop = Loop(scale=LossScale.none())
     before, _ = everything(loop)

@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import MixedPrecision, NumericsError
+from mezzo.policy.lists import torch_version
 
 EPS = 2.0**-23
 INF, NAN = float("inf"), float("nan")
@@ -92,7 +93,9 @@ class Watch(TorchDispatchMode):
 
 
 # Adagrad makes its state when it is built, which O3 refuses to round.
-LEVELS_OF_FUSED = [(p, o) for p in POLICIES for o in FUSED if not (p.startswith("O3") and o == "adagrad")]
+#: Before torch 2.12 its fused Adagrad takes no flag, and is stepped as optimizers without a predicate are.
+FOLDING = [name for name in FUSED if name != "adagrad" or torch_version() >= (2, 12)]
+LEVELS_OF_FUSED = [(p, o) for p in POLICIES for o in FOLDING if not (p.startswith("O3") and o == "adagrad")]
 
 
 @pytest.mark.parametrize("policy, optimizer", LEVELS_OF_FUSED)
@@ -233,7 +236,7 @@ def train(policy, build, clip, steps=6, struck=(2,), plain=False):
 
 
 @pytest.mark.parametrize("clip", [None, 0.1, 100.0])
-@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize("optimizer", FOLDING)
 @pytest.mark.parametrize("policy", ["O0,loss_scale=dynamic(init=1024,interval=2)", "O0,loss_scale=1000"])
 def test_fused_optimizers_unscale_and_clip_in_their_own_kernel(policy, optimizer, clip):
     """Against the plain FP32 loop: 1/scale, clip coefficient, their product and the division round once each."""

@@ -66,7 +66,7 @@ def observe(step: Callable[[], object], device: torch.device) -> Events:
     """
     on_cpu = device.type == "cpu"
     activities = [ProfilerActivity.CPU] if on_cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities, profile_memory=on_cpu) as profiled:
+    with profile(activities=activities, profile_memory=on_cpu, acc_events=True) as profiled:  # else torch 2.11 warns
         step()
         if not on_cpu:
             torch.cuda.synchronize(device)

@@ -109,7 +109,7 @@ def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: 
             dtypes = {x.dtype for x in _floats(args, kwargs)}
             target = functools.reduce(torch.promote_types, dtypes) if dtypes else None
         case "ban":
-            raise _banned(handler.op)
+            raise _banned(handler)
     back = _floats(args, kwargs)[:1] if handler.treatment == "fp32_math" else []
     if handler.wide_weights:
         args, kwargs = (
@@ -218,12 +218,14 @@ def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> A
     return value
 
 
-def _banned(op: str) -> UnsupportedError:
+def _banned(handler: Handler) -> UnsupportedError:
+    op = handler.op
     instead = {"binary_cross_entropy": "binary_cross_entropy_with_logits on the values before the sigmoid"}
     return UnsupportedError(
         f"{op} is banned under this policy",
         where=f"a mezzo.autocast region, op {op}",
-        why="its gradient overflows in low precision" if op in instead else "a rule of the policy bans it",
+        why=handler.reason
+        or ("its gradient overflows in low precision" if op in instead else "a rule of the policy bans it"),
         write=f'{instead.get(op, "another op")}; or allow it: policy.fp32("{op}")',
     )
 

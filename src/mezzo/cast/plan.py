@@ -32,6 +32,7 @@ class Handler:
     treatment: Treatment
     emulated: bool = False
     wide_weights: bool = False  # every argument but the first goes to FP32
+    reason: str = ""  # of a ban
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ def plan_for(
     Raises:
         UnsupportedError: The device has no such arithmetic and ``emulate=False``.
     """
-    plan = _plan_for(policy, device_type, module)
+    plan = _plan_for(policy, device_type, module, tuple(rule.reason for rule in policy.rules))
     # Parameters come and go (torch.func.functional_call brings others for one call): such plans are not kept.
     return dataclasses.replace(plan, pinned=dict(pinned), key=f"{plan.key} with {pinned}") if pinned else plan
 
@@ -107,7 +108,8 @@ def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_for(policy: Policy, device_type: str, module: str | None) -> Plan:
+def _plan_for(policy: Policy, device_type: str, module: str | None, _reasons: tuple[str, ...]) -> Plan:
+    """Make a plan; reasons take no part in comparing policies, but a ban says its own."""
     emulated = device.will_emulate(policy.dtype, device_type, policy.emulate).active
     if policy.dtype != torch.float32 and not emulated:
         # Where the kernel would kill the process, protect() has set the limit or asks for emulation instead.
@@ -137,7 +139,8 @@ def _plan_for(policy: Policy, device_type: str, module: str | None) -> Plan:
             if wanted == "low":
                 alike[op] = Handler(op=op, treatment="low", emulated=False)
             continue
-        handler = Handler(op=op, treatment=wanted, emulated=by_emulation)
+        reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
+        handler = Handler(op=op, treatment=wanted, emulated=by_emulation, reason=reason)
         handlers.update(dict.fromkeys(functions(op), handler))
     if handlers:  # the mode runs anyway: products go through it too, so that their weights are cast once
         for op, handler in alike.items():
@@ -175,7 +178,8 @@ _PLANS: Final[dict[str, Plan]] = {}
 
 def remember(plan: Plan) -> str:
     """Make a plan known to :func:`traced`, and return its key."""
-    _PLANS.setdefault(plan.key, plan)
+    if plan.key not in _PLANS:  # setdefault would have compiled code guard the whole dict, and compile anew as it grows
+        _PLANS[plan.key] = plan
     return plan.key
 
 

@@ -59,6 +59,8 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     """
 
     def __init__(self, policy: Policy | str | os.PathLike[str], device_type: str | None = None) -> None:
+        if isinstance(policy, Policy) and torch.compiler.is_compiling():
+            policy = str(policy)  # which Dynamo reads field by field, and so guards: an equal policy compiles nothing
         resolved = _RESOLVED[_resolve(policy, device_type)]
         self.policy = resolved.policy
         self.device_types = resolved.device_types
@@ -245,7 +247,7 @@ _RESOLVED: Final[dict[str, _Resolved]] = {}
 def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> str:
     value = Policy.of(policy)
     kinds = (device_type,) if device_type else tuple(device.devices())
-    key = f"{value} on {'+'.join(kinds)}"
+    key = f"{value} {[rule.reason for rule in value.rules]} on {'+'.join(kinds)}"
     if key not in _RESOLVED:
         _RESOLVED[key] = _Resolved(value, kinds, tuple(plan_for(value, kind) for kind in kinds))
     return key

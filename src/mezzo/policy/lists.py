@@ -39,7 +39,9 @@ _CUDA: Final[dict[Treatment, str]] = {
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
         upsample_bicubic2d _upsample_bicubic2d_aa
         prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-        linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim""",
+        linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
+        cumprod.dimname<2.13 cumsum.dimname<2.13 log_softmax.Dimname<2.13 norm.names_ScalarOpt_dim<2.13
+        prod.dim_Dimname<2.13 softmax.Dimname<2.13 sum.dim_DimnameList<2.13""",
     "promote": """
         addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add""",
     "ban": "binary_cross_entropy",
@@ -51,15 +53,16 @@ _CPU: Final[dict[Treatment, str]] = {
         _addmm_activation addbmm linear _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer conv_transpose1d
         conv_transpose2d.input conv_transpose3d.input prelu scaled_dot_product_attention
         _native_multi_head_attention""",
-    "promote": "stack cat index_copy",
+    "promote": "stack cat index_copy index_copy.dimname<2.13",
     "fp32": """
-        avg_pool3d binary_cross_entropy grid_sampler polar prod prod.dim_int quantile quantile.scalar nanquantile
-        nanquantile.scalar stft stft.center cdist grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d trace
-        view_as_complex cholesky<2.14 cholesky_inverse cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d
-        max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d
-        replication_pad2d replication_pad3d mse_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
-        poisson_nll_loss smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss
-        triplet_margin_loss multi_margin_loss ctc_loss.IntList ctc_loss.Tensor kl_div multilabel_margin_loss
+        avg_pool3d binary_cross_entropy grid_sampler polar prod prod.dim_int prod.dim_Dimname<2.13 quantile
+        quantile.scalar nanquantile nanquantile.scalar stft stft.center cdist grid_sampler_2d
+        _grid_sampler_2d_cpu_fallback grid_sampler_3d trace view_as_complex cholesky<2.14 cholesky_inverse
+        cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d
+        reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d mse_loss
+        cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss poisson_nll_loss smooth_l1_loss
+        cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss triplet_margin_loss
+        multi_margin_loss ctc_loss.IntList ctc_loss.Tensor kl_div multilabel_margin_loss
         multilabel_margin_loss_forward binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn
         fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond
         linalg_cond.p_str linalg_matrix_rank linalg_matrix_rank.tol_tensor linalg_matrix_rank.atol_rtol_tensor

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+import mezzo
 
 __all__ = ["default_device", "describe"]
 
@@ -39,7 +40,7 @@ def describe(device: torch.device) -> dict[str, str | int | bool]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "mezzo": version("mezzo"),
+        "mezzo": mezzo.__version__,
     }
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
