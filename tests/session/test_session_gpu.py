@@ -65,3 +65,17 @@ def test_portable_o1_needs_no_mode_on_an_accelerator():
     with mezzo.autocast("O1,dtype=bfloat16", "cuda"):
         low = torch.ones(4, 4, device="cuda") @ torch.ones(4, 4, device="cuda")
         assert (low.dtype, low.softmax(-1).dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_lost_weights_are_named_without_a_host_sync(caplog):
+    model, amp = session("O2,dtype=float16")
+    train(model, amp, 2)
+    model[3].weight.data[0, 0] = float("inf")
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        train(model, amp, 40)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert amp.stats().skipped == 40
+    assert "1 weight is not finite: 3.weight (float16)" in caplog.text

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from mezzo.errors import NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale, ScaleState
 from mezzo.scale.config import as_float32
+from mezzo.scale.transfer import moved
 from mezzo.session.clipping import Edited, clipping_warning
 
 __all__ = ["Accounts", "Outcome", "Stats"]
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 #: How many steps on an accelerator travel to the host together, where nothing has to be known at once.
 _TOGETHER: Final = 16
+_AFTER_LOST_WEIGHTS: Final = "go back to a checkpoint, with dtype=bfloat16 or a smaller learning rate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +98,9 @@ class _Scale:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """Outcomes on their way to the host: their numbers in pinned memory, there once the event has passed."""
+    """Answers on their way to the host: tensors in pinned memory, there once the event has passed."""
 
-    outcomes: list[Outcome]
-    numbers: list[Tensor]
+    answers: list[tuple[Callable[[Tensor], None], Tensor]]
     event: torch.Event
 
 
@@ -112,14 +114,23 @@ class Accounts:
         config: The loss scale's rules.
         scales: The scale of each loss now.
         name_of: Gives the name of a tensor that the optimizers update.
+        weights: Gives the weights that forward passes read, by name; asked for after a loss that is not finite.
     """
 
-    def __init__(self, config: LossScale, scales: list[Tensor], name_of: Callable[[Tensor], str]) -> None:
+    def __init__(
+        self,
+        config: LossScale,
+        scales: list[Tensor],
+        name_of: Callable[[Tensor], str],
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+    ) -> None:
         self._config = config
         self._name_of = name_of
+        self._weights = weights
+        self._lost: list[str] = []  # weights that were not finite at the first of these failures
         self._steps = self._skipped = 0
         self._recent: deque[bool] = deque(maxlen=config.interval)
-        self._waiting: list[tuple[Outcome, Tensor]] = []
+        self._waiting: list[tuple[Callable[[Tensor], None], Tensor]] = []  # who is to be told what
         self._flying: deque[_Flight] = deque()
         self._stream: torch.Stream | None = None  # of the last step
         self._failure: NumericsError | None = None
@@ -129,7 +140,7 @@ class Accounts:
     def start_over(self, scales: list[Tensor]) -> None:
         """Follow scales from here on that came from elsewhere; the count of steps goes on."""
         self.settle()
-        self._failure, self._forward_failures = None, 0
+        self._failure, self._forward_failures, self._lost = None, 0, []
         first = [float(scale.cpu().numpy()) for scale in scales]
         self._scales = [_Scale(scale, scale, scale) for scale in first]
 
@@ -147,9 +158,18 @@ class Accounts:
             else:
                 self._count_packed(outcome, packed)
             return
-        self._waiting.append((outcome, self.packed(outcome) if packed is None else packed.clone()))
+        told = functools.partial(self._count_packed, outcome)
+        self._waiting.append((told, self.packed(outcome) if packed is None else packed.clone()))
         self._stream = torch.accelerator.current_stream(outcome.skipped.device)
         if self._config.patience is not None or len(self._waiting) >= _TOGETHER:
+            self._send()
+
+    def _ask(self, there: Tensor, told: Callable[[Tensor], None]) -> None:
+        """Tell somebody what a tensor holds once it has arrived on the host: at once, if it is there."""
+        if there.device.type == "cpu":
+            told(there)
+        else:
+            self._waiting.append((told, there))
             self._send()
 
     def check(self) -> None:
@@ -182,8 +202,9 @@ class Accounts:
 
     def settle(self) -> None:
         """Wait for everything that is on its way."""
-        self._send()
-        self._land()
+        while self._waiting or self._flying:  # an answer may raise a question
+            self._send()
+            self._land()
 
     # The way to the host -------------------------------------------------------------------------------
 
@@ -196,18 +217,18 @@ class Accounts:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        numbers: list[Tensor] = []
+        answers: list[tuple[Callable[[Tensor], None], Tensor]] = []
         # Steps may run on another stream than whoever asks for the account, and on another device than the current one.
         stream = torch.accelerator.current_stream(waiting[0][1].device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
-        for _, there in waiting:
+        for told, there in waiting:
             there.record_stream(stream)
             host = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
-            numbers.append(host.copy_(there, non_blocking=True))
+            answers.append((told, host.copy_(there, non_blocking=True)))
         event = torch.Event(waiting[0][1].device)
         event.record(stream)
-        self._flying.append(_Flight([outcome for outcome, _ in waiting], numbers, event))
+        self._flying.append(_Flight(answers, event))
 
     def _land(self) -> None:
         while self._flying:
@@ -216,8 +237,8 @@ class Accounts:
     def _land_one(self) -> None:
         flight = self._flying.popleft()
         flight.event.synchronize()
-        for outcome, host in zip(flight.outcomes, flight.numbers, strict=True):
-            self._count_packed(outcome, host)
+        for told, host in flight.answers:
+            told(host)
 
     def _count_packed(self, outcome: Outcome, host: Tensor) -> None:
         count = len(outcome.numbers())
@@ -245,13 +266,33 @@ class Accounts:
         if self._forward_failures == 1:
             scale = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
             logger.warning("the loss of step %d is not finite: skipped%s", self._steps, scale)
+            self._look_at_weights()
         if self._config.patience is not None and self._forward_failures >= self._config.patience:
             self._failure = NumericsError(
                 f"the loss was not finite for {self._forward_failures} steps in a row",
-                where=f"step {self._steps}",
-                why="the forward pass or the data overflowed, which no loss scale can cure",
-                write='MixedPrecision(…, on_overflow="explain"), which says where it began',
+                where=f"step {self._steps}" + (f", {_lost_weights(self._lost)}" if self._lost else ""),
+                why="every forward pass reads these weights, and skipped steps cannot mend them"
+                if self._lost
+                else "the forward pass or the data overflowed, which no loss scale can cure",
+                write=_AFTER_LOST_WEIGHTS
+                if self._lost
+                else 'MixedPrecision(…, on_overflow="explain"), which says where it began',
             )
+
+    def _look_at_weights(self) -> None:
+        """Find out whether weights themselves are not finite: no later step can then succeed."""
+        self._lost = []
+        weights = {f"{name} ({str(w.dtype).removeprefix('torch.')})": w for name, w in self._weights()}
+        finite = [weight.isfinite().all() for weight in weights.values()]
+        device = next((flag.device for flag in finite if flag.device.type != "cpu"), finite[0].device)
+        self._ask(
+            torch.stack([moved(flag, device) for flag in finite]), functools.partial(self._tell_lost, list(weights))
+        )
+
+    def _tell_lost(self, names: list[str], finite: Tensor) -> None:
+        self._lost = [name for name, ok in zip(names, finite.numpy(), strict=True) if not ok]
+        if self._lost:
+            logger.warning("%s: skipped steps cannot mend them; %s", _lost_weights(self._lost), _AFTER_LOST_WEIGHTS)
 
     def _move(self, loss_id: int, scale: float) -> None:
         history = self._scales[loss_id]
@@ -324,3 +365,7 @@ class Accounts:
             for scale, saved in zip(self._scales, state["scales"], strict=True):
                 scale.lowest, scale.highest = min(saved["lowest"], scale.now), max(saved["highest"], scale.now)
                 scale.growths, scale.backoffs = saved["growths"], saved["backoffs"]
+
+
+def _lost_weights(names: list[str]) -> str:
+    return f"{len(names)} weight{'s are' if len(names) > 1 else ' is'} not finite: {some_of(names)}"

@@ -129,7 +129,9 @@ class MixedPrecision:
         self._buffers = NormBuffers(self._models) if restore_buffers else None
         self._edits = EditWatch()
         self._on_the_way: dict[int, Tensor] = {}  # whether grad() overflowed since the last step, by loss
-        self._accounts = Accounts(self.policy.loss_scale, self._scale_tensors(), self._parts.name_of)
+        self._accounts = Accounts(
+            self.policy.loss_scale, self._scale_tensors(), self._parts.name_of, self._parts.named_params
+        )
         self._parts.convert(self._refuse_foreign_step)
         self._clusters = clusters(self._optimizers, self._parts.masters)
         self._replay = self._watched() if on_overflow == "explain" else None
