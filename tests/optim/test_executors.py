@@ -8,7 +8,7 @@ import torch
 from mezzo import UnsupportedError, optim
 from mezzo.optim import executors
 from mezzo.optim.executors import executor_for
-from mezzo.step.kernels import Blocked, Compiled, triton
+from mezzo.step.kernels import Blocked, Compiled, Cpp, build, triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
@@ -18,7 +18,7 @@ LARGE = 1 << 22
 
 @pytest.fixture(autouse=True)
 def choose_anew():
-    caches = (executors._compiled, executors._triton, executors._has_triton)
+    caches = (executors._cpp, executors._compiled, executors._triton, executors._has_triton, build.built)
     for each in caches:
         each.cache_clear()
     yield
@@ -27,15 +27,33 @@ def choose_anew():
 
 
 def test_on_a_cpu_compiling_has_to_be_worth_its_time():
-    assert isinstance(executor_for(CPU, LARGE - 1), Blocked)
-    assert isinstance(executor_for(CPU, LARGE), Compiled)
-    assert executor_for(CPU, LARGE) is executor_for(CPU, LARGE)
+    assert isinstance(executor_for(CPU, (1 << 16) - 1), Blocked)
+    assert isinstance(executor_for(CPU, 1 << 16), Cpp)
+    assert executor_for(CPU, 1 << 16) is executor_for(CPU, LARGE)
+
+
+@pytest.fixture
+def no_cpp(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
+
+
+@pytest.mark.usefixtures("no_cpp")
+def test_without_a_compiler_for_kernels_torch_s_is_asked_where_that_is_worth_its_time(caplog):
+    with caplog.at_level(logging.INFO, logger="mezzo.optim"):
+        assert isinstance(executor_for(CPU, LARGE - 1), Blocked)
+        assert isinstance(executor_for(CPU, LARGE), Compiled)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "do without kernels of their own, since no C++ compiler" in record.getMessage()
+    assert "where  linux, no-such-compiler" in record.getMessage()
 
 
 def refuse(*_, **__):
     raise RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx")
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_without_a_compiler_large_models_are_updated_block_by_block(monkeypatch, caplog):
     monkeypatch.setattr(torch, "compile", lambda function, **_: refuse)
     with caplog.at_level(logging.WARNING, logger="mezzo"):
@@ -54,6 +72,7 @@ def test_without_a_compiler_large_models_are_updated_block_by_block(monkeypatch,
     assert optimizer.state[weight]["remainder"].dtype == torch.int16
 
 
+@pytest.mark.usefixtures("no_cpp")
 def test_where_compiling_is_switched_off(monkeypatch, caplog):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert isinstance(executor_for(CPU, LARGE), Blocked)

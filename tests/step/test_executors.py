@@ -7,7 +7,7 @@ import torch
 
 from mezzo import UnsupportedError
 from mezzo.step import split
-from mezzo.step.kernels import Blocked, Compiled, blocked, compiled, layout
+from mezzo.step.kernels import Blocked, Compiled, Cpp, blocked, compiled, layout
 from mezzo.step.kernels.inplace import INPLACE, Scratch
 from mezzo.step.passes import Cohort, advance, judge, updated
 from mezzo.step.runs import packed
@@ -26,7 +26,7 @@ HYPERS = {
 #: Every case is (executor, rule and options, master, dtype of the weights, dtype of the gradients).
 FAST = [
     (executor, name, master, dtype, gradient)
-    for executor in ("blocked",)
+    for executor in ("blocked", "cpp")
     for name in ("adamw", "adam amsgrad maximize", "sgd momentum nesterov", "lion")
     for master in ("split", "full")
     for dtype in (BF16, FP16)
@@ -38,7 +38,7 @@ SLOW = [
     for master in ("split", "full")
     for dtype, gradient in ((BF16, FP32), (FP16, FP16))
 ]
-EXECUTORS = {"blocked": Blocked, "compiled": Compiled}
+EXECUTORS = {"blocked": Blocked, "compiled": Compiled, "cpp": Cpp}
 SHAPES = [(300_000,), (3, 5), (7,), (1,), ()]  # more than a block, a bundle, and single elements
 
 
@@ -408,7 +408,7 @@ def test_second_moments_in_bfloat16_shrink_as_they_should(executor):
     torch.testing.assert_close(values_of(cohort)[0], values_of(exact)[0], rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("executor", [Blocked(), Compiled()], ids=["blocked", "compiled"])
+@pytest.mark.parametrize("executor", [Blocked(), Compiled(), Cpp()], ids=["blocked", "compiled", "cpp"])
 def test_random_bits_depend_on_place_and_step_alone(executor, monkeypatch):
     def run():
         shapes = [(5000,), (300,), (7, 11), (2000,)]
@@ -426,7 +426,7 @@ def test_random_bits_depend_on_place_and_step_alone(executor, monkeypatch):
 
 
 @pytest.mark.parametrize("master", ["split", "full"])
-@pytest.mark.parametrize("executor", [Blocked(), Compiled()], ids=["blocked", "compiled"])
+@pytest.mark.parametrize("executor", [Blocked(), Compiled(), Cpp()], ids=["blocked", "compiled", "cpp"])
 def test_where_states_lie_makes_no_difference(executor, master):
     shapes = [(300,), (7, 11), (1,), (40,)]
     apart, packed_one = (cohort_of(executor, "adamw", master, BF16, shapes=shapes) for _ in range(2))

@@ -6,12 +6,10 @@ The oracle is the pure function, run with IEEE roots: torch's own are off by one
 import dataclasses
 import functools
 import importlib
-import itertools
 import math
 import subprocess
 import sys
 
-import numpy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,16 +19,14 @@ from mezzo import UnsupportedError
 from mezzo.optim import executors, optimizer
 from mezzo.step.kernels import Blocked, emit
 from mezzo.step.kernels import triton as tables
+from mezzo.step.kernels import triton_source as source_of
 from mezzo.step.kernels.triton import Triton
-from mezzo.step.passes import advance, judge, updated
-from mezzo.step.rounding import keys, noise
+from mezzo.step.passes import advance, judge
 from mezzo.step.storage import FULL, KAHAN, PLAIN, PLANES, SPLIT, STOCHASTIC
 from mezzo.step.update import rule
 
-from . import test_executors as contract
 from .test_executors import (
     BF16,
-    CASES,
     FP16,
     FP32,
     cohort_of,
@@ -40,37 +36,19 @@ from .test_executors import (
     take,
     tensors_of,
 )
+from .test_kernels import (
+    CUDA,
+    SHAPES,
+    Ieee,
+    assert_same_but_for_nan,
+    made,
+    moved,
+    on,
+    pure_step,
+    step,
+)
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-
-CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-SHAPES = [(2500,), (3, 5), (1024,), ()]  # whole blocks with and without a rest, and short ones
-RULES = [
-    "adamw",
-    "adamw amsgrad",
-    "adam",
-    "adam amsgrad maximize",
-    "sgd maximize",
-    "sgd momentum",
-    "sgd momentum nesterov maximize",
-]
-RULES += ["lion", "lion maximize"]
-STORAGES = [("split", "nearest"), ("full", "nearest"), *((None, each) for each in ("nearest", "stochastic", "kahan"))]
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Let kernels made here run in Triton's interpreter."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    language = importlib.import_module("triton.language")
-    # If torch has imported Triton before, functions of its library are not the interpreter's.
-    monkeypatch.setattr(language, "sum", triton.jit(language.sum.fn))
-    # The interpreter patches what the compiler uses too, and does not put all of it back.
-    before = [(module, dict(vars(module))) for module in (language, language.core, language.math, language.standard)]
-    with numpy.errstate(all="ignore"):  # infinities are part of the arithmetic
-        yield
-    for module, names in before:
-        vars(module).update(names)
 
 
 @pytest.fixture(params=["interpreted", pytest.param("cuda", marks=CUDA)])
@@ -104,251 +82,6 @@ def uploads(monkeypatch):
     found, upload = [], tables._uploaded
     monkeypatch.setattr(tables, "_uploaded", lambda table, device: found.append(table) or upload(table, device))
     return found
-
-
-class Ieee(TorchDispatchMode):
-    """Correctly rounded roots: a root in float64 rounds to FP32 as the exact one does."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_root = func is torch.ops.aten.sqrt.default and type(args[0]) is torch.Tensor  # not one that is traced
-        if is_root and args[0].dtype == FP32:
-            return args[0].double().sqrt().float()
-        return func(*args, **(kwargs or {}))
-
-
-def moved(cohort, device):
-    """A copy of a cohort, on another device or not."""
-
-    def to(tensor):
-        return None if tensor is None else torch.empty_like(tensor, device=device).copy_(tensor)
-
-    return dataclasses.replace(
-        cohort,
-        hypers={name: to(value) for name, value in cohort.hypers.items()},
-        step=to(cohort.step),
-        weights=[to(weight) for weight in cohort.weights],
-        extras=[to(extra) for extra in cohort.extras],
-        states=[tuple(to(state) for state in states) for states in cohort.states],
-    )
-
-
-def made(device, *args, **kwargs):
-    return moved(cohort_of(Triton(), *args, **kwargs), device)
-
-
-def pure_step(cohort, gradients, check):
-    """What every executor is measured against, predicated like this one."""
-    seeds = keys(cohort.step, len(gradients), cohort.seed)
-    for index, gradient in enumerate(gradients):
-        parts = cohort.storage.parts(cohort.weights[index], cohort.extras[index])
-        scalars = cohort.rule.scalars(cohort.hypers, cohort.step)
-        order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
-        with Ieee():
-            values, new = updated(
-                cohort.rule, cohort.storage, gradient, parts, cohort.states[index], scalars, check.multiplier,
-                lambda slot, order=order, key=seeds[index]: noise(order, key, slot),
-            )  # fmt: skip
-        for target, value in zip((*parts, *cohort.states[index]), (*values, *new), strict=True):
-            target.copy_(value)
-
-
-def step(executor, cohort, update, gradients, **kwargs):
-    inverse = torch.tensor(1 / 1024, device=cohort.step.device)
-    before = [gradient.clone() for gradient in gradients]
-    check = judge(executor.norms(gradients), inverse, **kwargs)
-    advance([cohort.step], check.found_inf)
-    update(gradients, check)
-    assert same_bits(gradients, before)
-    return check
-
-
-def on(device, tensors):
-    return [tensor.to(device) for tensor in tensors]
-
-
-def assert_same_but_for_nan(mine, theirs):
-    """Bits are equal wherever a weight is a number, and NaN is NaN."""
-    for index, (one, other) in enumerate(zip(mine.weights, theirs.weights, strict=True)):
-        assert torch.equal(one.isnan(), other.isnan())
-        keep = ~one.isnan()
-        pairs = [(one, other), *zip(mine.states[index], theirs.states[index], strict=True)]
-        pairs += [(mine.extras[index], theirs.extras[index])] if mine.extras[index] is not None else []
-        for a, b in pairs:
-            assert same_bits([a[keep]], [b[keep]])
-
-
-def check_bits(device, name, master, rounding, dtype, gradient_dtype, state_dtype):
-    special = torch.cat([torch.tensor([*CASES[:9], math.inf, -math.inf, math.nan]), random((2500,), 7, 0.1)])
-    weights = [special, *(random(shape, seed, 0.1) for seed, shape in enumerate(SHAPES))]
-    mine = made(device, name, master, dtype, state_dtype=state_dtype, rounding=rounding, weights=weights)
-    if dtype == FP32:
-        assert mine.storage is PLAIN
-    theirs, executor = moved(mine, device), Triton()
-    update = executor.prepare(mine)
-    for number in range(2):
-        gradients = on(device, gradients_of(mine, number, gradient_dtype))
-        gradients[0][:3] = gradients[0][20:40] = 0.0
-        check = step(executor, mine, update, gradients, max_norm=1.0)
-        advance([theirs.step], check.found_inf)
-        pure_step(theirs, gradients, check)
-        assert_same_but_for_nan(mine, theirs)
-    assert mine.weights[0].isnan().any()
-
-
-#: Every rule with every storage, dtypes by turns.
-PAIRED = [
-    (name, *kept, (BF16, FP16)[i % 2], ((BF16, FP16)[i % 2], FP32)[i // 2 % 2], (FP32, BF16)[i // 4 % 2])
-    for i, (name, kept) in enumerate(itertools.product(RULES, STORAGES))
-]
-PAIRED += [
-    (name, "split", "nearest", FP32, gradient, FP32)
-    for name, gradient in zip(RULES, [FP32, BF16, FP16] * 3, strict=True)
-]
-ALL = [
-    case
-    for name, kept, dtype, state in itertools.product(RULES, STORAGES, (BF16, FP16), (FP32, BF16))
-    for gradient in {dtype, FP32, BF16}
-    if (case := (name, *kept, dtype, gradient, state)) not in PAIRED
-]
-
-
-def named(case):
-    return " ".join(map(str, case)).replace("torch.", "")
-
-
-@pytest.mark.parametrize("case", PAIRED, ids=named)
-def test_two_steps_are_the_pure_function_bit_for_bit(device, case):
-    check_bits(device, *case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ALL, ids=named)
-def test_two_steps_are_the_pure_function_bit_for_bit_in_every_combination(device, case):
-    check_bits(device, *case)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", ["adamw", "adam amsgrad maximize", "sgd momentum nesterov", "lion"])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_eight_clipped_scaled_steps_are_torch_s(monkeypatch, name, dtype):
-    monkeypatch.setitem(contract.EXECUTORS, "triton", Triton)
-    contract.check_against_torch("triton", name, "split", dtype, dtype, [(2500,), (3, 5), ()])
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-def test_random_bits_are_every_executor_s(rounding):
-    """Stochastic weights with FP32 moments, and split ones with BF16 moments."""
-    master, state = (None, FP32) if rounding == "stochastic" else ("split", BF16)
-    mine, theirs = (
-        cohort_of(Triton(), "lion", master, BF16, SHAPES, state_dtype=state, rounding=rounding) for _ in range(2)
-    )
-    updates = Triton().prepare(mine), Blocked().prepare(theirs)
-    for number in range(2):
-        gradients = gradients_of(mine, number, BF16)
-        take(Triton(), mine, updates[0], gradients)
-        take(Triton(), theirs, updates[1], gradients)
-    assert same_bits(tensors_of(mine), tensors_of(theirs))
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("state", [FP32, BF16])
-def test_a_skipped_step_writes_nothing(device, bad, state):
-    cohort, executor = made(device, "adamw", "split", BF16, SHAPES, state_dtype=state), Triton()
-    odd = torch.zeros(6, 10, dtype=BF16, device=device)[:, :5]  # updated by torch's operations
-    cohort = dataclasses.replace(
-        cohort,
-        weights=[*cohort.weights, odd],
-        extras=[*cohort.extras, torch.zeros(6, 5, dtype=torch.int16, device=device)],
-        states=[*cohort.states, tuple(torch.zeros(6, 5, dtype=state, device=device) for _ in range(2))],
-    )
-    update = executor.prepare(cohort)
-    step(executor, cohort, update, on(device, gradients_of(cohort, 0, BF16)))
-    before = [tensor.clone() for tensor in tensors_of(cohort)]
-    gradients = on(device, gradients_of(cohort, 1, BF16))
-    gradients[1][2, 3] = bad
-    assert step(executor, cohort, update, gradients).found_inf
-    assert same_bits(tensors_of(cohort), before)
-    assert not step(executor, cohort, update, on(device, gradients_of(cohort, 2, BF16))).found_inf
-    assert cohort.step == 2
-    assert not any(same_bits([one], [other]) for one, other in zip(cohort.weights, before, strict=False))
-
-
-LAYOUTS = {
-    "channels last": lambda: random((4, 20, 3, 9), 0).to(memory_format=torch.channels_last),
-    "transposed": lambda: random((40, 30), 0).t(),
-    "empty": lambda: random((0, 3), 0),
-    "gaps": lambda: random((40, 60), 0)[:, ::2],
-    "not at 16 bytes": lambda: random((2001,), 0)[1:],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_of_weight_and_gradient(device, layout):
-    weight = LAYOUTS[layout]()
-    mine = made(device, "adamw", "split", BF16, weights=[weight, weight.clone()])
-    holder = LAYOUTS[layout]().to(device, BF16)  # torch keeps gaps in no copy
-    if layout in ("gaps", "not at 16 bytes"):
-        base = torch.zeros(40, 60, dtype=BF16, device=device) if layout == "gaps" else holder.new_zeros(2001)
-        holder = base[:, ::2] if layout == "gaps" else base[1:]
-        mine.weights[0] = holder.copy_(mine.weights[0])
-    theirs, executor = moved(mine, device), Triton()
-    update = executor.prepare(mine)
-    for number in range(2):
-        gradients = [random(weight.shape, number + 9 * i).to(device, BF16).contiguous() for i in range(2)]
-        if number:  # laid out as the weight is, this time
-            gradients = [torch.empty_like(weight, dtype=BF16, device=device).copy_(each) for each in gradients]
-        with Ieee():  # weights with gaps are updated by torch's operations
-            check = step(executor, mine, update, gradients)
-        advance([theirs.step], check.found_inf)
-        pure_step(theirs, gradients, check)
-    assert mine.weights[0].stride() == holder.stride()
-    assert_same_but_for_nan(mine, theirs)
-
-
-def test_states_that_lie_otherwise_than_their_weight_are_updated_too(device):
-    mine = made(device, "adamw", "split", BF16, [(5,), (40, 30)], state_dtype=BF16)
-    mine.states[1] = tuple(torch.zeros(30, 40, dtype=BF16, device=device).t() for _ in range(2))
-    theirs, executor = moved(mine, device), Triton()
-    gradients = on(device, gradients_of(mine, 0, BF16))
-    with Ieee():
-        check = step(executor, mine, executor.prepare(mine), gradients)
-    advance([theirs.step], check.found_inf)
-    pure_step(theirs, gradients, check)
-    assert_same_but_for_nan(mine, theirs)
-
-
-NORMED = [((1 << 14) + 3,), (0, 3), (7, 5), (), (5000,)]
-
-
-@pytest.mark.parametrize("dtypes", [[FP32] * 5, [BF16] * 5, [BF16, FP32, FP16, BF16, torch.float64]], ids=str)
-def test_norms_are_those_of_each_gradient(device, dtypes):
-    gradients = [random(shape, i, 100.0).to(dtype) for i, (shape, dtype) in enumerate(zip(NORMED, dtypes, strict=True))]
-    gradients[2] = gradients[2].t()
-    gradients.append(random((30, 40), 1)[:, ::2].to(BF16))
-    wanted = torch.stack([gradient.double().norm() for gradient in gradients])
-    found = Triton().norms(on(device, gradients))
-    assert found.dtype == FP32
-    # squares and sums: a tree of at most 14 + 2 additions of positive numbers
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=17 * 2.0**-24, atol=0)
-    assert same_bits([Triton().norms(on(device, gradients))], [found])
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_norms_of_what_is_not_finite_are_not(device, bad, dtype):
-    gradients = [torch.ones(2000, dtype=dtype, device=device) for _ in range(2)]
-    gradients[1][1999] = bad
-    found = Triton().norms(gradients)
-    assert found.isfinite().tolist() == [True, False]
-
-
-def test_a_finite_gradient_beyond_the_root_of_the_largest_number_counts_as_infinite(device):
-    assert Triton().norms([torch.full((3,), 2e19, device=device)]).isinf().all()
-
-
-def test_without_gradients_there_are_no_norms():
-    assert Triton().norms([]).shape == (0,)
 
 
 @pytest.mark.parametrize("count", [1, 40])
@@ -512,7 +245,7 @@ def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding)
     check = judge(executor.norms(gradients), inverse, max_norm=1.0)
     advance([mine.step, theirs.step], check.found_inf)
     pure_step(theirs, gradients, check)
-    monkeypatch.setattr(emit, "update_source", emit.update_source.__wrapped__)  # traced anew
+    monkeypatch.setattr(source_of, "update_source", source_of.update_source.__wrapped__)  # traced anew
     before = torch.get_default_dtype()
     try:
         if default != "meta":
@@ -582,7 +315,7 @@ def test_an_optimizer_takes_a_launch_for_each_group(device, launches, monkeypatc
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_every_storage_can_be_written_in_triton(kept, dtype):
     parts = kept.parts(*kept.make(torch.ones(2), dtype, None))
-    source = emit.update_source(rule("lion"), kept, (dtype, *(part.dtype for part in parts), FP32))
+    source = source_of.update_source(rule("lion"), kept, (dtype, *(part.dtype for part in parts), FP32))
     compile(source, "", "exec")
     assert source.count("tl.store(") == len(parts) + 1
 
@@ -597,7 +330,7 @@ def test_an_operation_without_triton_is_refused_by_name(wrong):
         rule("sgd"), name="odd", apply=lambda gradient, weight, states, numbers: (wrong(gradient).float(), ())
     )
     with pytest.raises(UnsupportedError, match=r"(?s)no Triton for aten\.(erf|add|mul).*rule odd.*write  the compiled"):
-        emit.update_source(odd, PLAIN, (FP32, FP32))
+        source_of.update_source(odd, PLAIN, (FP32, FP32))
 
 
 UPDATED = {"addresses": "*i64", "rows": "*i64", "chunks": "*i32", "keys": "*i32", "found_inf": "*i1"}
@@ -618,8 +351,8 @@ def native(kernel, arguments, **constants):
 def test_hopper_code_that_rounds_at_random_keeps_subnormals(dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    source = emit.update_source(rule("sgd"), STOCHASTIC, (dtype, dtype))
-    code = native(emit.jitted(source, "sgd_stochastic"), UPDATED, BLOCK=tables.BLOCK)
+    source = source_of.update_source(rule("sgd"), STOCHASTIC, (dtype, dtype))
+    code = native(source_of.jitted(source, "sgd_stochastic"), UPDATED, BLOCK=tables.BLOCK)
     assert dtype == BF16 or "cvt.rmi.f32.f32" in code
     assert not any(each in code for each in ("fma.", "mad.f", "approx", ".ftz", "div.full"))
 
@@ -629,8 +362,8 @@ def test_hopper_code_that_rounds_at_random_keeps_subnormals(dtype, tmp_path, mon
 def test_hopper_code_moves_vectors_and_rounds_as_ieee_says(dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    source = emit.update_source(rule("adamw"), SPLIT, (dtype, dtype, torch.int16, FP32, FP32))
-    code = native(emit.jitted(source, "adamw_split"), UPDATED, BLOCK=tables.BLOCK)
+    source = source_of.update_source(rule("adamw"), SPLIT, (dtype, dtype, torch.int16, FP32, FP32))
+    code = native(source_of.jitted(source, "adamw_split"), UPDATED, BLOCK=tables.BLOCK)
     whole = code.split("bra.uni")[0]  # blocks without a mask
     counts = {each: whole.count(each) for each in ("ld.global.v4.b32", "ld.global.v2.b32", "st.global.v4.b32")}
     assert counts == {"ld.global.v4.b32": 2, "ld.global.v2.b32": 3, "st.global.v4.b32": 2}
@@ -643,11 +376,11 @@ def test_hopper_code_moves_vectors_and_rounds_as_ieee_says(dtype, tmp_path, monk
 def test_hopper_code_of_pass_1_moves_vectors(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    squares, roots = (emit.jitted(emit.norm_source(), name) for name in ("squares", "roots"))
+    squares, roots = (source_of.jitted(source_of.norm_source(), name) for name in ("squares", "roots"))
     arguments = {"addresses": "*i64", "lengths": "*i64", "chunks": "*i32", "partials": "*fp32"}
     sizes = {"CHUNK": tables.CHUNK, "BLOCK": tables.NORM_BLOCK}
     for dtype in (BF16, FP32):
-        constants = {"TYPE": emit.element_type(dtype), "BITS": dtype == BF16, **sizes}
+        constants = {"TYPE": source_of.element_type(dtype), "BITS": dtype == BF16, **sizes}
         assert "ld.global.v4.b32" in native(squares, arguments, **constants)
     arguments = {"partials": "*fp32", "spans": "*i32", "norms": "*fp32"}
     assert "sqrt.rn.f32" in native(roots, arguments, BLOCK=tables.ROOT_BLOCK)
@@ -693,7 +426,7 @@ def test_triton_without_what_it_builds_launchers_with_is_refused(monkeypatch, fa
     def launch(*_, **__):
         raise failure
 
-    monkeypatch.setattr(emit, "jitted", lambda *_: {(1,): launch})
+    monkeypatch.setattr(source_of, "jitted", lambda *_: {(1,): launch})
     with pytest.raises(
         UnsupportedError, match=rf"(?s)Triton cannot launch.*on cpu.*{why}.*apt install gcc python3-dev"
     ):
@@ -704,7 +437,7 @@ def test_memory_that_runs_out_does_not_count_as_a_missing_compiler(monkeypatch):
     def launch(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(emit, "jitted", lambda *_: {(1,): launch})
+    monkeypatch.setattr(source_of, "jitted", lambda *_: {(1,): launch})
     with pytest.raises(torch.OutOfMemoryError):
         Triton().require(torch.device("cpu"))
 

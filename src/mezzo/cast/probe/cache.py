@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mezzo.cache import folder
 from mezzo.cast.probe.children import isa_setting
 from mezzo.cast.probe.report import DeviceReport
 
@@ -63,17 +64,6 @@ def processor() -> Processor:
             facts[source] = Path("/sys/class/dmi/id", source).read_text().strip()
     facts["platform"] = f"{platform.machine()} {platform.system()} {platform.release()}"
     return Processor(name=name, digest=_digest(facts))
-
-
-def folder() -> Path:
-    """Return the folder of the cache; it need not exist.
-
-    Raises:
-        RuntimeError: If this user has no home folder.
-    """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that a relative path is to be ignored.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "mezzo"
 
 
 def load(cpu: Processor) -> DeviceReport | None:

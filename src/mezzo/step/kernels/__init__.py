@@ -1,4 +1,4 @@
-"""Executors of the two passes: plain torch operations in blocks, compiled ones, and (``triton``) tables of addresses.
+"""Executors of the two passes: plain torch operations in blocks, torch.compile's, C++ on the CPU, ``triton`` on a GPU.
 
 Here belongs how tensors are cut, fused and launched. What happens to an element is said in ``mezzo.step.update``,
 ``mezzo.step.storage`` and ``mezzo.step.passes``; executors agree with those, and with each other.
@@ -6,5 +6,6 @@ Here belongs how tensors are cut, fused and launched. What happens to an element
 
 from mezzo.step.kernels.blocked import Blocked
 from mezzo.step.kernels.compiled import Compiled
+from mezzo.step.kernels.cpp import Cpp
 
-__all__ = ["Blocked", "Compiled"]
+__all__ = ["Blocked", "Compiled", "Cpp"]

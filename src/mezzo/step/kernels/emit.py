@@ -1,18 +1,14 @@
-"""Triton source of both passes: pass 2 from its one pure function, operation by operation; pass 1 as it stands here.
+"""Source of pass 2 from its one pure function, operation by operation, in whatever language has a table of them.
 
-:func:`mezzo.step.passes.updated` is traced to a graph of aten operations, and each becomes a line of Triton. What is
-written by hand is where elements lie, and nothing about rules, storages or rounding. Triton is imported when the first
-kernel is made.
+:func:`mezzo.step.passes.updated` is traced to a graph of aten operations, and each becomes a line. What is written by
+hand is where elements lie (:mod:`.cpp_source`, :mod:`.triton_source`), and nothing about rules, storages or rounding.
 """
 
 from __future__ import annotations
 
-import importlib
-import linecache
 from collections.abc import Callable, Mapping
-from functools import cache
-from types import MappingProxyType
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,138 +19,51 @@ from mezzo.step.rounding import noise
 from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
 
-__all__ = ["READABLE", "jitted", "norm_source", "stepped", "update_name", "update_source"]
+__all__ = ["READABLE", "Dialect", "Lines", "stepped", "update_name", "written"]
 
-#: What kernels call the dtypes of elements in memory. BF16 is moved as its bits, which are FP32's upper half: exact
-#: both ways, since values to store are on BF16's grid already, and the sign of a NaN stays.
-_TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
-    {
-        torch.float32: "tl.float32",
-        torch.float16: "tl.float16",
-        torch.bfloat16: "tl.int16",
-        torch.int32: "tl.int32",
-        torch.int16: "tl.int16",
-        torch.int8: "tl.int8",
-        torch.uint8: "tl.uint8",
-    }
-)
-#: Dtypes of gradients whose norm a kernel can read.
-READABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
-
-_WIDENED: Final = "({0}.to(tl.int32) << 16).to(tl.float32, bitcast=True)"
-_NARROWED: Final = "({0}.to(tl.int32, bitcast=True) >> 16).to(tl.int16)"
-
-#: Triton for each aten operation that occurs. Each is IEEE arithmetic: ``/`` and ``tl.sqrt`` are approximate on a GPU,
-#: ``-x`` is 0 − x there, and ``+`` on integers is checked for overflow in debug mode, which hashing means.
-_OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "aten.add.Tensor": "tl.add({0}, {1}, sanitize_overflow=False)",
-        "aten.sub.Tensor": "tl.sub({0}, {1}, sanitize_overflow=False)",
-        "aten.mul.Tensor": "tl.mul({0}, {1}, sanitize_overflow=False)",
-        "aten.neg.default": "tl.mul({0}, -1, sanitize_overflow=False)",
-        "aten.div.Tensor": "tl.div_rn({0}, {1})",
-        "aten.sqrt.default": "tl.sqrt_rn({0})",
-        "aten.abs.default": "tl.abs({0})",
-        "aten.floor.default": "tl.floor({0})",
-        # Below 2^23, adding it to |x| rounds to an integer, ties to even; from there on every value is one.
-        "aten.round.default": (
-            "tl.where(tl.abs({0}) < 8388608.0, (((tl.abs({0}) + 8388608.0) - 8388608.0).to(tl.int32, bitcast=True)"
-            " | ({0}.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True), {0})"
-        ),
-        "aten.sign.default": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",
-        "aten.maximum.default": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-        "aten.clamp.default": "tl.where({0} < {1}, {1}, tl.where({0} > {2}, {2}, {0}))",
-        "aten.where.self": "tl.where({0}, {1}, {2})",
-        "aten.lt.Scalar": "{0} < {1}",
-        "aten.le.Scalar": "{0} <= {1}",
-        "aten.gt.Scalar": "{0} > {1}",
-        "aten.ne.Tensor": "{0} != {1}",
-        "aten.bitwise_and.Scalar": "{0} & {1}",
-        "aten.bitwise_or.Scalar": "{0} | {1}",
-        "aten.bitwise_or.Tensor": "{0} | {1}",
-        "aten.bitwise_xor.Tensor": "{0} ^ {1}",
-        "aten.__lshift__.Scalar": "{0} << {1}",
-        "aten.__rshift__.Scalar": "{0} >> {1}",
-        "aten.view.dtype": "{0}.to({dtype}, bitcast=True)",
-        "aten._to_copy.default": "{0}.to({dtype})",
-        "aten.scalar_tensor.default": "{0}",
-        "aten.detach.default": "{0}",
-    }
-)
-
-_UPDATE: Final = """\
-@triton.jit
-def {name}_block(
-    {columns}, scalars, multiplier, key, start, length, BLOCK: tl.constexpr, VECTOR: tl.constexpr
-):
-    offsets = start + tl.arange(0, BLOCK)
-    order = offsets.to(tl.int32)
-    mask = offsets < length if VECTOR == 1 else None
-    {lines}
+#: Dtypes of gradients that kernels read.
+READABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["addresses", "rows", "chunks", "scalars", "multiplier", "found_inf", "keys"]
-)
-def {name}(addresses, rows, chunks, scalars, multiplier, found_inf, keys, BLOCK: tl.constexpr):
-    if tl.load(found_inf) == 0:
-        tensor = tl.load(chunks + 2 * tl.program_id(0))
-        start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
-        length = tl.load(rows + tensor * {width})
-        gradient = tl.load(addresses + tensor)
-        {addresses}
-        # Blocks lie at multiples of BLOCK from a tensor's first element: where all of those stand at multiples of 16
-        # bytes, threads move four elements at once.
-        if (({together}) % 16 == 0) & (start + BLOCK <= length):
-            {name}_block({pointers}, scalars, tl.load(multiplier), {key}, start, length, BLOCK, 4)
-        else:
-            {name}_block({pointers}, scalars, tl.load(multiplier), {key}, start, length, BLOCK, 1)
-"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How a language spells what updates consist of.
 
-_NORMS: Final = '''\
-@triton.jit
-def widened(bits):
-    return {widened}
+    Args:
+        name: Of the language.
+        types: What elements are called, in memory and in between.
+        operations: A template for each aten operation: its arguments by number, and ``dtype``, the result's.
+        widened: A template from a stored low-precision element to FP32.
+        narrowed: A template from an FP32 value on a low format's grid to the element to store; of the other dtypes
+            what ``_to_copy`` makes.
+        assigned: A line that names a value: ``type``, ``name``, ``value``.
+        stored: A line that writes a value: ``target``, ``value``.
+        literal: Spells a number among values of a dtype.
+    """
 
-
-@triton.jit(do_not_specialize_on_alignment=["addresses", "lengths", "chunks", "partials"])
-def squares(
-    addresses, lengths, chunks, partials,
-    TYPE: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """Sum the squares of one chunk of one gradient."""
-    tensor = tl.load(chunks + 2 * tl.program_id(0))
-    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-    length = tl.load(lengths + tensor)
-    address = tl.load(addresses + tensor)
-    total = tl.full((BLOCK,), 0.0, tl.float32)
-    if (address % 16 == 0) & (start + CHUNK <= length):
-        for block in range(0, CHUNK, BLOCK):
-            places = address.to(tl.pointer_type(TYPE)) + (start + block + tl.arange(0, BLOCK))
-            value = tl.load(tl.multiple_of(places, 16))
-            value = widened(value) if BITS else value.to(tl.float32)
-            total += value * value
-    else:
-        for block in range(0, CHUNK, BLOCK):
-            offsets = start + block + tl.arange(0, BLOCK)
-            value = tl.load(address.to(tl.pointer_type(TYPE)) + offsets, mask=offsets < length, other=0)
-            value = widened(value) if BITS else value.to(tl.float32)
-            total += value * value
-    tl.store(partials + tl.program_id(0), tl.sum(total))
+    name: str
+    types: Mapping[torch.dtype, str]
+    operations: Mapping[str, str]
+    widened: Mapping[torch.dtype, str]
+    narrowed: Mapping[torch.dtype, str]
+    assigned: str
+    stored: str
+    literal: Callable[[float, torch.dtype], str]
 
 
-@triton.jit(do_not_specialize_on_alignment=["partials", "spans", "norms"])
-def roots(partials, spans, norms, BLOCK: tl.constexpr):
-    """Add up the chunks of one gradient, always in the same order."""
-    start = tl.load(spans + 2 * tl.program_id(0))
-    end = tl.load(spans + 2 * tl.program_id(0) + 1)
-    total = tl.full((BLOCK,), 0.0, tl.float32)
-    while start < end:
-        places = start + tl.arange(0, BLOCK)
-        total += tl.load(partials + places, mask=places < end, other=0.0)
-        start += BLOCK
-    tl.store(norms + tl.program_id(0), tl.sqrt_rn(tl.sum(total)))
-'''
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """One element's update in some language.
+
+    Args:
+        names: What the elements in memory are called: the gradient's, then the parts' and the states'.
+        body: A line for each operation, and one for each target to store.
+        random: Whether the key is used.
+    """
+
+    names: list[str]
+    body: list[str]
+    random: bool
 
 
 def stepped(
@@ -192,75 +101,25 @@ def update_name(rule: Rule, storage: Storage) -> str:
     return "_".join((rule.name, *sorted(rule.options), storage.name))
 
 
-@cache
-def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> str:
-    """Write the kernel of pass 2 for tensors without gaps.
+def written(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect) -> Lines:
+    """Write the update of one element.
 
-    Its arguments are device memory: a gradient's address for each tensor (int64), the rows of tensors (int64: length,
-    then the addresses of parts and states), the chunks (int32: tensor, number of the block), numbers of the rule,
-    multiplier, flag and keys (one for each tensor). One program updates one chunk.
+    What is not stored goes by the names of ``rule.numbers``, ``multiplier``, ``key`` and ``order``.
 
     Args:
         rule: What to do.
         storage: How weights are stored.
         dtypes: The gradient's, then the parts' and the states'.
+        dialect: The language.
 
     Raises:
-        UnsupportedError: The rule or the storage uses an operation that is not in the table.
+        UnsupportedError: The rule or the storage uses an operation that is not in the language's table.
     """
     first_state = len(dtypes) - len(rule.states)
     names = ["gradient", *(f"part{i}" for i in range(first_state - 1)), *(f"{name}_state" for name in rule.states)]
     graph = _traced(rule, storage, dtypes)
-    inputs = [*names, "scalars", "multiplier", "key", "order"]
-    name, random = update_name(rule, storage), _is_used(graph, len(names) + 2)
-    lines = [f"{number} = tl.load(scalars + {place})" for place, number in enumerate(rule.numbers)]
-    lines += [
-        f"{each}_at = tl.multiple_of({each}_at + offsets, {dtype.itemsize} * VECTOR)"
-        for each, dtype in zip(names, dtypes, strict=True)
-    ]
-    lines += [f"{each} = tl.load({each}_at, mask=mask)" for each in names]
-    lines += _body(graph, inputs, rule, names[1:], dtypes[1:])
-    return _UPDATE.format(
-        name=name,
-        columns=", ".join(f"{each}_at" for each in names),
-        lines="\n    ".join(lines),
-        width=len(names),
-        addresses="\n        ".join(
-            f"{each} = tl.load(rows + tensor * {len(names)} + {place})" for place, each in enumerate(names) if place
-        ),
-        together=" | ".join(names),
-        pointers=", ".join(
-            f"{each}.to(tl.pointer_type({_TYPES[dtype]}))" for each, dtype in zip(names, dtypes, strict=True)
-        ),
-        key="tl.load(keys + tensor)" if random else "0",
-    )
-
-
-def norm_source() -> str:
-    """Write the two kernels of pass 1: ``squares`` for each chunk, and ``roots`` of their sums for each gradient."""
-    return _NORMS.format(widened=_WIDENED.format("bits"))
-
-
-def jitted(source: str, name: str) -> Any:
-    """Return a kernel of some source, for Triton's compiler, or for its interpreter if ``TRITON_INTERPRET`` is set."""
-    triton: Any = importlib.import_module("triton")
-    return _scope(source, bool(triton.knobs.runtime.interpret))[name]
-
-
-def element_type(dtype: torch.dtype) -> Any:
-    """Return Triton's name for the elements of a dtype, as ``squares`` takes it."""
-    return getattr(importlib.import_module("triton.language"), _TYPES[dtype].removeprefix("tl."))
-
-
-@cache
-def _scope(source: str, interpreted: bool) -> dict[str, Any]:
-    triton: Any = importlib.import_module("triton")
-    # Triton reads a kernel's text with `inspect`, which asks linecache; an entry without a time is never dropped.
-    file = f"<mezzo kernel {hash((source, interpreted)):x}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope = {"__name__": __name__, "triton": triton, "tl": triton.language}
-    exec(compile(source, file, "exec"), scope)
-    return scope
+    key = list(graph.nodes)[len(names) + 2]
+    return Lines(names=names, body=_body(graph, names, rule, dtypes[1:], dialect), random=bool(key.users))
 
 
 def _traced(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> fx.Graph:
@@ -284,49 +143,51 @@ def _traced(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> fx
     return graph
 
 
-def _is_used(graph: fx.Graph, place: int) -> bool:
-    return bool(list(graph.nodes)[place].users)
-
-
 def _body(
-    graph: fx.Graph, inputs: list[str], rule: Rule, targets: list[str], dtypes: tuple[torch.dtype, ...]
+    graph: fx.Graph, names: list[str], rule: Rule, dtypes: tuple[torch.dtype, ...], dialect: Dialect
 ) -> list[str]:
     """Write one line for each operation, and one store for each target."""
     lines: list[str] = []
     known: dict[fx.Node, str] = {}
-    given = iter(inputs)
+    given = iter([*names, "scalars", "multiplier", "key", "order"])
     for node in graph.nodes:
         if node.op == "placeholder":
             known[node] = next(given)
         elif node.op == "output":
-            for target, dtype, value in zip(targets, dtypes, node.args[0], strict=True):
-                stored = _NARROWED if dtype == torch.bfloat16 else f"{{0}}.to({_TYPES[dtype]})"
-                lines.append(f"tl.store({target}_at, {stored.format(known[value])}, mask=mask)")
+            for target, dtype, value in zip(names[1:], dtypes, node.args[0], strict=True):
+                copied = dialect.operations["aten._to_copy.default"]
+                stored = dialect.narrowed.get(dtype, copied).format(known[value], dtype=dialect.types[dtype])
+                lines.append(dialect.stored.format(target=target, value=stored))
         elif str(node.target) == "aten.unbind.int":
             known[node] = "scalars"
         elif known.get(node.args[0]) == "scalars":
             known[node] = rule.numbers[node.args[1]]
         else:
             known[node] = node.name
-            lines.append(f"{node.name} = {_expression(node, known, rule)}")
+            value, dtype = _expression(node, known, rule, dialect), node.meta["val"].dtype
+            lines.append(dialect.assigned.format(type=dialect.types[dtype], name=node.name, value=value))
     return lines
 
 
-def _expression(node: fx.Node, known: Mapping[fx.Node, str], rule: Rule) -> str:
+def _expression(node: fx.Node, known: Mapping[fx.Node, str], rule: Rule, dialect: Dialect) -> str:
     operation, dtype = str(node.target), node.meta["val"].dtype
     sources = [arg.meta["val"].dtype for arg in node.args if isinstance(arg, fx.Node)]
-    template = _OPERATIONS.get(operation)
-    if operation == "aten._to_copy.default" and sources == [torch.bfloat16]:
-        template = _WIDENED
+    template = dialect.operations.get(operation)
+    if operation == "aten._to_copy.default" and sources[0] in dialect.widened:
+        template = dialect.widened[sources[0]]
     elif operation != "aten._to_copy.default" and any(each in (torch.float16, torch.bfloat16) for each in sources):
         template = None  # arithmetic in low precision, of which no update consists
     options = {name for name, value in node.kwargs.items() if value is not None} - {"dtype", "layout", "device"}
     if template is None or options:
         raise UnsupportedError(
-            f"no Triton for {operation}",
+            f"no {dialect.name} for {operation}",
             where=f"the update rule {rule.name}: {node.format_node()}",
             why="kernels are written from a table of the operations that updates consist of",
-            write="the compiled executor, or a line in the table of mezzo.step.kernels.emit",
+            write=f"the compiled executor, or a line in {dialect.name}'s table beside mezzo.step.kernels.emit",
         )
-    words = [known[arg] if isinstance(arg, fx.Node) else repr(arg) for arg in node.args]
-    return template.format(*words, dtype=_TYPES.get(dtype, ""))
+    among = sources[-1] if sources else dtype  # of `where` the last is a value, and the first a condition
+    words = [
+        known[arg] if isinstance(arg, fx.Node) else dialect.literal(arg, among) if isinstance(arg, int | float) else ""
+        for arg in node.args
+    ]
+    return template.format(*words, dtype=dialect.types.get(dtype, ""))

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.kernels import emit
+from mezzo.step.kernels import triton_source as source
+from mezzo.step.kernels.emit import update_name
+from mezzo.step.kernels.tables import Rows, as_table, chunked, laid_out, readable, update_alone, vector, where
 from mezzo.step.passes import Check, Cohort, Update
 from mezzo.step.rounding import keys
-from mezzo.step.split import flat
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
 
@@ -91,7 +92,7 @@ class Triton:
         """See :class:`mezzo.step.passes.Executor`."""
         if not gradients:
             return torch.zeros(0, dtype=torch.float32, device="cpu")
-        vectors = [_vector(_readable(gradient)) for gradient in gradients]
+        vectors = [vector(readable(gradient)) for gradient in gradients]
         kinds = tuple([(vector.dtype, vector.numel()) for vector in vectors])
         key = (vectors[0].device, kinds)
         if key not in self._known:
@@ -112,14 +113,14 @@ class _Norms:
         refuse_capture(device, "gradients of other shapes")
         self.device, self.kept = device, kept
         self.addresses = _Addresses(len(kinds), device, kept)
-        lengths = _table([length for _, length in kinds])
+        lengths = as_table([length for _, length in kinds])
         # of each gradient's sums, in the order of the launches
         spans = torch.empty(len(kinds), 2, dtype=torch.int32, device="cpu")
         self.launches: list[tuple[torch.dtype, Tensor]] = []
         self.total = 0
         for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
-            places = _table([place for place, kind in enumerate(kinds) if kind[0] == dtype])
-            chunks = _chunks(lengths[places], places, CHUNK)
+            places = as_table([place for place, kind in enumerate(kinds) if kind[0] == dtype])
+            chunks = chunked(lengths[places], places, CHUNK)
             counts = -(-lengths[places] // CHUNK)
             ends = self.total + counts.cumsum(0)
             spans[places] = torch.stack([ends - counts, ends], 1).int()
@@ -133,12 +134,12 @@ class _Norms:
         norms = torch.empty(len(vectors), dtype=torch.float32, device=self.device)
         if _is_capturing(self.device):
             self.kept.append((self.lengths, self.spans, self.launches))
-        source, first = emit.norm_source(), 0
-        squares, roots = emit.jitted(source, "squares"), emit.jitted(source, "roots")
+        text, first = source.norm_source(), 0
+        squares, roots = source.jitted(text, "squares"), source.jitted(text, "roots")
         with _on(self.device):
             for dtype, chunks in self.launches:
                 if len(chunks):
-                    kind = {"TYPE": emit.element_type(dtype), "BITS": dtype == torch.bfloat16}
+                    kind = {"TYPE": source.element_type(dtype), "BITS": dtype == torch.bfloat16}
                     sizes = {"CHUNK": CHUNK, "BLOCK": NORM_BLOCK}
                     squares[(len(chunks),)](
                         addresses, self.lengths, chunks, partials[first:], **kind, **sizes, **_OPTIONS
@@ -169,7 +170,7 @@ class _TritonUpdate:
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
         cohort = self.cohort
-        gradients = [_readable(gradient) for gradient in gradients]
+        gradients = [readable(gradient) for gradient in gradients]
         self.follow(gradients)
         if _is_capturing(self.device):
             self.kept.append((self.rows, self.launches))
@@ -177,10 +178,10 @@ class _TritonUpdate:
         seeds = keys(cohort.step, len(gradients), cohort.seed) if cohort.random else self.no_keys
         for index, (parts, states) in self.others.items():
             key = seeds[index if cohort.random else 0]
-            self.update_alone(parts, states, gradients[index], scalars, check, key)
+            update_alone(cohort, parts, states, gradients[index], scalars, check, key)
         # Copies, where there are any, live on until the kernels that read them are launched.
         vectors = [
-            gradient if index in self.others else _laid_out(gradient, weight)
+            gradient if index in self.others else laid_out(gradient, weight)
             for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
         ]
         addresses = self.addresses.of(vectors)
@@ -193,46 +194,22 @@ class _TritonUpdate:
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
-        cohort = self.cohort
-        groups = zip(cohort.weights, cohort.extras, cohort.states, strict=True)
-        tensors = (tensor for weight, extra, states in groups for tensor in (weight, extra, *states))
-        places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-        seen = (places, tuple([gradient.dtype for gradient in gradients]))
+        seen = where(self.cohort, gradients)
         if seen == self.seen:
             return
         refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
         _release([self.rows, *(chunks for _, chunks in self.launches)])
-        rows, alike = [], dict[tuple[torch.dtype, ...], list[int]]()
-        self.others = {}
-        for index, gradient in enumerate(gradients):
-            stored = cohort.storage.parts(cohort.weights[index], cohort.extras[index])
-            parts, states = tuple(part.detach() for part in stored), cohort.states[index]
-            vectors = flat(*parts, *states)
-            if vectors is None:
-                self.others[index] = parts, states
-            elif parts[0].numel():
-                alike.setdefault((gradient.dtype, *(vector.dtype for vector in vectors)), []).append(index)
-            rows.append([parts[0].numel(), *(tensor.data_ptr() for tensor in (*parts, *states))])
-        table = _table(rows)
-        self.rows = _uploaded(table, self.device)
+        found = Rows.of(self.cohort, gradients)
+        self.others, self.rows = found.others, _uploaded(found.table, self.device)
         self.launches = [
-            (self.kernel(dtypes), _uploaded(_chunks(table[places, 0], _table(places), BLOCK), self.device))
-            for dtypes, places in alike.items()
+            (self.kernel(dtypes), _uploaded(chunked(found.table[places, 0], as_table(places), BLOCK), self.device))
+            for dtypes, places in found.alike.items()
         ]
         self.seen = seen
 
     def kernel(self, dtypes: tuple[torch.dtype, ...]) -> Any:
         rule, storage = self.cohort.rule, self.cohort.storage
-        return emit.jitted(emit.update_source(rule, storage, dtypes), emit.update_name(rule, storage))
-
-    def update_alone(
-        self, parts: Parts, states: States, gradient: Tensor, scalars: Tensor, check: Check, key: Tensor
-    ) -> None:
-        order = torch.arange(gradient.numel(), dtype=torch.int32, device=self.device).view(gradient.shape)
-        rule, storage = self.cohort.rule, self.cohort.storage
-        values = emit.stepped(rule, storage, gradient, parts, states, scalars, check.multiplier, key, order)
-        for target, value in zip((*parts, *states), values, strict=True):
-            target.copy_(torch.where(check.found_inf, target, value))
+        return source.jitted(source.update_source(rule, storage, dtypes), update_name(rule, storage))
 
 
 class _Addresses:
@@ -264,7 +241,7 @@ class _Addresses:
             self.reserve += self.spares(self.room - len(self.reserve))
         if seen != self.seen:
             self.release()
-            self.table, self.seen = _uploaded(_table(seen), self.device), seen
+            self.table, self.seen = _uploaded(as_table(seen), self.device), seen
         return self.table
 
     def captured(self, seen: tuple[int, ...]) -> Tensor:
@@ -279,7 +256,7 @@ class _Addresses:
             )
         host, table = self.reserve.pop()
         self.kept.append((host, table))
-        table.copy_(host.copy_(_table(seen)), non_blocking=True)
+        table.copy_(host.copy_(as_table(seen)), non_blocking=True)
         return table
 
     def spares(self, count: int) -> zip[tuple[Tensor, Tensor]]:
@@ -293,19 +270,6 @@ class _Addresses:
         _release([self.table])
 
 
-def _chunks(lengths: Tensor, places: Tensor, size: int) -> Tensor:
-    """Cut tensors into chunks: (chunks, 2) int32, the tensor's place and the chunk's number within it."""
-    counts = -(-lengths // size)
-    before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    numbers = torch.arange(len(before), device="cpu") - before
-    return torch.stack([torch.repeat_interleave(places, counts), numbers], 1).int()
-
-
-def _table(numbers: Sequence[object]) -> Tensor:
-    """Return numbers in host memory, whatever torch's default device is."""
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
 def _uploaded(table: Tensor, device: torch.device) -> Tensor:
     """Bring a table to the device without waiting; torch reuses the pinned memory only after the copy."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
@@ -316,24 +280,6 @@ def _release(tables: Sequence[Tensor]) -> None:
     for table in tables:
         if table.device.type == "cuda":
             table.record_stream(torch.cuda.current_stream(table.device))
-
-
-def _readable(gradient: Tensor) -> Tensor:
-    """Return a gradient that kernels can read: any other dtype is what an update rounds to FP32 first anyway."""
-    gradient = gradient.detach()
-    return gradient if gradient.dtype in emit.READABLE else gradient.to(torch.float32)
-
-
-def _vector(gradient: Tensor) -> Tensor:
-    """Return a tensor's elements in memory order, copied if they have gaps."""
-    return gradient if gradient.is_contiguous() else (flat(gradient) or (gradient.reshape(-1),))[0]
-
-
-def _laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return a gradient that lies as its weight does, copied if need be. The weight has no gaps."""
-    if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
-        return gradient
-    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -1,0 +1,211 @@
+"""C++ source of both passes: pass 2 from its one pure function (:mod:`.emit`), pass 1 as it stands here.
+
+Plain loops over elements, which compilers turn into vector instructions; no header of torch's, so that they compile in
+a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from mezzo.step.kernels.emit import Dialect, written
+from mezzo.step.storage import Storage
+from mezzo.step.update import Rule
+
+__all__ = ["CPP", "norm_source", "update_source"]
+
+#: BF16 and FP16 are moved as their bits: compilers have no such type in C++ before GCC 13.
+_TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
+    {
+        torch.float32: "float",
+        torch.float16: "uint16_t",
+        torch.bfloat16: "uint16_t",
+        torch.int32: "int32_t",
+        torch.int16: "int16_t",
+        torch.int8: "int8_t",
+        torch.uint8: "uint8_t",
+        torch.bool: "bool",
+    }
+)
+
+#: C++ for each aten operation that occurs. Compiled without contraction, with integers that wrap.
+_OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "aten.add.Tensor": "{0} + {1}",
+        "aten.sub.Tensor": "{0} - {1}",
+        "aten.mul.Tensor": "{0} * {1}",
+        "aten.neg.default": "-{0}",
+        "aten.div.Tensor": "{0} / {1}",
+        "aten.sqrt.default": "__builtin_sqrtf({0})",
+        "aten.abs.default": "__builtin_fabsf({0})",
+        "aten.floor.default": "__builtin_floorf({0})",
+        "aten.round.default": "__builtin_rintf({0})",
+        "aten.sign.default": "float({0} > 0) - float({0} < 0)",
+        "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
+        "aten.clamp.default": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
+        "aten.where.self": "{0} ? {1} : {2}",
+        "aten.lt.Scalar": "{0} < {1}",
+        "aten.le.Scalar": "{0} <= {1}",
+        "aten.gt.Scalar": "{0} > {1}",
+        "aten.ne.Tensor": "{0} != {1}",
+        "aten.bitwise_and.Scalar": "{0} & {1}",
+        "aten.bitwise_or.Scalar": "{0} | {1}",
+        "aten.bitwise_or.Tensor": "{0} | {1}",
+        "aten.bitwise_xor.Tensor": "{0} ^ {1}",
+        "aten.__lshift__.Scalar": "{0} << {1}",
+        "aten.__rshift__.Scalar": "{0} >> {1}",
+        "aten.view.dtype": "bits<{dtype}>({0})",
+        "aten._to_copy.default": "{dtype}({0})",
+        "aten.scalar_tensor.default": "{0}",
+        "aten.detach.default": "{0}",
+    }
+)
+
+
+def _literal(value: float, dtype: torch.dtype) -> str:
+    return f"{float(value)!r}f" if dtype == torch.float32 else f"{_TYPES[dtype]}({value!r})"
+
+
+CPP: Final = Dialect(
+    name="C++",
+    types=_TYPES,
+    operations=_OPERATIONS,
+    widened=MappingProxyType({torch.bfloat16: "from_bfloat16({0})", torch.float16: "from_float16({0})"}),
+    narrowed=MappingProxyType({torch.bfloat16: "to_bfloat16({0})", torch.float16: "to_float16({0})"}),
+    assigned="const {type} {name} = {value};",
+    stored="{target}_at[i] = {value};",
+    literal=_literal,
+)
+
+#: Exact both ways: values to store are on the format's grid. FP16's subnormals are integers · 2⁻²⁴, so that none is a
+#: subnormal of FP32's on the way, which a process may have set to count as zero.
+_COMMON: Final = """\
+#include <cstdint>
+#include <cstring>
+
+template <class To, class From> static inline To bits(From value) {
+    static_assert(sizeof(To) == sizeof(From), "another size");
+    To same;
+    std::memcpy(&same, &value, sizeof same);
+    return same;
+}
+
+static inline float from_bfloat16(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
+static inline uint16_t to_bfloat16(float value) { return uint16_t(bits<uint32_t>(value) >> 16); }
+
+static inline float from_float16(uint16_t value) {
+    const int32_t magnitude = value & 0x7FFF, sign = int32_t(value & 0x8000) << 16;
+    const int32_t normal = (magnitude << 13) + (magnitude < 0x7C00 ? 112 << 23 : 224 << 23);
+    const int32_t subnormal = bits<int32_t>(float(magnitude) * 0x1p-24f);
+    return bits<float>((magnitude < 0x0400 ? subnormal : normal) | sign);
+}
+static inline uint16_t to_float16(float value) {
+    const int32_t pattern = bits<int32_t>(value), magnitude = pattern & 0x7FFFFFFF;
+    const float size = bits<float>(magnitude);
+    const int32_t subnormal = int32_t((size < 0x1p-14f ? size : 0.0f) * 0x1p24f);
+    const int32_t finite = magnitude < (113 << 23) ? subnormal : (magnitude >> 13) - (112 << 10);
+    const int32_t rest = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
+    return uint16_t((magnitude < (143 << 23) ? finite : rest) | ((pattern >> 16) & 0x8000));
+}
+"""
+
+_UPDATE: Final = """\
+static void update(
+    {columns}, const float* __restrict scalars, const float multiplier, const int32_t key, const int64_t start,
+    const int64_t end
+) {{
+    {numbers}
+    #pragma omp simd
+    for (int64_t i = start; i < end; ++i) {{
+        const int32_t order = int32_t(i);
+        {lines}
+    }}
+}}
+
+extern "C" void kernel(
+    const int64_t* addresses, const int64_t* rows, const int32_t* chunks, int64_t count, int64_t size,
+    const float* scalars, const float* multiplier, const int32_t* keys, int64_t threads
+) {{
+    #pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t chunk = 0; chunk < count; ++chunk) {{
+        const int64_t tensor = chunks[2 * chunk], start = chunks[2 * chunk + 1] * size;
+        const int64_t* row = rows + tensor * {width};
+        const int64_t end = start + size < row[0] ? start + size : row[0];
+        update({pointers}, scalars, *multiplier, {key}, start, end);
+    }}
+}}
+"""
+
+_NORM: Final = """\
+extern "C" void kernel(
+    const int64_t* addresses, const int64_t* lengths, const int32_t* chunks, int64_t count, int64_t size,
+    double* sums, int64_t threads
+) {{
+    #pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t chunk = 0; chunk < count; ++chunk) {{
+        const int64_t tensor = chunks[2 * chunk], start = chunks[2 * chunk + 1] * size;
+        const int64_t end = start + size < lengths[tensor] ? start + size : lengths[tensor];
+        const {type}* __restrict gradient = reinterpret_cast<const {type}*>(addresses[tensor]);
+        double total = 0;
+        for (int64_t row = start; row < end; row += {row}) {{
+            const int64_t stop = row + {row} < end ? row + {row} : end;
+            float sum = 0;
+            #pragma omp simd reduction(+ : sum)
+            for (int64_t i = row; i < stop; ++i) {{
+                const float value = {value};
+                sum += value * value;
+            }}
+            total += sum;
+        }}
+        sums[chunk] = total;
+    }}
+}}
+"""
+#: Squares that are summed in FP32, before the sums are in FP64.
+ROW: Final = 1 << 10
+
+
+@cache
+def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Write the kernel of pass 2 for tensors without gaps.
+
+    ``kernel`` takes pointers: a gradient's address for each tensor (int64), the rows of tensors (int64: length, then
+    the addresses of parts and states), the chunks (int32: tensor, number of the chunk) and how many and how long they
+    are, numbers of the rule, multiplier, keys (one for each tensor), and how many threads to use.
+
+    Args:
+        rule: What to do.
+        storage: How weights are stored.
+        dtypes: The gradient's, then the parts' and the states'.
+
+    Raises:
+        UnsupportedError: The rule or the storage uses an operation that is not in the table.
+    """
+    step = written(rule, storage, dtypes, CPP)
+    types = [("const " if not place else "") + _TYPES[dtype] for place, dtype in enumerate(dtypes)]
+    places = ["addresses[tensor]", *(f"row[{place}]" for place in range(1, len(types)))]
+    lines = [f"const {_TYPES[dtype]} {each} = {each}_at[i];" for each, dtype in zip(step.names, dtypes, strict=True)]
+    return _COMMON + _UPDATE.format(
+        columns=", ".join(f"{kind}* __restrict {name}_at" for kind, name in zip(types, step.names, strict=True)),
+        numbers="\n    ".join(f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)),
+        lines="\n        ".join([*lines, *step.body]),
+        width=len(types),
+        pointers=", ".join(f"reinterpret_cast<{kind}*>({place})" for kind, place in zip(types, places, strict=True)),
+        key="keys[tensor]" if step.random else "0",
+    )
+
+
+@cache
+def norm_source(dtype: torch.dtype) -> str:
+    """Write the kernel of pass 1 for gradients of a dtype.
+
+    ``kernel`` takes pointers to addresses and lengths of tensors (int64), the chunks (as :func:`update_source`), and
+    where to put the sum of each chunk's squares (float64), which depends on no number of threads.
+    """
+    value = CPP.widened.get(dtype, "{0}").format("gradient[i]")
+    return _COMMON + _NORM.format(type=_TYPES[dtype], value=value, row=ROW)

@@ -1,0 +1,97 @@
+"""Tensors as tables of addresses, for kernels that work on all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mezzo.step.kernels.emit import READABLE, stepped
+from mezzo.step.passes import Check, Cohort
+from mezzo.step.split import flat
+from mezzo.step.storage import Parts
+from mezzo.step.update import States
+
+__all__ = ["Rows", "as_table", "chunked", "laid_out", "readable", "update_alone", "vector", "where"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Where the weights of a cohort lie, with all that belongs to them.
+
+    Args:
+        table: (weights, 1 + parts + states) int64: length, then addresses.
+        alike: Places of the weights that lie as vectors without gaps, by the dtypes of gradient, parts and states.
+        others: Parts and states of the rest, by place.
+    """
+
+    table: Tensor
+    alike: dict[tuple[torch.dtype, ...], list[int]]
+    others: dict[int, tuple[Parts, States]]
+
+    @classmethod
+    def of(cls, cohort: Cohort, gradients: Sequence[Tensor]) -> Rows:
+        """Look at a cohort and its gradients."""
+        rows, alike = [], dict[tuple[torch.dtype, ...], list[int]]()
+        others: dict[int, tuple[Parts, States]] = {}
+        for index, gradient in enumerate(gradients):
+            stored = cohort.storage.parts(cohort.weights[index], cohort.extras[index])
+            parts, states = tuple(part.detach() for part in stored), cohort.states[index]
+            vectors = flat(*parts, *states)
+            if vectors is None:
+                others[index] = parts, states
+            elif parts[0].numel():
+                alike.setdefault((gradient.dtype, *(each.dtype for each in vectors)), []).append(index)
+            rows.append([parts[0].numel(), *(tensor.data_ptr() for tensor in (*parts, *states))])
+        return cls(table=as_table(rows), alike=alike, others=others)
+
+
+def where(cohort: Cohort, gradients: Sequence[Tensor]) -> tuple[object, ...]:
+    """Return what :class:`Rows` depend on: equal as long as nothing was given other memory or another dtype."""
+    groups = zip(cohort.weights, cohort.extras, cohort.states, strict=True)
+    tensors = (tensor for weight, extra, states in groups for tensor in (weight, extra, *states))
+    places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+    return places, tuple([gradient.dtype for gradient in gradients])
+
+
+def chunked(lengths: Tensor, places: Tensor, size: int) -> Tensor:
+    """Cut tensors into chunks: (chunks, 2) int32, the tensor's place and the chunk's number within it."""
+    counts = -(-lengths // size)
+    before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    numbers = torch.arange(len(before), device="cpu") - before
+    return torch.stack([torch.repeat_interleave(places, counts), numbers], 1).int()
+
+
+def as_table(numbers: Sequence[object]) -> Tensor:
+    """Return numbers in host memory, whatever torch's default device is."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def readable(gradient: Tensor) -> Tensor:
+    """Return a gradient that kernels can read: any other dtype is what an update rounds to FP32 first anyway."""
+    gradient = gradient.detach()
+    return gradient if gradient.dtype in READABLE else gradient.to(torch.float32)
+
+
+def vector(gradient: Tensor) -> Tensor:
+    """Return a tensor's elements in memory order, copied if they have gaps."""
+    return gradient if gradient.is_contiguous() else (flat(gradient) or (gradient.reshape(-1),))[0]
+
+
+def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return a gradient that lies as its weight does, copied if need be. The weight has no gaps."""
+    if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def update_alone(
+    cohort: Cohort, parts: Parts, states: States, gradient: Tensor, scalars: Tensor, check: Check, key: Tensor
+) -> None:
+    """Update one weight with torch's operations, in its own shape, unless the step is skipped."""
+    order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
+    values = stepped(cohort.rule, cohort.storage, gradient, parts, states, scalars, check.multiplier, key, order)
+    for target, value in zip((*parts, *states), values, strict=True):
+        target.copy_(torch.where(check.found_inf, target, value))

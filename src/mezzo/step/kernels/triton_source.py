@@ -1,0 +1,229 @@
+"""Triton source of both passes: pass 2 from its one pure function (:mod:`.emit`), pass 1 as it stands here.
+
+Triton is imported when the first kernel is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from mezzo.step.kernels.emit import Dialect, update_name, written
+from mezzo.step.storage import Storage
+from mezzo.step.update import Rule
+
+__all__ = ["TRITON", "element_type", "jitted", "norm_source", "update_source"]
+
+#: What kernels call the dtypes of elements in memory. BF16 is moved as its bits, which are FP32's upper half: exact
+#: both ways, since values to store are on BF16's grid already, and the sign of a NaN stays.
+_TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
+    {
+        torch.float32: "tl.float32",
+        torch.float16: "tl.float16",
+        torch.bfloat16: "tl.int16",
+        torch.int32: "tl.int32",
+        torch.int16: "tl.int16",
+        torch.int8: "tl.int8",
+        torch.uint8: "tl.uint8",
+        torch.bool: "tl.int1",
+    }
+)
+_WIDENED: Final = "({0}.to(tl.int32) << 16).to(tl.float32, bitcast=True)"
+_NARROWED: Final = "({0}.to(tl.int32, bitcast=True) >> 16).to(tl.int16)"
+
+#: Triton for each aten operation that occurs. Each is IEEE arithmetic: ``/`` and ``tl.sqrt`` are approximate on a GPU,
+#: ``-x`` is 0 − x there, and ``+`` on integers is checked for overflow in debug mode, which hashing means.
+_OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "aten.add.Tensor": "tl.add({0}, {1}, sanitize_overflow=False)",
+        "aten.sub.Tensor": "tl.sub({0}, {1}, sanitize_overflow=False)",
+        "aten.mul.Tensor": "tl.mul({0}, {1}, sanitize_overflow=False)",
+        "aten.neg.default": "tl.mul({0}, -1, sanitize_overflow=False)",
+        "aten.div.Tensor": "tl.div_rn({0}, {1})",
+        "aten.sqrt.default": "tl.sqrt_rn({0})",
+        "aten.abs.default": "tl.abs({0})",
+        "aten.floor.default": "tl.floor({0})",
+        # Below 2^23, adding it to |x| rounds to an integer, ties to even; from there on every value is one.
+        "aten.round.default": (
+            "tl.where(tl.abs({0}) < 8388608.0, (((tl.abs({0}) + 8388608.0) - 8388608.0).to(tl.int32, bitcast=True)"
+            " | ({0}.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True), {0})"
+        ),
+        "aten.sign.default": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",
+        "aten.maximum.default": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+        "aten.clamp.default": "tl.where({0} < {1}, {1}, tl.where({0} > {2}, {2}, {0}))",
+        "aten.where.self": "tl.where({0}, {1}, {2})",
+        "aten.lt.Scalar": "{0} < {1}",
+        "aten.le.Scalar": "{0} <= {1}",
+        "aten.gt.Scalar": "{0} > {1}",
+        "aten.ne.Tensor": "{0} != {1}",
+        "aten.bitwise_and.Scalar": "{0} & {1}",
+        "aten.bitwise_or.Scalar": "{0} | {1}",
+        "aten.bitwise_or.Tensor": "{0} | {1}",
+        "aten.bitwise_xor.Tensor": "{0} ^ {1}",
+        "aten.__lshift__.Scalar": "{0} << {1}",
+        "aten.__rshift__.Scalar": "{0} >> {1}",
+        "aten.view.dtype": "{0}.to({dtype}, bitcast=True)",
+        "aten._to_copy.default": "{0}.to({dtype})",
+        "aten.scalar_tensor.default": "{0}",
+        "aten.detach.default": "{0}",
+    }
+)
+
+TRITON: Final = Dialect(
+    name="Triton",
+    types=_TYPES,
+    operations=_OPERATIONS,
+    widened=MappingProxyType({torch.bfloat16: _WIDENED}),
+    narrowed=MappingProxyType({torch.bfloat16: _NARROWED}),
+    assigned="{name} = {value}",
+    stored="tl.store({target}_at, {value}, mask=mask)",
+    literal=lambda value, dtype: repr(value),
+)
+
+_UPDATE: Final = """\
+@triton.jit
+def {name}_block(
+    {columns}, scalars, multiplier, key, start, length, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+):
+    offsets = start + tl.arange(0, BLOCK)
+    order = offsets.to(tl.int32)
+    mask = offsets < length if VECTOR == 1 else None
+    {lines}
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["addresses", "rows", "chunks", "scalars", "multiplier", "found_inf", "keys"]
+)
+def {name}(addresses, rows, chunks, scalars, multiplier, found_inf, keys, BLOCK: tl.constexpr):
+    if tl.load(found_inf) == 0:
+        tensor = tl.load(chunks + 2 * tl.program_id(0))
+        start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
+        length = tl.load(rows + tensor * {width})
+        gradient = tl.load(addresses + tensor)
+        {addresses}
+        # Blocks lie at multiples of BLOCK from a tensor's first element: where all of those stand at multiples of 16
+        # bytes, threads move four elements at once.
+        if (({together}) % 16 == 0) & (start + BLOCK <= length):
+            {name}_block({pointers}, scalars, tl.load(multiplier), {key}, start, length, BLOCK, 4)
+        else:
+            {name}_block({pointers}, scalars, tl.load(multiplier), {key}, start, length, BLOCK, 1)
+"""
+
+_NORMS: Final = '''\
+@triton.jit
+def widened(bits):
+    return {widened}
+
+
+@triton.jit(do_not_specialize_on_alignment=["addresses", "lengths", "chunks", "partials"])
+def squares(
+    addresses, lengths, chunks, partials,
+    TYPE: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Sum the squares of one chunk of one gradient."""
+    tensor = tl.load(chunks + 2 * tl.program_id(0))
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    length = tl.load(lengths + tensor)
+    address = tl.load(addresses + tensor)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    if (address % 16 == 0) & (start + CHUNK <= length):
+        for block in range(0, CHUNK, BLOCK):
+            places = address.to(tl.pointer_type(TYPE)) + (start + block + tl.arange(0, BLOCK))
+            value = tl.load(tl.multiple_of(places, 16))
+            value = widened(value) if BITS else value.to(tl.float32)
+            total += value * value
+    else:
+        for block in range(0, CHUNK, BLOCK):
+            offsets = start + block + tl.arange(0, BLOCK)
+            value = tl.load(address.to(tl.pointer_type(TYPE)) + offsets, mask=offsets < length, other=0)
+            value = widened(value) if BITS else value.to(tl.float32)
+            total += value * value
+    tl.store(partials + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit(do_not_specialize_on_alignment=["partials", "spans", "norms"])
+def roots(partials, spans, norms, BLOCK: tl.constexpr):
+    """Add up the chunks of one gradient, always in the same order."""
+    start = tl.load(spans + 2 * tl.program_id(0))
+    end = tl.load(spans + 2 * tl.program_id(0) + 1)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    while start < end:
+        places = start + tl.arange(0, BLOCK)
+        total += tl.load(partials + places, mask=places < end, other=0.0)
+        start += BLOCK
+    tl.store(norms + tl.program_id(0), tl.sqrt_rn(tl.sum(total)))
+'''
+
+
+@cache
+def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Write the kernel of pass 2 for tensors without gaps.
+
+    Its arguments are device memory: a gradient's address for each tensor (int64), the rows of tensors (int64: length,
+    then the addresses of parts and states), the chunks (int32: tensor, number of the block), numbers of the rule,
+    multiplier, flag and keys (one for each tensor). One program updates one chunk.
+
+    Args:
+        rule: What to do.
+        storage: How weights are stored.
+        dtypes: The gradient's, then the parts' and the states'.
+
+    Raises:
+        UnsupportedError: The rule or the storage uses an operation that is not in the table.
+    """
+    step = written(rule, storage, dtypes, TRITON)
+    names, name = step.names, update_name(rule, storage)
+    lines = [f"{number} = tl.load(scalars + {place})" for place, number in enumerate(rule.numbers)]
+    lines += [
+        f"{each}_at = tl.multiple_of({each}_at + offsets, {dtype.itemsize} * VECTOR)"
+        for each, dtype in zip(names, dtypes, strict=True)
+    ]
+    lines += [f"{each} = tl.load({each}_at, mask=mask)" for each in names]
+    lines += step.body
+    return _UPDATE.format(
+        name=name,
+        columns=", ".join(f"{each}_at" for each in names),
+        lines="\n    ".join(lines),
+        width=len(names),
+        addresses="\n        ".join(
+            f"{each} = tl.load(rows + tensor * {len(names)} + {place})" for place, each in enumerate(names) if place
+        ),
+        together=" | ".join(names),
+        pointers=", ".join(
+            f"{each}.to(tl.pointer_type({_TYPES[dtype]}))" for each, dtype in zip(names, dtypes, strict=True)
+        ),
+        key="tl.load(keys + tensor)" if step.random else "0",
+    )
+
+
+def norm_source() -> str:
+    """Write the two kernels of pass 1: ``squares`` for each chunk, and ``roots`` of their sums for each gradient."""
+    return _NORMS.format(widened=_WIDENED.format("bits"))
+
+
+def jitted(source: str, name: str) -> Any:
+    """Return a kernel of some source, for Triton's compiler, or for its interpreter if ``TRITON_INTERPRET`` is set."""
+    triton: Any = importlib.import_module("triton")
+    return _scope(source, bool(triton.knobs.runtime.interpret))[name]
+
+
+def element_type(dtype: torch.dtype) -> Any:
+    """Return Triton's name for the elements of a dtype, as ``squares`` takes it."""
+    return getattr(importlib.import_module("triton.language"), _TYPES[dtype].removeprefix("tl."))
+
+
+@cache
+def _scope(source: str, interpreted: bool) -> dict[str, Any]:
+    triton: Any = importlib.import_module("triton")
+    # Triton reads a kernel's text with `inspect`, which asks linecache; an entry without a time is never dropped.
+    file = f"<mezzo kernel {hash((source, interpreted)):x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope = {"__name__": __name__, "triton": triton, "tl": triton.language}
+    exec(compile(source, file, "exec"), scope)
+    return scope

@@ -1,0 +1,299 @@
+"""Kernels that find tensors by their addresses, in C++ and in Triton: the pure function, bit for bit."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo.step.kernels import Blocked, Cpp
+from mezzo.step.passes import advance, judge, updated
+from mezzo.step.rounding import keys, noise
+from mezzo.step.storage import PLAIN
+
+from . import test_executors as contract
+from .test_executors import BF16, CASES, FP16, FP32, cohort_of, gradients_of, random, same_bits, take, tensors_of
+
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SHAPES = [(2500,), (3, 5), (1024,), ()]  # whole blocks with and without a rest, and short ones
+RULES = [
+    "adamw",
+    "adamw amsgrad",
+    "adam",
+    "adam amsgrad maximize",
+    "sgd maximize",
+    "sgd momentum",
+    "sgd momentum nesterov maximize",
+]
+RULES += ["lion", "lion maximize"]
+STORAGES = [("split", "nearest"), ("full", "nearest"), *((None, each) for each in ("nearest", "stochastic", "kahan"))]
+
+
+class Kernels(NamedTuple):
+    """An executor, and where it runs."""
+
+    executor: Any
+    device: torch.device
+
+
+@pytest.fixture(params=["cpp", "interpreted", pytest.param("cuda", marks=CUDA)])
+def kernels(request):
+    """C++ on the CPU; Triton interpreted there, or compiled."""
+    if request.param == "cpp":
+        return Kernels(Cpp, torch.device("cpu"))
+    pytest.importorskip("triton", reason="needs Triton")
+    if request.param == "interpreted":
+        request.getfixturevalue("interpreted")
+    from mezzo.step.kernels.triton import Triton
+
+    return Kernels(Triton, torch.device("cuda" if request.param == "cuda" else "cpu"))
+
+
+class Ieee(TorchDispatchMode):
+    """Correctly rounded roots: a root in float64 rounds to FP32 as the exact one does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_root = func is torch.ops.aten.sqrt.default and type(args[0]) is torch.Tensor  # not one that is traced
+        if is_root and args[0].dtype == FP32:
+            return args[0].double().sqrt().float()
+        return func(*args, **(kwargs or {}))
+
+
+def moved(cohort, device):
+    """A copy of a cohort, on another device or not."""
+
+    def to(tensor):
+        return None if tensor is None else torch.empty_like(tensor, device=device).copy_(tensor)
+
+    return dataclasses.replace(
+        cohort,
+        hypers={name: to(value) for name, value in cohort.hypers.items()},
+        step=to(cohort.step),
+        weights=[to(weight) for weight in cohort.weights],
+        extras=[to(extra) for extra in cohort.extras],
+        states=[tuple(to(state) for state in states) for states in cohort.states],
+    )
+
+
+def made(device, *args, **kwargs):
+    return moved(cohort_of(Blocked(), *args, **kwargs), device)
+
+
+def pure_step(cohort, gradients, check):
+    """What every executor is measured against, predicated like this one."""
+    seeds = keys(cohort.step, len(gradients), cohort.seed)
+    for index, gradient in enumerate(gradients):
+        parts = cohort.storage.parts(cohort.weights[index], cohort.extras[index])
+        scalars = cohort.rule.scalars(cohort.hypers, cohort.step)
+        order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
+        with Ieee():
+            values, new = updated(
+                cohort.rule, cohort.storage, gradient, parts, cohort.states[index], scalars, check.multiplier,
+                lambda slot, order=order, key=seeds[index]: noise(order, key, slot),
+            )  # fmt: skip
+        for target, value in zip((*parts, *cohort.states[index]), (*values, *new), strict=True):
+            target.copy_(value)
+
+
+def step(executor, cohort, update, gradients, **kwargs):
+    inverse = torch.tensor(1 / 1024, device=cohort.step.device)
+    before = [gradient.clone() for gradient in gradients]
+    check = judge(executor.norms(gradients), inverse, **kwargs)
+    advance([cohort.step], check.found_inf)
+    update(gradients, check)
+    assert same_bits(gradients, before)
+    return check
+
+
+def on(device, tensors):
+    return [tensor.to(device) for tensor in tensors]
+
+
+def assert_same_but_for_nan(mine, theirs):
+    """Bits are equal wherever a weight is a number, and NaN is NaN."""
+    for index, (one, other) in enumerate(zip(mine.weights, theirs.weights, strict=True)):
+        assert torch.equal(one.isnan(), other.isnan())
+        keep = ~one.isnan()
+        pairs = [(one, other), *zip(mine.states[index], theirs.states[index], strict=True)]
+        pairs += [(mine.extras[index], theirs.extras[index])] if mine.extras[index] is not None else []
+        for a, b in pairs:
+            assert same_bits([a[keep]], [b[keep]])
+
+
+def check_bits(kernels, name, master, rounding, dtype, gradient_dtype, state_dtype):
+    special = torch.cat([torch.tensor([*CASES[:9], math.inf, -math.inf, math.nan]), random((2500,), 7, 0.1)])
+    weights = [special, *(random(shape, seed, 0.1) for seed, shape in enumerate(SHAPES))]
+    mine = made(kernels.device, name, master, dtype, state_dtype=state_dtype, rounding=rounding, weights=weights)
+    if dtype == FP32:
+        assert mine.storage is PLAIN
+    theirs, executor = moved(mine, kernels.device), kernels.executor()
+    update = executor.prepare(mine)
+    for number in range(2):
+        gradients = on(kernels.device, gradients_of(mine, number, gradient_dtype))
+        gradients[0][:3] = gradients[0][20:40] = 0.0
+        check = step(executor, mine, update, gradients, max_norm=1.0)
+        advance([theirs.step], check.found_inf)
+        pure_step(theirs, gradients, check)
+        assert_same_but_for_nan(mine, theirs)
+    assert mine.weights[0].isnan().any()
+
+
+#: Every rule with every storage, dtypes by turns.
+PAIRED = [
+    (name, *kept, (BF16, FP16)[i % 2], ((BF16, FP16)[i % 2], FP32)[i // 2 % 2], (FP32, BF16)[i // 4 % 2])
+    for i, (name, kept) in enumerate(itertools.product(RULES, STORAGES))
+]
+PAIRED += [
+    (name, "split", "nearest", FP32, gradient, FP32)
+    for name, gradient in zip(RULES, [FP32, BF16, FP16] * 3, strict=True)
+]
+ALL = [
+    case
+    for name, kept, dtype, state in itertools.product(RULES, STORAGES, (BF16, FP16), (FP32, BF16))
+    for gradient in dict.fromkeys((dtype, FP32, BF16))
+    if (case := (name, *kept, dtype, gradient, state)) not in PAIRED
+]
+
+
+def named(case):
+    return " ".join(map(str, case)).replace("torch.", "")
+
+
+@pytest.mark.parametrize("case", PAIRED, ids=named)
+def test_two_steps_are_the_pure_function_bit_for_bit(kernels, case):
+    check_bits(kernels, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=named)
+def test_two_steps_are_the_pure_function_bit_for_bit_in_every_combination(kernels, case):
+    check_bits(kernels, *case)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam amsgrad maximize", "sgd momentum nesterov", "lion"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_eight_clipped_scaled_steps_are_torch_s(kernels, monkeypatch, name, dtype):
+    if kernels.device.type != "cpu":
+        pytest.skip("the reference is on the CPU")
+    monkeypatch.setitem(contract.EXECUTORS, "kernels", kernels.executor)
+    contract.check_against_torch("kernels", name, "split", dtype, dtype, [(2500,), (3, 5), ()])
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_random_bits_are_every_executor_s(kernels, rounding):
+    """Stochastic weights with FP32 moments, and split ones with BF16 moments."""
+    if kernels.device.type != "cpu":
+        pytest.skip("another executor on the CPU is the reference")
+    master, state = (None, FP32) if rounding == "stochastic" else ("split", BF16)
+    mine, theirs = (
+        cohort_of(Blocked(), "lion", master, BF16, SHAPES, state_dtype=state, rounding=rounding) for _ in range(2)
+    )
+    updates = kernels.executor().prepare(mine), Blocked().prepare(theirs)
+    for number in range(2):
+        gradients = gradients_of(mine, number, BF16)
+        take(kernels.executor(), mine, updates[0], gradients)
+        take(kernels.executor(), theirs, updates[1], gradients)
+    assert same_bits(tensors_of(mine), tensors_of(theirs))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("state", [FP32, BF16])
+def test_a_skipped_step_writes_nothing(kernels, bad, state):
+    cohort, executor = made(kernels.device, "adamw", "split", BF16, SHAPES, state_dtype=state), kernels.executor()
+    odd = torch.zeros(6, 10, dtype=BF16, device=kernels.device)[:, :5]  # updated by torch's operations
+    cohort = dataclasses.replace(
+        cohort,
+        weights=[*cohort.weights, odd],
+        extras=[*cohort.extras, torch.zeros(6, 5, dtype=torch.int16, device=kernels.device)],
+        states=[*cohort.states, tuple(torch.zeros(6, 5, dtype=state, device=kernels.device) for _ in range(2))],
+    )
+    update = executor.prepare(cohort)
+    step(executor, cohort, update, on(kernels.device, gradients_of(cohort, 0, BF16)))
+    before = [tensor.clone() for tensor in tensors_of(cohort)]
+    gradients = on(kernels.device, gradients_of(cohort, 1, BF16))
+    gradients[1][2, 3] = bad
+    assert step(executor, cohort, update, gradients).found_inf
+    assert same_bits(tensors_of(cohort), before)
+    assert not step(executor, cohort, update, on(kernels.device, gradients_of(cohort, 2, BF16))).found_inf
+    assert cohort.step == 2
+    assert not any(same_bits([one], [other]) for one, other in zip(cohort.weights, before, strict=False))
+
+
+LAYOUTS = {
+    "channels last": lambda: random((4, 20, 3, 9), 0).to(memory_format=torch.channels_last),
+    "transposed": lambda: random((40, 30), 0).t(),
+    "empty": lambda: random((0, 3), 0),
+    "gaps": lambda: random((40, 60), 0)[:, ::2],
+    "not at 16 bytes": lambda: random((2001,), 0)[1:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_of_weight_and_gradient(kernels, layout):
+    weight = LAYOUTS[layout]()
+    mine = made(kernels.device, "adamw", "split", BF16, weights=[weight, weight.clone()])
+    holder = LAYOUTS[layout]().to(kernels.device, BF16)  # torch keeps gaps in no copy
+    if layout in ("gaps", "not at 16 bytes"):
+        base = torch.zeros(40, 60, dtype=BF16, device=kernels.device) if layout == "gaps" else holder.new_zeros(2001)
+        holder = base[:, ::2] if layout == "gaps" else base[1:]
+        mine.weights[0] = holder.copy_(mine.weights[0])
+    theirs, executor = moved(mine, kernels.device), kernels.executor()
+    update = executor.prepare(mine)
+    for number in range(2):
+        gradients = [random(weight.shape, number + 9 * i).to(kernels.device, BF16).contiguous() for i in range(2)]
+        if number:  # laid out as the weight is, this time
+            gradients = [torch.empty_like(weight, dtype=BF16, device=kernels.device).copy_(each) for each in gradients]
+        with Ieee():  # weights with gaps are updated by torch's operations
+            check = step(executor, mine, update, gradients)
+        advance([theirs.step], check.found_inf)
+        pure_step(theirs, gradients, check)
+    assert mine.weights[0].stride() == holder.stride()
+    assert_same_but_for_nan(mine, theirs)
+
+
+def test_states_that_lie_otherwise_than_their_weight_are_updated_too(kernels):
+    mine = made(kernels.device, "adamw", "split", BF16, [(5,), (40, 30)], state_dtype=BF16)
+    mine.states[1] = tuple(torch.zeros(30, 40, dtype=BF16, device=kernels.device).t() for _ in range(2))
+    theirs, executor = moved(mine, kernels.device), kernels.executor()
+    gradients = on(kernels.device, gradients_of(mine, 0, BF16))
+    with Ieee():
+        check = step(executor, mine, executor.prepare(mine), gradients)
+    advance([theirs.step], check.found_inf)
+    pure_step(theirs, gradients, check)
+    assert_same_but_for_nan(mine, theirs)
+
+
+NORMED = [((1 << 14) + 3,), (0, 3), (7, 5), (), (5000,)]
+
+
+@pytest.mark.parametrize("dtypes", [[FP32] * 5, [BF16] * 5, [BF16, FP32, FP16, BF16, torch.float64]], ids=str)
+def test_norms_are_those_of_each_gradient(kernels, dtypes):
+    gradients = [random(shape, i, 100.0).to(dtype) for i, (shape, dtype) in enumerate(zip(NORMED, dtypes, strict=True))]
+    gradients[2] = gradients[2].t()
+    gradients.append(random((30, 40), 1)[:, ::2].to(BF16))
+    wanted = torch.stack([gradient.double().norm() for gradient in gradients])
+    found = kernels.executor().norms(on(kernels.device, gradients))
+    assert found.dtype == FP32
+    # squares and sums: a tree of at most 14 + 2 additions of positive numbers
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=17 * 2.0**-24, atol=0)
+    assert same_bits([kernels.executor().norms(on(kernels.device, gradients))], [found])
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_norms_of_what_is_not_finite_are_not(kernels, bad, dtype):
+    gradients = [torch.ones(2000, dtype=dtype, device=kernels.device) for _ in range(2)]
+    gradients[1][1999] = bad
+    found = kernels.executor().norms(gradients)
+    assert found.isfinite().tolist() == [True, False]
+
+
+def test_a_finite_gradient_beyond_the_root_of_the_largest_number_counts_as_infinite(kernels):
+    assert kernels.executor().norms([torch.full((3,), 2e19, device=kernels.device)]).isinf().all()
+
+
+def test_without_gradients_there_are_no_norms(kernels):
+    assert kernels.executor().norms([]).shape == (0,)
