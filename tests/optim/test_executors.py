@@ -8,7 +8,8 @@ import torch
 from mezzo import UnsupportedError, optim
 from mezzo.optim import executors
 from mezzo.optim.executors import executor_for
-from mezzo.step.kernels import Blocked, Compiled, Cpp, build, triton
+from mezzo.step.kernels import Blocked, Compiled, build, triton
+from mezzo.step.kernels.cpp import Cpp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 

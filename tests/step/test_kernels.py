@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.step.kernels import Blocked, Cpp
+from mezzo.step.kernels import Blocked
+from mezzo.step.kernels.cpp import Cpp
 from mezzo.step.passes import advance, judge, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.storage import PLAIN

@@ -6,6 +6,5 @@ Here belongs how tensors are cut, fused and launched. What happens to an element
 
 from mezzo.step.kernels.blocked import Blocked
 from mezzo.step.kernels.compiled import Compiled
-from mezzo.step.kernels.cpp import Cpp
 
-__all__ = ["Blocked", "Compiled", "Cpp"]
+__all__ = ["Blocked", "Compiled"]
