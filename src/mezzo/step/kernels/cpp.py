@@ -79,14 +79,14 @@ class _Norms:
             places = as_table([place for place, kind in enumerate(kinds) if kind[0] == dtype])
             cut = chunked(self.lengths[places], places, CHUNK)
             owners = cut[:, 0].long()
-            sums = torch.empty(len(cut), dtype=torch.float64, device="cpu")
-            threads = int(self.lengths[places].sum())
-            self.launches.append((built(norm_source(dtype)), cut.contiguous(), owners, sums, threads))
+            elements = int(self.lengths[places].sum())
+            self.launches.append((built(norm_source(dtype)), cut, owners, elements))
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
         addresses = as_table([each.data_ptr() for each in vectors])
         squares = torch.zeros(len(vectors), dtype=torch.float64, device="cpu")
-        for kernel, cut, owners, sums, elements in self.launches:
+        for kernel, cut, owners, elements in self.launches:
+            sums = torch.empty(len(cut), dtype=torch.float64, device="cpu")
             kernel(addresses, self.lengths, cut, len(cut), CHUNK, sums, _threads(elements))
             squares.index_add_(0, owners, sums)
         return squares.sqrt_().to(torch.float32)
@@ -133,7 +133,7 @@ class _CppUpdate:
         self.launches = []
         for dtypes, indices in self.rows.alike.items():
             places = as_table(indices)
-            cut = chunked(lengths[places], places, CHUNK).contiguous()
+            cut = chunked(lengths[places], places, CHUNK)
             kernel = built(update_source(self.cohort.rule, self.cohort.storage, dtypes))
             self.launches.append((kernel, cut, int(lengths[places].sum())))
         self.seen = seen

@@ -6,6 +6,7 @@ a second.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
@@ -75,18 +76,22 @@ CPP: Final = Dialect(
     name="C++",
     types=_TYPES,
     operations=_OPERATIONS,
-    widened=MappingProxyType({torch.bfloat16: "from_bfloat16({0})", torch.float16: "from_float16({0})"}),
-    narrowed=MappingProxyType({torch.bfloat16: "to_bfloat16({0})", torch.float16: "to_float16({0})"}),
+    widened=MappingProxyType({torch.bfloat16: "from_bfloat16({0})", torch.float16: "{0}"}),
+    narrowed=MappingProxyType({torch.bfloat16: "to_bfloat16({0})", torch.float16: "{0}"}),
     assigned="const {type} {name} = {value};",
-    stored="{target}_at[i] = {value};",
+    stored="{target}_row[i] = {value};",
     literal=_literal,
 )
 
-#: Exact both ways: values to store are on the format's grid. FP16's subnormals are integers · 2⁻²⁴, so that none is a
-#: subnormal of FP32's on the way, which a process may have set to count as zero.
+#: Exact both ways: values to store are on the format's grid. FP16 goes through a row of FP32, since compilers do not
+#: find the processor's own conversion by themselves, and spelled out it takes as long as all of AdamW. There subnormals
+#: are integers · 2⁻²⁴, so that none is a subnormal of FP32's on the way, which a process may have set to count as zero.
 _COMMON: Final = """\
 #include <cstdint>
 #include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 template <class To, class From> static inline To bits(From value) {
     static_assert(sizeof(To) == sizeof(From), "another size");
@@ -112,6 +117,25 @@ static inline uint16_t to_float16(float value) {
     const int32_t rest = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
     return uint16_t((magnitude < (143 << 23) ? finite : rest) | ((pattern >> 16) & 0x8000));
 }
+
+static void widen(const uint16_t* __restrict from, float* __restrict to, int64_t count) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+#endif
+    for (; i < count; ++i) to[i] = from_float16(from[i]);
+}
+static void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t count) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128(
+            reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT)
+        );
+#endif
+    for (; i < count; ++i) to[i] = to_float16(from[i]);
+}
 """
 
 _UPDATE: Final = """\
@@ -120,10 +144,15 @@ static void update(
     const int64_t end
 ) {{
     {numbers}
-    #pragma omp simd
-    for (int64_t i = start; i < end; ++i) {{
-        const int32_t order = int32_t(i);
-        {lines}
+    for (int64_t row = start; row < end; row += {row}) {{
+        const int64_t count = row + {row} < end ? {row} : end - row;
+        {rows}
+        #pragma omp simd
+        for (int64_t i = 0; i < count; ++i) {{
+            const int32_t order = int32_t(row + i);
+            {lines}
+        }}
+        {stores}
     }}
 }}
 
@@ -150,13 +179,14 @@ extern "C" void kernel(
     for (int64_t chunk = 0; chunk < count; ++chunk) {{
         const int64_t tensor = chunks[2 * chunk], start = chunks[2 * chunk + 1] * size;
         const int64_t end = start + size < lengths[tensor] ? start + size : lengths[tensor];
-        const {type}* __restrict gradient = reinterpret_cast<const {type}*>(addresses[tensor]);
+        const {type}* __restrict gradient_at = reinterpret_cast<const {type}*>(addresses[tensor]);
         double total = 0;
         for (int64_t row = start; row < end; row += {row}) {{
-            const int64_t stop = row + {row} < end ? row + {row} : end;
+            const int64_t count = row + {row} < end ? {row} : end - row;
             float sum = 0;
+            {rows}
             #pragma omp simd reduction(+ : sum)
-            for (int64_t i = row; i < stop; ++i) {{
+            for (int64_t i = 0; i < count; ++i) {{
                 const float value = {value};
                 sum += value * value;
             }}
@@ -166,8 +196,16 @@ extern "C" void kernel(
     }}
 }}
 """
-#: Squares that are summed in FP32, before the sums are in FP64.
+#: Elements that are widened, and squares that are summed in FP32, before the sums are in FP64.
 ROW: Final = 1 << 10
+
+
+def _row(name: str, dtype: torch.dtype, *, read: bool = True, constant: bool = False) -> str:
+    """Write where a row's elements are found: in memory, or widened."""
+    if dtype != torch.float16:
+        return f"{'const ' if constant else ''}{_TYPES[dtype]}* __restrict {name}_row = {name}_at + row;"
+    buffer = f"alignas(64) float {name}_row[{ROW}];"
+    return f"{buffer} widen({name}_at + row, {name}_row, count);" if read else buffer
 
 
 @cache
@@ -189,11 +227,26 @@ def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...])
     step = written(rule, storage, dtypes, CPP)
     types = [("const " if not place else "") + _TYPES[dtype] for place, dtype in enumerate(dtypes)]
     places = ["addresses[tensor]", *(f"row[{place}]" for place in range(1, len(types)))]
-    lines = [f"const {_TYPES[dtype]} {each} = {each}_at[i];" for each, dtype in zip(step.names, dtypes, strict=True)]
+    operands = list(zip(step.names, dtypes, strict=True))
+    used = [any(re.search(rf"\b{name}\b", line) for line in step.body) for name in step.names]
+    kinds = {**_TYPES, torch.float16: "float"}
+    lines = [
+        f"const {kinds[dtype]} {name} = {name}_row[i];"
+        for (name, dtype), read in zip(operands, used, strict=True)
+        if read
+    ]
+    rows = [
+        _row(name, dtype, read=read, constant=not place)
+        for place, ((name, dtype), read) in enumerate(zip(operands, used, strict=True))
+    ]
+    halves = [f"narrow({name}_row, {name}_at + row, count);" for name, dtype in operands[1:] if dtype == torch.float16]
     return _COMMON + _UPDATE.format(
         columns=", ".join(f"{kind}* __restrict {name}_at" for kind, name in zip(types, step.names, strict=True)),
         numbers="\n    ".join(f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)),
-        lines="\n        ".join([*lines, *step.body]),
+        lines="\n            ".join([*lines, *step.body]),
+        rows="\n        ".join(rows),
+        stores="\n        ".join(halves),
+        row=ROW,
         width=len(types),
         pointers=", ".join(f"reinterpret_cast<{kind}*>({place})" for kind, place in zip(types, places, strict=True)),
         key="keys[tensor]" if step.random else "0",
@@ -207,5 +260,6 @@ def norm_source(dtype: torch.dtype) -> str:
     ``kernel`` takes pointers to addresses and lengths of tensors (int64), the chunks (as :func:`update_source`), and
     where to put the sum of each chunk's squares (float64), which depends on no number of threads.
     """
-    value = CPP.widened.get(dtype, "{0}").format("gradient[i]")
-    return _COMMON + _NORM.format(type=_TYPES[dtype], value=value, row=ROW)
+    value = CPP.widened.get(dtype, "{0}").format("gradient_row[i]")
+    rows = _row("gradient", dtype, constant=True)
+    return _COMMON + _NORM.format(type=_TYPES[dtype], value=value, rows=rows, row=ROW)

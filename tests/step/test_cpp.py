@@ -1,0 +1,157 @@
+"""What is C++'s own: conversions spelled out, threads, and which kernels there are."""
+
+import threading
+
+import pytest
+import torch
+
+from mezzo.step.kernels import build, cpp, cpp_source
+from mezzo.step.kernels.cpp import Cpp
+from mezzo.step.passes import advance, judge
+from mezzo.step.storage import FULL, SPLIT
+from mezzo.step.update import rule
+
+from .test_executors import BF16, FP16, FP32, cohort_of, gradients_of, same_bits, take, tensors_of
+
+WIDENED = """
+extern "C" void kernel(const uint16_t* from, float* to, int64_t count, int64_t start) {
+    widen(from + start, to + start, count - start);
+}
+"""
+NARROWED = """
+extern "C" void kernel(const float* from, uint16_t* to, int64_t count, int64_t start) {
+    narrow(from + start, to + start, count - start);
+}
+"""
+
+
+@pytest.fixture(params=["g++", "g++ -mno-f16c -mno-avx512f"])
+def compiler(request, monkeypatch):
+    """With the processor's own conversion of FP16, and with that spelled out."""
+    monkeypatch.setenv("CXX", request.param)
+    build.built.cache_clear()
+    yield request.param
+    build.built.cache_clear()
+
+
+@pytest.mark.parametrize("start", [0, 1])  # aligned or not, with a rest or not
+def test_every_number_of_float16_goes_to_float32_and_back(compiler, start):
+    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(FP16)
+    wide, back = torch.zeros(1 << 16), torch.zeros(1 << 16, dtype=FP16)
+    before = torch.tensor([1e-39]) * 1
+    flushing = torch.set_flush_denormal(True)
+    try:  # FP16's subnormals are none of FP32's
+        build.built(cpp_source._COMMON + WIDENED)(patterns, wide, 1 << 16, start)
+        build.built(cpp_source._COMMON + NARROWED)(wide, back, 1 << 16, start)
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushing
+    assert before == 1e-39
+    number = ~patterns.isnan()
+    number[:start] = False
+    assert same_bits([wide[number]], [patterns.float()[number]])
+    assert same_bits([back[number]], [patterns[number]])
+    assert back[start:][patterns[start:].isnan()].isnan().all()
+
+
+@pytest.mark.parametrize("compiler", ["g++", "g++ -mno-f16c -mno-avx512f"], indirect=True)
+def test_what_is_too_large_for_float16_is_infinite(compiler):
+    wide = torch.tensor([65536.0, -65536.0, 1e30, 65504.0, -torch.inf, torch.nan, 0.0, -0.0, 2.0**-24, -(2.0**-14)])
+    back = torch.zeros(len(wide), dtype=FP16)
+    build.built(cpp_source._COMMON + NARROWED)(wide, back, len(wide), 0)
+    assert same_bits([back[[0, 1, 2, 3, 4, 6, 7, 8, 9]]], [wide.half()[[0, 1, 2, 3, 4, 6, 7, 8, 9]]])
+    assert back[5].isnan()
+
+
+@pytest.mark.parametrize("gradient", [FP32, BF16, FP16])
+def test_the_number_of_threads_changes_no_bit(gradient, monkeypatch):
+    monkeypatch.setattr(cpp, "WORTH_A_THREAD", 100)
+    shapes, before = [(50_000,), (3, 5), (17_000,)], torch.get_num_threads()
+    mine, theirs = (cohort_of(Cpp(), "adamw", "split", FP16, shapes, state_dtype=BF16) for _ in range(2))
+    found = []
+    try:
+        for cohort, threads in ((mine, 1), (theirs, 2)):
+            torch.set_num_threads(threads)
+            executor = Cpp()
+            update = executor.prepare(cohort)
+            for number in range(2):
+                found.append(take(executor, cohort, update, gradients_of(cohort, number, gradient)).norms)
+    finally:
+        torch.set_num_threads(before)
+    assert same_bits(found[:2], found[2:])
+    assert same_bits(tensors_of(mine), tensors_of(theirs))
+
+
+def test_threads_are_torch_s_and_as_many_as_are_worth_waking():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert [cpp._threads(count) for count in (0, 1, 1 << 14, 1 << 15, 1 << 30)] == [1, 1, 1, 2, 2]
+        torch.set_num_threads(1)
+        assert cpp._threads(1 << 30) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch, count):
+    calls, built = [], build.built
+
+    def counted(source):
+        kernel = built(source)
+        return lambda *args: calls.append("norms" if "double* sums" in source else "update") or kernel(*args)
+
+    monkeypatch.setattr(cpp, "built", counted)
+    executor, cohort = Cpp(), cohort_of(Cpp(), "adamw", "split", BF16, [(20,)] * count)
+    update = executor.prepare(cohort)
+    for number in range(2):
+        take(executor, cohort, update, gradients_of(cohort, number, BF16))
+    assert calls == ["norms", "update"] * 2
+
+
+def test_tables_follow_tensors_that_were_given_other_memory():
+    cohort, executor = cohort_of(Cpp(), "sgd", "full", BF16, [(20,), (3,)]), Cpp()
+    update = executor.prepare(cohort)
+    gradients = [torch.ones_like(weight) for weight in cohort.weights]
+    for _ in range(2):
+        values = [extra.clone() for extra in cohort.extras]
+        take(executor, cohort, update, gradients, inverse=1.0)
+        for value, extra in zip(values, cohort.extras, strict=True):
+            assert not same_bits([value], [extra])
+        cohort.weights[0].data = cohort.weights[0].data.clone()
+        cohort.extras[1] = cohort.extras[1].clone()
+        gradients = [gradient.float() for gradient in gradients]
+
+
+def test_old_tables_of_norms_are_forgotten():
+    executor = Cpp()
+    for length in range(1, cpp.REMEMBERED + 3):
+        assert executor.norms([torch.ones(length)]).item() == pytest.approx(length**0.5)
+    assert len(executor._known) == cpp.REMEMBERED
+
+
+def test_two_threads_of_python_may_step_at_once():
+    cohorts = [cohort_of(Cpp(), "adamw", "split", BF16, [(200_000,)]) for _ in range(2)]
+    executor = Cpp()
+    checks = []
+    for cohort in cohorts:
+        gradients = gradients_of(cohort, 0, BF16)
+        check = judge(executor.norms(gradients), torch.tensor(1 / 1024))
+        advance([cohort.step], check.found_inf)
+        checks.append((executor.prepare(cohort), gradients, check))
+    threads = [threading.Thread(target=update, args=(gradients, check)) for update, gradients, check in checks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same_bits(tensors_of(cohorts[0]), tensors_of(cohorts[1]))
+
+
+def test_full_masters_do_not_read_the_weight_they_round():
+    for dtype in (FP16, BF16):
+        source = cpp_source.update_source(rule("adamw"), FULL, (dtype, dtype, FP32, FP32, FP32))
+        assert "part0_row[i] = " in source
+        assert "= part0_row[i];" not in source
+        assert ("narrow(part0_row" in source) is (dtype == FP16)
+    split = cpp_source.update_source(rule("adamw"), SPLIT, (FP16, FP16, torch.int16, FP32, FP32))
+    assert "widen(part0_at + row, part0_row, count)" in split
