@@ -11,10 +11,11 @@ from mezzo.recipes import get
 from mezzo.recipes.recipe import decayed_groups
 from mezzo.recipes.training import Run
 from mezzo.step.kernels import Blocked, Compiled
+from mezzo.step.kernels.cpp import Cpp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
-EXECUTORS = {"blocked": Blocked, "compiled": Compiled}
+EXECUTORS = {"blocked": Blocked, "compiled": Compiled, "cpp": Cpp}
 
 
 @pytest.fixture(scope="module")

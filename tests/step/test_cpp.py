@@ -25,9 +25,12 @@ extern "C" void kernel(const float* from, uint16_t* to, int64_t count, int64_t s
 """
 
 
-@pytest.fixture(params=["g++", "g++ -mno-f16c -mno-avx512f"])
+#: The processor's own conversion of FP16, 16 or 8 at a time, and that spelled out.
+COMPILERS = ["g++", "g++ -mno-avx512f", "g++ -mno-f16c -mno-avx512f"]
+
+
+@pytest.fixture(params=COMPILERS)
 def compiler(request, monkeypatch):
-    """With the processor's own conversion of FP16, and with that spelled out."""
     monkeypatch.setenv("CXX", request.param)
     build.built.cache_clear()
     yield request.param
@@ -54,7 +57,6 @@ def test_every_number_of_float16_goes_to_float32_and_back(compiler, start):
     assert back[start:][patterns[start:].isnan()].isnan().all()
 
 
-@pytest.mark.parametrize("compiler", ["g++", "g++ -mno-f16c -mno-avx512f"], indirect=True)
 def test_what_is_too_large_for_float16_is_infinite(compiler):
     wide = torch.tensor([65536.0, -65536.0, 1e30, 65504.0, -torch.inf, torch.nan, 0.0, -0.0, 2.0**-24, -(2.0**-14)])
     back = torch.zeros(len(wide), dtype=FP16)
@@ -91,6 +93,24 @@ def test_threads_are_torch_s_and_as_many_as_are_worth_waking():
         assert cpp._threads(1 << 30) == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_nothing_is_asked_of_a_tensor():
+    """Not even on the CPU, where asking costs little: the flag is read by the kernel."""
+    executor, cohort = Cpp(), cohort_of(Cpp(), "adamw", "split", BF16)
+    update = executor.prepare(cohort)
+    take(executor, cohort, update, gradients_of(cohort, 2, BF16))  # traces, compiles and makes tables
+    for number in range(2):
+        gradients = gradients_of(cohort, number, BF16)
+        if number:
+            gradients[1][0, 0] = torch.inf
+        before = [tensor.clone() for tensor in tensors_of(cohort)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
+            check = judge(executor.norms(gradients), torch.tensor(1 / 1024), max_norm=1.0)
+            advance([cohort.step], check.found_inf)
+            update(gradients, check)
+        assert "aten::_local_scalar_dense" not in {event.name for event in profiled.events()}
+        assert same_bits(tensors_of(cohort), before) is bool(check.found_inf) is bool(number)
 
 
 @pytest.mark.parametrize("count", [1, 40])

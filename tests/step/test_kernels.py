@@ -274,9 +274,15 @@ NORMED = [((1 << 14) + 3,), (0, 3), (7, 5), (), (5000,)]
 def test_norms_are_those_of_each_gradient(kernels, dtypes):
     gradients = [random(shape, i, 100.0).to(dtype) for i, (shape, dtype) in enumerate(zip(NORMED, dtypes, strict=True))]
     gradients[2] = gradients[2].t()
-    gradients.append(random((30, 40), 1)[:, ::2].to(BF16))
+    gradients += [random((30, 40), 1).to(BF16)[:, ::2], random((30, 40), 2).to(BF16)[:, 1:]]
     wanted = torch.stack([gradient.double().norm() for gradient in gradients])
-    found = kernels.executor().norms(on(kernels.device, gradients))
+    moved = on(kernels.device, gradients)
+    moved[-2:] = [
+        random((30, 40), 1).to(kernels.device, BF16)[:, ::2],
+        random((30, 40), 2).to(kernels.device, BF16)[:, 1:],
+    ]
+    assert [each.stride() for each in moved[-2:]] == [(40, 2), (40, 1)]  # torch keeps gaps in no copy
+    found = kernels.executor().norms(moved)
     assert found.dtype == FP32
     # squares and sums: a tree of at most 14 + 2 additions of positive numbers
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=17 * 2.0**-24, atol=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mezzo.step.kernels import Blocked, Compiled
+from mezzo.step.kernels.cpp import Cpp
 from mezzo.step.passes import advance, judge, updated
 from mezzo.step.storage import PLAIN
 from mezzo.step.update import rule
@@ -21,7 +22,7 @@ def gradients_of(dtype, scale=1.0, seed=0):
     return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("executor", [Blocked, Compiled])
+@pytest.mark.parametrize("executor", [Blocked, Compiled, Cpp])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW])
 def test_norms_are_float64_s_to_four_millionths(dtype, executor):
     # FP32 sums of up to 2^18 squares, added up
@@ -34,7 +35,7 @@ def test_norms_are_float64_s_to_four_millionths(dtype, executor):
     torch.testing.assert_close(norms.double(), exact, rtol=4e-6, atol=0)
 
 
-@pytest.mark.parametrize("executor", [Blocked, Compiled])
+@pytest.mark.parametrize("executor", [Blocked, Compiled, Cpp])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", [(0, 0), (0, 300_000), (1, 599), (3, 0)])
 def test_one_bad_value_anywhere_is_found_and_placed(executor, bad, place):
@@ -45,7 +46,7 @@ def test_one_bad_value_anywhere_is_found_and_placed(executor, bad, place):
     assert check.norms.isfinite().tolist() == [index != place[0] for index in range(len(gradients))]
 
 
-@pytest.mark.parametrize("executor", [Blocked, Compiled])
+@pytest.mark.parametrize("executor", [Blocked, Compiled, Cpp])
 def test_the_largest_gradients_of_float16_are_finite(executor):
     gradients = [torch.full((400_000,), 65504.0, dtype=torch.float16)]
     check = judge(executor().norms(gradients), torch.tensor(2.0**-16))
@@ -53,7 +54,7 @@ def test_the_largest_gradients_of_float16_are_finite(executor):
     torch.testing.assert_close(check.grad_norm.item(), 65504 * 400_000**0.5 * 2.0**-16, rtol=4e-6, atol=0)
 
 
-@pytest.mark.parametrize("executor", [Blocked, Compiled])
+@pytest.mark.parametrize("executor", [Blocked, Compiled, Cpp])
 def test_no_gradients_at_all(executor):
     check = judge(executor().norms([]), torch.tensor(1.0), max_norm=1.0)
     assert check.grad_norm == 0

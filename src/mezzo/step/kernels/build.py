@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -82,8 +83,10 @@ def _loaded(path: Path) -> Callable[..., None] | None:
 
 @cache
 def _process_folder() -> Path:
-    """Make a folder for this process, which cannot keep anything."""
-    return Path(tempfile.mkdtemp(prefix="mezzo-kernels-"))
+    """Make a folder that goes when this process does."""
+    path = tempfile.mkdtemp(prefix="mezzo-kernels-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)
 
 
 def _command() -> list[str]:

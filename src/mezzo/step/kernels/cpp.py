@@ -79,7 +79,7 @@ class _Norms:
             places = as_table([place for place, kind in enumerate(kinds) if kind[0] == dtype])
             cut = chunked(self.lengths[places], places, CHUNK)
             owners = cut[:, 0].long()
-            elements = int(self.lengths[places].sum())
+            elements = sum(length for each, length in kinds if each == dtype)
             self.launches.append((built(norm_source(dtype)), cut, owners, elements))
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -102,8 +102,6 @@ class _CppUpdate:
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
-        if check.found_inf:  # here the flag is host memory
-            return
         cohort = self.cohort
         gradients = [readable(gradient) for gradient in gradients]
         self.follow(gradients)
@@ -120,8 +118,9 @@ class _CppUpdate:
         addresses = as_table([each.data_ptr() for each in vectors])
         for kernel, cut, elements in self.launches:
             kernel(
-                addresses, self.rows.table, cut, len(cut), CHUNK, scalars, check.multiplier, seeds, _threads(elements)
-            )
+                addresses, self.rows.table, cut, len(cut), CHUNK, scalars, check.multiplier, check.found_inf, seeds,
+                _threads(elements),
+            )  # fmt: skip
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
@@ -135,7 +134,7 @@ class _CppUpdate:
             places = as_table(indices)
             cut = chunked(lengths[places], places, CHUNK)
             kernel = built(update_source(self.cohort.rule, self.cohort.storage, dtypes))
-            self.launches.append((kernel, cut, int(lengths[places].sum())))
+            self.launches.append((kernel, cut, sum(self.cohort.weights[index].numel() for index in indices)))
         self.seen = seen
 
 

@@ -120,6 +120,10 @@ static inline uint16_t to_float16(float value) {
 
 static void widen(const uint16_t* __restrict from, float* __restrict to, int64_t count) {
     int64_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= count; i += 16)
+        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+#endif
 #if defined(__F16C__)
     for (; i + 8 <= count; i += 8)
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
@@ -128,6 +132,12 @@ static void widen(const uint16_t* __restrict from, float* __restrict to, int64_t
 }
 static void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t count) {
     int64_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= count; i += 16)
+        _mm256_storeu_si256(
+            reinterpret_cast<__m256i*>(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT)
+        );
+#endif
 #if defined(__F16C__)
     for (; i + 8 <= count; i += 8)
         _mm_storeu_si128(
@@ -158,8 +168,9 @@ static void update(
 
 extern "C" void kernel(
     const int64_t* addresses, const int64_t* rows, const int32_t* chunks, int64_t count, int64_t size,
-    const float* scalars, const float* multiplier, const int32_t* keys, int64_t threads
+    const float* scalars, const float* multiplier, const bool* found_inf, const int32_t* keys, int64_t threads
 ) {{
+    if (*found_inf) return;
     #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t chunk = 0; chunk < count; ++chunk) {{
         const int64_t tensor = chunks[2 * chunk], start = chunks[2 * chunk + 1] * size;
@@ -214,7 +225,7 @@ def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...])
 
     ``kernel`` takes pointers: a gradient's address for each tensor (int64), the rows of tensors (int64: length, then
     the addresses of parts and states), the chunks (int32: tensor, number of the chunk) and how many and how long they
-    are, numbers of the rule, multiplier, keys (one for each tensor), and how many threads to use.
+    are, numbers of the rule, multiplier, flag, keys (one for each tensor), and how many threads to use.
 
     Args:
         rule: What to do.

@@ -77,7 +77,8 @@ def readable(gradient: Tensor) -> Tensor:
 
 def vector(gradient: Tensor) -> Tensor:
     """Return a tensor's elements in memory order, copied if they have gaps."""
-    return gradient if gradient.is_contiguous() else (flat(gradient) or (gradient.reshape(-1),))[0]
+    # Not reshape(-1) alone: every second column of a matrix is a view too, as a vector with steps of two.
+    return gradient if gradient.is_contiguous() else (flat(gradient) or (gradient.reshape(-1).contiguous(),))[0]
 
 
 def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
