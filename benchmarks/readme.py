@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from mezzo.report import to_markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def where(result: dict[str, Any]) -> str:
+    """What a result was measured on, and when."""
+    return f"{result['machine']}, {result['threads']} threads, torch {result['torch']}, {result['date']}"
 
 
 def comparison(folder: str) -> str:
@@ -25,8 +31,7 @@ def ratios(pattern: str) -> str:
         f"| {row['name']} | {row['against']} | {row['ratio']:.2f} | {row['ratio_p10']:.2f}–{row['ratio_p90']:.2f} |"
         for row in result["rows"]
     ]
-    facts = f"{result['machine']}, {result['threads']} threads, torch {result['torch']}, {result['date']}"
-    return "\n".join([*lines, "", f"{facts}; medians of {result['repetitions']} pairs."])
+    return "\n".join([*lines, "", f"{where(result)}; medians of {result['repetitions']} pairs."])
 
 
 def steps(pattern: str) -> str:
@@ -42,9 +47,8 @@ def steps(pattern: str) -> str:
         for row in result["rows"]
     ]
     one = first[0]
-    facts = f"{one['machine']}, {one['threads']} threads, torch {one['torch']}, {one['date']}"
     count = f"{one['shapes']}, {one['num_parameters'] / 1e6:.0f} M parameters"
-    return "\n".join([*lines, "", f"{facts}; {count}; medians of {one['repetitions']} rounds."])
+    return "\n".join([*lines, "", f"{where(one)}; {count}; medians of {one['repetitions']} rounds."])
 
 
 def trainings(pattern: str) -> str:
@@ -59,10 +63,8 @@ def trainings(pattern: str) -> str:
         for row in result["rows"]
     ]
     one = results[0]
-    facts = f"{one['machine']}, {one['threads']} threads, torch {one['torch']}, {one['date']}"
-    return "\n".join(
-        [*lines, "", f"{facts}; {one['dtype']}, size {one['size']}; medians of {one['repetitions']} pairs."]
-    )
+    what = f"{one['dtype']}, size {one['size']}"
+    return "\n".join([*lines, "", f"{where(one)}; {what}; medians of {one['repetitions']} pairs."])
 
 
 SECTIONS = {
