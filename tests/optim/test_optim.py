@@ -10,6 +10,8 @@ from torch import nn
 import mezzo
 from mezzo import optim
 from mezzo.errors import PolicyError, StateError, UnsupportedError
+from mezzo.step.kernels import Blocked
+from mezzo.step.kernels.cpp import Cpp
 
 SHAPES = ((5, 7), (3,), (4, 2, 3), ())
 PAIRS = {
@@ -362,3 +364,28 @@ def test_short_parameters_are_updated_together_and_save_as_ever():
         step(number, together, *separately)
     for one, other in zip(params, alone, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("executor", [Blocked(), Cpp()], ids=["blocked", "cpp"])
+@pytest.mark.parametrize("master", ["split", "full"])
+def test_autograd_knows_that_weights_were_written(monkeypatch, executor, master):
+    """Or casts kept for the next forward pass, and graphs that saved a weight, would go on with the old one."""
+    monkeypatch.setattr("mezzo.optim.optimizer.executor_for", lambda *_: executor)
+    model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+    optimizer = mezzo.optim.SGD(model.parameters(), lr=1.0, master=master)
+    before = model.weight._version
+    with mezzo.autocast("O1,dtype=bfloat16,emulate=true,low=tanh"):
+        first = model(x)
+        kept = torch.tanh(model(model(x)))
+        first.sum().backward()
+        optimizer.step()
+        assert model.weight._version > before
+        expected = torch.nn.functional.linear(x, model.weight, model.bias)
+        torch.testing.assert_close(model(x).float(), expected.float(), rtol=0.02, atol=0.02)
+        assert not torch.equal(model(x), first)
+    model.weight.grad = torch.ones_like(model.weight)
+    graph = (model.weight * model.weight).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graph.backward()
+    assert kept.shape == (1, 4)

@@ -131,6 +131,75 @@ def test_without_a_compiler(monkeypatch, platform, setting, where):
     assert "apt install g++" in str(caught.value)
 
 
+def test_a_folder_that_others_may_write_to_is_nothing_to_load_from(folder):
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert run() == [0.5, -1.0]
+    assert list(folder.iterdir()) == []
+    assert list(build._process_folder().glob("*.so"))
+
+
+def test_our_folder_is_for_us_alone(folder):
+    run()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_full_folder_that_cannot_be_written_to_is_still_read(folder, compilations, monkeypatch):
+    run()
+    access = build.os.access
+    monkeypatch.setattr(build.os, "access", lambda path, mode: path != folder and access(path, mode))
+    build.built.cache_clear()
+    assert run() == [0.5, -1.0]
+    assert len(compilations) == 1
+    assert run(SOURCE.replace("*=", "+=")) == [1.5, -1.5]
+    assert compilations[1][2].parent == build._process_folder()
+
+
+def test_a_child_does_not_lose_its_parent_s_folder(monkeypatch, tmp_path):
+    path = tmp_path / "kernels"
+    path.mkdir()
+    build._remove(path, build.os.getpid() + 1)
+    assert path.exists()
+    build._remove(path, build.os.getpid())
+    assert not path.exists()
+
+
+def test_nowhere_to_be(monkeypatch, tmp_path):
+    def refuse(**_):
+        raise OSError("no space")
+
+    monkeypatch.setattr(build, "_own_folder", lambda: None)
+    monkeypatch.setattr(build.tempfile, "mkdtemp", refuse)
+    build._made_for.cache_clear()
+    with pytest.raises(UnsupportedError, match=r"nowhere to be\n  why    no space\n  write  XDG_CACHE_HOME"):
+        run()
+
+
+def test_a_setting_that_is_no_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "g++ '")
+    with pytest.raises(
+        UnsupportedError, match=r"CXX is no command\n  where  CXX=g\+\+ '\n  why    No closing quotation"
+    ):
+        run()
+    text = tmp_path / "text"
+    text.write_text("")
+    text.chmod(0o700)
+    monkeypatch.setenv("CXX", str(text))
+    with pytest.raises(UnsupportedError, match=rf"does not run\n  where  {text}\n  why    .*Exec format error"):
+        run()
+
+
+def test_a_compiler_that_does_not_tell_what_it_makes_is_known_by_the_processor(monkeypatch):
+    monkeypatch.setattr(build, "_run", lambda command: subprocess.CompletedProcess(command, 1, "", "unknown option"))
+    build._asked.cache_clear()
+    try:
+        told = build._asked(("cc",))
+    finally:
+        build._asked.cache_clear()
+    assert "flags" in told or "Features" in told
+    assert "MHz" not in told
+
+
 def test_the_lock_of_the_interpreter_is_released():
     import threading
 

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from mezzo.step.kernels import build, cpp, cpp_source
+from mezzo import UnsupportedError
+from mezzo.step.kernels import Blocked, build, cpp, cpp_source
 from mezzo.step.kernels.cpp import Cpp
 from mezzo.step.passes import advance, judge
 from mezzo.step.storage import FULL, SPLIT
@@ -165,6 +166,68 @@ def test_two_threads_of_python_may_step_at_once():
     for thread in threads:
         thread.join()
     assert same_bits(tensors_of(cohorts[0]), tensors_of(cohorts[1]))
+
+
+def test_what_is_wrong_is_told_before_anything_is_updated(monkeypatch):
+    def refuse(source):
+        raise UnsupportedError("no space")
+
+    cohort = cohort_of(Cpp(), "lion", "split", BF16)
+    monkeypatch.setattr(cpp, "built", refuse)
+    with pytest.raises(UnsupportedError, match="no space"):
+        Cpp().prepare(cohort)  # which a step does for all cohorts first
+
+
+def test_a_negative_view_is_read_as_what_it_is():
+    cohort, executor = cohort_of(Cpp(), "sgd", "split", FP32, [(300,)]), Cpp()
+    before = cohort.weights[0].clone()
+    gradient = torch._neg_view(torch.ones(300))
+    assert gradient.is_neg()
+    check = judge(executor.norms([gradient]), torch.tensor(1.0))
+    advance([cohort.step], check.found_inf)
+    executor.prepare(cohort)([gradient], check)
+    assert (cohort.weights[0] > before).all()
+
+
+def test_tensors_without_memory_are_refused():
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return args[0] if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default) else NotImplemented
+
+    with pytest.raises(UnsupportedError, match=r"cannot find a tensor\n  where  Wrapped of shape \(4,\)"):
+        Cpp().norms([Wrapped(torch.ones(4))])
+
+
+@pytest.mark.parametrize("executor", [Cpp(), Blocked()], ids=["cpp", "blocked"])
+def test_a_weight_that_was_turned_round_keeps_its_own_momentum(executor):
+    """At the same address, of the same shape: only its strides differ."""
+    cohort = cohort_of(executor, "sgd momentum", None, FP32, [(300, 300)])
+    theirs = [cohort.weights[0].clone(), torch.zeros(300, 300)]
+    update = executor.prepare(cohort)
+    for number in range(2):
+        gradient = torch.randn(300, 300, generator=torch.Generator().manual_seed(number))
+        take(executor, cohort, update, [gradient], inverse=1.0)
+        decayed = gradient + 0.01 * theirs[0]
+        theirs[1] = theirs[1] * 0.9 + decayed * (0.9 if number else 1.0)
+        theirs[0] = theirs[0] - 0.1 * theirs[1]
+        torch.testing.assert_close(cohort.weights[0], theirs[0], rtol=1e-5, atol=1e-6)
+        cohort.weights[0].data, theirs[0] = cohort.weights[0].data.t(), theirs[0].t().clone()
+
+
+def test_no_weights_at_all():
+    cohort = cohort_of(Cpp(), "adamw", "split", BF16, [])
+    Cpp().prepare(cohort)([], judge(torch.ones(1), torch.tensor(1.0)))
+
+
+def test_a_float64_bound_does_not_change_what_kernels_read():
+    check = judge(torch.tensor([2.0]), torch.tensor(1.0), max_norm=torch.tensor(1.0, dtype=torch.float64))
+    assert check.multiplier.dtype == FP32
+    assert check.multiplier == pytest.approx(0.5)
 
 
 def test_full_masters_do_not_read_the_weight_they_round():

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from mezzo.errors import UnsupportedError
@@ -129,6 +130,8 @@ class OnePassOptimizer(Optimizer):
             advance({id(each.cohort.step): each.cohort.step for each in here}.values(), check.found_inf)
             for each in here:
                 each.update([param.grad for param in each.params if param.grad is not None], check)
+                # Kernels write past autograd, which is to tell whoever kept a cast of the weight, or saved it.
+                increment_version(each.params)
         self._edits.see(self._with_masters())
         return loss
 
@@ -183,7 +186,7 @@ class OnePassOptimizer(Optimizer):
                     write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
                 )
         options = tuple(self._options(group))
-        key = (options, *((id(param), param.dtype, param.shape) for param in params))
+        key = (options, *((id(param), param.dtype, param.shape, param.device) for param in params))
         wanted = _Wanted(params, rule(self._rule, *options), key)
         if number not in self._ready or self._ready[number][0] != key:
             for param in params:

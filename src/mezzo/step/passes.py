@@ -67,7 +67,8 @@ def judge(norms: Tensor, inverse_scale: Tensor, *, max_norm: float | Tensor | No
     multiplier = inverse_scale
     if max_norm is not None:
         multiplier = inverse_scale * clip_coefficient(grad_norm, max_norm)
-    return Check(norms=norms, grad_norm=grad_norm, found_inf=~torch.isfinite(grad_norm), multiplier=multiplier)
+    found_inf = ~torch.isfinite(grad_norm)
+    return Check(norms=norms, grad_norm=grad_norm, found_inf=found_inf, multiplier=multiplier.to(torch.float32))
 
 
 def clip_coefficient(grad_norm: Tensor, max_norm: float | Tensor) -> Tensor:

@@ -46,16 +46,12 @@ def built(source: str) -> Callable[..., None]:
     """
     command = _command()
     name = hashlib.sha256("\0".join([source, _resolved(command)]).encode()).hexdigest()[:32]
-    try:
-        home = folder() / "kernels"
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=home):
-            pass
-    except (OSError, RuntimeError):
-        home = _process_folder()
-    path = home / f"{name}.so"
+    home = _own_folder()
+    path = (home or _process_folder()) / f"{name}.so"
     found = _loaded(path) if path.exists() else None
     if found is None:  # or damaged
+        if home is not None and not os.access(home, os.W_OK):
+            path = _process_folder() / path.name
         _compile(command, source, path)
         found = _loaded(path)
     if found is None:
@@ -81,16 +77,49 @@ def _loaded(path: Path) -> Callable[..., None] | None:
     return kernel
 
 
-@cache
+def _own_folder() -> Path | None:
+    """Return the folder where kernels are kept, or None: what others may write to is nothing to load programs from."""
+    try:
+        home = folder() / "kernels"
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = home.stat()
+    except (OSError, RuntimeError):
+        return None
+    return home if facts.st_uid == os.getuid() and not facts.st_mode & 0o022 else None
+
+
 def _process_folder() -> Path:
-    """Make a folder that goes when this process does."""
-    path = tempfile.mkdtemp(prefix="mezzo-kernels-")
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return _made_for(os.getpid())  # not its parent's, which may end first
+
+
+@cache
+def _made_for(process: int) -> Path:
+    """Make a folder that goes when a process does."""
+    try:
+        path = tempfile.mkdtemp(prefix="mezzo-kernels-")
+    except OSError as error:
+        raise UnsupportedError(
+            "optimizer kernels have nowhere to be",
+            why=str(error),
+            write="XDG_CACHE_HOME=, or TMPDIR=, a folder that can be written to",
+        ) from error
+    atexit.register(_remove, Path(path), process)
     return Path(path)
 
 
+def _remove(path: Path, process: int) -> None:
+    if os.getpid() == process:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _command() -> list[str]:
-    own = shlex.split(os.environ.get("CXX", ""))
+    setting = os.environ.get("CXX", "")
+    try:
+        own = shlex.split(setting)
+    except ValueError as error:
+        raise UnsupportedError(
+            "CXX is no command", where=f"CXX={setting}", why=str(error), write="CXX=the path of a C++ compiler"
+        ) from error
     found = own or [next((path for name in _COMPILERS if (path := shutil.which(name))), "")]
     if sys.platform != "linux" or not shutil.which(found[0]):
         raise UnsupportedError(
@@ -98,14 +127,16 @@ def _command() -> list[str]:
             where=f"CXX={shlex.join(own)}" if own else f"{sys.platform}, {', '.join(_COMPILERS)}",
             write="apt install g++ (or another C++ compiler, and CXX=its path), on Linux",
         )
-    machine = os.uname().machine
-    return [*found, *_FLAGS, *(_X86 if machine in ("x86_64", "AMD64") else ())]
+    return [*found, *_FLAGS, *(_X86 if os.uname().machine == "x86_64" else ())]
 
 
 @cache
 def _asked(command: tuple[str, ...]) -> str:
     """Return the compiler's version and what ``native`` means here, as it says itself."""
-    asked = subprocess.run([*command, "-###", "-x", "c++", "-E", "-"], capture_output=True, text=True, check=False)
+    asked = _run([*command, "-###", "-x", "c++", "-E", "-"])
+    if asked.returncode or not asked.stderr:  # then what it runs on stands for what it makes of that
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
     return asked.stderr
 
 
@@ -113,13 +144,23 @@ def _resolved(command: list[str]) -> str:
     return shlex.join(command) + _asked(tuple(command))
 
 
+def _run(command: list[str], source: str = "") -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UnsupportedError(
+            "the C++ compiler does not run",
+            where=shlex.join(command[:1]),
+            why=str(error),
+            write="CXX=the path of a C++ compiler, such as g++",
+        ) from error
+
+
 def _compile(command: list[str], source: str, path: Path) -> None:
     """Compile beside, then rename: no process ever loads half a file."""
     beside = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.partial")
     try:
-        done = subprocess.run(
-            [*command, "-x", "c++", "-", "-o", str(beside)], input=source, capture_output=True, text=True, check=False
-        )
+        done = _run([*command, "-x", "c++", "-", "-o", str(beside)], source)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,9 +11,21 @@ from torch import Tensor
 
 from mezzo.step.kernels.build import built
 from mezzo.step.kernels.cpp_source import norm_source, update_source
-from mezzo.step.kernels.tables import Rows, as_table, chunked, laid_out, readable, update_alone, vector, where
+from mezzo.step.kernels.tables import (
+    Rows,
+    addresses,
+    as_table,
+    chunked,
+    laid_out,
+    readable,
+    update_alone,
+    vector,
+    where,
+)
 from mezzo.step.passes import Check, Cohort, Update
 from mezzo.step.rounding import keys
+from mezzo.step.storage import PLAIN
+from mezzo.step.update import rule
 
 __all__ = ["Cpp"]
 
@@ -27,8 +40,9 @@ REMEMBERED: Final = 16
 class Cpp:
     """One call for each pass over a cohort, however many tensors there are.
 
-    Loops over elements, one for each set of dtypes, that a C++ compiler turns into vector instructions; torch's OpenMP
-    threads share chunks of tensors. Weights with gaps, or whose states lie otherwise, are updated one by one with
+    Loops over elements, one for each set of dtypes, that a C++ compiler turns into vector instructions. Chunks of
+    tensors are shared among OpenMP's threads, torch's own where torch runs on the compiler's OpenMP (GCC's, in torch's
+    packages for Linux). Weights with gaps, or whose states lie otherwise, are updated one by one with
     torch's operations.
 
     **Cost**: 60 ms at the first step of a process, and 0.2 s to compile a kernel, which is kept on disk. Per step the
@@ -40,14 +54,16 @@ class Cpp:
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[torch.dtype, int], ...], _Norms] = {}
+        self._lock = threading.Lock()  # one executor serves all optimizers of a process
 
     def require(self) -> None:
-        """Compile pass 1 for FP32.
+        """Compile pass 1 for FP32, and AdamW.
 
         Raises:
             UnsupportedError: There is no C++ compiler with OpenMP.
         """
         self.norms([torch.ones(1, dtype=torch.float32, device="cpu")])
+        built(update_source(rule("adamw"), PLAIN, (torch.float32,) * 4))
 
     def planes(self, device: torch.device) -> bool:
         """See :class:`mezzo.step.passes.Executor`."""
@@ -58,11 +74,12 @@ class Cpp:
         """See :class:`mezzo.step.passes.Executor`."""
         vectors = [vector(readable(gradient)) for gradient in gradients]
         kinds = tuple([(each.dtype, each.numel()) for each in vectors])
-        if kinds not in self._known:
-            if len(self._known) == REMEMBERED:
-                self._known.pop(next(iter(self._known)))
-            self._known[kinds] = _Norms(kinds)
-        return self._known[kinds](vectors)
+        with self._lock:
+            if (known := self._known.get(kinds)) is None:
+                if len(self._known) == REMEMBERED:
+                    self._known.pop(next(iter(self._known)))
+                known = self._known[kinds] = _Norms(kinds)
+        return known(vectors)
 
     def prepare(self, cohort: Cohort) -> Update:
         """See :class:`mezzo.step.passes.Executor`."""
@@ -83,11 +100,11 @@ class _Norms:
             self.launches.append((built(norm_source(dtype)), cut, owners, elements))
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
-        addresses = as_table([each.data_ptr() for each in vectors])
+        places = as_table(addresses(vectors))
         squares = torch.zeros(len(vectors), dtype=torch.float64, device="cpu")
         for kernel, cut, owners, elements in self.launches:
             sums = torch.empty(len(cut), dtype=torch.float64, device="cpu")
-            kernel(addresses, self.lengths, cut, len(cut), CHUNK, sums, _threads(elements))
+            kernel(places, self.lengths, cut, len(cut), CHUNK, sums, _threads(elements))
             squares.index_add_(0, owners, sums)
         return squares.sqrt_().to(torch.float32)
 
@@ -99,10 +116,16 @@ class _CppUpdate:
         self.cohort = cohort
         self.seen: tuple[object, ...] = ()
         self.no_keys = torch.zeros(1, dtype=torch.int32, device="cpu")
+        if cohort.weights:  # here nothing is updated yet; gradients have the weight's dtype, as a rule
+            parts = cohort.storage.parts(cohort.weights[0], cohort.extras[0])
+            dtypes = (parts[0].dtype, *(part.dtype for part in (*parts, *cohort.states[0])))
+            built(update_source(cohort.rule, cohort.storage, dtypes))
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
         cohort = self.cohort
+        if not gradients:
+            return
         gradients = [readable(gradient) for gradient in gradients]
         self.follow(gradients)
         scalars = cohort.rule.scalars(cohort.hypers, cohort.step)
@@ -115,12 +138,11 @@ class _CppUpdate:
             gradient if index in self.rows.others else laid_out(gradient, weight)
             for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
         ]
-        addresses = as_table([each.data_ptr() for each in vectors])
+        places = as_table(addresses(vectors))
+        multiplier, found_inf = check.multiplier.to(torch.float32), check.found_inf.to(torch.bool)
         for kernel, cut, elements in self.launches:
-            kernel(
-                addresses, self.rows.table, cut, len(cut), CHUNK, scalars, check.multiplier, check.found_inf, seeds,
-                _threads(elements),
-            )  # fmt: skip
+            numbers = (scalars, multiplier, found_inf, seeds)
+            kernel(places, self.rows.table, cut, len(cut), CHUNK, *numbers, _threads(elements))
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""

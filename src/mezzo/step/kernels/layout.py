@@ -115,7 +115,8 @@ class _Layout:
         """
         cohort, at = self.cohort, self.index
         weight, extra, states = cohort.weights[at], cohort.extras[at], cohort.states[at]
-        seen = tuple([tensor.data_ptr() for tensor in (weight, extra, *states) if tensor is not None])
+        places = tuple([tensor.data_ptr() for tensor in (weight, extra, *states) if tensor is not None])
+        seen = (*places, *weight.stride())
         if seen != self._seen or not self._blocks:
             parts = tuple(part.detach() for part in cohort.storage.parts(weight, extra))
             self._blocks = _cut(at, parts, states, self.block)

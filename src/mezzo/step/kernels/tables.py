@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mezzo.errors import UnsupportedError
 from mezzo.step.kernels.emit import READABLE, stepped
 from mezzo.step.passes import Check, Cohort
 from mezzo.step.split import flat
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
 
-__all__ = ["Rows", "as_table", "chunked", "laid_out", "readable", "update_alone", "vector", "where"]
+__all__ = ["Rows", "addresses", "as_table", "chunked", "laid_out", "readable", "update_alone", "vector", "where"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +45,7 @@ class Rows:
                 others[index] = parts, states
             elif parts[0].numel():
                 alike.setdefault((gradient.dtype, *(each.dtype for each in vectors)), []).append(index)
-            rows.append([parts[0].numel(), *(tensor.data_ptr() for tensor in (*parts, *states))])
+            rows.append([parts[0].numel(), *addresses((*parts, *states))])
         return cls(table=as_table(rows), alike=alike, others=others)
 
 
@@ -53,7 +54,26 @@ def where(cohort: Cohort, gradients: Sequence[Tensor]) -> tuple[object, ...]:
     groups = zip(cohort.weights, cohort.extras, cohort.states, strict=True)
     tensors = (tensor for weight, extra, states in groups for tensor in (weight, extra, *states))
     places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-    return places, tuple([gradient.dtype for gradient in gradients])
+    strides = tuple([weight.stride() for weight in cohort.weights])
+    return places, strides, tuple([gradient.dtype for gradient in gradients])
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where tensors begin.
+
+    Raises:
+        UnsupportedError: A tensor that is more than its memory, such as a DTensor.
+    """
+    found = [tensor.data_ptr() for tensor in tensors]
+    for address, tensor in zip(found, tensors, strict=True):
+        if not address and tensor.numel():
+            raise UnsupportedError(
+                "optimizer kernels cannot find a tensor",
+                where=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.dtype}",
+                why="it has no memory of its own",
+                write="a plain tensor; of a DTensor its to_local()",
+            )
+    return found
 
 
 def chunked(lengths: Tensor, places: Tensor, size: int) -> Tensor:
@@ -71,7 +91,7 @@ def as_table(numbers: Sequence[object]) -> Tensor:
 
 def readable(gradient: Tensor) -> Tensor:
     """Return a gradient that kernels can read: any other dtype is what an update rounds to FP32 first anyway."""
-    gradient = gradient.detach()
+    gradient = gradient.detach().resolve_neg()  # which is free unless its memory holds it negated
     return gradient if gradient.dtype in READABLE else gradient.to(torch.float32)
 
 
