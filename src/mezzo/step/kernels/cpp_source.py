@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from mezzo.step.kernels.emit import Dialect, written
+from mezzo.step.kernels.emit import ALIKE, Dialect, written
 from mezzo.step.storage import Storage
 from mezzo.step.update import Rule
 
@@ -37,6 +37,7 @@ _TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
 #: C++ for each aten operation that occurs. Compiled without contraction, with integers that wrap.
 _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        **ALIKE,
         "aten.add.Tensor": "{0} + {1}",
         "aten.sub.Tensor": "{0} - {1}",
         "aten.mul.Tensor": "{0} * {1}",
@@ -50,20 +51,8 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
         "aten.clamp.default": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
         "aten.where.self": "{0} ? {1} : {2}",
-        "aten.lt.Scalar": "{0} < {1}",
-        "aten.le.Scalar": "{0} <= {1}",
-        "aten.gt.Scalar": "{0} > {1}",
-        "aten.ne.Tensor": "{0} != {1}",
-        "aten.bitwise_and.Scalar": "{0} & {1}",
-        "aten.bitwise_or.Scalar": "{0} | {1}",
-        "aten.bitwise_or.Tensor": "{0} | {1}",
-        "aten.bitwise_xor.Tensor": "{0} ^ {1}",
-        "aten.__lshift__.Scalar": "{0} << {1}",
-        "aten.__rshift__.Scalar": "{0} >> {1}",
         "aten.view.dtype": "bits<{dtype}>({0})",
         "aten._to_copy.default": "{dtype}({0})",
-        "aten.scalar_tensor.default": "{0}",
-        "aten.detach.default": "{0}",
     }
 )
 

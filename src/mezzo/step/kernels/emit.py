@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
@@ -19,10 +20,28 @@ from mezzo.step.rounding import noise
 from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
 
-__all__ = ["READABLE", "Dialect", "Lines", "stepped", "update_name", "written"]
+__all__ = ["ALIKE", "READABLE", "Dialect", "Lines", "stepped", "update_name", "written"]
 
 #: Dtypes of gradients that kernels read.
-READABLE = (torch.float32, torch.float16, torch.bfloat16)
+READABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+#: What every language spells alike.
+ALIKE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "aten.lt.Scalar": "{0} < {1}",
+        "aten.le.Scalar": "{0} <= {1}",
+        "aten.gt.Scalar": "{0} > {1}",
+        "aten.ne.Tensor": "{0} != {1}",
+        "aten.bitwise_and.Scalar": "{0} & {1}",
+        "aten.bitwise_or.Scalar": "{0} | {1}",
+        "aten.bitwise_or.Tensor": "{0} | {1}",
+        "aten.bitwise_xor.Tensor": "{0} ^ {1}",
+        "aten.__lshift__.Scalar": "{0} << {1}",
+        "aten.__rshift__.Scalar": "{0} >> {1}",
+        "aten.scalar_tensor.default": "{0}",
+        "aten.detach.default": "{0}",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

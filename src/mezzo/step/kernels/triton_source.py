@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from mezzo.step.kernels.emit import Dialect, update_name, written
+from mezzo.step.kernels.emit import ALIKE, Dialect, update_name, written
 from mezzo.step.storage import Storage
 from mezzo.step.update import Rule
 
@@ -41,6 +41,7 @@ _NARROWED: Final = "({0}.to(tl.int32, bitcast=True) >> 16).to(tl.int16)"
 #: ``-x`` is 0 − x there, and ``+`` on integers is checked for overflow in debug mode, which hashing means.
 _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        **ALIKE,
         "aten.add.Tensor": "tl.add({0}, {1}, sanitize_overflow=False)",
         "aten.sub.Tensor": "tl.sub({0}, {1}, sanitize_overflow=False)",
         "aten.mul.Tensor": "tl.mul({0}, {1}, sanitize_overflow=False)",
@@ -58,20 +59,8 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.maximum.default": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
         "aten.clamp.default": "tl.where({0} < {1}, {1}, tl.where({0} > {2}, {2}, {0}))",
         "aten.where.self": "tl.where({0}, {1}, {2})",
-        "aten.lt.Scalar": "{0} < {1}",
-        "aten.le.Scalar": "{0} <= {1}",
-        "aten.gt.Scalar": "{0} > {1}",
-        "aten.ne.Tensor": "{0} != {1}",
-        "aten.bitwise_and.Scalar": "{0} & {1}",
-        "aten.bitwise_or.Scalar": "{0} | {1}",
-        "aten.bitwise_or.Tensor": "{0} | {1}",
-        "aten.bitwise_xor.Tensor": "{0} ^ {1}",
-        "aten.__lshift__.Scalar": "{0} << {1}",
-        "aten.__rshift__.Scalar": "{0} >> {1}",
         "aten.view.dtype": "{0}.to({dtype}, bitcast=True)",
         "aten._to_copy.default": "{0}.to({dtype})",
-        "aten.scalar_tensor.default": "{0}",
-        "aten.detach.default": "{0}",
     }
 )
 
