@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from mezzo.errors import NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale, ScaleState
 from mezzo.scale.config import as_float32
 from mezzo.scale.transfer import moved
-from mezzo.session.clipping import Edited, clipping_warning
 
 __all__ = ["Accounts", "Outcome", "Stats"]
 
@@ -64,7 +62,6 @@ class Outcome:
         norms: 2-norm of each gradient, ``(len(params),)``.
         params: The tensors whose gradients these are.
         loss_failed: 0-d bool: whether a loss itself was not finite.
-        edited: What scaled gradients look clipped to, if they were all edited in place.
     """
 
     skipped: Tensor
@@ -72,17 +69,11 @@ class Outcome:
     norms: Tensor
     params: list[Tensor]
     loss_failed: Tensor
-    edited: Edited | None = None
 
     def numbers(self) -> list[Tensor]:
         """Return what the host wants to know: whether it was skipped, and of each scale its value and its wait."""
         scales = (t for state in self.scales.values() for t in (state.scale, state.floor_overflows))
-        return [
-            self.skipped,
-            self.loss_failed,
-            *((self.edited.limit, self.edited.scale) if self.edited else ()),
-            *scales,
-        ]
+        return [self.skipped, self.loss_failed, *scales]
 
 
 @dataclass(slots=True)
@@ -247,7 +238,6 @@ class Accounts:
     def _count(self, outcome: Outcome, numbers: list[float], norms: Tensor) -> None:
         skipped, loss_failed, *rest = numbers
         self._steps += 1
-        limit, carried, *rest = rest if outcome.edited else (math.nan, 0.0, *rest)
         self._skipped += bool(skipped)
         self._recent.append(bool(skipped))
         self._failure = None
@@ -256,9 +246,6 @@ class Accounts:
             self._move(loss_id, scale)
             if self._config.patience is not None and floor_overflows >= self._config.patience:
                 self._failure = self._collapse(loss_id, scale, int(floor_overflows), outcome.params, norms)
-        if not skipped and not math.isnan(limit):
-            # Last, since a warning may be an error.
-            warnings.warn(clipping_warning(limit, carried, self._steps), UserWarning, stacklevel=6)
 
     def _count_forward(self, failed: bool) -> None:
         """Follow steps whose loss is not finite: they leave the scale alone, and no scale can cure them."""

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from mezzo.errors import StateError
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.state import inverse
-from mezzo.session.clipping import Edited, EditWatch
 from mezzo.session.cluster import Cluster
 from mezzo.session.gradients import dense, norms, not_finite
 from mezzo.session.window import Share
@@ -35,7 +34,6 @@ class Checked:
         inverse: 1/scale, rounded once; ``None`` for nothing.
         shares: What each loss contributed.
         losses: The losses themselves, detached, with their ids.
-        edited: As :class:`mezzo.session.accounts.Outcome` has it.
     """
 
     params: list[Tensor]
@@ -47,7 +45,6 @@ class Checked:
     inverse: Tensor | None
     shares: list[Share]
     losses: list[tuple[int, Tensor]]
-    edited: Edited | None
 
     def divisor(self, max_norm: float | None) -> Tensor | None:
         """Return scale / clip coefficient; ``None`` where that is 1 by construction."""
@@ -64,14 +61,13 @@ class Checked:
         return clip if self.inverse is None else self.inverse * clip
 
 
-def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torch.device, watch: EditWatch) -> Checked:
+def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torch.device) -> Checked:
     """Gather, norm and check the gradients of some optimizers, leaving the unscaling to the step where it can be.
 
     Args:
         involved: The optimizers' clusters, with open windows.
         optimizers: Those that step.
         device: Where the loss scale lives.
-        watch: What sees edits of gradients since the last backward pass.
 
     Raises:
         StateError: No parameter has a gradient, or a scale was written to.
@@ -83,7 +79,6 @@ def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torc
     # One scale that all gradients carry is unscaled on the way to the weights; several have to be before.
     one = next(iter(carried.values())) if len(carried) == 1 and all(w.is_plain for w in windows) else None
     scale = None if one is None or one.is_one else one.scale
-    edits = watch.look(scale)
     for cluster in involved:
         cluster.gather() if one is not None else cluster.settle()
     params = [param for cluster in involved for param in cluster.params(optimizers) if param.grad is not None]
@@ -111,7 +106,7 @@ def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torc
         )
     return Checked(
         params=params, gradients=gradients, norm=norm, each=each, found_inf=found_inf, scale=scale,
-        inverse=over_scale, shares=shares, losses=[pair for window in windows for pair in window.losses], edited=edits,
+        inverse=over_scale, shares=shares, losses=[pair for window in windows for pair in window.losses],
     )  # fmt: skip
 
 

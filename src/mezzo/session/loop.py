@@ -31,9 +31,9 @@ from mezzo.session.checks import (
     only,
     overflowed,
 )
-from mezzo.session.clipping import EditWatch
 from mezzo.session.closures import Overflowed, undone_on_overflow
 from mezzo.session.cluster import Cluster, clusters, regrouped
+from mezzo.session.edits import EditWatch
 from mezzo.session.gradients import multiply, norms, not_finite
 from mezzo.session.parts import Parts
 from mezzo.session.recording import current
@@ -303,6 +303,7 @@ class MixedPrecision:
         """
         self._require_open("unscale_")
         involved = self._open_clusters(chosen(optimizers, self._optimizers), "unscale_")
+        self._look_for_edits(involved)
         with torch.no_grad():
             for cluster in involved:
                 cluster.settle()
@@ -345,7 +346,8 @@ class MixedPrecision:
             checked, involved, found = self._evaluate(closure, wanted)
         else:
             involved = self._open_clusters(wanted, "step")
-            checked = check(involved, wanted, self._device, self._edits)
+            self._look_for_edits(involved)
+            checked = check(involved, wanted, self._device)
             checked = checked if run is None else run.seen(checked)
             found = Found(checked.found_inf)
             stepping = [o for cluster in involved for o in cluster.optimizers if o in wanted]
@@ -361,6 +363,12 @@ class MixedPrecision:
             for each in schedulers:
                 each()
         return step
+
+    def _look_for_edits(self, involved: list[Cluster]) -> None:
+        """Say it where gradients that carry a scale were written by code that may have meant to clip them."""
+        carried = (cluster.window.carried for cluster in involved if cluster.window is not None)
+        carrying = any(each is not None and not each.is_one for each in carried)
+        self._edits.look(carrying=carrying and self.max_grad_norm is None)
 
     def _located(self, replay: Replay, checked: Checked) -> Overflow | Changed | None:
         """Run the step's batches again, and say where the overflow began."""
@@ -394,7 +402,8 @@ class MixedPrecision:
         def unscale() -> None:
             if cluster.window is None:
                 raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
-            evaluations.append(check([cluster], [optimizer], self._device, self._edits))
+            self._look_for_edits([cluster])
+            evaluations.append(check([cluster], [optimizer], self._device))
             if (factor := evaluations[-1].multiplier(self.max_grad_norm)) is not None:
                 multiply(evaluations[-1].gradients, factor)
             cluster.close()
@@ -438,7 +447,6 @@ class MixedPrecision:
             norms=checked.each,
             params=checked.params,
             loss_failed=adapted.loss_failed,
-            edited=checked.edited,
         )
         before = _one_or_all(list(adapted.before.values()))
         if (run := current()) is None:
