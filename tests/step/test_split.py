@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from mezzo import NumericsError, PolicyError
+from mezzo.step.kernels.inplace import INPLACE, Scratch
 from mezzo.step.split import decode, encode, flat, from_planes, halves, joined, to_planes
+from mezzo.step.storage import PLANES, SPLIT
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW = [BF16, FP16]
 INFINITE, FIRST_REFUSED = 0x7F80_0000, 0x7F7F_8000
+#: The largest remainders that there are.
+EXTREMES = {BF16: (-0x8000, 0x7FFF), FP16: (-0x4000, 0x4000)}
 SAME_BITS = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
@@ -111,6 +115,27 @@ def test_zeros_subnormals_and_infinities_keep_sign_and_value(dtype):
     assert back[-2:].tolist() == hi[-2:].tolist() == [math.inf, -math.inf]
     exact = back if dtype == BF16 else torch.cat([back[:2], w[2:5], back[5:]])
     assert torch.equal(exact.view(torch.int32), w.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("storage", [SPLIT, PLANES])
+def test_a_weight_written_beside_the_remainder_of_another_is_at_most_half_a_spacing_off(storage, dtype):
+    """Pruned to zero, clamped, filled: through ``.data`` nobody sees it, and the remainder stays."""
+    _, remainders = encode(torch.tensor([1 + 2**-9 - 2**-23, 1 - 2**-9 + 2**-20, 2**-15 * 1.3, 0.1, -0.1, 3.1]), dtype)
+    remainders = torch.cat([remainders, -remainders, torch.tensor([*EXTREMES[dtype], -1, 0, 1], dtype=torch.int16)])
+    patterns = torch.arange(0, 0x7F80 if dtype == BF16 else 0x7C00, 37).to(torch.int16)
+    patterns = torch.cat([torch.tensor([0, -0x8000, 1, 2], dtype=torch.int16), patterns, patterns | -0x8000])
+    hi = patterns.view(dtype).repeat_interleave(len(remainders))
+    lo = remainders.repeat(len(patterns))
+    read = storage.read(storage.parts(hi, to_planes(lo) if storage is PLANES else lo))
+    # At a power of two the spacing below is half that above; subnormal halves of FP16 count in units of 2^-39.
+    smallest = torch.tensor(2.0**-24 if dtype == FP16 else 2.0**-133)
+    spacing = torch.maximum(hi.double().abs() * torch.finfo(dtype).eps, smallest)
+    assert ((read.double() - hi.double()).abs() <= spacing / 2).all()
+    inplace = INPLACE[storage.name].load(
+        storage.parts(hi, to_planes(lo) if storage is PLANES else lo), Scratch.allocate(len(hi))
+    )
+    assert torch.equal(inplace.view(torch.int32), read.view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -65,11 +65,16 @@ def joined(high: Tensor, remainder: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: The high half's own dtype.
 
     Returns:
-        FP32: in BF16 the very values (NaN in its one form), in FP16 too where |w| ≥ 2⁻¹⁶, and within 2⁻⁴⁰ below.
+        FP32: in BF16 the very values (NaN in its one form), in FP16 too where |w| ≥ 2⁻¹⁶, and within 2⁻⁴⁰ below. Of a
+        high half that was written since, beside the remainder of another value: at most half a spacing from it.
     """
-    direct = (high.view(torch.int32) + remainder).view(torch.float32)
     if dtype == torch.bfloat16:
-        return direct
+        # Nothing rounds to zero from below its own pattern: such a remainder is that of a weight set to zero since,
+        # and the sum of patterns would be a NaN.
+        own = torch.where(high.abs() > 0.0, remainder, remainder.clamp(0, 0x7FFF))
+        return (high.view(torch.int32) + own).view(torch.float32)
+    # Half a spacing is 2^12 FP32 spacings; remainders of subnormal weights, in units of 2^-39, are up to 2^14.
+    direct = (high.view(torch.int32) + remainder.clamp(-0x1000, 0x1000)).view(torch.float32)
     # Minus the negated remainder: −0.0 − 0.0 keeps its sign, −0.0 + 0.0 does not.
     fixed = high - (-remainder).to(torch.float32) * 2.0**-39
     return torch.where(high.abs() < _SMALLEST_NORMAL_FP16, fixed, direct)

@@ -23,6 +23,8 @@ __all__ = ["INPLACE", "Inplace", "Scratch"]
 
 _FP16_SMALLEST_NORMAL: Final = 0x0400
 _FP16_INFINITY: Final = 0x7C00
+#: In FP32 spacings, which remainders count where a weight is normal.
+_FP16_HALF_SPACING: Final = 0x1000
 #: FP32's spacing is 1 here: adding it rounds to the nearest integer, which then stands in the low bits.
 _UNIT_SPACING: Final = torch.tensor(1.5 * 2**23)
 
@@ -73,10 +75,13 @@ def _load_planes(parts: Parts, scratch: Scratch) -> Tensor:
 def _joined(weight: Tensor, remainder: Tensor, scratch: Scratch) -> Tensor:
     wide, other = scratch.wide.copy_(weight), scratch.other
     if weight.dtype == torch.bfloat16:
-        wide.view(torch.int32).add_(other.view(torch.int32).copy_(remainder))
+        negative = torch.clamp(remainder, max=0, out=scratch.fixed)
+        foreign = negative.bitwise_and_(_magnitude(weight, scratch).clamp_(max=1).sub_(1))  # beside a weight of zero
+        own = torch.sub(remainder, foreign, out=scratch.small)
+        wide.view(torch.int32).add_(other.view(torch.int32).copy_(own))
         return wide
     fixed = _subnormal(_magnitude(weight, scratch)).bitwise_and_(remainder)
-    direct = torch.sub(remainder, fixed, out=scratch.small)
+    direct = torch.sub(remainder, fixed, out=scratch.small).clamp_(-_FP16_HALF_SPACING, _FP16_HALF_SPACING)
     wide.view(torch.int32).add_(other.view(torch.int32).copy_(direct))
     # Negated, so that −0.0 stays: −0.0 + 0.0 is 0.0.
     return wide.add_(other.copy_(fixed.neg_()), alpha=-(2.0**-39))
