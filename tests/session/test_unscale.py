@@ -66,7 +66,7 @@ def test_masters_get_the_low_gradients_divided_by_the_scale_in_fp32_bit_for_bit(
     amp.unscale_()
     over_scale = torch.tensor(1 / 3000, dtype=torch.float64).float()  # rounded once
     assert_same(gradients(amp), [g.float() * over_scale for g in low])
-    assert all(p.grad is None for p in model.parameters() if p.dtype == torch.float16)
+    assert all(p.grad is master.grad for p, master in zip(model.parameters(), amp.master_params(), strict=True))
 
 
 @pytest.mark.parametrize("policy", EVERY)
@@ -113,13 +113,19 @@ def one_dropped(params):
     params[0].grad = None
 
 
-EDITS = [norm_clipped, value_clipped, noisy, normalised, replaced, one_dropped]
+def zeroed_by_assignment(params):
+    params[0].grad = torch.zeros_like(params[0])
 
 
+EDITS = [norm_clipped, value_clipped, noisy, normalised, replaced, one_dropped, zeroed_by_assignment]
+SIDES = {"masters": lambda model, amp: [*amp.master_params()], "model": lambda model, amp: [*model.parameters()]}
+
+
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("policy", EVERY)
-def test_the_step_takes_the_gradients_as_they_were_edited(policy, edit, fused):
+def test_the_step_takes_the_gradients_as_they_were_edited(policy, edit, fused, side):
     """Plain SGD fed the very gradients that the edit left is the oracle, whatever the precision."""
     model, _, amp = session(policy, lambda params: sgd(params, fused=fused))
     copies = [p.requires_grad_() for p in weights(amp)]
@@ -127,9 +133,10 @@ def test_the_step_takes_the_gradients_as_they_were_edited(policy, edit, fused):
     for number in range(3):
         backward(amp, model, number)
         amp.unscale_()
-        edit(list(amp.master_params()))
-        for mine, theirs in zip(amp.master_params(), copies, strict=True):
-            theirs.grad = None if mine.grad is None else mine.grad.clone()
+        edited = SIDES[side](model, amp)
+        edit(edited)
+        for mine, theirs in zip(edited, copies, strict=True):
+            theirs.grad = None if mine.grad is None else mine.grad.to(torch.float32, copy=True)
         norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in copies if p.grad is not None]))
         step = amp.step()
         amp.zero_grad()

@@ -109,8 +109,8 @@ class Prepared:
     def _carry_out(self, storage: Mapping[Tensor, torch.dtype]) -> None:
         for tensor, dtype in storage.items():
             if tensor.dtype != dtype:
-                low, self.converted[tensor] = tensor.data.to(dtype), tensor.data
-                tensor.data = low
+                self.converted[tensor] = tensor.data
+                _store(tensor, tensor.data.to(dtype))
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and self.converted:
                 module.flatten_parameters()
@@ -144,10 +144,18 @@ class Prepared:
         for tensor, dtype in self._before.items():
             if tensor.dtype != dtype:
                 gradient, tensor.grad = tensor.grad, None
-                tensor.data = self.converted[tensor] if tensor in self.converted else tensor.data.to(dtype)
+                _store(tensor, self.converted[tensor] if tensor in self.converted else tensor.data.to(dtype))
                 tensor.grad = None if gradient is None else gradient.to(dtype)
         self._before.clear()
         self.converted.clear()
+
+
+def _store(tensor: Any, data: Tensor) -> None:
+    """Give a tensor other data, and gradients of that dtype if they had the dtype of the tensor until now."""
+    follows = isinstance(tensor, nn.Parameter) and tensor.grad_dtype == tensor.dtype
+    tensor.data = data
+    if follows and tensor.grad_dtype != data.dtype:  # torch keeps one that was ever set, whatever the tensor becomes
+        tensor.grad_dtype = data.dtype
 
 
 def _with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:

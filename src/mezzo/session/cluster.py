@@ -15,6 +15,7 @@ from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.scale.transfer import moved
 from mezzo.session.gradients import dense, mark, multiply, norms, not_finite
+from mezzo.session.unscaled import Unscaled
 from mezzo.session.window import Carried, Share, Window
 from mezzo.step.master import MasterWeights
 
@@ -38,6 +39,7 @@ class Cluster:
         self.num_groups = _num_groups(optimizers)
         self._left: set[tuple[int, int]] = set()
         self._widened = False
+        self._unscaled: Unscaled | None = None
 
     def params(self, optimizers: Iterable[Optimizer] | None = None) -> list[Tensor]:
         """Return what the optimizers update, each tensor once: masters, or the parameters themselves."""
@@ -65,6 +67,8 @@ class Cluster:
 
     def gather(self) -> None:
         """Move gradients of low-precision parameters to their masters, summing in FP32."""
+        if self._unscaled is not None:
+            self._unscaled.withdraw()
         if self.window is not None:
             self._forget_cleared(self.window)
         for masters in self.masters:
@@ -83,10 +87,12 @@ class Cluster:
     def _narrow(self) -> None:
         """Let the first gradients of a window come as the backward pass makes them."""
         if self._widened:
+            self._widened = False
             for param in self._stored():
                 if param.grad is None:
                     param.grad_dtype = param.dtype
-            self._widened = False
+                else:  # cleared to zeros, which have the dtype that they had
+                    self._widened = True
 
     def _stored(self) -> Iterator[Any]:
         own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
@@ -104,6 +110,8 @@ class Cluster:
             self.window = Window()
         else:
             self.window.require_unchanged()
+            if self._unscaled is not None:
+                self._unscaled.withdraw()
             self._forget_cleared(self.window)
             for masters in self.masters:
                 masters.gather()
@@ -196,6 +204,20 @@ class Cluster:
             multiply(gradients, factor)
         window.carried = None
 
+    def show(self, name_of: Callable[[Tensor], str]) -> None:
+        """Let users see unscaled gradients, and edit them, on the models' parameters as on their masters.
+
+        Args:
+            name_of: Gives a parameter's name, for errors.
+        """
+        pairs = ((m, param) for masters in self.masters for param, m in masters.masters().items())
+        self._unscaled = Unscaled([*pairs, *((param, param) for param in self._stored())], name_of)
+
+    def agree(self) -> None:
+        """Let a parameter and its master have the gradient that either was given since they were shown it."""
+        if self._unscaled is not None:
+            self._unscaled.agree()
+
     def close(self, gradients: Iterable[Tensor] | None = None) -> None:
         """End the window after a step; what is left in ``.grad`` must be cleared before the next scaled gradients.
 
@@ -205,12 +227,19 @@ class Cluster:
         window, self.window = self.window, None
         if window is None:
             return
+        if self._unscaled is not None:
+            self._unscaled.put_back()
+            self._unscaled = gradients = None  # some are in another dtype now, and elsewhere
         if window.carried is None or not window.carried.is_one:
             self._left = {(g.data_ptr(), g._version) for g in gradients or dense(self._with_gradients())}
 
     def forget(self) -> None:
-        """Drop the window, gradients set aside included."""
+        """Drop the window, gradients set aside included, once gradients were cleared."""
         self.window = None
+        if self._unscaled is not None:
+            self._unscaled.put_back()
+            self._unscaled = None
+        self._narrow()
         self._left.clear()
 
     # What a step has left over ------------------------------------------------------------------------
@@ -228,7 +257,8 @@ class Cluster:
         left, widened = set(self._left), self._widened
 
         def restore() -> None:
-            self.window, self._left, self._widened = None, set(left), widened
+            self.window, self._unscaled = None, None
+            self._left, self._widened = set(left), widened
 
         return restore
 

@@ -290,14 +290,16 @@ class MixedPrecision:
     def unscale_(self, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Unscale the gradients now, for whoever wants to look at them or edit them before ``step``.
 
-        They are then those of ``master_params()``, in FP32 where these are; parameters that have a master hold none.
-        Any edit is honoured by ``step``, which checks and clips what it finds.
+        They are FP32 then, also those of low-precision parameters: the ``.grad`` of a parameter and of its master is
+        one tensor. Any edit on either side, in place or assigned, is honoured by ``step``, which checks and clips what
+        it finds. After ``step`` and ``zero_grad``, low-precision parameters hold gradients of their own dtype again.
 
         Args:
             optimizers: Whose gradients; all when omitted.
 
         Raises:
-            StateError: No ``backward`` since the last step.
+            StateError: No ``backward`` since the last step; or a parameter and its master were given different
+                gradients since an earlier ``unscale_``.
 
         **Cost**: two passes over the gradients, no host sync.
         """
@@ -307,6 +309,7 @@ class MixedPrecision:
         with torch.no_grad():
             for cluster in involved:
                 cluster.settle()
+                cluster.show(self._parts.name_of)
 
     @torch.no_grad()
     def step(

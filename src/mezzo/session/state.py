@@ -33,6 +33,8 @@ _LINES: Final = 40
 def saved(session: MixedPrecision) -> dict[str, Any]:
     """Return a session's state as plain containers and tensors."""
     session._parts.take_edits()
+    for cluster in session._clusters:
+        cluster.agree()
     scales = session._scale_tensors()
 
     def number_of(scale: Tensor) -> int:
@@ -189,15 +191,19 @@ def _gradients(
     session: MixedPrecision, names: Mapping[int, str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """Return the gradients of parameters and of masters, and the names of those that a step has left over."""
-    gradients = {name: param.grad.clone() for name, param in session._parts.named_params() if param.grad is not None}
-    masters = session._named_masters().items()
+    masters = session._named_masters()
+    # After unscale_ a parameter shows its master's own gradient.
+    shown = {id(master.grad) for master in masters.values() if master.grad is not None}
+    params = session._parts.named_params()
+    gradients = {name: p.grad.clone() for name, p in params if p.grad is not None and id(p.grad) not in shown}
     left = [
         names[id(param)]
         for cluster in session._clusters
         for param in cluster.params()
         if param.grad is not None and cluster.is_left(param.grad)
     ]
-    return gradients, {name: master.grad.clone() for name, master in masters if master.grad is not None}, left
+    held = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
+    return gradients, held, left
 
 
 def _load_windows(session: MixedPrecision, state: Mapping[str, Any]) -> None:
@@ -213,6 +219,8 @@ def _load_windows(session: MixedPrecision, state: Mapping[str, Any]) -> None:
         cluster.window = window and Window.from_state_dict(window, scales, {**params, **masters})
         theirs = (param.grad for param in cluster.params() if names.get(id(param)) in left)
         cluster.leave(gradient for gradient in theirs if gradient is not None)
+        if cluster.window is not None and cluster.window.is_unscaled:
+            cluster.show(session._parts.name_of)
     carrying = [c for c in session._clusters if c.window and c.window.carried and not c.window.carried.is_one]
     session._edits.remember(leaf for cluster in carrying for leaf in cluster.leaves())
 

@@ -74,6 +74,11 @@ class Window:
         """Whether one scale is all that the gradients carry, so that unscaling can be part of the step."""
         return self.carried is not None and not self.settled and not self.aside
 
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether ``.grad`` is the unscaled sum of everything, as ``unscale_`` leaves it."""
+        return self.carried is None and not self.aside
+
     def require_unchanged(self) -> None:
         """Refuse gradients whose scale was written to since they were made."""
         if self.carried is not None and self.carried.version != self.carried.scale._version:
