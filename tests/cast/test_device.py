@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
+from mezzo import files
 from mezzo.cast import device
-from mezzo.cast.probe import cache as probe_cache
 from mezzo.cast.probe import children as probe_children
 from mezzo.cast.probe import trial as probe_trial
 from mezzo.cast.probe.report import FORMATS, DeviceReport, FormatSupport
@@ -132,7 +132,7 @@ def test_an_answer_that_is_not_lasting_is_forgotten_with_the_process(told, monke
 def test_a_corrupt_file_means_probing_again(told, monkeypatch):
     asked = told(report())
     device.probe("cpu")
-    (file,) = probe_cache.folder().iterdir()
+    (file,) = files.cache_folder().iterdir()
     file.write_text('{"key": ')
     monkeypatch.setattr(device, "_reports", {})
     assert device.probe("cpu") == report()

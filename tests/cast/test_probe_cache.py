@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from mezzo import files
 from mezzo.cast.probe import cache as probe_cache
 from mezzo.cast.probe.report import FORMATS, DeviceReport, FormatSupport
 
@@ -90,8 +91,20 @@ def test_a_file_that_is_not_right_is_ignored_with_a_line_in_the_log(cache, caplo
 def test_bytes_that_are_no_text_are_ignored(cache):
     probe_cache.store(CPU, REPORT)
     (file,) = cache.iterdir()
-    file.write_bytes(b"\xff\xfe\xfa")
-    assert probe_cache.load(CPU) is None
+    for harm in (b"\xff\xfe\xfa", b"[" * 100_000):
+        file.write_bytes(harm)
+        assert probe_cache.load(CPU) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("whose", ["file", "folder", "cache home"])
+def test_a_report_that_another_user_could_have_written_is_not_read(cache, caplog, whose):
+    probe_cache.store(CPU, REPORT)
+    (file,) = cache.iterdir()
+    os.chown({"file": file, "folder": cache, "cache home": cache.parent}[whose], 12345, -1)
+    with caplog.at_level("INFO"):
+        assert probe_cache.load(CPU) is None
+    assert "ignoring the stored device report: [Errno 13] it belongs to another user, 12345" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(monkeypatch, tmp_path, caplog):
@@ -106,7 +119,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(monkeypatch, tm
 def test_a_failure_in_the_middle_leaves_the_old_report_and_no_litter(monkeypatch, cache):
     probe_cache.store(CPU, REPORT)
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise PermissionError("read-only")
 
     monkeypatch.setattr(os, "replace", refuse)
@@ -117,12 +130,12 @@ def test_a_failure_in_the_middle_leaves_the_old_report_and_no_litter(monkeypatch
 
 
 def test_the_folder_follows_the_xdg_specification(monkeypatch, tmp_path):
-    assert probe_cache.folder() == tmp_path / "mezzo"
+    assert files.cache_folder() == tmp_path / "mezzo"
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/path")
-    assert probe_cache.folder() == tmp_path / "home" / ".cache" / "mezzo"
+    assert files.cache_folder() == tmp_path / "home" / ".cache" / "mezzo"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert probe_cache.folder() == tmp_path / "home" / ".cache" / "mezzo"
+    assert files.cache_folder() == tmp_path / "home" / ".cache" / "mezzo"
 
 
 def test_a_user_without_a_home_folder_probes_every_time(monkeypatch, caplog):
@@ -130,7 +143,7 @@ def test_a_user_without_a_home_folder_probes_every_time(monkeypatch, caplog):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(probe_cache.Path, "home", homeless)
+    monkeypatch.setattr(files.Path, "home", homeless)
     with caplog.at_level("INFO"):
         probe_cache.store(CPU, REPORT)
         assert probe_cache.load(CPU) is None

@@ -144,8 +144,8 @@ def test_a_failed_drawing_leaves_the_old_picture(run, monkeypatch):
     curves(run)
     before = (run / "curves.png").read_bytes()
 
-    def fail(self, path, **kwargs):
-        path.write_bytes(b"half a pic")
+    def fail(self, file, **kwargs):
+        file.write(b"half a pic")
         raise OSError("disk full")
 
     monkeypatch.setattr(Figure, "savefig", fail)

@@ -27,8 +27,8 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    found, compile_ = [], build._compile
-    monkeypatch.setattr(build, "_compile", lambda *args: found.append(args) or compile_(*args))
+    found, compile_ = [], build._compiled
+    monkeypatch.setattr(build, "_compiled", lambda *args: found.append(args) or compile_(*args))
     return found
 
 
@@ -58,16 +58,53 @@ def test_another_source_another_compiler_and_another_processor_are_compiled_for(
     assert len(compilations) == len(list(folder.iterdir())) == 4
 
 
-def test_a_damaged_file_is_compiled_anew(folder, compilations, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "_loaded", lambda path: None)  # a process keeps what it has loaded once
-        with pytest.raises(UnsupportedError, match="cannot be loaded"):
-            run()
+def as_another_process(source=SOURCE):
+    build.built.cache_clear()
+    return run(source)
+
+
+def test_a_damaged_file_is_compiled_anew(folder, compilations):
+    """Whatever the damage is: to load a truncated program, or one with zeroed pages, would kill the process."""
+    run()
     (path,) = folder.iterdir()
-    path.write_bytes(b"not a library")
-    compilations.clear()
+    whole = path.read_bytes()
+    harms = [b"not a library", b"", whole[: len(whole) // 2], whole[:-1]]
+    harms += [bytes(4096) + whole[4096:], whole[:4096] + bytes(4096) + whole[8192:]]
+    harms += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(0, len(whole), len(whole) // 4)]
+    for number, harm in enumerate(harms, start=2):
+        path.write_bytes(harm)
+        assert as_another_process() == [0.5, -1.0]
+        assert len(compilations) == number
+        assert path.read_bytes() == whole or as_another_process() == [0.5, -1.0]
+        assert list(folder.iterdir()) == [path]
+
+
+def test_a_program_kept_under_another_name_is_not_taken(folder, compilations):
+    run()
+    (first,) = folder.iterdir()
+    run(SOURCE.replace("*=", "+="))
+    (second,) = set(folder.iterdir()) - {first}
+    second.write_bytes(first.read_bytes())
+    assert as_another_process(SOURCE.replace("*=", "+=")) == [1.5, -1.5]
+    assert len(compilations) == 3
+
+
+def test_what_was_loaded_stays_whatever_becomes_of_the_file(folder):
+    run()
+    (path,) = folder.iterdir()
+    with path.open("r+b") as file:
+        file.truncate(10)  # of a file mapped into a process: SIGBUS at the next call
     assert run() == [0.5, -1.0]
-    assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_no_two_programs_are_taken_for_one(folder, monkeypatch, in_memory):
+    """The loader compares names, and the descriptors of files in memory have the same number again and again."""
+    if not in_memory:
+        monkeypatch.delattr(build.os, "memfd_create")
+    sources = [SOURCE.replace("*factor", f"*factor + {number}") for number in range(5)]
+    for _ in range(2):
+        assert [as_another_process(source) for source in sources] == [[0.5 + n, -1.0 - 2 * n] for n in range(5)]
 
 
 def test_what_does_not_compile_is_told_and_leaves_nothing(folder):
@@ -76,7 +113,7 @@ def test_what_does_not_compile_is_told_and_leaves_nothing(folder):
     assert "  why    <stdin>:1:" in str(caught.value)
     assert "error" in str(caught.value)
     assert "write  CXX=the path of another C++ compiler with OpenMP" in str(caught.value)
-    assert list(folder.iterdir()) == []
+    assert not folder.exists()
 
 
 def test_an_interrupted_compilation_leaves_nothing(folder, monkeypatch):
@@ -91,24 +128,35 @@ def test_an_interrupted_compilation_leaves_nothing(folder, monkeypatch):
     monkeypatch.setattr(subprocess, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert list(folder.iterdir()) == []
+    assert not folder.exists()
 
 
-def test_without_a_folder_to_write_to_kernels_last_as_long_as_the_process(monkeypatch, tmp_path, compilations):
+def test_without_a_cache_kernels_last_as_long_as_the_process(monkeypatch, tmp_path, compilations, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert run() == [0.5, -1.0]
-    ((_, _, path),) = compilations
-    assert path.parent == build._process_folder()
+    with caplog.at_level("INFO"):
+        assert run() == run() == [0.5, -1.0]
+    assert len(compilations) == 1
     assert (tmp_path / "file").read_text() == ""
+    assert "an optimizer kernel is not kept for later processes: [Errno 20]" in caplog.text
 
 
-def test_a_folder_without_leave_to_run_programs_is_told(monkeypatch, folder):
-    monkeypatch.setattr(build, "_loaded", lambda path: None)
-    with pytest.raises(
-        UnsupportedError, match=rf"cannot be loaded\n  where  {folder}/.*\n(?s:.*)write  XDG_CACHE_HOME="
-    ):
+def test_without_a_home_kernels_are_compiled_for_the_process(monkeypatch, compilations):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(build.files.Path, "home", homeless)
+    assert as_another_process() == as_another_process() == [0.5, -1.0]
+    assert len(compilations) == 2
+
+
+def test_a_program_that_no_loader_takes_is_told(monkeypatch, folder):
+    monkeypatch.setattr(build, "_loaded", lambda program: None)
+    with pytest.raises(UnsupportedError, match=r"cannot be loaded\n  where  .*g\+\+\n(?s:.*)write  CXX=.*TMPDIR="):
         run()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -131,47 +179,85 @@ def test_without_a_compiler(monkeypatch, platform, setting, where):
     assert "apt install g++" in str(caught.value)
 
 
-def test_a_folder_that_others_may_write_to_is_nothing_to_load_from(folder):
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    assert run() == [0.5, -1.0]
-    assert list(folder.iterdir()) == []
-    assert list(build._process_folder().glob("*.so"))
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+@pytest.mark.parametrize("which", ["folder", "mezzo", "cache home"])
+def test_a_folder_that_others_may_write_to_is_nothing_to_load_from(folder, compilations, mode, which):
+    run()
+    {"folder": folder, "mezzo": folder.parent, "cache home": folder.parent.parent}[which].chmod(mode)
+    assert as_another_process() == [0.5, -1.0]
+    assert len(compilations) == 2
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.skipif(build.os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("which", ["file", "folder", "mezzo", "cache home"])
+def test_another_user_s_program_is_not_loaded(folder, compilations, which):
+    run()
+    (path,) = folder.iterdir()
+    mine = path.read_bytes()
+    whose = {"file": path, "folder": folder, "mezzo": folder.parent, "cache home": folder.parent.parent}[which]
+    build.os.chown(whose, 12345, -1)
+    assert as_another_process() == [0.5, -1.0]
+    assert len(compilations) == 2
+    assert which == "file" or path.read_bytes() == mine
+
+
+def test_a_link_to_a_program_is_not_followed(folder, compilations, tmp_path):
+    run()
+    (path,) = folder.iterdir()
+    path.rename(tmp_path / "elsewhere.so")
+    path.symlink_to(tmp_path / "elsewhere.so")
+    assert as_another_process() == [0.5, -1.0]
+    assert len(compilations) == 2
+    assert not path.is_symlink()
 
 
 def test_our_folder_is_for_us_alone(folder):
-    run()
-    assert folder.stat().st_mode & 0o777 == 0o700
+    before = build.os.umask(0)
+    try:
+        run()
+    finally:
+        build.os.umask(before)
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
+    (path,) = folder.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_folder_that_cannot_be_written_to_is_still_read(folder, compilations, monkeypatch):
+def test_a_cache_that_cannot_be_written_to_is_still_read(folder, compilations, monkeypatch):
     run()
-    access = build.os.access
-    monkeypatch.setattr(build.os, "access", lambda path, mode: path != folder and access(path, mode))
-    build.built.cache_clear()
-    assert run() == [0.5, -1.0]
+
+    def full(name, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build.files, "keep", full)
+    assert as_another_process() == [0.5, -1.0]
     assert len(compilations) == 1
     assert run(SOURCE.replace("*=", "+=")) == [1.5, -1.5]
-    assert compilations[1][2].parent == build._process_folder()
+    assert len(list(folder.iterdir())) == 1
 
 
-def test_a_child_does_not_lose_its_parent_s_folder(monkeypatch, tmp_path):
-    path = tmp_path / "kernels"
-    path.mkdir()
-    build._remove(path, build.os.getpid() + 1)
-    assert path.exists()
-    build._remove(path, build.os.getpid())
-    assert not path.exists()
+def test_the_compiler_works_where_no_other_user_can_write(folder, monkeypatch):
+    seen, real = [], subprocess.run
+
+    def looked_at(command, **options):
+        if "-o" in command:
+            place = build.Path(command[-1]).parent
+            seen.append((place.stat().st_mode & 0o777, options["env"]["TMPDIR"] == str(place), place))
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", looked_at)
+    run()
+    ((mode, is_temporary, place),) = seen
+    assert (mode, is_temporary) == (0o700, True)
+    assert not place.exists()
 
 
 def test_nowhere_to_be(monkeypatch, tmp_path):
     def refuse(**_):
         raise OSError("no space")
 
-    monkeypatch.setattr(build, "_own_folder", lambda: None)
-    monkeypatch.setattr(build.tempfile, "mkdtemp", refuse)
-    build._made_for.cache_clear()
-    with pytest.raises(UnsupportedError, match=r"nowhere to be\n  why    no space\n  write  XDG_CACHE_HOME"):
+    monkeypatch.setattr(build.files.tempfile, "mkdtemp", refuse)
+    with pytest.raises(UnsupportedError, match=r"nowhere to be compiled\n  why    no space\n  write  TMPDIR="):
         run()
 
 

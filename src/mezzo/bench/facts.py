@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mezzo import files
 from mezzo.cast.device import probe
 from mezzo.errors import PolicyError, UnsupportedError
 
@@ -77,7 +78,6 @@ def write_dated(folder: Path, name: str, result: dict[str, Any] | list[dict[str,
     first = result[0] if isinstance(result, list) else result
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}-{first['device']}-{first['date']}.json"
-    beside = target.with_suffix(".json.part")
-    beside.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    beside.replace(target)
+    with files.whole(target) as file:
+        file.write((json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
     return target

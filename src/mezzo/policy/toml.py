@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mezzo import files
 from mezzo.errors import PolicyError, nearest
 
 if TYPE_CHECKING:
@@ -30,13 +31,10 @@ def save(policy: Policy, path: str | os.PathLike[str]) -> None:
     for rule in policy.rules:
         lines += ["", "[[rules]]"]
         lines += [f"{key} = {_quoted(getattr(rule, key))}" for key in _RULE_KEYS if getattr(rule, key)]
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        beside.replace(target)
+        with files.whole(path) as file:
+            file.write("\n".join([*lines, ""]).encode())
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise PolicyError(f"the policy cannot be written to {os.fspath(path)!r}", why=str(error)) from error
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mezzo.errors import PolicyError, some_of
+from mezzo.files import is_partial, whole
 from mezzo.recipes.training import StepRecord
 
 __all__ = ["CURVES", "METRICS", "SUMMARY", "RunDirectory", "jsonable"]
@@ -25,7 +26,7 @@ SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 _PARTIAL = ".partial"
-_OURS = frozenset(name + end for name in (SUMMARY, METRICS, CURVES) for end in ("", _PARTIAL))
+_OURS = frozenset((SUMMARY, METRICS, METRICS + _PARTIAL, CURVES))
 
 
 class RunDirectory:
@@ -46,7 +47,7 @@ class RunDirectory:
         if path.exists() and not path.is_dir():
             raise PolicyError("the run directory is a file", where=str(path), write=f"--out {path}-run")
         names = sorted(child.name for child in path.iterdir()) if path.is_dir() else []
-        if foreign := [name for name in names if name not in _OURS]:
+        if foreign := [name for name in names if name not in _OURS and not is_partial(name)]:
             raise PolicyError(
                 "the run directory holds files that no mezzo run wrote",
                 where=str(path),
@@ -79,9 +80,8 @@ class RunDirectory:
         self.close()
         os.replace(partial, self.path / METRICS)
         text = json.dumps(jsonable(summary), indent=2, allow_nan=False, ensure_ascii=False)
-        partial = self.path / (SUMMARY + _PARTIAL)
-        partial.write_text(text + "\n", encoding="utf-8")
-        os.replace(partial, self.path / SUMMARY)
+        with whole(self.path / SUMMARY) as file:
+            file.write(f"{text}\n".encode())
 
     def close(self) -> None:
         """Close the stream of steps; without :meth:`finish` it keeps its ``.partial`` name."""

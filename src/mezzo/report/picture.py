@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mezzo import files
 from mezzo.errors import UnsupportedError
 from mezzo.report.run import Run, read
 
@@ -90,9 +90,8 @@ def curves(run_directory: Path | str) -> Path:
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path = run.path / "curves.png"
-    partial = path.with_name("curves.png.partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    with files.whole(path) as file:
+        figure.savefig(file, format="png")
     return path
 
 

@@ -6,20 +6,18 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import platform
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mezzo.cache import folder
+from mezzo import files
 from mezzo.cast.probe.children import isa_setting
 from mezzo.cast.probe.report import DeviceReport
 
-__all__ = ["PROBE_VERSION", "Processor", "folder", "load", "processor", "store"]
+__all__ = ["PROBE_VERSION", "Processor", "load", "processor", "store"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +72,7 @@ def load(cpu: Processor) -> DeviceReport | None:
     """
     key = _key(cpu)
     try:
-        path = _path(key)
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(files.kept(_name(key)))
         if stored["key"] != key:
             raise ValueError("it was written for another key")
         return DeviceReport.from_dict(stored["report"])
@@ -95,19 +92,8 @@ def store(cpu: Processor, report: DeviceReport) -> None:
     """
     key = _key(cpu)
     try:
-        path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Several ranks may finish together. Each writes a file of its own beside the final one; replacing
-        # is atomic, so a reader sees one whole report.
-        descriptor, beside = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"key": key, "report": report.to_dict()}, file, indent=1)
-            os.replace(beside, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-            raise
+        # Several ranks may finish together: each file appears whole, so a reader sees one whole report.
+        files.keep(_name(key), json.dumps({"key": key, "report": report.to_dict()}, indent=1).encode())
     except (OSError, RuntimeError) as fault:
         logger.info("the device report could not be stored: %s", fault)
 
@@ -121,8 +107,8 @@ def _key(cpu: Processor) -> dict[str, Any]:
     }
 
 
-def _path(key: dict[str, Any]) -> Path:
-    return folder() / f"device-{_digest(key)}.json"
+def _name(key: dict[str, Any]) -> str:
+    return f"device-{_digest(key)}.json"
 
 
 def _digest(facts: dict[str, Any]) -> str:

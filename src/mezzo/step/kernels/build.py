@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import ctypes
 import hashlib
+import itertools
+import logging
 import os
-import secrets
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from mezzo.cache import folder
+from mezzo import files
 from mezzo.errors import UnsupportedError
 
 __all__ = ["built"]
+
+logger = logging.getLogger(__name__)
 
 #: IEEE arithmetic, operation by operation, as torch's own kernels: no contraction, integers wrap. What is left out is
 #: setting errno and traps, which nobody reads, and which vector instructions do not have.
@@ -30,6 +32,9 @@ _FLAGS: Final = (
 #: Compilers prefer half the width of a vector register for fear of lower clocks, which stores of 512 bits outweigh.
 _X86: Final = ("-mprefer-vector-width=512",)
 _COMPILERS: Final = ("g++", "clang++", "c++")
+_DIGEST_BYTES: Final = hashlib.sha256().digest_size
+#: Of the programs that this process has loaded.
+_COUNT: Final = itertools.count()
 
 
 @cache
@@ -45,28 +50,61 @@ def built(source: str) -> Callable[..., None]:
     **Cost**: 0.2 s, or a millisecond where it lies on disk. The lock of the interpreter is released while it runs.
     """
     command = _command()
-    name = hashlib.sha256("\0".join([source, _resolved(command)]).encode()).hexdigest()[:32]
-    home = _own_folder()
-    path = (home or _process_folder()) / f"{name}.so"
-    found = _loaded(path) if path.exists() else None
-    if found is None:  # or damaged
-        if home is not None and not os.access(home, os.W_OK):
-            path = _process_folder() / path.name
-        _compile(command, source, path)
-        found = _loaded(path)
-    if found is None:
-        raise UnsupportedError(
-            "a compiled optimizer kernel cannot be loaded",
-            where=str(path),
-            why="its folder is mounted without leave to run programs, perhaps",
-            write="XDG_CACHE_HOME=a folder from which programs may run",
-        )
+    name = f"kernels/{hashlib.sha256(chr(0).join([source, _resolved(command)]).encode()).hexdigest()[:32]}.so"
+    program = _kept(name)
+    found = program and _loaded(program)
+    if not found:
+        program = _compiled(command, source)
+        found = _loaded(program)
+        if found is None:
+            raise UnsupportedError(
+                "a compiled optimizer kernel cannot be loaded",
+                where=shlex.join(command[:1]),
+                why="it may be for another processor, or this system lets no program run from memory or from TMPDIR",
+                write="CXX=the path of another C++ compiler, or TMPDIR=a folder from which programs may run",
+            )
+        _keep(name, program)
     return found
 
 
-def _loaded(path: Path) -> Callable[..., None] | None:
+# What is kept on disk ---------------------------------------------------------------------------------------
+
+
+def _kept(name: str) -> bytes | None:
+    """Return a program that an earlier process kept, if every bit of it is as it was written."""
     try:
-        function: Any = ctypes.CDLL(str(path)).kernel
+        data = files.kept(name)
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError) as error:
+        logger.info("optimizer kernels are compiled anew: %s", error)
+        return None
+    program, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if digest != _digest(name, program):
+        logger.info("a damaged optimizer kernel is compiled anew: %s", name)
+        return None
+    return program
+
+
+def _keep(name: str, program: bytes) -> None:
+    try:
+        files.keep(name, program + _digest(name, program))
+    except (OSError, RuntimeError) as error:
+        logger.info("an optimizer kernel is not kept for later processes: %s", error)
+
+
+def _digest(name: str, program: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + program).digest()
+
+
+# Loading ----------------------------------------------------------------------------------------------------
+
+
+def _loaded(program: bytes) -> Callable[..., None] | None:
+    """Load exactly these bytes: a file that others see could change between its check and its use, and after it."""
+    try:
+        with _as_file(program) as path:
+            function: Any = ctypes.CDLL(path).kernel
     except (OSError, AttributeError):
         return None
     function.restype = None
@@ -77,39 +115,27 @@ def _loaded(path: Path) -> Callable[..., None] | None:
     return kernel
 
 
-def _own_folder() -> Path | None:
-    """Return the folder where kernels are kept, or None: what others may write to is nothing to load programs from."""
+@contextlib.contextmanager
+def _as_file(program: bytes) -> Iterator[str]:
+    """Give a program the path of a file that nobody else can open for writing: in memory, or in a folder of our own."""
     try:
-        home = folder() / "kernels"
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = home.stat()
-    except (OSError, RuntimeError):
-        return None
-    return home if facts.st_uid == os.getuid() and not facts.st_mode & 0o022 else None
+        descriptor = os.memfd_create("mezzo-kernel")
+    except (AttributeError, OSError):  # an old C library, or a system that forbids it
+        with files.private_folder() as folder:
+            path = folder / "kernel.so"
+            path.write_bytes(program)
+            yield str(path)
+        return
+    with open(descriptor, "wb") as file:
+        file.write(program)
+        file.flush()
+        # The loader takes equal names for equal programs, and the number of a closed descriptor is given out again. So
+        # that no two names are equal, the binary digits of a count stand in the path as "/." and "/".
+        count = "".join("/." if digit == "1" else "/" for digit in f"{next(_COUNT):b}")
+        yield f"/proc/self/fd{count}/{descriptor}"
 
 
-def _process_folder() -> Path:
-    return _made_for(os.getpid())  # not its parent's, which may end first
-
-
-@cache
-def _made_for(process: int) -> Path:
-    """Make a folder that goes when a process does."""
-    try:
-        path = tempfile.mkdtemp(prefix="mezzo-kernels-")
-    except OSError as error:
-        raise UnsupportedError(
-            "optimizer kernels have nowhere to be",
-            why=str(error),
-            write="XDG_CACHE_HOME=, or TMPDIR=, a folder that can be written to",
-        ) from error
-    atexit.register(_remove, Path(path), process)
-    return Path(path)
-
-
-def _remove(path: Path, process: int) -> None:
-    if os.getpid() == process:
-        shutil.rmtree(path, ignore_errors=True)
+# Compiling --------------------------------------------------------------------------------------------------
 
 
 def _command() -> list[str]:
@@ -144,9 +170,11 @@ def _resolved(command: list[str]) -> str:
     return shlex.join(command) + _asked(tuple(command))
 
 
-def _run(command: list[str], source: str = "") -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], source: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a compiler, which keeps its temporary files in a folder."""
+    environment = os.environ if folder is None else {**os.environ, "TMPDIR": str(folder)}
     try:
-        return subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+        return subprocess.run(command, input=source, capture_output=True, text=True, check=False, env=environment)
     except OSError as error:
         raise UnsupportedError(
             "the C++ compiler does not run",
@@ -156,19 +184,24 @@ def _run(command: list[str], source: str = "") -> subprocess.CompletedProcess[st
         ) from error
 
 
-def _compile(command: list[str], source: str, path: Path) -> None:
-    """Compile beside, then rename: no process ever loads half a file."""
-    beside = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.partial")
+def _compiled(command: list[str], source: str) -> bytes:
+    """Return the program that the compiler makes, in a folder where nobody can exchange it meanwhile."""
     try:
-        done = _run([*command, "-x", "c++", "-", "-o", str(beside)], source)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise UnsupportedError(
-                "an optimizer kernel does not compile",
-                where=shlex.join(command),
-                why=lines[0] if lines else f"exit status {done.returncode}",
-                write="CXX=the path of another C++ compiler with OpenMP, such as g++",
-            )
-        beside.rename(path)
-    finally:
-        beside.unlink(missing_ok=True)
+        with files.private_folder() as folder:
+            path = folder / "kernel.so"
+            done = _run([*command, "-x", "c++", "-", "-o", str(path)], source, folder)
+            if done.returncode == 0:
+                return path.read_bytes()
+    except OSError as error:
+        raise UnsupportedError(
+            "optimizer kernels have nowhere to be compiled",
+            why=str(error),
+            write="TMPDIR=, or XDG_CACHE_HOME=, a folder that you can write to, and no other user",
+        ) from error
+    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    raise UnsupportedError(
+        "an optimizer kernel does not compile",
+        where=shlex.join(command),
+        why=lines[0] if lines else f"exit status {done.returncode}",
+        write="CXX=the path of another C++ compiler with OpenMP, such as g++",
+    )
