@@ -14,7 +14,6 @@ from mezzo.explanation.frames import kernel_name, op_name
 from mezzo.explanation.kernels import Storages, dtype_name, has_fraction, is_allocation, is_cast, is_view, tensors
 from mezzo.explanation.seam import pinned
 from mezzo.policy import Decision, Policy, Rule
-from mezzo.policy.ops import is_in_place
 
 __all__ = ["Call", "Decider"]
 
@@ -64,9 +63,6 @@ class Decider:
         return self._decisions[key]
 
     def _ask(self, op: str, module: str | None, device_type: str) -> Decision:
-        if is_in_place(op):
-            reason = "what an in-place op writes to keeps its dtype"
-            return Decision(treatment="native", rule=None, reason=reason, source="torch")
         try:
             return self.policy.explain(op, module, device_type=device_type)
         except PolicyError:  # a name that only torch's internals use

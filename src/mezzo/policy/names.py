@@ -16,7 +16,7 @@ from mezzo.errors import PolicyError
 from mezzo.policy.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS, synonyms_of
 from mezzo.policy.table import OPS, VIEWS
 
-__all__ = ["System", "callables", "functions", "is_in_place", "matching", "resolve"]
+__all__ = ["System", "callables", "functions", "is_in_place", "matching", "out_of_place", "resolve", "written_form"]
 
 System = Literal["torch", "paddle"]
 
@@ -88,6 +88,34 @@ def is_in_place(name: str) -> bool:
     return name.endswith("_") and any(hasattr(place, name) for _, place in _NAMESPACES[:4])
 
 
+def written_form(spelling: str, name: str) -> Literal["in-place", "out="] | None:
+    """Say how an op writes to a tensor it is given, if it does.
+
+    Args:
+        spelling: What was asked about; an overload in it tells ``out=`` forms.
+        name: What :func:`resolve` made of it.
+
+    Example:
+        >>> written_form("torch.exp_", "exp_"), written_form("aten::sum.IntList_out", "sum"), written_form("exp", "exp")
+        ('in-place', 'out=', None)
+    """
+    if is_in_place(name):
+        return "in-place"
+    overload = spelling.rpartition(".")[2] if "." in spelling else ""
+    return "out=" if overload == "out" or overload.endswith("_out") else None
+
+
+def out_of_place(name: str) -> str | None:
+    """Find the op that returns what an in-place one writes; ``None`` where there is no such.
+
+    Example:
+        >>> out_of_place("exp_"), out_of_place("__ipow__"), out_of_place("zero_")
+        ('exp', 'pow', None)
+    """
+    bare = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+    return _known_as(bare)
+
+
 def resolve(name: str, *, system: System = "torch", in_place: bool = False) -> str:
     """Return the base name for any spelling of an op.
 
@@ -141,7 +169,7 @@ def _resolve(name: str, system: System, in_place: bool) -> str:
     if is_in_place(bare):
         if in_place:
             return bare
-        instead = _known_as(f"__{bare[3:]}" if bare.startswith("__i") else bare.removesuffix("_"))
+        instead = out_of_place(bare)
         raise PolicyError(
             f"the in-place op {name!r} is never cast",
             why="what it writes to keeps its dtype, under torch.autocast too",

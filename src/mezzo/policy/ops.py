@@ -5,7 +5,7 @@
 (:mod:`mezzo.policy.aliases`), and how a spelling finds its row (:mod:`mezzo.policy.names`).
 """
 
-from mezzo.policy.names import System, callables, functions, is_in_place, matching, resolve
+from mezzo.policy.names import System, callables, functions, is_in_place, matching, out_of_place, resolve, written_form
 from mezzo.policy.table import NORMS, OPS, TREATMENTS, VIEWS, Op, Reason, Treatment
 
 __all__ = [
@@ -21,5 +21,7 @@ __all__ = [
     "functions",
     "is_in_place",
     "matching",
+    "out_of_place",
     "resolve",
+    "written_form",
 ]

@@ -27,7 +27,7 @@ from mezzo.policy.fields import (
     wrong_value,
     wrong_values,
 )
-from mezzo.policy.ops import OPS, resolve
+from mezzo.policy.ops import OPS, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, format_rules, parse_rules, rule_keys
 from mezzo.scale import LossScale
 
@@ -181,6 +181,10 @@ class Policy:
                 another: on an accelerator ops outside torch's CUDA lists are left to torch, most of them for want
                 of a low kernel.
 
+        Returns:
+            The decision. In-place forms (``exp_``) and ``out=`` forms (``aten::exp.out``) write to a tensor that keeps
+            its dtype, so nothing ever casts them, rules included; the reason says what the op gets otherwise.
+
         Raises:
             PolicyError: Nobody knows the op, or torch no such device type.
 
@@ -195,6 +199,13 @@ class Policy:
             'fp32'
         """
         name = resolve(op, in_place=True)
+        if (form := written_form(op, name)) is not None:
+            reason = f"what an {form} op writes to keeps its dtype, as in torch.autocast"
+            returning = out_of_place(name) if form == "in-place" else name
+            other = None if returning is None else self.explain(returning, module, device_type=device_type)
+            if other is not None and other.treatment != "native":
+                reason += f"; {returning}, which returns a new tensor, gets {other.treatment}: {other.reason}"
+            return Decision(treatment="native", rule=None, reason=reason, source="torch")
         for rule in self.rules:
             if rule.matches(op=name, module=module):
                 reason = rule.reason or f"the rule {rule} matches first"
