@@ -166,3 +166,195 @@ def test_a_cast_made_without_gradients_never_serves_training():
 def test_a_parameter_in_its_own_dtype_is_not_copied():
     weight = nn.Parameter(torch.ones(2, 2))
     assert WeightCasts().cast(weight, torch.float32) is weight
+
+
+# Weights written through .data ------------------------------------------------------------------------
+
+
+def scaled_in_place(param, factor):
+    param.data.mul_(factor)
+
+
+def copied(param, factor):
+    param.data.copy_(param.data * factor)
+
+
+def assigned(param, factor):
+    param.data = param.data * factor
+
+
+def assigned_and_freed(param, factor):
+    """Twice, so that the allocator may hand the first address out again."""
+    param.data = param.data.clone()
+    param.data = param.data * factor
+
+
+WRITES = [scaled_in_place, copied, assigned, assigned_and_freed]
+FORMATS = ["O1,dtype=float16,emulate=true", "O1,dtype=bfloat16,emulate=true", "O1,dtype=bfloat16,emulate=false"]
+
+
+def prepared(policy):
+    model = nn.Linear(8, 8, bias=False)
+    return model, mezzo.prepare(model, policy)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("policy", [*FORMATS, "O1,dtype=bfloat16,emulate=false,lists=device"])
+@pytest.mark.parametrize("make", [session, prepared])
+def test_weights_swapped_between_regions_are_seen(make, policy, write):
+    model, handle = make(policy)
+    x = torch.ones(2, 8)
+
+    def run(no_grad):
+        with torch.set_grad_enabled(not no_grad), handle.autocast():
+            return model(x).detach().clone()
+
+    for no_grad in (True, False, True):
+        for _ in range(4):  # a reused address is a matter of chance
+            before = run(no_grad)
+            write(model.weight, 2.0)
+            assert torch.equal(run(no_grad), before * 2)
+            write(model.weight, 0.5)
+            assert torch.equal(run(no_grad), before)
+
+
+@pytest.mark.parametrize("policy", FORMATS)
+def test_averages_may_be_evaluated_in_the_middle_of_a_window(policy):
+    """As EMA classes do: swap in, evaluate without gradients, swap out; training goes on with its own casts."""
+    model, amp = session(policy)
+    x, own = torch.ones(2, 8), model.weight.detach().clone()
+
+    def evaluate():
+        with torch.no_grad(), amp.autocast():
+            return model(x)
+
+    trained = 0
+    for _ in range(3):
+        with Casts(model.weight.shape) as casts, amp.autocast():
+            loss = model(x).float().square().mean()
+        trained += casts.count
+        raw = evaluate()
+        model.weight.data.copy_(own * 2)
+        assert torch.equal(evaluate(), raw * 2)
+        model.weight.data.copy_(own)
+        amp.backward(loss)
+        assert torch.equal(evaluate(), raw)
+    assert trained == 1
+    amp.zero_grad()
+    assert len(amp._parts.prepared[0].casts) == 0
+
+
+def test_a_swap_before_the_first_backward_pass_is_seen_by_the_next_region_with_gradients_too():
+    model, amp = session("O1,dtype=bfloat16,emulate=true")
+    x = torch.ones(2, 8)
+    with amp.autocast():
+        before = model(x).detach()
+    model.weight.data.mul_(2)
+    with amp.autocast():
+        out = model(x)
+    assert torch.equal(out, before * 2)
+    amp.backward(out.float().mean())
+    model.weight.data.mul_(2)  # documented: inside the window it is not seen
+    with amp.autocast():
+        assert torch.equal(model(x), out)
+    amp.zero_grad()
+    with amp.autocast():
+        assert torch.equal(model(x), out * 2)
+
+
+@pytest.mark.parametrize("policy", FORMATS)
+def test_a_loop_that_steps_through_data_trains_without_a_session(policy):
+    torch.manual_seed(0)
+    model, handle = prepared(policy)
+    x, losses = torch.randn(16, 8), []
+    for _ in range(5):
+        with handle.autocast():
+            loss = (model(x).float() - 1).square().mean()
+        loss.backward()
+        for param in model.parameters():
+            param.data.add_(param.grad, alpha=-0.1)
+            param.grad = None
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == 5
+
+
+def test_a_closure_that_moves_weights_through_data_is_evaluated_with_them():
+    """As SAM does: climb, evaluate again, come back, step."""
+
+    class Climbing(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            (param,) = self.param_groups[0]["params"]
+            param.data.mul_(2)
+            closure()
+            param.data.mul_(0.5)
+            super().step()
+
+    model = nn.Linear(8, 8, bias=False)
+    amp = mezzo.MixedPrecision(model, Climbing(model.parameters(), lr=0.1), "O1,dtype=bfloat16,emulate=true")
+    losses = []
+
+    def closure():
+        amp.zero_grad()
+        with amp.autocast():
+            loss = model(torch.ones(2, 8)).float().square().mean()
+        amp.backward(loss)
+        losses.append(loss.item())
+        return loss
+
+    amp.step(closure=closure)
+    assert losses[1] == pytest.approx(4 * losses[0], rel=2**-7)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", [session, prepared])
+def test_what_is_recomputed_after_the_region_has_ended_is_the_same(make, reentrant):
+    policy, x = "O1,dtype=float16,emulate=true,loss_scale=1", torch.randn(4, 8, requires_grad=True)
+    model, handle = make(policy)
+    found = []
+    for again in (False, True):
+        with handle.autocast():
+            body = torch.utils.checkpoint.checkpoint if again else (lambda function, value, **_: function(value))
+            loss = model(body(model, x, use_reentrant=reentrant)).float().square().mean()
+        loss.backward()
+        found.append((model.weight.grad, x.grad))
+        model.weight.grad = x.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    if make is prepared:
+        assert len(handle.casts) == 0
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_without_a_session_no_cast_outlives_its_region(failing):
+    model, handle = prepared("O1,dtype=float16,emulate=true")
+    watches = []
+    for _ in range(2):
+        try:
+            with handle.autocast():
+                with handle.autocast(), torch.no_grad():
+                    model(torch.ones(2, 8))
+                (made,) = [made.cast for made in handle.casts._casts.values()]
+                watches.append(weakref.ref(made))
+                del made
+                if failing:
+                    raise KeyError
+        except KeyError:
+            pass
+        gc.collect()
+        assert len(handle.casts) == 0
+        assert [watch() for watch in watches] == [None] * len(watches)
+
+
+def test_frozen_weights_are_cast_once_in_a_window():
+    """The base of an adapter: it needs no gradient, and is read by every micro-batch."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+    model[0].weight.requires_grad_(False)
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model[1].parameters(), lr=0.1), "O1,dtype=bfloat16,emulate=true")
+    count = 0
+    for _ in range(3):
+        with Casts(model[0].weight.shape) as casts, amp.autocast():
+            loss = model(torch.ones(2, 8)).float().square().mean()
+        count += casts.count
+        amp.backward(loss)
+    assert count == 1

@@ -85,7 +85,8 @@ class Prepared:
         policy: The policy it was prepared with.
         converted: The tensors as they were before conversion, by the tensor that now stands in the model, until
             :meth:`release_originals`.
-        casts: The casts of weights made in its regions, kept from one to the next until cleared.
+        casts: The casts of weights made in its regions. They end with the outermost one, but in a session, where those
+            of training serve a whole window.
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:

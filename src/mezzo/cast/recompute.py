@@ -96,11 +96,13 @@ class Again(contextlib.AbstractContextManager[None]):
         # The mode itself belongs to the region, and must not live longer.
         kind: Callable[..., RecomputedMode] = type(mode)
         self._make = functools.partial(kind, list(mode.plans.values()), mode.casts)
+        self._casts = mode.casts
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(shadowed())
+            stack.enter_context(self._casts.region(continues=True))
             stack.enter_context(self._make())
             self._entered.append(stack.pop_all())
 

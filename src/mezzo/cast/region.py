@@ -126,7 +126,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         with accumulation(self.policy), shadowed():
             if self.has_differences:
                 casts = WeightCasts() if self._casts is None else self._casts
-                with Differences(self._plans, casts, recomputing=True):
+                with casts.region(continues=True), Differences(self._plans, casts, recomputing=True):
                     OPENED_BACKWARD(tensor, **kwargs)
             else:
                 torch.autograd.backward(tensor, **kwargs)
@@ -143,7 +143,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             if not self.has_differences:
                 return torch.autograd.grad(outputs, inputs, **kwargs)
             casts = WeightCasts() if self._casts is None else self._casts
-            with Differences(self._plans, casts, recomputing=True):
+            with casts.region(continues=True), Differences(self._plans, casts, recomputing=True):
                 found: tuple[Tensor, ...] = _OPENED_GRAD(outputs, inputs, **kwargs)
                 return found
 
@@ -176,12 +176,10 @@ def _active(policy: Policy, plans: list[Plan], casts: WeightCasts | None) -> Ite
         if not any(plan.handlers or plan.pinned for plan in plans):
             yield
             return
-        own = WeightCasts()
         if casts is None:
-            casts = around[-1].casts if around else own
-        with Differences(plans, casts):
+            casts = around[-1].casts if around else WeightCasts()
+        with casts.region(), Differences(plans, casts):
             yield
-        own.clear()
 
 
 @contextlib.contextmanager

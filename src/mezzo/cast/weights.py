@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["WeightCasts"]
 
@@ -15,8 +18,13 @@ __all__ = ["WeightCasts"]
 class _Cast:
     param: nn.Parameter
     version: int
-    address: int
+    memory: StorageWeakRef  # while it is held no other storage is called the same, as a freed address may be
     cast: Tensor
+    region: int  # the number of the outermost region it was made in
+
+    def is_current(self) -> bool:
+        param = self.param
+        return self.version == param._version and self.memory.cdata == param.untyped_storage()._cdata
 
 
 class _FurtherUse(torch.autograd.Function):
@@ -36,9 +44,15 @@ class _FurtherUse(torch.autograd.Function):
 
 
 class WeightCasts:
-    """Casts of parameters, until :meth:`clear`.
+    """Casts of parameters, until the outermost region that makes them ends, or a session's window does.
 
-    An entry serves as long as the parameter has not been written: its version and address are compared at each use.
+    An entry serves as long as the parameter has not been written: its version and its memory are compared at each use.
+    Writes through ``.data`` leave no such trace, and programs that swap weights (averages of them, mostly) write so.
+    Nothing is therefore kept from one outermost region to the next but what a session's window needs: with
+    :attr:`spans_regions`, casts made with gradients on wait at the region's end for the backward pass. Once it has
+    come (:meth:`keep`), they serve the other micro-batches until :meth:`clear`; a region that begins before it has
+    come makes its own. Casts made without gradients end with the region in any case.
+
     Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
     under ``torch.func`` or while torch.compile traces.
 
@@ -48,15 +62,43 @@ class WeightCasts:
     backward pass, by a reentrant checkpoint around some of three or more uses, or where only some of them stand in
     one compiled graph: each such part adds its own first, in plain FP32 training too.
 
-    **Cost**: 2 bytes for each weight of a low-precision op, from its first use until the step. Each further use is a
+    Attributes:
+        spans_regions: Whether a session says when casts for training end, by :meth:`keep` and :meth:`clear`.
+
+    **Cost**: 2 bytes for each weight of a low-precision op, from its first use on. Each further use is a
     Python autograd function: some 10 µs forward and backward together, beside torch's own node for the first.
     """
 
     def __init__(self) -> None:
-        self._casts: dict[tuple[int, torch.dtype, bool], _Cast] = {}
+        self.spans_regions = False
+        self._casts: dict[tuple[int, torch.dtype, bool, bool], _Cast] = {}
+        self._inside: list[None] = []  # one for each region that is entered, in whatever thread: appending is atomic
+        self._regions = 0  # how many outermost ones there have been
+        self._kept = False
 
     def __len__(self) -> int:
         return len(self._casts)
+
+    @contextmanager
+    def region(self, *, continues: bool = False) -> Iterator[None]:
+        """Forget, at the end of the outermost region, what must not outlive it.
+
+        Args:
+            continues: Whether this is a backward pass or a recomputation, which goes on with the casts of the forward
+                pass, and no new region.
+        """
+        if torch.compiler.is_compiling():  # which keeps no casts, and would guard what is counted here
+            yield
+            return
+        if not self._inside and not continues:
+            self._regions += 1
+        self._inside.append(None)
+        try:
+            yield
+        finally:
+            self._inside.pop()
+            if not self._inside:
+                self._casts = {key: made for key, made in self._casts.items() if self.spans_regions and key[2]}
 
     def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Return the parameter in another dtype, connected to it for gradients.
@@ -74,14 +116,22 @@ class WeightCasts:
             or torch._C._are_functorch_transforms_active()
         ):
             return param.to(dtype)
-        trains = torch.is_grad_enabled() and param.requires_grad
-        key = (id(param), dtype, trains)
+        with_gradients = torch.is_grad_enabled()
+        trains = with_gradients and param.requires_grad
+        key = (id(param), dtype, with_gradients, trains)
         found = self._casts.get(key)
-        if found is None or found.version != param._version or found.address != param.data_ptr():
-            found = self._casts[key] = _Cast(param, param._version, param.data_ptr(), param.to(dtype))
+        serves = found is not None and (self._kept or found.region == self._regions) and found.is_current()
+        if found is None or not serves:
+            memory = StorageWeakRef(param.untyped_storage())  # type: ignore[no-untyped-call]
+            found = self._casts[key] = _Cast(param, param._version, memory, param.to(dtype), self._regions)
             return found.cast
         return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
 
+    def keep(self) -> None:
+        """Let the casts of training serve other regions until :meth:`clear`: the window's first backward pass runs."""
+        self._kept = self.spans_regions
+
     def clear(self) -> None:
-        """Forget every cast."""
+        """Forget every cast: the window is over."""
         self._casts.clear()
+        self._kept = False

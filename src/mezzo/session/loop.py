@@ -226,6 +226,7 @@ class MixedPrecision:
             kwargs.setdefault("inputs", _differentiable(involved, wanted))
         for cluster in involved:
             cluster.begin(scaler, loss_id, loss)
+        self._parts.keep_casts()
         self._parts.region().run_backward(scaler.scaled(loss), **kwargs)
         for cluster in involved:
             cluster.end()
@@ -410,6 +411,7 @@ class MixedPrecision:
             if (factor := evaluations[-1].multiplier(self.max_grad_norm)) is not None:
                 multiply(evaluations[-1].gradients, factor)
             cluster.close()
+            self._parts.forget_casts()  # the optimizer is about to move the weights, through .data it may be
             found.append(Found(evaluations[-1].found_inf))
             if found[-1]:
                 raise Overflowed

@@ -67,6 +67,7 @@ class Parts:
                     self.masters[id(optimizer)] = MasterWeights(optimizer, grad_dtype="param", originals=originals)
         for prepared in self.prepared:
             prepared.release_originals()
+            prepared.casts.spans_regions = True
         if self.policy.master_weights:
             self.exact.watch(self.models)
 
@@ -92,6 +93,11 @@ class Parts:
     def region(self) -> autocast:
         """Return the region to run the models and their losses in."""
         return self.prepared[0].autocast(*self.prepared[1:])
+
+    def keep_casts(self) -> None:
+        """Let the casts of weights that forward passes have made serve the rest of the window."""
+        for prepared in self.prepared:
+            prepared.casts.keep()
 
     def forget_casts(self) -> None:
         """Let go of the casts of weights that forward passes have made."""
