@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -295,3 +296,40 @@ def test_composed_products_are_fp32_products_of_rounded_operands(case, dtype, lo
         assert a.dtype == b.dtype
         assert b.count_nonzero() > 0
         assert torch.equal(a, b)
+
+
+# What C++ composes of products -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_composites_of_products_are_rounded_once(dtype):
+    """torch's autocast rounds each product inside; FP32 with one rounding is nearer to the FP32 result than that."""
+    generator = torch.Generator().manual_seed(0)
+    rows, square = torch.randn(3, 8, generator=generator), torch.randn(4, 4, generator=generator) / 2
+    calls = [
+        (lambda x: torch.linalg.matrix_power(x, 5), square),
+        (lambda x: torch.matrix_power(x, 3), square),
+        (lambda x: x.matrix_power(-2), square),
+        (torch.cov, rows),
+        (lambda x: x.cov(correction=0, aweights=torch.ones(8)), rows),
+        (lambda x: torch.corrcoef(input=x), rows),
+    ]
+    policy = f"O1,dtype={str(dtype).removeprefix('torch.')},emulate=true"
+    for function, value in calls:
+        for operand in (value, value.to(dtype)):
+            x = operand.clone().requires_grad_()
+            with mezzo.autocast(policy, "cpu"):
+                out = function(x)
+            wide = operand.float().requires_grad_()
+            assert torch.equal(out, function(wide).to(dtype))
+            (gradient,) = torch.autograd.grad(out.float().sum(), x)
+            (wanted,) = torch.autograd.grad(function(wide).sum(), wide)
+            assert gradient.dtype == operand.dtype
+            assert torch.equal(gradient, wanted.to(operand.dtype))
+
+
+def test_the_reflected_operator_is_a_product():
+    x = torch.randn(4, 4)
+    with mezzo.autocast("O1,dtype=bfloat16,emulate=true", "cpu"):
+        assert torch.equal(Tensor.__rmatmul__(x, x * 2), torch.matmul(x * 2, x))
+        assert Tensor.__rmatmul__(x, x).dtype == torch.bfloat16

@@ -175,6 +175,26 @@ def test_a_rule_on_a_gate_of_an_lstm(make):
     assert "does not reach tanh inside lstm" in found(explanation, "unreachable")["lstm lstm"]
 
 
+@pytest.mark.parametrize(
+    "op, part, call",
+    [
+        ("linalg_matrix_power", "matmul", lambda x: torch.linalg.matrix_power(x @ x.T, 3)),
+        ("cov", "mm", torch.cov),
+        ("corrcoef", "mm", torch.corrcoef),
+    ],
+)
+def test_a_rule_on_a_product_that_cpp_composes(op, part, call):
+    class Composed(nn.Module):
+        def forward(self, x):
+            return call(x)
+
+    x = torch.randn(4, 8, requires_grad=True)
+    explanation = explained(LOW.fp32(part), Composed(), x)
+    text = found(explanation, "unreachable")[f"(model) {op}"]
+    assert f"the rule fp32={part} does not reach {part} inside {op}, which gets native as a whole" in text
+    assert found(explained(LOW.fp32(op), Composed(), x), "unreachable") == {}
+
+
 def test_a_rule_reaches_inside_python_functions(make):
     explanation = explain(*make("attention"), LOW.low("softmax"))
     (row,) = [row for row in explanation.rows if row.op == "softmax"]

@@ -132,6 +132,8 @@ def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: 
             out = _run(handler, plan, func, args, kwargs)
         finally:
             torch.set_autocast_enabled(plan.device_type, enabled)
+    if handler.low_result:
+        return _cast(out, plan.dtype)
     return _cast(out, back[0].dtype) if back else out
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-__all__ = ["EMULATED", "emulate"]
+__all__ = ["COMPOSED", "EMULATED", "emulate"]
 
 
 def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,3 +296,6 @@ EMULATED: Final[dict[str, Callable[..., Any]]] = {
         _rerun,
     ),
 }
+
+#: What C++ composes of products that nothing reaches one by one.
+COMPOSED: Final = frozenset({"linalg_matrix_power", "cov", "corrcoef"})

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
 from mezzo.cast import device
-from mezzo.cast.composites import COMPOSITES
-from mezzo.cast.emulate import EMULATED
+from mezzo.cast.emulate import COMPOSED, EMULATED
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
@@ -32,6 +32,7 @@ class Handler:
     treatment: Treatment
     emulated: bool = False
     wide_weights: bool = False  # every argument but the first goes to FP32
+    low_result: bool = False  # what comes out goes to the compute dtype
     reason: str = ""  # of a ban
 
 
@@ -120,7 +121,9 @@ def _plan_for(policy: Policy, device_type: str, module: str | None, _reasons: tu
     native_autocast = policy.autocast and whole not in ("fp32", "fp32_math", "native", "promote")
     handlers: dict[Callable[..., Any], Handler] = {}
     alike: dict[str, Handler] = {}
-    for op in dict.fromkeys([*OPS, *(op for rule in policy.rules for op in rule.ops), *(EMULATED if emulated else ())]):
+    for op in dict.fromkeys(
+        [*OPS, *(op for rule in policy.rules for op in rule.ops), *((*EMULATED, *COMPOSED) if emulated else ())]
+    ):
         decision = policy.explain(op, module, device_type=device_type)
         wanted: Treatment = decision.treatment
         if decision.rule is not None and decision.rule.op is None and not native_autocast:
@@ -128,9 +131,12 @@ def _plan_for(policy: Policy, device_type: str, module: str | None, _reasons: tu
         torch_does = _torch_does(op, device_type) if native_autocast else "native"
         if decision.rule is None and device_type != "cpu" and native_autocast and policy.norms == "fp32":
             wanted = torch_does  # portable means what torch does on an accelerator: there is no difference there
+        if emulated and wanted == "native" and op in COMPOSED and native_autocast:
+            # torch's autocast would run the products inside in arithmetic that the device lacks. They are rounded
+            # once, at the end, instead of one by one.
+            handlers.update(dict.fromkeys(functions(op), Handler(op=op, treatment="fp32", low_result=True)))
+            continue
         by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
-        if wanted == "native" and op in OPS and OPS[op].parts:
-            by_emulation = False  # the products inside are emulated, each by itself
         if wanted == "native" and torch_does == "fp32" and decision.rule is None:
             wanted = "fp32_math"  # a CPU without the low-precision kernel: same dtypes, FP32 inside
         # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
@@ -249,7 +255,11 @@ def _calls(function: Callable[..., Any]) -> tuple[str, ...]:
     return function.__code__.co_names if isinstance(function, types.FunctionType) else ()
 
 
-#: Python-implemented functions of torch.nn.functional and torch.functional, opened once, and composites of C++.
+def _rmatmul(self: Tensor, other: Tensor) -> Tensor:
+    return torch.matmul(other, self)
+
+
+#: Python-implemented functions of torch.nn.functional and torch.functional, opened once, and an operator of Tensor's.
 OPENED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = types.MappingProxyType(
     {
         **{
@@ -260,7 +270,7 @@ OPENED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = types.MappingPr
             and function.__module__ == place.__name__
             and any(name.startswith("has_torch_function") for name in function.__code__.co_names)
         },
-        **COMPOSITES,
+        torch.Tensor.__rmatmul__: _rmatmul,
     }
 )
 

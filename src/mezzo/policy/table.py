@@ -148,7 +148,7 @@ _ROWS: Final = (
     _Rows("native", "data movement", """
         reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"""),
     _Rows("native", "data movement", "pad", "reflection_pad1d replication_pad1d"),
-    # Composed in C++ of products, which torch's autocast reaches.
+    # Composed in C++ of products, which torch's autocast reaches and no rule does.
     _Rows("native", "composite", "linalg_matrix_power cov corrcoef", "matmul"),
     # Python functions made of ops with rows of their own, which decide: a region opens the function.
     _Rows("native", "composite", "softmin gumbel_softmax", "softmax"),
