@@ -36,7 +36,7 @@ train(first, range(10))
 mezzo.save({name: part.state_dict() for name, part in first.items()}, path)
 
 second = build()
-for name, state in torch.load(path, weights_only=True).items():
+for name, state in mezzo.load(path).items():
     second[name].load_state_dict(state)
 assert train(first, range(10, 20)) == train(second, range(10, 20))  # bit for bit
 print(f"resumed: loss {train(second, range(20, 21)):.4g}")

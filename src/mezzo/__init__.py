@@ -8,7 +8,7 @@ from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepa
 from mezzo.errors import MezzoError, NumericsError, PolicyError, ScaleCollapsed, StateError, UnsupportedError
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.scale import LossScale
-from mezzo.session import MixedPrecision, Stats, Step, save
+from mezzo.session import MixedPrecision, Stats, Step, load, save
 from mezzo.step import MasterWeights
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ __all__ = [
     "explain",
     "formats",
     "fp32",
+    "load",
     "low",
     "numerics",
     "optim",

@@ -196,10 +196,10 @@ def _given(origin: Origin, context: Context) -> Overflow:
     match origin.role:
         case "parameter":
             cause = f"the parameter {name} was not finite before the pass: an earlier update or load made it so"
-            cure = 'model.load_state_dict(torch.load("checkpoint.pt"))   # one from before'
+            cure = 'model.load_state_dict(mezzo.load("checkpoint.pt"))   # one from before'
         case "buffer":
             cause = f"the buffer {name} was not finite before the pass: running statistics keep what one bad batch left"
-            cure = 'model.load_state_dict(torch.load("checkpoint.pt"))   # one from before'
+            cure = 'model.load_state_dict(mezzo.load("checkpoint.pt"))   # one from before'
         case _:
             cause = f"{name} was not finite before the model saw it: the data, or what prepares it"
             cure = "x = torch.nan_to_num(x)   # or leave the batch out"

@@ -5,8 +5,8 @@ masters are kept is other rooms' business.
 """
 
 from mezzo.session.accounts import Stats
-from mezzo.session.checkpoint import save
+from mezzo.session.checkpoint import load, save
 from mezzo.session.loop import MixedPrecision
 from mezzo.session.result import Step
 
-__all__ = ["MixedPrecision", "Stats", "Step", "save"]
+__all__ = ["MixedPrecision", "Stats", "Step", "load", "save"]

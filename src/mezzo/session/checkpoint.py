@@ -1,22 +1,29 @@
-"""Writing a checkpoint so that whatever happens meanwhile, the last complete one is there."""
+"""Checkpoints: written whole or not at all, and handed out only if every bit is as it was written."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from mezzo.files import whole
+from mezzo.errors import MezzoError, StateError, UnsupportedError
+from mezzo.files import opened, whole
+from mezzo.session import archive
 
-__all__ = ["save"]
+__all__ = ["load", "save"]
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
     """Write what ``torch.save`` writes, completely or not at all.
 
     The file is written beside its place, handed to the disk, and renamed: a process killed at any moment, or a full
-    disk, leaves the old checkpoint as it was. ``torch.load(path, weights_only=True)`` reads it. What a killed process
+    disk, leaves the old checkpoint as it was. :func:`load` reads it, and so does ``torch.load``. What a killed process
     left half written is removed by the next call for the same path. Several threads or processes may save to one
     path: the last one to finish stays.
 
@@ -40,8 +47,92 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
         >>> path = os.path.join(tempfile.mkdtemp(), "last.pt")
         >>> parts = {"model": model, "optimizer": optimizer, "amp": amp}
         >>> mezzo.save({name: part.state_dict() for name, part in parts.items()}, path)
-        >>> sorted(torch.load(path, weights_only=True))
+        >>> sorted(mezzo.load(path))
         ['amp', 'model', 'optimizer']
     """
-    with whole(path) as file:
+    with whole(path) as file, _with_checksums():
         torch.save(state, file)
+
+
+@contextlib.contextmanager
+def _with_checksums() -> Iterator[None]:
+    """Have torch write checksums, whatever this process asks of its other files: without them no damage is seen."""
+    if get_crc32_options():
+        yield
+        return
+    set_crc32_options(True)
+    try:
+        yield
+    finally:
+        set_crc32_options(False)
+
+
+def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool = True) -> Any:
+    """Read what :func:`save` or ``torch.save`` wrote, if every record of it is as it was written.
+
+    ``torch.load`` checks no checksums: a flipped bit inside a tensor is loaded as another number. Here each record of
+    the file is compared with its CRC-32 before anything is unpickled, and both places that say where it lies with each
+    other. Bits in padding, dates and the like change no value and go unremarked.
+
+    Args:
+        path: A regular file, in the format of ``torch.save`` since torch 1.6. Files of the one before, and tar files,
+            carry no checksums and are refused: ``torch.load`` reads them.
+        map_location: As in ``torch.load``.
+        weights_only: As in ``torch.load``: only tensors and plain containers. ``False`` runs whatever program the file
+            holds; a checksum says nothing about who wrote it.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        StateError: A record is damaged, and which; the file is cut short or is no checkpoint; or it holds what
+            ``weights_only`` refuses.
+        UnsupportedError: Its tensors belong on a device that is not here.
+        OSError: There is no such file, or it is something else, such as a folder or a pipe.
+
+    **Cost**: one more reading of the file, from memory mostly: 0.4 s a gigabyte on one core, where ``torch.load`` takes
+    0.7 s. Whoever writes into the very file between the two readings is not seen; :func:`save` never does.
+
+    Example:
+        >>> import mezzo, torch, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "last.pt")
+        >>> mezzo.save({"weight": torch.tensor([1.0, 2.0])}, path)
+        >>> mezzo.load(path)
+        {'weight': tensor([1., 2.])}
+    """
+    name = os.fsdecode(path)
+    with opened(path) as file:
+        archive.check(file, name)
+        file.seek(0)
+        try:
+            return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+        except pickle.UnpicklingError as error:
+            raise _refused(error, name, weights_only) from error
+        except (RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _unreadable(error, name) from error
+
+
+def _refused(error: Exception, path: str, weights_only: bool) -> MezzoError:
+    if not weights_only:
+        return _unreadable(error, path)
+    found = re.search(r"(?:WeightsUnpickler error: |Trying to load )(.*)", str(error))
+    return StateError(
+        "the checkpoint holds more than tensors and plain containers",
+        where=path,
+        why=found[1].split(". Please use")[0] if found else str(error).partition("\n")[0],
+        write=f"mezzo.load({path!r}, weights_only=False)   # runs what it holds: only if you trust who wrote it",
+    )
+
+
+def _unreadable(error: Exception, path: str) -> MezzoError:
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if "device but torch." in text and "is_available() is False" in text:
+        return UnsupportedError(
+            "the checkpoint's tensors belong on a device that is not here",
+            where=path,
+            why=text.partition(". ")[0],
+            write=f'mezzo.load({path!r}, map_location="cpu")',
+        )
+    return StateError(
+        "the file is whole, and torch cannot read it", where=path, why=text, write="a file that mezzo.save wrote"
+    )

@@ -517,7 +517,7 @@ class MixedPrecision:
         """Return all that the models' and optimizers' own state dicts lack.
 
         The loss scales with their counters, the account of the steps, the masters, and in the middle of an
-        accumulation window the gradients. Plain containers and tensors: ``torch.load(weights_only=True)`` reads it
+        accumulation window the gradients. Plain containers and tensors: :func:`mezzo.load` reads it
         back, and :func:`mezzo.save` writes it so that no half-written file is ever left.
 
         **Cost**: a host sync, and a copy of the masters.
