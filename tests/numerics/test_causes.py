@@ -236,7 +236,7 @@ def test_a_parameter_or_buffer(make, step, tmp_path, monkeypatch, policy, which)
     overflow = locate(step(model, policy, x), model, policy=policy)
     assert (overflow.kind, overflow.tensor.name) == (which, path)
     assert overflow.cause.startswith(f"the {which} {path} was not finite before the pass: ")
-    exec(overflow.cure, {"torch": torch, "model": model})
+    exec(overflow.cure, {"mezzo": mezzo, "model": model})
     assert locate(lambda: model(x.to(model.conv.weight.dtype)).square().mean(), model) is None
 
 
