@@ -491,7 +491,7 @@ def double_model():
         (fresh, "O4", PolicyError, "unknown level 'O4'"),
         (foreign_optimizer, "O1", PolicyError, "updates parameters that are not the models'"),
         (lambda: (network(), "adamw"), "O1", PolicyError, "must be a torch.optim.Optimizer, not str"),
-        (lambda: ("net", fresh()[1]), "O1", PolicyError, "models must be"),
+        (lambda: ("net", fresh()[1]), "O1", PolicyError, "a model must be an nn.Module, not str"),
         (lambda: (m := network(), [o := OPTIMIZERS["sgd"](m.parameters()), o]), "O1", PolicyError, "listed twice"),
         (lambda: (network(), torch.optim.SGD([{"params": []}])), "O1", PolicyError, "updates no parameter"),
         (lambda: in_session(), "O1", StateError, "belongs to a session"),

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.cast import device
 from mezzo.cast.boundary import CASTABLE, Boundary, WideNorm
 from mezzo.cast.pins import PIN
+from mezzo.cast.refusals import cannot_convert, require_module
 from mezzo.cast.region import autocast
 from mezzo.cast.weights import WeightCasts
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
@@ -72,6 +73,7 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         >>> model.weight.dtype
         torch.float32
     """
+    require_module(model)
     handle = Prepared(model, Policy.of(policy))
     handle.release_originals()
     return handle
@@ -90,6 +92,7 @@ class Prepared:
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
+        require_module(model)
         policy = _with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
         self.casts = WeightCasts()
@@ -161,7 +164,7 @@ def _store(tensor: Any, data: Tensor) -> None:
 
 def _with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:
     """Store modules of classes that ``@mezzo.fp32`` pins in FP32, unless a rule of the policy says otherwise."""
-    if not isinstance(model, nn.Module) or policy.param_dtype == torch.float32:
+    if policy.param_dtype == torch.float32:
         return policy
     pinned = [path for path, module in model.named_modules() if path and getattr(type(module), PIN, None) == "fp32"]
     rules = (Rule("fp32", module=path, reason="its class is pinned by @mezzo.fp32") for path in pinned)
@@ -178,8 +181,6 @@ def _check(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
     Returns:
         The dtype for each floating parameter and each buffer that a policy converts.
     """
-    if not isinstance(model, nn.Module):
-        raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.prepare(model, …)")
     if any(isinstance(getattr(hook, "__self__", None), Boundary) for m in model.modules() for hook in _pre_hooks(m)):
         raise StateError(
             "the model is prepared already",
@@ -207,12 +208,14 @@ def _check(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
             )
         if tensor not in storage or rule is not None:
             storage[tensor], deciding[tensor] = dtype, (rule, path)
+    # FP32 policies store nothing anew: a model that came in low precision keeps what it has.
+    storage = {t: dtype for t, dtype in storage.items() if policy.param_dtype != torch.float32 or deciding[t][0]}
     converting = {tensor: dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
-    problems += _cannot_convert(model, policy, converting)
+    if converting:
+        problems += cannot_convert(model, policy, converting)
     if problems:
         raise type(problems[0]).together(problems)
-    # FP32 policies store nothing anew: a model that came in low precision keeps what it has.
-    return {t: dtype for t, dtype in storage.items() if policy.param_dtype != torch.float32 or deciding[t][0]}
+    return storage
 
 
 def _out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
@@ -297,44 +300,6 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
                 where=f"rule {rule}",
                 why=nearest(rule.param, tensors[:20]),
             )
-
-
-def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor, torch.dtype]) -> Iterator[MezzoError]:
-    if not converting or policy.param_dtype == torch.float32:
-        return
-    names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    low = [f"{names[t]} ({str(t.dtype).removeprefix('torch.')})" for t, d in converting.items()
-           if torch.float32 not in (t.dtype, d) and isinstance(t, nn.Parameter)]  # fmt: skip
-    if low:
-        yield UnsupportedError(
-            f"parameters are already in a low precision that {policy.level} would change",
-            where=some_of(low),
-            why=f"one 16-bit format does not hold what another does; the policy says {policy.param_dtype}",
-            write="model.float() first, or a policy with the parameters' own dtype",
-        )
-    lost = [torch.isfinite(t).logical_and(~torch.isfinite(t.detach().to(d))).any() for t, d in converting.items()]
-    device_of_flags = next(iter(converting)).device
-    flags = torch.stack([flag.to(device_of_flags) for flag in lost]).tolist()
-    if overflowing := [names[t] for t, is_lost in zip(converting, flags, strict=True) if is_lost]:
-        yield UnsupportedError(
-            f"values do not fit {str(policy.param_dtype).removeprefix('torch.')}",
-            where=some_of(overflowing),
-            why=f"they are beyond {torch.finfo(policy.param_dtype).max:g} and would become infinite",
-            write=f"policy.keep_fp32(params=[{overflowing[0]!r}]), or dtype=bfloat16",
-        )
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        yield StateError(
-            f"{policy.level} cannot convert a model that DistributedDataParallel already wraps",
-            why="its buckets were laid out for the parameters' old dtype",
-            write="prepare first, then DistributedDataParallel(model); or O1, which converts nothing",
-        )
-    held = [names[t] for t in converting if isinstance(t, nn.Parameter) and t.grad is not None]
-    if held:
-        yield StateError(
-            "parameters hold gradients in the dtype they are about to leave",
-            where=some_of(held),
-            write="optimizer.zero_grad(set_to_none=True) first",
-        )
 
 
 # Hooks ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -21,23 +21,55 @@ __all__ = [
     "check_session",
     "checked_schedulers",
     "chosen",
-    "listed",
+    "models_and_optimizers",
     "only",
     "overflowed",
-    "refuse_fp16_unscaling",
 ]
 
+_ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy): models first, then optimizers"
 ON_OVERFLOW: Final = ("skip", "explain", "raise")
 
 
-def listed(optimizers: Any) -> list[Any]:
-    """Return a list of what was given, be it one optimizer or several."""
-    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+def listed(given: Any) -> list[Any]:
+    """Return a list of what was given, be it one model or optimizer or several."""
+    is_one = isinstance(given, (nn.Module, Optimizer, str)) or not isinstance(given, Iterable)
+    return [given] if is_one else list(given)
+
+
+def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimizer]]:
+    """Return both as lists.
+
+    Raises:
+        PolicyError: Something else among them, or the one in the other's place.
+    """
+    pairs = (
+        (listed(models), nn.Module, "a model must be an nn.Module"),
+        (listed(optimizers), Optimizer, "an optimizer must be a torch.optim.Optimizer"),
+    )
+    problems = []
+    for given, kind, what in pairs:
+        if wrong := list(dict.fromkeys(_kind_of(each) for each in given if not isinstance(each, kind))):
+            problems.append(PolicyError(f"{what}, not {some_of(wrong)}", write=_ORDER))
+        elif not given:
+            problems.append(PolicyError(f"{what}, and there is none", write=_ORDER))
+    (all_models, _, _), (all_optimizers, _, _) = pairs
+    if len(problems) == 2 and (
+        all(isinstance(each, Optimizer) for each in all_models)
+        and all(isinstance(each, nn.Module) for each in all_optimizers)
+    ):
+        problems = [PolicyError("the model and the optimizer stand in each other's place", write=_ORDER)]
+    if problems:
+        raise PolicyError.together(problems)
+    return all_models, all_optimizers
+
+
+def _kind_of(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def check_session(
     models: list[nn.Module],
-    optimizers: list[Any],
+    optimizers: list[Optimizer],
     policy: Policy,
     device: Any,
     *,
@@ -47,16 +79,6 @@ def check_session(
 ) -> None:
     """Raise all that stands against a session, before anything is changed."""
     problems: list[MezzoError] = []
-    if not models or not all(isinstance(model, nn.Module) for model in models):
-        problems.append(PolicyError("models must be one nn.Module or more", write="MixedPrecision(model, optimizer)"))
-    for optimizer in optimizers or [None]:
-        if not isinstance(optimizer, Optimizer):
-            problems.append(
-                PolicyError(
-                    f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}",
-                    write="MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy)",
-                )
-            )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         problems.append(PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once"))
     if device is not None:
@@ -253,24 +275,6 @@ def _lost_state(models: list[nn.Module], optimizers: list[Optimizer], policy: Po
                 where=f"{type(optimizer).__name__}: {some_of(held)}",
                 why=f"{policy.level} keeps no masters, so the state would have to be rounded to {policy.dtype}",
                 write="a policy with masters (O2), or a new optimizer",
-            )
-
-
-def refuse_fp16_unscaling(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
-    """Refuse to unscale gradients in the FP16 of parameters that have no master, which would flush small ones."""
-    scale = policy.loss_scale
-    if policy.master_weights or scale.mode == "none" or (scale.mode == "constant" and scale.init == 1.0):
-        return
-    names = {param: name for model in models for name, param in model.named_parameters()}
-    for optimizer in optimizers:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        half = [f"{names[p]} (float16, {'×'.join(map(str, p.shape))})" for p in params if p.dtype == torch.float16]
-        if half:
-            raise UnsupportedError(
-                "fp16 gradients cannot be unscaled in fp16",
-                where=f"{some_of(half, 1)}, optimizer {type(optimizer).__name__}",
-                why="dividing them by the loss scale in float16 flushes small ones to zero",
-                write='MixedPrecision(model, optimizer, policy="O2")   # keeps FP32 masters; or model.float() first',
             )
 
 

@@ -27,7 +27,7 @@ from mezzo.session.checks import (
     check_session,
     checked_schedulers,
     chosen,
-    listed,
+    models_and_optimizers,
     only,
     overflowed,
 )
@@ -105,14 +105,11 @@ class MixedPrecision:
         on_overflow: Literal["skip", "explain", "raise"] = "skip",
         restore_buffers: bool = False,
     ) -> None:
+        given = models_and_optimizers(models, optimizers)
         self.policy = Policy.of(policy)
         self.max_grad_norm = max_grad_norm
         self.on_overflow = on_overflow
-        self._parts = Parts(
-            [models] if isinstance(models, nn.Module) else list(models),
-            [optimizers] if isinstance(optimizers, Optimizer) else listed(optimizers),
-            self.policy,
-        )
+        self._parts = Parts(*given, self.policy)
         self._models, self._optimizers = self._parts.models, self._parts.optimizers
         check_session(
             self._models,
@@ -213,6 +210,7 @@ class MixedPrecision:
         Raises:
             PolicyError: The loss is not a floating scalar, or no such ``loss_id`` or optimizer.
             StateError: The loss depends on no parameter, or the scale was written to since the last ``backward``.
+            UnsupportedError: Low-precision parameters that were added or thawed since would train without masters.
 
         **Cost**: no host sync. A window with several scales holds 4 more bytes a parameter.
         """
@@ -220,6 +218,7 @@ class MixedPrecision:
         check_loss(loss)
         scaler = self._moving_scaler(loss_id)
         wanted = chosen(optimizers, self._optimizers)
+        self._parts.refuse_lost_bits()
         self._clusters = regrouped(self._clusters, self._optimizers, self._parts.masters)
         involved = [c for c in self._clusters if not set(c.optimizers).isdisjoint(wanted)]
         if len(wanted) < len(self._optimizers):

@@ -14,8 +14,8 @@ from mezzo.cast.modules import Prepared
 from mezzo.cast.region import autocast
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
-from mezzo.session.checks import refuse_fp16_unscaling
 from mezzo.session.exact import ExactLoading
+from mezzo.session.low import LowWeights
 from mezzo.step.master import MasterWeights
 
 __all__ = ["Parts", "plain_name"]
@@ -39,6 +39,7 @@ class Parts:
         self.masters: dict[int, MasterWeights] = {}
         self.exact = ExactLoading(self)
         self._hooks: list[RemovableHandle] = []
+        self._low: LowWeights | None = None
 
     def convert(self, before_step: Callable[..., None]) -> None:
         """Carry the policy out; where it cannot be, everything is as it was.
@@ -57,7 +58,7 @@ class Parts:
             self._hooks.append(optimizer.register_step_pre_hook(before_step))
         for model in self.models:
             self.prepared.append(Prepared(model, self.policy))
-        refuse_fp16_unscaling(self.models, self.optimizers, self.policy)
+        self._low = LowWeights(self.optimizers, self.policy, self.name_of)
         if self.policy.master_weights:
             originals = {t: data for prepared in self.prepared for t, data in prepared.converted.items()}
             for optimizer in self.optimizers:
@@ -70,6 +71,15 @@ class Parts:
             prepared.casts.spans_regions = True
         if self.policy.master_weights:
             self.exact.watch(self.models)
+
+    def refuse_lost_bits(self) -> None:
+        """Refuse low-precision weights that were added or thawed since, and would lose gradients or updates.
+
+        Raises:
+            UnsupportedError: There are such weights.
+        """
+        if self._low is not None:
+            self._low.check()
 
     def undo(self) -> None:
         """Give back FP32 weights with the masters' values, and the optimizers as they were built."""

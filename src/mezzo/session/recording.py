@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mezzo.cast.accumulators import marks
 from mezzo.errors import StateError, some_of
 from mezzo.session.accounts import Outcome
 from mezzo.session.capturable import check_capturable, unfinished
@@ -228,11 +228,11 @@ class _EarlierGraphs:
 
     def __init__(self, leaves: list[Any]) -> None:
         for leaf in leaves:
-            _marks(leaf)[self._MARK] = True
+            marks(leaf)[self._MARK] = True
         self._leaves = self._alive(leaves)
 
     def _alive(self, leaves: list[Any]) -> list[Any]:
-        return [leaf for leaf in leaves if leaf.requires_grad and self._MARK in _marks(leaf)]
+        return [leaf for leaf in leaves if leaf.requires_grad and self._MARK in marks(leaf)]
 
     def require_gone(self, session: MixedPrecision) -> None:
         """Refuse a train step that uses them.
@@ -255,14 +255,8 @@ class _EarlierGraphs:
     def forget(self) -> None:
         """Take the marks away."""
         for leaf in self._alive(self._leaves):
-            del _marks(leaf)[self._MARK]
+            del marks(leaf)[self._MARK]
         self._leaves = []
-
-
-def _marks(leaf: Tensor) -> dict[str, Any]:
-    node: Any = get_gradient_edge(leaf).node  # torch declares metadata as a method, and it is a property
-    found: dict[str, Any] = node.metadata
-    return found
 
 
 def _plain_state(session: MixedPrecision) -> Callable[[], None]:
