@@ -45,6 +45,8 @@ def nothing_known(monkeypatch, tmp_path):
     """Begin as a new process does: nothing cached, no limit set, no probe allowed unless a test says so."""
     monkeypatch.setattr(device, "_reports", {})
     monkeypatch.setattr(device, "_protections", {})
+    monkeypatch.setattr(device, "_without_onednn", set())
+    monkeypatch.setattr(device, "switch_onednn_off", lambda: pytest.fail("oneDNN was switched off"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # Through setenv, so that whatever `protect` does to the variable is undone.
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
@@ -78,8 +80,10 @@ def trial(monkeypatch):
     """Return a function that sets how the trial in a copy of this process ends, and what it was given."""
     tried = []
 
-    def end(trouble):
-        def survives_here(dtype, cases):
+    def end(trouble, without_onednn=""):
+        def survives_here(dtype, cases, *, onednn=True):
+            if not onednn:
+                return without_onednn
             tried.append((dtype, tuple(cases), os.environ.get("ONEDNN_MAX_CPU_ISA")))
             return trouble
 
@@ -390,6 +394,40 @@ def test_where_no_child_could_be_started_everything_is_tried_in_a_copy(told, tri
     assert not setting
 
 
+@pytest.mark.parametrize("without", ["", "a copy of this process that tried it was killed by SIGSEGV"])
+def test_where_a_product_would_kill_onednn_is_switched_off_and_the_log_says_so_once(
+    told, trial, monkeypatch, caplog, without
+):
+    switched = []
+    monkeypatch.setattr(device, "switch_onednn_off", lambda: switched.append(True))
+    told(report(bfloat16=support(BFLOAT16, "crashes"), needs_isa_limit=True))
+    trial("a copy of this process that tried it was killed", without)
+    assert device.protect().action == "emulate"
+    assert not switched, "asking changes nothing"
+    assert device.guard("cpu", FLOAT16).action == "none"
+    assert not switched
+    assert device.guard("cpu", BFLOAT16) == device.guard("cpu", BFLOAT16) == device.protect()
+    assert switched == [True]
+    (record,) = caplog.records
+    because = f"; even without it, {without}: compute in bfloat16 in mezzo's regions alone" if without else ""
+    assert record.getMessage() == (
+        "oneDNN is switched off in this process\n"
+        "  where  every bfloat16 product on the CPU, inside mezzo's regions and outside\n"
+        "  why    bfloat16 crashes on this CPU unless ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 is set before oneDNN's first "
+        "use, and in this process that is too late or cannot be known: a copy of this process that tried it was "
+        f"killed; torch's own kernels take its place, and are slower{because}\n"
+        "  write  ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 python …"
+    )
+
+
+def test_a_format_that_is_missing_or_safe_leaves_onednn_on(told, trial):
+    told(report(bfloat16=support(BFLOAT16, "crashes"), needs_isa_limit=True))
+    trial("")
+    assert device.guard("cpu", FLOAT8).action == "emulate"
+    assert device.guard("cpu", BFLOAT16).action == "limit"
+    assert device.guard("cpu", torch.float32).action == "none"
+
+
 def test_intentions_are_said_without_being_carried_out(trial, monkeypatch):
     trial("never asked")
     cured = report(bfloat16=support(BFLOAT16, "crashes"), needs_isa_limit=True)
@@ -593,6 +631,38 @@ def test_a_limit_that_the_user_set_in_time_is_recognised(tmp_path):
     """
     )
     assert in_a_fresh_process(program, tmp_path, ONEDNN_MAX_CPU_ISA="AVX2") == ["none AVX2"]
+
+
+@CAN_FORK
+@NEEDS_AVX512
+def test_the_limit_holds_when_the_environment_is_put_back_before_onednn_is_used(tmp_path):
+    program = (
+        SIMULATED
+        + """
+    from unittest import mock
+    with mock.patch.dict(os.environ):
+        print(device.protect().action, os.environ["ONEDNN_MAX_CPU_ISA"])
+    print("ONEDNN_MAX_CPU_ISA" in os.environ)
+    torch.nn.functional.gelu(x)
+    die_unless_limited()
+    print(device.protect().action)
+    """
+    )
+    lines = in_a_fresh_process(program, tmp_path, ONEDNN_VERBOSE="1")
+    assert [line for line in lines if "onednn" not in line] == ["limit AVX2", "False", "limit"]
+    announced = {line for line in lines if line.startswith("onednn_verbose,v1,info,cpu,isa:")}
+    assert announced == {"onednn_verbose,v1,info,cpu,isa:Intel AVX2"}
+
+
+@CAN_FORK
+def test_a_copy_without_onednn_leaves_it_on_here(monkeypatch):
+    def needs_onednn_off(*_):
+        assert not torch.backends.mkldnn.enabled
+
+    monkeypatch.setattr(probe_trial, "run_case", needs_onednn_off)
+    assert probe_trial.survives_here(BFLOAT16, ["gemm"], onednn=False) == ""
+    assert "exit code 1" in probe_trial.survives_here(BFLOAT16, ["gemm"])
+    assert torch.backends.mkldnn.enabled
 
 
 def test_importing_starts_nothing_sets_nothing_and_touches_no_device(tmp_path):

@@ -46,6 +46,35 @@ def test_a_stored_report_is_found_again_and_lies_in_one_file(cache):
     assert list(cache.iterdir()) == [file], "nothing is left beside it"
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda report: report.update(formats=[]),
+        lambda report: report["formats"].pop(1),
+        lambda report: report.update(device_type="cuda"),
+        lambda report: report["formats"][0].update(cases={"gemm": "crashes"}),
+        lambda report: report["formats"][0].update(status="unsupported"),
+        lambda report: report["formats"][0].update(cases={"a case of another version": "native"}),
+        lambda report: report["formats"][0].update(speed_ratio=float("nan")),
+        lambda report: report["formats"][0].update(speed_ratio=0.1),
+        lambda report: report["formats"][0].update(speeds={"gemm": -1.0}),
+        lambda report: report.clear(),
+    ],
+)
+def test_a_report_that_no_probe_has_written_is_as_good_as_none(cache, caplog, damage):
+    probe_cache.store(CPU, REPORT)
+    (file,) = cache.iterdir()
+    stored = json.loads(file.read_text())
+    damage(stored["report"])
+    file.write_text(json.dumps(stored))
+    with caplog.at_level("INFO"):
+        assert probe_cache.load(CPU) is None
+    assert "ignoring the stored device report: " in caplog.text
+    for text in ("null", "[]", "3", '"report"', "{}", '{"key": 1, "report": []}'):
+        file.write_text(text)
+        assert probe_cache.load(CPU) is None
+
+
 @pytest.mark.parametrize("change", ["processor", "torch", "probe", "setting", "older setting"])
 def test_another_machine_torch_probe_or_setting_is_another_entry(monkeypatch, change):
     probe_cache.store(CPU, REPORT)

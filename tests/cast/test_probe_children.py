@@ -33,7 +33,14 @@ for dtype, case in jobs:
         os.kill(os.getpid(), signal.SIGILL)
     if hit("hangs", dtype, case):
         time.sleep(60)
+    if hit("killed", dtype, case) or (hit("killed once", dtype, case) and not os.path.exists(spec["log"] + ".killed")):
+        open(spec["log"] + ".killed", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if hit("raises", dtype, case):
+        sys.exit(1)
     error = "no kernel for " + dtype if hit("refuses", dtype, case) else ""
+    if hit("starves", dtype, case):
+        error = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 524288 bytes"
     if error:
         refused.add(dtype)
     timed = case not in ("storage", "attention", "attention_backward") and not error
@@ -157,6 +164,37 @@ def test_a_hang_counts_as_a_crash_but_is_not_kept(fake, monkeypatch):
     assert "matmul" not in float16.cases, "one endless case is enough waiting for a format"
     assert bfloat16.status == "native"
     assert not lasting, "a busy machine must not be condemned for ever"
+
+
+@pytest.mark.parametrize(
+    "suffering, status, detail",
+    [
+        ("killed", "crashes", "the process was killed by SIGKILL"),
+        ("raises", "crashes", "the process ended with exit code 1"),
+        ("starves", "unsupported", "DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_child_stopped_from_outside_is_no_verdict_for_later_processes(fake, suffering, status, detail):
+    fake(**{suffering: ["bfloat16 gemm"]}, cure="AVX512_CORE_FP16")
+    report, lasting = probe_children.cpu_report("a CPU")
+    bfloat16, float16 = report.formats[torch.bfloat16], report.formats[torch.float16]
+    assert not lasting
+    assert bfloat16.status == status
+    assert bfloat16.detail.startswith(f"gemm: {detail}")
+    assert not report.needs_isa_limit, "no limit cures what the processor has not done"
+    assert float16.status == "native"
+    assert {child["setting"] for child in fake.children()} == {None}
+
+
+def test_a_child_killed_once_is_asked_again(fake):
+    fake(**{"killed once": ["bfloat16 gemm"]})
+    report, lasting = probe_children.cpu_report("a CPU")
+    assert lasting
+    assert report.formats[torch.bfloat16].status == "native"
+    assert set(report.formats[torch.bfloat16].cases) == set(probe_child.CASES)
+    first, second = fake.children()
+    assert second["jobs"][0] == ["bfloat16", "gemm"]
+    assert len(second["jobs"]) < len(first["jobs"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -259,3 +260,49 @@ def test_a_rule_that_torch_has_no_kernel_for_says_what_to_write():
     assert 'policy.fp32_math("linalg_inv")' in str(caught.value)
     with mezzo.autocast(BF16.fp32_math("linalg_inv"), "cpu"):
         assert torch.linalg.inv(torch.eye(3).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("text", ["O1,dtype=bfloat16,emulate=true", "O1,dtype=bfloat16,emulate=false,fp32=linear"])
+@pytest.mark.parametrize("lists", ["portable", "device"])
+def test_a_backward_pass_that_begins_inside_a_region_computes_as_one_after_it(text, lists):
+    """Native autocast, left on, would cast operands that are kept in FP32: the bits would differ."""
+    torch.manual_seed(0)
+    layer, x, policy = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True), f"{text},lists={lists}"
+    wanted = [layer.weight, layer.bias, x]
+
+    def loss():
+        return layer(x).float().square().mean()
+
+    with mezzo.autocast(policy):
+        value = loss()
+    after = torch.autograd.grad(value, wanted)
+    with mezzo.autocast(policy):
+        inside = [torch.autograd.grad(loss(), wanted)]
+        assert torch.is_autocast_enabled("cpu"), "it is switched off for the pass alone"
+        loss().backward()
+        inside.append([tensor.grad for tensor in wanted])
+        layer.zero_grad()
+        x.grad = None
+        torch.autograd.backward([loss()])
+        inside.append([tensor.grad for tensor in wanted])
+        with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"):
+            layer(x).backward()
+        assert torch.is_autocast_enabled("cpu")
+    for found in inside:
+        for a, b in zip(found, after, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_torch_func_differentiates_emulated_products_without_autocast():
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 64), torch.randn(32, 64)
+
+    def loss(weight):
+        return functional.linear(x, weight).float().square().mean()
+
+    with mezzo.autocast("O1,dtype=bfloat16,emulate=true"):
+        found = torch.func.grad(loss)(weight)
+    low, rounded = weight.bfloat16().double(), x.bfloat16().double()
+    out = (rounded @ low.T).bfloat16().double()
+    exact = ((2 * out / out.numel()).bfloat16().double()).T @ rounded
+    assert (found.double() - exact).abs().max() <= 2**-8 * exact.abs().max()

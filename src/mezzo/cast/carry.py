@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, cast
 
 import torch
@@ -17,7 +18,7 @@ from mezzo.cast.recompute import SWITCHES_GRADIENTS, RecomputedMode, saved_tenso
 from mezzo.cast.weights import WeightCasts
 from mezzo.errors import UnsupportedError
 
-__all__ = ["OPENED_BACKWARD", "Differences", "pinned_parameter"]
+__all__ = ["OPENED_BACKWARD", "Differences", "pinned_parameter", "without_autocast"]
 
 #: How torch says that it has no kernel for a dtype.
 _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
@@ -26,6 +27,27 @@ _INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_nor
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 _CASTABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+#: What begins a backward pass; torch.func differentiates by the last of them.
+_DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+@contextlib.contextmanager
+def without_autocast(plans: Iterable[Plan]) -> Iterator[None]:
+    """Switch native autocast off where plans have it on, for a backward pass.
+
+    Under it C++ would cast FP32 operands of the backward pass to low precision: those of products that a policy keeps
+    in FP32, and those of emulated ones.
+    """
+    on = [plan.device_type for plan in plans if plan.autocast and torch.is_autocast_enabled(plan.device_type)]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
 
 
 class Differences(RecomputedMode):
@@ -53,6 +75,10 @@ class Differences(RecomputedMode):
         if compiling := torch.compiler.is_compiling():
             if self.key:
                 return self._trace(func, args, kwargs)
+        elif func in _DIFFERENTIATE:
+            # A pass that begins inside the region is to compute as one that begins after it.
+            with without_autocast(self.plans.values()):
+                return func(*args, **kwargs)
         elif func is SWITCHES_GRADIENTS:
             self.outlive_reentrant()
         plan = self._plan_for(args, kwargs)

@@ -2,13 +2,14 @@
 
 Three questions are answered here. :func:`probe`: which formats work, and how fast. :func:`will_emulate`:
 whether a policy's low-precision products are computed natively or in FP32 from rounded operands.
-:func:`protect`: how a native computation is kept from killing the process on a CPU that claims
+:func:`protect` and :func:`guard`: how a native computation is kept from killing the process on a CPU that claims
 instructions which it cannot run. How the answers are found is the work of ``probe``.
 Importing this file starts nothing, sets nothing and touches no device.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from mezzo.cast.probe import cache, children
 from mezzo.cast.probe.child import CASES
 from mezzo.cast.probe.children import ISA_VARIABLE, isa_setting
 from mezzo.cast.probe.report import FAST_ENOUGH, FORMATS, DeviceReport, FormatSupport, name_of
-from mezzo.cast.probe.trial import survives_here
-from mezzo.errors import PolicyError, UnsupportedError, nearest
+from mezzo.cast.probe.trial import read_limit, survives_here, switch_onednn_off
+from mezzo.errors import PolicyError, UnsupportedError, message, nearest
 
 __all__ = [
     "FAST_ENOUGH",
@@ -33,11 +34,14 @@ __all__ = [
     "Intention",
     "Protection",
     "devices",
+    "guard",
     "intention",
     "probe",
     "protect",
     "will_emulate",
 ]
+
+logger = logging.getLogger(__name__)
 
 #: Formats in which emulation itself computes; they need neither probe nor protection.
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -51,6 +55,7 @@ Intention = Literal["native", "limit", "emulate", "unsupported"]
 # one costs time only.
 _reports: dict[str, DeviceReport] = {}
 _protections: dict[torch.dtype, Protection] = {}
+_without_onednn: set[torch.dtype] = set()
 _lock = threading.RLock()
 
 
@@ -173,6 +178,41 @@ def protect(device_type: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Pr
         return _protections[dtype]
 
 
+def guard(device_type: str, dtype: torch.dtype) -> Protection:
+    """Protect this process from every product in a format, those that mezzo does not compute among them.
+
+    Emulation reaches what a region sees. It does not reach C++ callers (TorchScript, autograd's own functions),
+    nor what a user computes with low-precision weights outside a region. So where the format must not be computed
+    natively and would kill the process, oneDNN is switched off in it, as by ``torch.backends.mkldnn.set_flags(False)``:
+    torch's own kernels, which sum in FP32 and round once, compute what nobody emulates. The log says so.
+
+    Args:
+        device_type: ``"cpu"`` or an accelerator that is present.
+        dtype: The format.
+
+    Returns:
+        What :func:`protect` answers.
+
+    Raises:
+        UnsupportedError: If the device is absent.
+        PolicyError: If there is no such device type, or mezzo does not know the format.
+
+    Cost:
+        That of :func:`protect`; where oneDNN is switched off, convolutions are slower from then on, in FP32 too.
+
+    Example:
+        >>> guard("cpu", torch.float32).action
+        'none'
+    """
+    made = protect(device_type, dtype)
+    if device_type == "cpu" and made.action == "emulate" and _support(device_type, dtype).status == "crashes":
+        with _lock:
+            if dtype not in _without_onednn:
+                _go_without_onednn(dtype, made.reason)
+                _without_onednn.add(dtype)
+    return made
+
+
 def will_emulate(dtype: torch.dtype, device_type: str = "cpu", emulate: Literal["auto"] | bool = "auto") -> Emulation:
     """Decide whether products in a format are emulated on a device.
 
@@ -271,26 +311,43 @@ def _protect_cpu(dtype: torch.dtype) -> Protection:
     crashed = [case for case, status in support.cases.items() if status == "crashes"]
     cases = crashed or [case for case in CASES if case != "storage"]  # nothing is known: try everything
     own_setting, limit = isa_setting(), children.ISA_LIMIT
-    if own_setting is not None or not report.needs_isa_limit:
-        # Nothing to set: a limit of the user's own is not overridden.
-        trouble = survives_here(dtype, cases)
-        where = f"{ISA_VARIABLE}={own_setting}" if own_setting else f"no {ISA_VARIABLE}"
-        if trouble:
-            reason = f"{name_of(dtype)} crashes on this CPU ({support.detail}); with {where}, {trouble}"
-            return Protection(action="emulate", reason=reason)
-        return Protection(action="none", reason=f"with {where} a copy of this process survived it")
-    # Set before it is tried: should another thread begin to use oneDNN meanwhile, it finds the limit.
-    os.environ[ISA_VARIABLE] = limit
+    sets_limit = own_setting is None and report.needs_isa_limit  # a limit of the user's own is not overridden
+    if sets_limit:
+        os.environ[ISA_VARIABLE] = limit
+    # From here on it is settled what oneDNN obeys, whoever puts the environment back. Only then it is tried.
+    read_limit()
     trouble = survives_here(dtype, cases)
-    if not trouble:
+    where = f"{ISA_VARIABLE}={own_setting}" if own_setting else f"no {ISA_VARIABLE}"
+    if not trouble and sets_limit:
         reason = f"{name_of(dtype)} crashes on this CPU, so mezzo has set {ISA_VARIABLE}={limit}"
         return Protection(action="limit", reason=reason)
+    if not trouble:
+        return Protection(action="none", reason=f"with {where} a copy of this process survived it")
+    if not sets_limit:
+        reason = f"{name_of(dtype)} crashes on this CPU ({support.detail}); with {where}, {trouble}"
+        return Protection(action="emulate", reason=reason)
     del os.environ[ISA_VARIABLE]
     reason = (
         f"{name_of(dtype)} crashes on this CPU unless {ISA_VARIABLE}={limit} is set before oneDNN's first "
         f"use, and in this process that is too late or cannot be known: {trouble}"
     )
     return Protection(action="emulate", reason=reason)
+
+
+def _go_without_onednn(dtype: torch.dtype, reason: str) -> None:
+    """Switch oneDNN off and say so, once for each format."""
+    cases = [case for case in CASES if case != "storage"]
+    trouble = survives_here(dtype, cases, onednn=False)
+    switch_onednn_off()
+    name = name_of(dtype)
+    text = message(
+        "oneDNN is switched off in this process",
+        where=f"every {name} product on the CPU, inside mezzo's regions and outside",
+        why=f"{reason}; torch's own kernels take its place, and are slower"
+        + (f"; even without it, {trouble}: compute in {name} in mezzo's regions alone" if trouble else ""),
+        write=f"{ISA_VARIABLE}={children.ISA_LIMIT} python …" if probe("cpu").needs_isa_limit else "",
+    )
+    logger.warning("%s", text)
 
 
 def _cpu(refresh: bool) -> DeviceReport:

@@ -10,6 +10,7 @@ Source: Micikevicius et al. 2018, §3.3; the error bound is that of an FP32 dot 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
@@ -45,6 +46,27 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     return EMULATED[name](function, *args, **kwargs)
 
 
+def _without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a backward pass without native autocast: where it begins inside a region, that is still on.
+
+    It would cast the widened operands back, and compute natively what must not be computed so.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        kind = next((g.device.type for g in gradients if g is not None), None)
+        # Compiled code is differentiated without autocast already.
+        if kind is None or torch.compiler.is_compiling() or not torch.is_autocast_enabled(kind):
+            return backward(ctx, *gradients)
+        torch.set_autocast_enabled(kind, False)
+        try:
+            return backward(ctx, *gradients)
+        finally:
+            torch.set_autocast_enabled(kind, True)
+
+    return run
+
+
 class _MatMul(torch.autograd.Function):
     """``round(float(a) @ float(b))`` for operands of two or more dimensions."""
 
@@ -54,6 +76,7 @@ class _MatMul(torch.autograd.Function):
         return (a.float() @ b.float()).to(a.dtype)
 
     @staticmethod
+    @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         gradient = gradients[0].float()  # (..., n, m)
@@ -74,6 +97,7 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
     @staticmethod
+    @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         gradient = gradients[0].float()  # (..., out)
@@ -100,6 +124,7 @@ class _Convolution(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
+    @_without_autocast
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
@@ -126,6 +151,7 @@ class _Recomputed(torch.autograd.Function):
         return rounded
 
     @staticmethod
+    @_without_autocast
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         needed = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
         # Under create_graph the saved tensors stay connected, so that the result can be differentiated again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -366,7 +367,8 @@ def _boundaries(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, Bound
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
+    # Of a TorchScript module's class the method cannot be asked for, only looked up.
+    return getattr(inspect.getattr_static(type(module), "forward"), "__name__", "") != "_forward_unimplemented"
 
 
 def _nearest_called(model: nn.Module, path: str) -> str:

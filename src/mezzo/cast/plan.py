@@ -112,10 +112,11 @@ def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
 def _plan_for(policy: Policy, device_type: str, module: str | None, _reasons: tuple[str, ...]) -> Plan:
     """Make a plan; reasons take no part in comparing policies, but a ban says its own."""
     emulated = device.will_emulate(policy.dtype, device_type, policy.emulate).active
-    if policy.dtype != torch.float32 and not emulated:
-        # Where the kernel would kill the process, protect() has set the limit or asks for emulation instead.
-        must = device.protect(device_type, policy.dtype).action == "emulate"
-        emulated = must and policy.emulate is not False
+    if policy.dtype != torch.float32:
+        # Where the kernel would kill the process, guard() has set the limit or asks for emulation instead. Emulated or
+        # not: C++ callers compute natively, and so does what uses low-precision weights outside a region.
+        must = device.guard(device_type, policy.dtype).action == "emulate"
+        emulated = emulated or (must and policy.emulate is not False)
     # A module pinned to FP32 gets FP32 inputs at its boundary: inside, nothing has to be cast.
     whole = _whole_module(policy, module)
     native_autocast = policy.autocast and whole not in ("fp32", "fp32_math", "native", "promote")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
 from mezzo.cast import device
-from mezzo.cast.carry import OPENED_BACKWARD, Differences
+from mezzo.cast.carry import OPENED_BACKWARD, Differences, without_autocast
 from mezzo.cast.plan import Handler, Plan, open_function, plan_for
 from mezzo.cast.recompute import Again, shadowed
 from mezzo.cast.weights import WeightCasts
@@ -123,7 +123,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             tensor: What to differentiate.
             **kwargs: As ``torch.autograd.backward`` takes them.
         """
-        with accumulation(self.policy), shadowed():
+        with accumulation(self.policy), shadowed(), without_autocast(self._plans):
             if self.has_differences:
                 casts = WeightCasts() if self._casts is None else self._casts
                 with casts.region(continues=True), Differences(self._plans, casts, recomputing=True):
@@ -139,7 +139,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             inputs: By what.
             **kwargs: As ``torch.autograd.grad`` takes them.
         """
-        with accumulation(self.policy), shadowed():
+        with accumulation(self.policy), shadowed(), without_autocast(self._plans):
             if not self.has_differences:
                 return torch.autograd.grad(outputs, inputs, **kwargs)
             casts = WeightCasts() if self._casts is None else self._casts

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from mezzo import files
+from mezzo.cast.probe.child import CASES
 from mezzo.cast.probe.children import isa_setting
-from mezzo.cast.probe.report import DeviceReport
+from mezzo.cast.probe.report import FORMATS, DeviceReport
 
 __all__ = ["PROBE_VERSION", "Processor", "load", "processor", "store"]
 
 logger = logging.getLogger(__name__)
 
 #: Counted up whenever the cases or the meaning of a report change.
-PROBE_VERSION = 1
+PROBE_VERSION = 2
 
 #: What /proc/cpuinfo calls the things that decide which kernels run; the rest varies, like the clock.
 IDENTIFYING = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
@@ -75,12 +76,22 @@ def load(cpu: Processor) -> DeviceReport | None:
         stored = json.loads(files.kept(_name(key)))
         if stored["key"] != key:
             raise ValueError("it was written for another key")
-        return DeviceReport.from_dict(stored["report"])
+        return _whole(DeviceReport.from_dict(stored["report"]))
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as fault:
         logger.info("ignoring the stored device report: %s", fault)
         return None
+
+
+def _whole(report: DeviceReport) -> DeviceReport:
+    """Return a report, or raise ValueError if it is not one that :func:`store` has been given."""
+    if set(report.formats) != set(FORMATS) or report.device_type != "cpu":
+        raise ValueError("not a report of every format on a CPU")
+    unknown = {case for support in report.formats.values() for case in support.cases} - set(CASES)
+    if unknown:
+        raise ValueError(f"no such cases: {', '.join(sorted(unknown))}")
+    return report
 
 
 def store(cpu: Processor, report: DeviceReport) -> None:

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,28 @@ ACCELERATOR_SIZES = (128, 4096)
 Job = tuple[str, str]  # (name of a dtype, case)
 
 
+#: Exit codes of a process that the processor refused to go on with; the last two are how Windows reports them.
+FAULTS = frozenset(
+    {-getattr(signal, name) for name in ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE") if hasattr(signal, name)}
+    | {0xC000001D, 0xC0000005}
+)
+
+#: How torch says that memory ran out, which says nothing of a format.
+NO_MEMORY = ("allocate memory", "out of memory")
+
+
 class CannotProbeError(Exception):
     """The children said nothing at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One child that has ended."""
+
+    facts: list[dict[str, Any]]
+    how: str  # the rest of a sentence
+    hung: bool = False  # it had to be stopped
+    faulted: bool = False  # by the processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +85,7 @@ class Outcome:
     status: Status
     seconds: float | None = None
     detail: str = ""
-    hung: bool = False
+    accident: bool = False  # it is no answer: the child was stopped from outside, ran out of time or of memory
 
 
 def isa_setting() -> str | None:
@@ -82,7 +102,7 @@ def cpu_report(name: str) -> tuple[DeviceReport, bool]:
 
     Returns:
         The report, and whether it is worth keeping: an answer that is missing, because no child could
-        be started or one was too slow, may be there the next time.
+        be started, or one was too slow or stopped from outside, may be there the next time.
 
     Cost:
         About four seconds; twice that if the environment limits oneDNN or if a case crashes, and another
@@ -91,18 +111,22 @@ def cpu_report(name: str) -> tuple[DeviceReport, bool]:
     setting = isa_setting()
     try:
         free = _outcomes(None)
-        crashed = {dtype for (dtype, _), outcome in free.items() if outcome.status == "crashes"}
+        crashed = {
+            dtype for (dtype, _), outcome in free.items() if outcome.status == "crashes" and not outcome.accident
+        }
         limited = _outcomes(ISA_LIMIT) if crashed or setting == ISA_LIMIT else free
         # Speed is a matter of the environment that the user has, or will have once mezzo has set the limit.
         timed = limited if setting in (None, ISA_LIMIT) else _outcomes(setting)
     except CannotProbeError as reason:
         logger.info("the CPU could not be probed: %s", reason)
         return _unprobed(name, str(reason)), False
-    cured = all(outcome.status == "native" for (dtype, _), outcome in limited.items() if dtype in crashed)
+    cured = bool(crashed) and all(
+        outcome.status == "native" for (dtype, _), outcome in limited.items() if dtype in crashed
+    )
     note = f"; works with {ISA_VARIABLE}={ISA_LIMIT}" if cured else ""
     formats = {dtype: _summary(dtype, free, timed, note) for dtype in FORMATS}
-    report = DeviceReport(device_type="cpu", name=name, formats=formats, needs_isa_limit=bool(crashed) and cured)
-    return report, not any(outcome.hung for outcome in (*free.values(), *limited.values(), *timed.values()))
+    report = DeviceReport(device_type="cpu", name=name, formats=formats, needs_isa_limit=cured)
+    return report, not any(outcome.accident for outcome in (*free.values(), *limited.values(), *timed.values()))
 
 
 def accelerator_report(device_type: str, name: str, native: Mapping[torch.dtype, bool]) -> DeviceReport:
@@ -136,39 +160,43 @@ def _outcomes(setting: str | None) -> dict[Job, Outcome]:
     """Run every job, in as many children as it takes."""
     jobs: list[Job] = [(name_of(dtype), case) for case in CASES for dtype in (torch.float32, *FORMATS)]
     outcomes: dict[Job, Outcome] = {}
+    tried_again: set[Job] = set()
     while jobs:
-        lines, ending, hung = _run_child(jobs, setting)
+        child = _run_child(jobs, setting)
         running: Job | None = None
-        for fact in lines:
+        for fact in child.facts:
             if "begin" in fact:
                 running = (fact["begin"][0], fact["begin"][1])
             elif running is not None:
                 status: Status = "unsupported" if fact["error"] else "native"
-                outcomes[running] = Outcome(status, fact["seconds"], fact["error"])
+                no_memory = any(words in fact["error"] for words in NO_MEMORY)
+                outcomes[running] = Outcome(status, fact["seconds"], fact["error"], accident=no_memory)
                 running = None
         if running is not None:
-            outcomes[running] = Outcome("crashes", detail=f"the process {ending}", hung=hung)
-        elif not any(job in outcomes for job in jobs) or hung:
-            raise CannotProbeError(f"a child process {ending} before it had tried anything")
+            if child.faulted or child.hung or running in tried_again:
+                outcomes[running] = Outcome("crashes", detail=f"the process {child.how}", accident=not child.faulted)
+            tried_again.add(running)  # once: what stopped it from outside may be over
+        elif not any(job in outcomes for job in jobs) or child.hung:
+            raise CannotProbeError(f"a child process {child.how} before it had tried anything")
         jobs = [job for job in jobs if job not in outcomes and not _is_settled(job, outcomes)]
         if running is None and jobs:
-            raise CannotProbeError(f"a child process {ending} between two cases")
+            raise CannotProbeError(f"a child process {child.how} between two cases")
     return outcomes
 
 
 def _is_settled(job: Job, outcomes: Mapping[Job, Outcome]) -> bool:
-    # A missing kernel or an endless one settles a format; a crash settles the backward pass that begins
+    # A missing kernel or an accident settles a format; a crash settles the backward pass that begins
     # with the same work.
     dtype, case = job
     own = [outcome for key, outcome in outcomes.items() if key[0] == dtype]
     forward = outcomes.get((dtype, case.removesuffix("_backward")))
-    return any(outcome.status == "unsupported" or outcome.hung for outcome in own) or (
+    return any(outcome.status == "unsupported" or outcome.accident for outcome in own) or (
         forward is not None and forward.status == "crashes"
     )
 
 
-def _run_child(jobs: Sequence[Job], setting: str | None) -> tuple[list[dict[str, Any]], str, bool]:
-    """Start one child; return what it said, how it ended, and whether it had to be stopped."""
+def _run_child(jobs: Sequence[Job], setting: str | None) -> Ended:
+    """Start one child, and wait for its end."""
     if not sys.executable or getattr(sys, "frozen", False):
         # A frozen program's executable is the program: starting it would run the user's work again.
         raise CannotProbeError("this Python has no executable of its own to start a child process with")
@@ -181,20 +209,22 @@ def _run_child(jobs: Sequence[Job], setting: str | None) -> tuple[list[dict[str,
             timeout=CHILD_TIMEOUT_S,
             check=False,
         )
-        said, ending, hung = done.stdout, how_it_ended(done.returncode), False
-        logger.debug("probe child %s; stderr: %s", ending, done.stderr.decode(errors="replace")[-2000:])
+        how = how_it_ended(done.returncode)
+        logger.debug("probe child %s; stderr: %s", how, done.stderr.decode(errors="replace")[-2000:])
+        return Ended(_facts(done.stdout), how, faulted=done.returncode in FAULTS)
     except subprocess.TimeoutExpired as late:
-        said, ending, hung = late.stdout or b"", f"did not finish in {CHILD_TIMEOUT_S:.3g} s", True
+        return Ended(_facts(late.stdout or b""), f"did not finish in {CHILD_TIMEOUT_S:.3g} s", hung=True)
     except (OSError, ValueError, subprocess.SubprocessError) as fault:
         raise CannotProbeError(f"a child process could not be started ({fault})") from fault
-    return list(_facts(said.decode(errors="replace"))), ending, hung
 
 
-def _facts(text: str) -> Iterable[dict[str, Any]]:
-    for line in text.splitlines():
+def _facts(said: bytes) -> list[dict[str, Any]]:
+    facts = []
+    for line in said.decode(errors="replace").splitlines():
         if line.startswith(PREFIX):
             with contextlib.suppress(json.JSONDecodeError):  # a line that death cut off
-                yield json.loads(line.removeprefix(PREFIX))
+                facts.append(json.loads(line.removeprefix(PREFIX)))
+    return facts
 
 
 def _environment(setting: str | None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -145,15 +146,29 @@ class DeviceReport:
 
 def _support(entry: Mapping[str, Any]) -> FormatSupport:
     ratio = entry["speed_ratio"]
-    return FormatSupport(
+    support = FormatSupport(
         dtype=_checked(getattr(torch, entry["dtype"]), torch.dtype),
         status=_status(entry["status"]),
         fast=_checked(entry["fast"], bool),
-        speed_ratio=None if ratio is None else _checked(ratio, float),
+        speed_ratio=None if ratio is None else _speed(ratio),
         cases={case: _status(status) for case, status in entry["cases"].items()},
-        speeds={case: _checked(speed, float) for case, speed in entry["speeds"].items()},
+        speeds={case: _speed(speed) for case, speed in entry["speeds"].items()},
         detail=_checked(entry["detail"], str),
     )
+    found = set(support.cases.values())
+    follows = next(status for status in ("crashes", "unsupported", "native") if status in found or status == "native")
+    if found and support.status != follows:
+        raise TypeError(f"{name_of(support.dtype)} is said to be {support.status}, and its cases are {follows}")
+    if support.fast != (support.speed_ratio is not None and support.speed_ratio >= FAST_ENOUGH):
+        raise TypeError(f"fast is {support.fast} at {ratio} times FP32's speed")
+    return support
+
+
+def _speed(value: object) -> float:
+    speed = _checked(value, float)
+    if not 0 < speed < math.inf:
+        raise TypeError(f"{speed} is no ratio of speeds")
+    return speed
 
 
 def _checked(value: object, kind: type[T]) -> T:
