@@ -1,6 +1,7 @@
 """ExactLoading: weights that a session's model loads in another precision keep all their bits."""
 
 import copy
+import logging
 import pickle
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import mezzo
 from mezzo import MixedPrecision, UnsupportedError
 
 
@@ -162,3 +164,99 @@ def test_an_o1_model_pickles_without_mezzo():
     read = "import sys, pickle; pickle.load(sys.stdin.buffer); assert 'mezzo' not in sys.modules"
     subprocess.run([sys.executable, "-c", read], input=pickle.dumps(model), check=True)
     amp.close()
+
+
+# Edits, copies ------------------------------------------------------------------------------------------
+
+KEEPERS = {
+    "torch": lambda params: torch.optim.SGD(params, lr=0.0),
+    "split": lambda params: mezzo.optim.SGD(params, lr=0.0),
+    "full": lambda params: mezzo.optim.SGD(params, lr=0.0, master="full"),
+}
+#: What is loaded after an edit, and whether it has the edit, as it would in FP32 training with torch alone.
+LOADED = {
+    "a state dict from before, which is the model's own memory": (lambda model: model.state_dict(), None, True),
+    "a state dict from after": (None, lambda model: model.state_dict(), True),
+    "a copy from after": (None, lambda model: copy.deepcopy(model.state_dict()), True),
+    "a copy from before": (lambda model: copy.deepcopy(model.state_dict()), None, False),
+}
+
+
+@pytest.mark.parametrize("loaded", LOADED)
+@pytest.mark.parametrize("keeper", KEEPERS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_edited_master_outlives_the_model_s_own_state(dtype, keeper, loaded):
+    before, after, has_edit = LOADED[loaded]
+    model = nn.Linear(4, 2)
+    amp = MixedPrecision(model, KEEPERS[keeper](model.parameters()), f"O2,dtype={dtype},emulate=true")
+    with torch.no_grad(), amp.autocast():
+        model(torch.ones(1, 4))
+    original = {name: value.clone() for name, value in model.state_dict().items()}
+    state = before(model) if before else None
+    with torch.no_grad():
+        for master in amp.master_params():
+            master.fill_(1.2345)
+    model.load_state_dict(after(model) if after else state)
+    with amp.autocast():
+        loss = model(torch.ones(1, 4)).square().mean()
+    amp.backward(loss)
+    amp.step()
+    for name, param in model.named_parameters():
+        expected = torch.full_like(param, 1.2345) if has_edit else original[name]
+        assert torch.equal(param, expected)
+    if has_edit and keeper == "torch":
+        assert {m.unique().item() for m in amp.master_params()} == {torch.tensor(1.2345).item()}
+
+
+def test_an_edited_master_is_saved_with_the_model_and_edits_of_parameters_count_first():
+    model, amp = build("O2,dtype=bfloat16,emulate=true")
+    master = masters(amp)["0.weight"]
+    version = model[2].weight._version
+    with torch.no_grad():
+        master.clamp_(-0.01, 0.01)
+    assert torch.equal(model.state_dict()["0.weight"], master.bfloat16())
+    assert model[2].weight._version == version  # autograd is told of nothing
+    with torch.no_grad():
+        master.fill_(1.0)
+        model[0].weight.fill_(2.0)
+    assert model[0].state_dict()["weight"].unique().item() == 2.0
+    assert master.unique().item() == 2.0
+
+
+@pytest.mark.parametrize(
+    "keeper, averaged",
+    [
+        ("torch", "amp.master_params()"),
+        ("split", "optimizer.master_of(p) for p in amp.master_params()"),
+        ("full", "optimizer.master_of(p) for p in amp.master_params()"),
+    ],
+)
+def test_a_copy_of_the_model_is_said_once_to_be_low(caplog, keeper, averaged):
+    model = nn.Linear(4, 2)
+    optimizer = KEEPERS[keeper](model.parameters())
+    fp32 = torch.optim.swa_utils.AveragedModel(model)
+    amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
+    with caplog.at_level(logging.WARNING):
+        pickle.loads(pickle.dumps(model))
+        assert not caplog.messages
+        low = torch.optim.swa_utils.AveragedModel(model)
+        copy.deepcopy(model)
+    assert caplog.messages == [
+        "the weights of a copied model are bfloat16\n"
+        "  where  copy.deepcopy(model), which AveragedModel(model) and other averages of weights begin with\n"
+        "  why    their FP32 values are kept by the session; an average in bfloat16 swallows what each step adds\n"
+        "  write  AveragedModel(model) before MixedPrecision(model, …), and after each step\n"
+        f"         averaged.update_parameters(nn.ParameterList({averaged}))"
+    ]
+    assert next(low.parameters()).dtype == torch.bfloat16
+    weights = [p if keeper == "torch" else optimizer.master_of(p) for p in amp.master_params()]
+    fp32.update_parameters(nn.ParameterList(weights))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(fp32.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["O0", "O1,emulate=true", "O3,dtype=bfloat16,emulate=true"])
+def test_copies_without_masters_lack_nothing(caplog, policy):
+    model, _ = build(policy)
+    with caplog.at_level(logging.WARNING):
+        copy.deepcopy(model)
+    assert not caplog.messages

@@ -135,13 +135,17 @@ class OnePassOptimizer(Optimizer):
         self._edits.see(self._with_masters())
         return loss
 
-    def take_edits(self) -> None:
+    def take_edits(self, params: Iterable[Tensor] | None = None) -> None:
         """Let full masters take over weights that were changed in place since the last step, as a step does first.
 
         Where ``master="split"`` an edited weight keeps its remainder, at most half a spacing of its dtype. What goes
         through ``param.data`` is not seen. No host sync.
+
+        Args:
+            params: Which weights; all when omitted.
         """
-        for param in self._edits.since(self._with_masters()):
+        looked_at = self._with_masters() if params is None else [p for p in params if "master" in self.state.get(p, {})]
+        for param in self._edits.since(looked_at):
             take_over(param, self.state[param]["master"])
             self._edits.see([param])
 

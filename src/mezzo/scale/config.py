@@ -136,7 +136,8 @@ class LossScale:
     def like(cls, system: str, **overrides: Any) -> LossScale:
         """Return the rule of another system, with that system's defaults.
 
-        The one difference: where a system lets its scale sink to 0, mezzo stops at 2^-126.
+        The one difference: where a system lets its scale sink to 0, mezzo stops at 2^-126. ``"deepspeed"`` is the
+        scaler of its ZeRO optimizers, which raises at its floor; its ``FP16_Optimizer`` stays there: ``patience=None``.
 
         Args:
             system: ``"torch"``, ``"apex"``, ``"paddle"``, ``"fleet"``, ``"deepspeed"`` or ``"megatron"``.

@@ -1,7 +1,8 @@
-"""Weights that a session's model loads, kept exact where it stores them in another precision."""
+"""Weights that a session's model loads, saves and copies, kept exact where it stores them in another precision."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -9,21 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.errors import UnsupportedError
+from mezzo.errors import UnsupportedError, message
 
 if TYPE_CHECKING:
     from mezzo.session.parts import Parts
 
 __all__ = ["ExactLoading", "overflows"]
 
+logger = logging.getLogger(__name__)
+
 
 class ExactLoading:
     """Keep all bits when a model of a session loads weights in another precision than it stores.
 
     FP32 weights go to the masters whole, and low-precision ones leave every master, or FP32 weight that the session
-    restored, that rounds to them. So the state dicts of model and session load in either order.
-    A hook before ``nn.Module.load_state_dict`` of each module that has parameters, so that a part of the model, or a
-    wrapper around it, loads as exactly; a copied or unpickled model has one that does nothing.
+    restored, that rounds to them. So the state dicts of model and session load in either order. Masters that were
+    edited in place are rounded into the model before it is saved or loaded, as if the edit had been made there.
+    Hooks before ``nn.Module.load_state_dict`` and ``state_dict`` of each module that has parameters, so that a part of
+    the model, or a wrapper around it, does so as exactly; a copied or unpickled model has some that do nothing.
 
     Attributes:
         restored: FP32 parameters that the session's state wrote, until the next step.
@@ -33,21 +37,39 @@ class ExactLoading:
         self.restored: set[Tensor] = set()
         self._parts = None if parts is None else weakref.ref(parts)
         self._hooks: list[RemovableHandle] = []
+        self._has_warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ExactLoading, ()
+
+    def __deepcopy__(self, memo: Any) -> ExactLoading:
+        parts = self._parts() if self._parts is not None else None
+        if parts is not None and parts.policy.master_weights and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s", _of_copies(str(parts.policy.dtype).removeprefix("torch."), bool(parts.masters)))
+        return ExactLoading()
 
     def watch(self, models: list[nn.Module]) -> None:
         """Put the hooks on, once."""
         if not self._hooks:
             modules = {module: None for model in models for module in model.modules() if module._parameters}
             self._hooks = [m.register_load_state_dict_pre_hook(self) for m in modules]  # type: ignore[no-untyped-call]
+            self._hooks += [m.register_state_dict_pre_hook(self.show) for m in modules]  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def show(self, module: nn.Module, *_: Any) -> None:
+        """Round masters that were edited in place into the parameters that are about to be saved."""
+        parts = self._parts() if self._parts is not None else None
+        for masters in parts.masters.values() if parts is not None else ():
+            held = masters.masters()
+            for param in module._parameters.values():
+                if param is not None and param in held:
+                    masters.agree(param)
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -56,14 +78,15 @@ class ExactLoading:
         if parts is None:
             return
         stored = parts.stored()
-        held = [masters.masters() for masters in parts.masters.values()]
+        held = {param: masters for masters in parts.masters.values() for param in masters.masters()}
         for name, param in module._parameters.items():
             incoming = state_dict.get(prefix + name)
             if param is None or not isinstance(incoming, Tensor) or incoming.shape != param.shape:
                 continue
             owner = stored.get(param)
-            master: Tensor | None = next((masters[param] for masters in held if param in masters), None)
+            master: Tensor | None = held[param].agree(param) if param in held else None
             if owner is not None:
+                owner.take_edits([param])
                 master = owner.master_of(param)
             exact = master if master is not None else param if param in self.restored else None
             if exact is None or not incoming.is_floating_point():
@@ -92,3 +115,15 @@ def overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
     if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
         return False
     return bool((tensor.isfinite() & ~tensor.to(dtype).isfinite()).any())
+
+
+def _of_copies(dtype: str, has_masters: bool) -> str:
+    """Say that a copied model lacks what the session keeps beside it."""
+    averaged = "amp.master_params()" if has_masters else "optimizer.master_of(p) for p in amp.master_params()"
+    return message(
+        f"the weights of a copied model are {dtype}",
+        where="copy.deepcopy(model), which AveragedModel(model) and other averages of weights begin with",
+        why=f"their FP32 values are kept by the session; an average in {dtype} swallows what each step adds",
+        write="AveragedModel(model) before MixedPrecision(model, …), and after each step\n"
+        f"averaged.update_parameters(nn.ParameterList({averaged}))",
+    )

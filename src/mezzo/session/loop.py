@@ -492,7 +492,8 @@ class MixedPrecision:
 
         Where these are FP32, averages of weights are averages of these: ``AveragedModel(model)`` made before the
         session, and ``averaged.update_parameters(nn.ParameterList(amp.master_params()))`` for an optimizer over
-        ``model.parameters()``.
+        ``model.parameters()``. A master that is edited in place is rounded into its parameter by the next step, and
+        before the model's state is saved or loaded; forward passes until then read the weight as it was.
 
         Args:
             optimizer: One of the session's optimizers; all when omitted.

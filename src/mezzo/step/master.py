@@ -181,9 +181,29 @@ class MasterWeights:
         """
         for param, master in self._master.items():
             if _mark(param) != self._seen[param]:
-                kept = master.to(param.dtype) == param
-                master.copy_(torch.where(kept, master, param.float()))
-                self._seen[param] = _mark(param)
+                self._take_edit(param, master)
+
+    def _take_edit(self, param: Tensor, master: Tensor) -> None:
+        kept = master.to(param.dtype) == param
+        master.copy_(torch.where(kept, master, param.float()))
+        self._seen[param] = _mark(param)
+
+    @torch.no_grad()
+    def agree(self, param: Tensor) -> Tensor:
+        """Let a parameter and its master stand for one value, whichever of them was changed in place.
+
+        Where both were, and disagree, the parameter's value counts.
+
+        Returns:
+            The master.
+        """
+        master = self._master[param]
+        if _mark(param) != self._seen[param]:
+            self._take_edit(param, master)
+        else:
+            # The parameter's own bits, unless the master was changed. Through .data, for autograd sees no change then.
+            param.data.copy_(master)
+        return master
 
     # What users call -----------------------------------------------------------------------------------
 
