@@ -354,16 +354,16 @@ def test_the_cure_of_a_forward_overflow(make, step, cured, kind, policy, size, c
 
 
 def test_a_cast_of_a_weight_from_before_the_search():
-    """A prepared model's regions keep casts of weights from one micro-batch to the next."""
+    """A session keeps casts of weights from one micro-batch of a window to the next."""
     model = LargeWeight()
-    prepared = mezzo.prepare(model, FP16)
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), FP16)
 
     def fn():
-        with prepared.autocast():
+        with amp.autocast():
             return model(torch.ones(2, 8)).square().sum()
 
-    fn()
-    assert len(prepared.casts) == 2
+    amp.backward(fn())
+    assert len(amp._parts.prepared[0].casts) == 2
     overflow = locate(fn, model, policy=FP16)
     assert (overflow.kind, overflow.tensor.name, overflow.needed) == ("range", "0.weight cast to float16", 1e5)
     assert overflow.cure == 'policy = policy.keep_fp32(params=["0.weight"])'
