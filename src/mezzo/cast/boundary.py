@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from mezzo.cast import device
-from mezzo.cast.region import autocast
+from mezzo.cast.entrance import Entrance
+from mezzo.cast.region import acting_keys, autocast
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Rule, Treatment
 
@@ -41,15 +42,19 @@ class Boundary:
         inputs: torch.dtype | str | None = None,
         outputs: torch.dtype | str | None = None,
         rule: Rule | None = None,
+        entrance: Entrance | None = None,
     ) -> None:
         self.policy, self.path, self.params = policy, path, params
-        self.inputs, self.outputs, self.rule = inputs, outputs, rule
+        self.inputs, self.outputs, self.rule, self.entrance = inputs, outputs, rule, entrance
         # One stack for each thread, since threads may run one model at the same time.
-        self._entered: defaultdict[int, list[tuple[autocast, torch.dtype | None]]] = defaultdict(list)
+        self._entered: defaultdict[int, list[tuple[autocast | None, torch.dtype | None]]] = defaultdict(list)
         region = self.region()
         # Where the region would only switch torch's autocast off, it is needed only while that is on.
         self._always = region.has_differences or policy.autocast or outputs == "input"
         self._device_types = region.device_types
+        # Another region does the same as this one only where neither autocasts nor speaks about parameters.
+        alike = not (policy.autocast or self.pinned() or outputs == "input")
+        self._keys = region.keys if alike else ()
 
     def pinned(self) -> dict[int, Treatment]:
         """Return the treatment of ops that read a ruled parameter, by the parameter's ``id``."""
@@ -68,12 +73,22 @@ class Boundary:
                 why=self.rule.reason or f"the rule {self.rule} bans it",
                 write="another module, or a policy without that rule",
             )
-        if not self._always and not any(torch.is_autocast_enabled(kind) for kind in self._device_types):
+        if self.entrance is not None:
+            self.entrance.enter(self)
+        if self._is_idle():
+            if not torch.compiler.is_compiling():
+                self._entered[threading.get_ident()].append((None, None))
             return (
                 cast_floating((args, kwargs), self.inputs) if isinstance(self.inputs, torch.dtype) else (args, kwargs)
             )
         entered: tuple[Any, Any] = self._enter_region(args, kwargs)
         return entered
+
+    def _is_idle(self) -> bool:
+        """Whether the region would change nothing here: torch's autocast is off, or a region like it acts already."""
+        if not self._always:
+            return not any(torch.is_autocast_enabled(kind) for kind in self._device_types)
+        return bool(self._keys) and acting_keys() == self._keys
 
     # A region cannot be entered in one compiled frame and left in another: the two calls below stay in Python.
     # (torch.compiler.disable is the public name, and costs a second of imports where it is only mentioned.)
@@ -90,7 +105,9 @@ class Boundary:
 
     def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Leave the region, after an exception too, and cast the outputs: a forward hook."""
-        # None was entered where none was needed, or where an earlier pre-hook raised.
+        if self.entrance is not None:
+            self.entrance.leave(self)
+        # None was entered in a graph, or where an earlier pre-hook raised.
         target = self._leave_region() if self._entered else self.outputs
         return cast_floating(output, target) if isinstance(target, torch.dtype) else output
 
@@ -102,7 +119,8 @@ class Boundary:
         region, first = stack.pop()
         if not stack:
             del self._entered[thread]
-        region.__exit__(None, None, None)
+        if region is not None:
+            region.__exit__(None, None, None)
         return first if self.outputs == "input" else self.outputs
 
 

@@ -59,6 +59,7 @@ class Differences(RecomputedMode):
         self.recomputing = recomputing  # in a backward pass
         self.plans = {plan.device_type: plan for plan in plans}
         self.only = plans[0] if len(plans) == 1 else None
+        self.keys = tuple(plan.key for plan in plans)
         self.key = remember(plans[0]) if len(plans) == 1 and not plans[0].pinned else ""
         self.shadows = 0  # how many regions inside this one are active
 

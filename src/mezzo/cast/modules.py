@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast import device
 from mezzo.cast.boundary import CASTABLE, Boundary, WideNorm
+from mezzo.cast.doors import Door, doors_of
+from mezzo.cast.entrance import Entrance
 from mezzo.cast.pins import PIN
 from mezzo.cast.refusals import cannot_convert, require_module
 from mezzo.cast.region import autocast
@@ -61,7 +64,8 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         UnsupportedError: Parameters in float64 or another low precision; a device without the format.
         StateError: The model is prepared already, wrapped by DDP before conversion, or holds gradients.
 
-    **Cost**: none where nothing differs. In O2/O3 two hooks on the model, and two on each module with a rule.
+    **Cost**: none where nothing differs. Two hooks on each module with a rule. In O2/O3 two hooks on the model, and one
+    on each submodule with weights (1 to 2 µs a call), so that the one that is called from outside casts.
 
     Example:
         >>> import mezzo
@@ -103,8 +107,12 @@ class Prepared:
             logger.warning("%s", line)
         self.converted: dict[Tensor, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
+        self._doors: list[Door] = []
+        self.entrance = Entrance()
         # Planning the regions may find that the device cannot honour the policy: before anything is changed.
-        self._boundaries = _boundaries(model, policy)
+        self._boundaries = _boundaries(model, policy, self.entrance)
+        pins = any(boundary.pinned() for _, boundary in self._boundaries[:1])
+        self._is_traceable = not pins and not any(rule.matches_module("") for rule in policy.rules)
         try:
             self._carry_out(storage)
         except BaseException:
@@ -122,6 +130,22 @@ class Prepared:
         for module, boundary in self._boundaries:
             self._hooks.append(module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(boundary.exit, always_call=True))
+        self._open_doors()
+
+    def _open_doors(self) -> None:
+        """Let every submodule of a converted model that holds numbers be called from outside."""
+        if self.policy.param_dtype == torch.float32:
+            return
+        for path, module, make in _doors(self.model, self.policy, self._boundaries[0][1].params):
+            door = next(doors_of(module), None)
+            if door is None:
+                door = Door(self.entrance, make)
+                door.attach(module)
+                if "." not in path:  # the likeliest, which compiled code cannot hook any more
+                    door.install(module)
+            else:
+                door.entrances.append(self.entrance)
+            self._doors.append(door)
 
     def autocast(self, *others: Prepared) -> autocast:
         """Return a region for this model's policy: what to run the forward pass and the loss in.
@@ -129,6 +153,8 @@ class Prepared:
         Args:
             *others: Models prepared with the same policy, whose parameter rules the region knows as well.
         """
+        if torch.compiler.is_compiling() and all(each._is_traceable for each in (self, *others)):
+            return autocast(self.policy)  # which knows how to be traced; a graph keeps no casts
         return autocast.inside(self.policy, "", self._pinned(*others), tuple(device.devices()), self.casts)
 
     def _pinned(self, *others: Prepared) -> dict[int, Treatment]:
@@ -145,6 +171,9 @@ class Prepared:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for door in self._doors:
+            door.detach(self.entrance)
+        self._doors.clear()
         self._boundaries = []
         for tensor, dtype in self._before.items():
             if tensor.dtype != dtype:
@@ -329,7 +358,7 @@ class _Pins:
                 yield tensor, treatment
 
 
-def _boundaries(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, Boundary]]:
+def _boundaries(model: nn.Module, policy: Policy, entrance: Entrance) -> list[tuple[nn.Module, Boundary]]:
     """Find the modules at whose boundary something changes, the model itself first."""
     low = policy.param_dtype != torch.float32
     deciding = [
@@ -346,6 +375,7 @@ def _boundaries(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, Bound
         policy, "", params,
         inputs=policy.dtype if low else None,
         outputs=policy.output_dtype,
+        entrance=entrance if low else None,
     )  # fmt: skip
     if low or policy.output_dtype is not None or params:
         found.append((model, root))
@@ -364,6 +394,28 @@ def _boundaries(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, Bound
         elif isinstance(module, _NormBase) and wide is WideNorm:
             found.append((module, WideNorm(policy, path, params)))
     return found
+
+
+def _doors(
+    model: nn.Module, policy: Policy, params: Iterable[tuple[Tensor, Treatment]]
+) -> Iterator[tuple[str, nn.Module, Callable[[], Boundary]]]:
+    """Find the submodules that can be called by themselves, with what makes the boundary of such a call."""
+    holding: set[str] = set()
+    for _, path, _ in _tensors(model):
+        while path := path.rpartition(".")[0]:
+            holding.add(path)
+    for path, module in model.named_modules():
+        # Parametrizations run where a weight is read, by whoever reads it.
+        if path not in holding or not _has_forward(module) or "parametrizations" in path.split("."):
+            continue
+        rule = _module_rule(policy, path)
+        wide = rule is not None and rule.treatment in ("fp32", "fp32_math")
+        inputs = torch.float32 if wide else policy.dtype
+        yield (
+            path,
+            module,
+            functools.partial(Boundary, policy, path, params, inputs=inputs, outputs=policy.output_dtype),
+        )
 
 
 def _has_forward(module: nn.Module) -> bool:

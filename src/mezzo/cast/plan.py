@@ -85,6 +85,8 @@ def plan_for(
     Raises:
         UnsupportedError: The device has no such arithmetic and ``emulate=False``.
     """
+    if not any(rule.module is not None for rule in policy.rules):
+        module = None  # it is all the same then, and planned once
     plan = _plan_for(policy, device_type, module, tuple(rule.reason for rule in policy.rules))
     # Parameters come and go (torch.func.functional_call brings others for one call): such plans are not kept.
     return dataclasses.replace(plan, pinned=dict(pinned), key=f"{plan.key} with {pinned}") if pinned else plan

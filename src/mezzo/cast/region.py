@@ -27,7 +27,7 @@ from mezzo.cast.weights import WeightCasts
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
-__all__ = ["accumulation", "autocast", "checkpoint_contexts", "emulates_here"]
+__all__ = ["accumulation", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here"]
 
 
 #: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.
@@ -106,6 +106,11 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     def emulated(self) -> bool:
         """Whether GEMMs and convolutions compute in FP32 from rounded operands on any of the devices."""
         return any(plan.emulated for plan in self._plans)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What :func:`acting_keys` is inside the region."""
+        return tuple(plan.key for plan in self._plans)
 
     @property
     def has_differences(self) -> bool:
@@ -222,6 +227,13 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
     if not modes:
         return contextlib.nullcontext(), contextlib.nullcontext()
     return contextlib.nullcontext(), Again(modes[-1])
+
+
+def acting_keys() -> tuple[str, ...]:
+    """Return what names the differences of the innermost active region, the same for regions that do the same."""
+    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in active if isinstance(mode, Differences) and not mode.shadows]
+    return modes[-1].keys if modes else ()
 
 
 def emulates_here(device_type: str) -> bool:

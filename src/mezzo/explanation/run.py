@@ -124,7 +124,8 @@ def _traced(
         misaligned=_misaligned(trace),
         findings=findings(
             model, policy, rows, trace,
-            has_backward=bool(differentiable), in_mode=policy.autocast or region.has_differences,
+            has_backward=bool(differentiable),
+            in_mode=policy.autocast or region.has_differences or policy.param_dtype != torch.float32,
         ),
     )  # fmt: skip
 

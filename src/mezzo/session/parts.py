@@ -113,6 +113,7 @@ class Parts:
         """Let go of the casts of weights that forward passes have made."""
         for prepared in self.prepared:
             prepared.casts.clear()
+            prepared.entrance.forget()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of models and masters."""

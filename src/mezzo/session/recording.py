@@ -32,8 +32,8 @@ _CURRENT: Final[ContextVar[Run | None]] = ContextVar("mezzo.session.recording", 
 
 
 def current() -> Run | None:
-    """Return the run that is under way in this context, if one is."""
-    return _CURRENT.get()
+    """Return the run that is under way in this context, if one is; torch.compile, which cannot ask, is told of none."""
+    return None if torch.compiler.is_compiling() else _CURRENT.get()
 
 
 class Elsewhere(Exception):  # noqa: N818 - it never leaves this room

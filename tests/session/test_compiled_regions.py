@@ -1,0 +1,73 @@
+"""Regions that are made inside a compiled function: the session's, a prepared model's, a plain one."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import mezzo
+
+POLICIES = [
+    "O0",
+    "O1,dtype=bfloat16,emulate=true",
+    "O1,dtype=bfloat16,emulate=false,lists=device",
+    "O1,dtype=float16,emulate=true,norms=fp32_math,low=gelu",
+    "O2,dtype=bfloat16,emulate=false",
+    "O2,dtype=float16,emulate=true",
+    "O3,dtype=bfloat16,emulate=true",
+]
+
+
+def region_maker(kind, model, policy):
+    if kind == "session":
+        return mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy).autocast
+    handle = mezzo.prepare(model, policy)
+    return handle.autocast if kind == "prepared" else lambda: mezzo.autocast(policy)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.parametrize("kind", ["session", "prepared", "plain"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_region_made_inside_a_whole_graph(policy, kind):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+    region, x = region_maker(kind, model, policy), torch.randn(4, 8)
+
+    def run(x):
+        with region():
+            return model(x).softmax(-1)
+
+    def results(function):
+        out = function(x)
+        out.float().square().sum().backward()
+        found = [out, *(param.grad for param in model.parameters())]
+        model.zero_grad()
+        return found
+
+    eager = results(run)
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    for a, b in zip(results(compiled), eager, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    before = counters["stats"]["unique_graphs"]
+    results(compiled)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+def test_an_equal_policy_compiles_nothing_new_and_another_one_does():
+    torch.compiler.reset()
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+
+    def run(x, policy):
+        with mezzo.autocast(policy):
+            return x @ weight
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    assert compiled(x, mezzo.Policy.O1("bfloat16", emulate=True)).dtype == torch.bfloat16
+    before = counters["stats"]["unique_graphs"]
+    compiled(x, mezzo.Policy.O1("bfloat16", emulate=True))
+    assert counters["stats"]["unique_graphs"] == before
+    assert compiled(x, mezzo.Policy.O1("float16", emulate=True)).dtype == torch.float16
+    assert counters["stats"]["unique_graphs"] == before + 1
