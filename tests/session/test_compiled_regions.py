@@ -69,5 +69,5 @@ def test_an_equal_policy_compiles_nothing_new_and_another_one_does():
     before = counters["stats"]["unique_graphs"]
     compiled(x, mezzo.Policy.O1("bfloat16", emulate=True))
     assert counters["stats"]["unique_graphs"] == before
-    assert compiled(x, mezzo.Policy.O1("float16", emulate=True)).dtype == torch.float16
+    assert compiled(x, mezzo.Policy.O1("bfloat16", emulate=True).fp32("matmul")).dtype == torch.float32
     assert counters["stats"]["unique_graphs"] == before + 1
