@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mezzo.errors import PolicyError, StateError, nearest, some_of
+from mezzo.errors import PolicyError, StateError, message, nearest, some_of
 from mezzo.optim.state import EXTRAS
 from mezzo.step.storage import storage
 
-__all__ = ["check_arguments", "check_group", "check_state", "check_unchanged"]
+__all__ = ["check_arguments", "check_group", "check_state", "check_unchanged", "ordered"]
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
 _WEIGHT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -78,6 +79,23 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise PolicyError.together(problems)
 
 
+def ordered(params: Any) -> Any:
+    """Return parameters as they are given, unless their order would change between runs.
+
+    Raises:
+        TypeError: A set, as torch's optimizers refuse it.
+    """
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(
+            message(
+                f"optimizer parameters need to be organized in ordered collections, not in a {type(params).__name__}",
+                why="its order changes from run to run, and a saved state belongs to parameters by their order",
+                write="a list of them",
+            )
+        )
+    return params
+
+
 def _problems(group: Mapping[str, Any]) -> Iterator[PolicyError]:
     for name, (least, example) in _LEAST.items():
         if not _is_number(group.get(name, 0.0), least, math.inf):
@@ -106,7 +124,13 @@ def _is_number(value: Any, least: float, end: float) -> bool:
     """Whether a value is from ``least`` to below ``end``. A tensor is not asked, which would wait for its device."""
     if isinstance(value, Tensor):
         return value.numel() == 1
-    return isinstance(value, (int, float)) and math.isfinite(value) and least <= value < end
+    if not isinstance(value, Real):  # NumPy's are
+        return False
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number may be beyond it
+        return False
+    return math.isfinite(number) and least <= number < end
 
 
 def _wrong_weights(params: Any) -> Iterator[PolicyError]:

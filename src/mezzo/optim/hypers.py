@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ class Hypers:
                 tensor.copy_(value, non_blocking=True)
                 self._uploaded.pop(name, None)
                 continue
-            number = float(value.detach().double().reshape(()).numpy()) if isinstance(value, Tensor) else value
+            number: Any = float(value.detach().double().reshape(()).numpy()) if isinstance(value, Tensor) else value
+            if isinstance(number, Real):  # NumPy's among them; what is no number is the check's to refuse
+                number = float(number)
             if name not in self._uploaded or self._uploaded[name] != number:
                 check_group({**group, "params": None, **({} if name.startswith("beta") else {name: number})})
                 tensor.fill_(number)

@@ -10,32 +10,24 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim import Optimizer
+from torch.nn.parameter import is_lazy
 
 from mezzo.errors import UnsupportedError
-from mezzo.optim.checks import check_group, check_state, check_unchanged
+from mezzo.optim.checks import check_group, check_unchanged, ordered
 from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.executors import executor_for
 from mezzo.optim.hypers import Hypers
-from mezzo.optim.state import (
-    WEIGHT_DTYPES,
-    as_stored,
-    merged_groups,
-    plain_state,
-    restored_state,
-    share_counts,
-)
+from mezzo.optim.saving import Group, SavedOptimizer
+from mezzo.optim.state import EXTRAS, as_stored, plain_state
 from mezzo.scale.transfer import moved
 from mezzo.step.passes import Check, Cohort, Executor, Update, advance
 from mezzo.step.runs import SHORT, packed, stands_alone
-from mezzo.step.storage import PLANES, Storage, storage
+from mezzo.step.storage import KAHAN, PLANES, Storage, storage
 from mezzo.step.update import Rule, rule
 
 __all__ = ["Group", "OnePassOptimizer", "Params"]
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-Group: TypeAlias = dict[str, Any]
-
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -49,6 +41,14 @@ class _Ready:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """What a session has changed, and how it was before: ``master=`` of the defaults and of each group."""
+
+    masters: bool
+    own: list[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
     """The parameters of a group that have gradients, their rule, and what tells one such set from another."""
 
@@ -57,7 +57,7 @@ class _Wanted:
     key: tuple[Any, ...]
 
 
-class OnePassOptimizer(Optimizer):
+class OnePassOptimizer(SavedOptimizer):
     """An optimizer whose step reads and writes everything once, and never asks the host whether to skip.
 
     ``found_inf`` and ``grad_scale`` are attributes that :class:`mezzo.MixedPrecision` or ``torch.amp.GradScaler`` set
@@ -73,12 +73,14 @@ class OnePassOptimizer(Optimizer):
         self._ready: dict[int, tuple[tuple[Any, ...], list[_Ready]]] = {}
         self._executors: dict[torch.device, Executor] = {}
         self._edits = Edits()
+        self._joined: _Joined | None = None
         check_group(defaults)
-        super().__init__(params, defaults)
+        super().__init__(ordered(params), defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer, here or on another machine."""
         self._hypers, self._ready, self._executors, self._edits = {}, {}, {}, Edits()
+        self._joined = None
         super().__setstate__(state)
         for group in self.param_groups:
             for param in group["params"]:
@@ -92,15 +94,24 @@ class OnePassOptimizer(Optimizer):
         """Yield the options of the rule that are on in a group."""
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters; see ``torch.optim.Optimizer.add_param_group``.
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. In a session their state is made at once.
 
         Raises:
             PolicyError: A hyper-parameter that no update can work with; nothing was added.
+            TypeError: A set of parameters, as torch says it.
         """
         params = param_group["params"]
-        given = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
+        given = {**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))}
         check_group({**self.defaults, **given})
+        own = given.get("master", self.defaults["master"])
+        if (joined := self._joined) is not None and not joined.masters:
+            if "master" not in given and given.get("rounding", "nearest") == "nearest":
+                own = joined.own[0]
+            given["master"] = None
         super().add_param_group(given)
+        if joined is not None:
+            joined.own.append(own)
+        self._complete()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -123,6 +134,10 @@ class OnePassOptimizer(Optimizer):
                 loss = closure()
         self.take_edits()
         wanted = [self._wanted(number) for number in range(len(self.param_groups))]
+        if not self.state and self._changes_nothing():
+            # torch.distributed.checkpoint steps so to have state made; counted, it would be a step of the training.
+            self._make_state()
+            return loss
         ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
         for device in {each.cohort.step.device for each in ready}:
             here = [each for each in ready if each.cohort.step.device == device]
@@ -180,7 +195,7 @@ class OnePassOptimizer(Optimizer):
     def _wanted(self, number: int) -> _Wanted:
         """Return what a group's step is about, refusing what no kernel could update before any group is touched."""
         group = self.param_groups[number]
-        params = [param for param in group["params"] if param.grad is not None]
+        params: list[Any] = [param for param in group["params"] if param.grad is not None]
         for param in params:
             if param.grad.layout != torch.strided:
                 raise UnsupportedError(
@@ -189,9 +204,9 @@ class OnePassOptimizer(Optimizer):
                     why="its kernels read whole tensors",
                     write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
                 )
-        options = tuple(self._options(group))
-        key = (options, *((id(param), param.dtype, param.shape, param.device) for param in params))
-        wanted = _Wanted(params, rule(self._rule, *options), key)
+        update_rule = self._rule_of(group)
+        key = (update_rule, *((id(param), param.dtype, param.shape, param.device) for param in params))
+        wanted = _Wanted(params, update_rule, key)
         if number not in self._ready or self._ready[number][0] != key:
             for param in params:
                 check_unchanged(param, self.state.get(param, {}), wanted.rule.states)
@@ -229,20 +244,49 @@ class OnePassOptimizer(Optimizer):
             )
             yield _Ready(members, cohort, self._executor(device).prepare(cohort))
 
+    def _rule_of(self, group: Group) -> Rule:
+        return rule(self._rule, *self._options(group))
+
+    def _complete(self) -> None:
+        """In a session, make the state of every parameter that requires a gradient and has none yet."""
+        if self._joined is not None:
+            self._make_state()
+
+    @torch.no_grad()
+    def _make_state(self) -> None:
+        for group in self.param_groups:
+            training = [param for param in group["params"] if param.requires_grad and not is_lazy(param)]
+            self._give_state(group, training, self._rule_of(group))
+
+    def _begin_anew(self) -> None:
+        self._ready.clear()
+        self._hypers.clear()
+        self._edits.see(self._with_masters())
+
+    def _changes_nothing(self) -> bool:
+        """Whether learning rates and gradients are all zero; a look at the gradients only where the former are."""
+        rates = [group["lr"] for group in self.param_groups]
+        if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
+            return False
+        gradients = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        return not any(gradient.any() for gradient in gradients)
+
     def _give_state(self, group: Group, params: list[Tensor], update_rule: Rule) -> None:
         """Make what parameters lack: a count that all new ones share, zeros, and the other half of a weight."""
         fresh: dict[torch.device, Tensor] = {}
         for param in params:
             state = self.state[param]
-            if "step" not in state:
+            missing = [name for name in update_rule.states if name not in state]
+            # Momentum that is turned on in mid-run begins as the gradient itself, as torch's does: at a count of one.
+            if "step" not in state or (missing and update_rule.name == "sgd"):
                 state["step"] = fresh.setdefault(param.device, torch.zeros((), dtype=torch.int64, device=param.device))
             dtype = getattr(torch, group["state_dtype"])
-            for name in update_rule.states:
-                if name not in state:
-                    state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            for name in missing:
+                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             form = self._storage(group, param)
             if form.extra is not None and form.extra not in state:
                 state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
+                self._edits.see([param])
 
     def _lay_together(self, group: Group, members: list[Tensor], update_rule: Rule) -> None:
         """On the CPU, lay the state of short parameters one behind the other, to be updated as one vector."""
@@ -260,7 +304,8 @@ class OnePassOptimizer(Optimizer):
         """Give parameters that step without others of the same count a count of their own."""
         step = self.state[members[0]]["step"]
         together = {id(param) for param in members}
-        if any(state.get("step") is step and id(param) not in together for param, state in self.state.items()):
+        others = (p for group in self.param_groups for p in group["params"] if id(p) not in together)
+        if any(self.state.get(param, {}).get("step") is step for param in others):
             own = step.clone()
             for param in members:
                 self.state[param]["step"] = own
@@ -307,13 +352,39 @@ class OnePassOptimizer(Optimizer):
         self._edits.see(self._with_masters())
         self._ready.clear()
 
-    def stored(self) -> list[Tensor]:
-        """Return the low-precision parameters whose other half is kept here."""
+    @torch.no_grad()
+    def join(self, *, masters: bool) -> None:
+        """Begin to serve a session: whatever trains has state from now on, before its first gradient comes.
+
+        Parameters that do not require a gradient get theirs with the first step, saving or backward pass after they do.
+
+        Args:
+            masters: Whether the session's policy keeps FP32 values; if not, no group does until :meth:`leave`.
+
+        **Cost**: the memory of the state; one kernel for each tensor of it.
+        """
+        options = (self.defaults, *self.param_groups)
+        self._joined = _Joined(masters, [each["master"] for each in options])
+        if not masters:
+            for each in options:
+                each["master"] = None
+        self._ready.clear()
+        self._make_state()
+
+    def stored(self, *, in_fp32: bool = False) -> list[Tensor]:
+        """Return the low-precision parameters whose other half is kept here, or will be with their first step.
+
+        Args:
+            in_fp32: Whether to leave out those with a compensation, which is no half of a FP32 value.
+        """
+        extras = EXTRAS if not in_fp32 else [name for name in EXTRAS if name != KAHAN.extra]
         return [
             param
             for group in self.param_groups
             for param in group["params"]
-            if param.dtype in _LOW and self._storage(group, param).extra in self.state[param]
+            if param.dtype in _LOW
+            and (extra := self._storage(group, param).extra) in extras
+            and ((self._joined is not None and param.requires_grad) or extra in self.state.get(param, {}))
         ]
 
     @torch.no_grad()
@@ -332,7 +403,10 @@ class OnePassOptimizer(Optimizer):
         weight, extra = form.make(value.to(param.device, torch.float32), param.dtype, None)
         param.copy_(weight)
         if form.extra is not None and extra is not None:
-            self.state[param][form.extra].copy_(extra)
+            if form.extra in self.state[param]:
+                self.state[param][form.extra].copy_(extra)
+            else:
+                self.state[param][form.extra] = extra
         self._edits.see([param])
 
     @torch.no_grad()
@@ -344,7 +418,7 @@ class OnePassOptimizer(Optimizer):
         for group in self.param_groups:
             if any(param is each for each in group["params"]) and param.dtype in _LOW:
                 form = self._storage(group, param)
-                extra = self.state[param].get(form.extra) if form.extra else None
+                extra = self.state.get(param, {}).get(form.extra) if form.extra else None
                 if extra is not None:
                     return form.read(form.parts(param.detach(), extra)).clone()
         return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
@@ -355,11 +429,23 @@ class OnePassOptimizer(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 form = self._storage(group, param)
-                if form.extra is not None and form.extra in self.state[param]:
+                if form.extra is not None and form.extra in self.state.get(param, {}):
                     held[param] = self.master_of(param)
                     del self.state[param][form.extra]
         self._ready.clear()
         return held
+
+    def leave(self) -> None:
+        """Serve no session any more, with ``master=`` as it was before; weights that are FP32 by now need no half."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                for name in EXTRAS if param.dtype == torch.float32 else ():
+                    self.state.get(param, {}).pop(name, None)
+        if self._joined is not None:
+            for each, master in zip((self.defaults, *self.param_groups), self._joined.own, strict=True):
+                each["master"] = master
+            self._joined = None
+        self._ready.clear()
 
     def model_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return a model's state dict with the FP32 values of the parameters that this optimizer updates.
@@ -374,52 +460,3 @@ class OnePassOptimizer(Optimizer):
             for name, tensor in model.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor)
         }  # fmt: skip
-
-    # State ----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what torch's optimizer of this name returns, and the other half of each weight.
-
-        ``step`` is a float32 tensor for each parameter, and remainders are int16, whatever an executor prefers.
-        """
-        packed = super().state_dict()
-        packed["state"] = {index: plain_state(values) for index, values in packed["state"].items()}
-        for group, mine in zip(packed["param_groups"], self.param_groups, strict=True):
-            if any(param.dtype in _LOW for param in mine["params"]):
-                group[WEIGHT_DTYPES] = [str(param.dtype) for param in mine["params"]]
-        return packed
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this optimizer's state, or that of torch's optimizer of this name.
-
-        Moments keep ``state_dtype``, remainders and counts their own dtypes, whatever the parameters' are; ``master``,
-        ``rounding`` and ``state_dtype`` stay what this optimizer was made with. Where the saved state has no other half
-        of a weight, or that of a weight of another dtype, the present one stays.
-
-        Raises:
-            StateError: State of another shape, storage or rule; nothing was loaded.
-            ValueError: Other parameter groups, as torch says it.
-        """
-        check_state(state_dict, self._rule)
-        given = dict(state_dict)
-        params = [param for group in self.param_groups for param in group["params"]]
-        saved = [index for group in given["param_groups"] for index in group["params"]]
-        groups, dtypes = merged_groups(self.param_groups, given["param_groups"])
-        for group in groups[: len(self.param_groups)]:
-            check_group(group)
-        fresh: dict[Tensor, dict[str, Any]] = {}
-        if len(groups) == len(self.param_groups) and len(saved) == len(params):
-            owners = [group for group in groups for _ in group["params"]]
-            for param, index, group, weight_dtype in zip(params, saved, owners, dtypes, strict=True):
-                form = self._storage(group, param)
-                names = rule(self._rule, *self._options(group)).states
-                present = self.state.get(param, {})
-                fresh[param] = restored_state(
-                    given["state"].get(index, {}), present, param, form, names, group["state_dtype"], weight_dtype
-                )
-        super().load_state_dict({**given, "param_groups": groups, "state": {}})
-        share_counts(fresh.values())
-        self.state.update(fresh)
-        self._ready.clear()
-        self._hypers.clear()

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import numpy
 import torch
 from torch import Tensor
 
 from mezzo.errors import StateError
 from mezzo.step.split import from_planes, to_planes
 from mezzo.step.storage import PLANES, SPLIT, Storage
+from mezzo.step.update import RULES, Rule
 
-__all__ = ["EXTRAS", "WEIGHT_DTYPES", "as_stored", "merged_groups", "plain_state", "restored_state", "share_counts"]
+__all__ = [
+    "EXTRAS",
+    "WEIGHT_DTYPES",
+    "as_stored",
+    "merged_groups",
+    "plain_group",
+    "plain_state",
+    "restored_state",
+    "share_counts",
+]
 
 #: The other halves that weights can have.
 EXTRAS: Final = ("remainder", "master", "compensation")
@@ -22,11 +34,22 @@ WEIGHT_DTYPES: Final = "weight_dtypes"
 STORING: Final = ("master", "rounding", "state_dtype")
 
 
+def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group as it is saved, its parameters apart: NumPy's numbers are Python's."""
+    return {name: _plain(value) for name, value in group.items() if name != "params"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, numpy.generic):
+        return value.item()
+    return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
+
+
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state as it is saved: the count as torch's float32 tensor, remainders as int16."""
+    """Return state as it is saved: the count as a float64 tensor, which is exact to 2^53, remainders as int16."""
     plain = dict(state)
-    if "step" in plain:
-        plain["step"] = plain["step"].to(torch.float32)
+    if isinstance(plain.get("step"), Tensor):
+        plain["step"] = plain["step"].to(torch.float64)
     if "remainder" in plain and plain["remainder"].dtype == torch.uint8:
         plain["remainder"] = from_planes(plain["remainder"])
     return plain
@@ -37,7 +60,7 @@ def restored_state(
     present: Mapping[str, Any],
     param: Tensor,
     form: Storage,
-    names: Iterable[str],
+    update_rule: Rule,
     state_dtype: str,
     weight_dtype: str | None = None,
 ) -> dict[str, Any]:
@@ -48,14 +71,17 @@ def restored_state(
         present: What the parameter has now; its other half stays where ``saved`` has none.
         param: The parameter.
         form: How its weight is stored.
-        names: The states that the rule needs.
+        update_rule: What the state is for.
         state_dtype: Of the moments.
         weight_dtype: Of the weight that a saved other half belongs to, where that is known.
 
     Raises:
         StateError: Another shape, too few states, or the other half of another storage.
     """
-    saved = _usable(saved, param, form, weight_dtype)
+    moments = RULES[update_rule.name].states
+    # torch's SGD has kept None for a momentum that is yet to come.
+    known = {name: value for name, value in saved.items() if name not in moments or isinstance(value, Tensor)}
+    saved = _usable(known, param, form, weight_dtype)
     extras = [name for name in EXTRAS if name in saved]
     if param.dtype != torch.float32 and extras and extras != [form.extra]:
         raise StateError(
@@ -64,15 +90,7 @@ def restored_state(
             why="the FP32 values follow from both halves, which load at different times",
             write="the master= and rounding= that the state was saved with",
         )
-    moments = [name for name in names if isinstance(saved.get(name), Tensor)]
-    if "step" in saved and (missing := [name for name in names if name not in moments]):
-        raise StateError(
-            f"the saved state has no {missing[0]}",
-            where=f"step {float(saved['step']):g} of a parameter of shape {tuple(param.shape)}, "
-            f"which has {', '.join(name for name in saved if name != 'step') or 'nothing else'}",
-            why="moments that begin at zero in the middle of a run would take steps of another size",
-            write="the state of an optimizer of the same name and options",
-        )
+    _require_whole(saved, update_rule, param)
     state: dict[str, Any] = {}
     for name, value in saved.items():
         if name == "step":
@@ -81,16 +99,38 @@ def restored_state(
             if name == form.extra:
                 _require_shape(name, value, param)
                 state[name] = as_stored(value.to(param.device, copy=True), form)
-        elif isinstance(value, Tensor):
+        elif name in moments:
             _require_shape(name, value, param)
             dtype = getattr(torch, state_dtype)
             like = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
             state[name] = like.copy_(value)
+        else:  # a note of the user's
+            state[name] = value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
     if form.extra is not None and form.extra not in state and form.extra in present:
         state[form.extra] = present[form.extra]
-    if state and "step" not in state:  # torch's SGD counts nothing: a momentum is there from its first step on
+    if "step" not in state and any(name in state for name in moments):
+        # torch's SGD counts nothing: a momentum is there from its first step on. Other libraries' Lion is alike.
         state["step"] = torch.ones((), dtype=torch.int64, device=param.device)
     return state
+
+
+def _require_whole(saved: Mapping[str, Any], update_rule: Rule, param: Tensor) -> None:
+    """Refuse a history of which a part is missing; one that has not begun yet may be as short as it likes."""
+    missing = [name for name in update_rule.states if name not in saved]
+    if "step" not in saved:
+        begun = len(missing) < len(update_rule.states)
+        missing += ["step"] if update_rule.name in ("adam", "adamw") else []
+    else:
+        begun = bool(missing) and float(saved["step"]) != 0
+    if begun and missing:
+        count = f"step {float(saved['step']):g} of a" if "step" in saved else "a"
+        raise StateError(
+            f"the saved state has no {missing[0]}",
+            where=f"{count} parameter of shape {tuple(param.shape)}, "
+            f"which has {', '.join(name for name in saved if name != 'step') or 'nothing else'}",
+            why="moments that begin at zero in the middle of a run would take steps of another size",
+            write="the state of an optimizer of the same name and options",
+        )
 
 
 def _usable(saved: Mapping[str, Any], param: Tensor, form: Storage, weight_dtype: str | None) -> dict[str, Any]:
@@ -125,12 +165,20 @@ def merged_groups(
 
 
 def share_counts(states: Iterable[dict[str, Any]]) -> None:
-    """Let parameters with equal counts share one, so that they are updated together again."""
+    """Let parameters with equal counts share one, so that they are updated together again.
+
+    Raises:
+        StateError: A count that no number of steps gives.
+    """
     counted = [state for state in states if "step" in state]
     shared: dict[tuple[torch.device, int], Tensor] = {}
     for device in {state["step"].device for state in counted}:
         here = [state for state in counted if state["step"].device == device]
         counts = torch.stack([state["step"] for state in here]).tolist()  # one transfer for all
+        if wrong := [count for count in counts if not 0 <= count < 2**53]:
+            raise StateError(
+                f"the saved step is {wrong[0]}", why="it counts updates, from 0 on", write="optimizer.state_dict()"
+            )
         for state, count in zip(here, counts, strict=True):
             state["step"] = shared.setdefault((device, count), state["step"])
 

@@ -267,9 +267,18 @@ def _shared_params(optimizers: list[Optimizer]) -> Iterator[PolicyError]:
 
 
 def _lost_state(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> Iterator[StateError]:
+    every: dict[Tensor, str] = {p: n for model in models for n, p in model.named_parameters()}
     names = {p: n for model in models for n, p in model.named_parameters() if p.dtype == torch.float32}
     for optimizer in optimizers:
-        if held := held_state(optimizer, names):
+        if isinstance(optimizer, OnePassOptimizer):  # whose moments keep their own dtype
+            if halves := [every[param] for param in optimizer.stored(in_fp32=True) if param in every]:
+                yield StateError(
+                    "the optimizer holds the other half of weights, for which this policy has no place",
+                    where=f"{type(optimizer).__name__}: {some_of(halves)}",
+                    why=f"{policy.level} keeps no masters, so {policy.dtype} would be all that is left of them",
+                    write="a policy with masters (O2); or optimizer.release() first, which gives them up",
+                )
+        elif held := held_state(optimizer, names):
             yield StateError(
                 "the optimizer holds FP32 state for parameters that are about to be low precision",
                 where=f"{type(optimizer).__name__}: {some_of(held)}",

@@ -19,7 +19,7 @@ from mezzo.session.unscaled import Unscaled
 from mezzo.session.window import Carried, Share, Window
 from mezzo.step.master import MasterWeights
 
-__all__ = ["Cluster", "clusters", "regrouped"]
+__all__ = ["Cluster", "clusters", "give_gradient", "gradient_dtypes", "regrouped"]
 
 
 class Cluster:
@@ -233,6 +233,11 @@ class Cluster:
         if window.carried is None or not window.carried.is_one:
             self._left = {(g.data_ptr(), g._version) for g in gradients or dense(self._with_gradients())}
 
+    def resume(self, window: Window | None) -> None:
+        """Go on in a window that was saved; its gradients are there already, in the dtype that they were summed in."""
+        self.window = window
+        self._widened = any(getattr(param, "grad_dtype", None) == torch.float32 for param in self._stored())
+
     def forget(self) -> None:
         """Drop the window, gradients set aside included, once gradients were cleared."""
         self.window = None
@@ -313,6 +318,28 @@ def regrouped(known: list[Cluster], optimizers: list[Optimizer], masters: dict[i
 
 def _num_groups(optimizers: list[Optimizer]) -> int:
     return sum(len(optimizer.param_groups) for optimizer in optimizers)
+
+
+def gradient_dtypes(param: Tensor, *, summed_in_fp32: bool) -> list[torch.dtype]:
+    """Return what dtypes a parameter's gradient may have in the middle of a window.
+
+    Args:
+        param: The parameter.
+        summed_in_fp32: Whether several backward passes are summed in FP32, and the first comes as it is made.
+    """
+    given: torch.dtype | None = getattr(param, "grad_dtype", None)
+    wide = [torch.float32] if summed_in_fp32 and hasattr(param, "grad_dtype") else []
+    return list(dict.fromkeys([param.dtype, *([given] if given is not None else []), *wide]))
+
+
+def give_gradient(param: Tensor, gradient: Tensor | None) -> None:
+    """Give a parameter a copy of a gradient, of one of :func:`gradient_dtypes`."""
+    param.grad = None
+    if gradient is not None:
+        given: Any = param
+        if getattr(param, "grad_dtype", None) not in (None, gradient.dtype):
+            given.grad_dtype = gradient.dtype
+        param.grad = gradient.to(param.device, copy=True)
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class ExactLoading:
         parts = self._parts() if self._parts is not None else None
         if parts is None:
             return
-        stored = parts.stored()
+        stored = parts.stored(in_fp32=True)
         held = {param: masters for masters in parts.masters.values() for param in masters.masters()}
         for name, param in module._parameters.items():
             incoming = state_dict.get(prefix + name)

@@ -69,6 +69,9 @@ class Parts:
         for prepared in self.prepared:
             prepared.release_originals()
             prepared.casts.spans_regions = True
+        keeps_masters = self.policy.master_weights or self.policy.param_dtype == torch.float32
+        for optimizer in self._own():
+            optimizer.join(masters=keeps_masters)
         if self.policy.master_weights:
             self.exact.watch(self.models)
 
@@ -87,14 +90,14 @@ class Parts:
             hook.remove()
         self.exact.remove()
         stored = {param: optimizer.master_of(param) for param, optimizer in self.stored().items()}
-        for optimizer in {*self.stored().values()}:
-            optimizer.release()
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self.prepared):
             prepared.remove()
         for param, weight in stored.items():
             if param.dtype == torch.float32:
                 param.data = weight
+        for optimizer in self._own():
+            optimizer.leave()
         for masters in self.masters.values():
             masters.remove()
 
@@ -135,9 +138,8 @@ class Parts:
         """Let masters take over parameters that were changed in place."""
         for masters in self.masters.values():
             masters.take_edits()
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, OnePassOptimizer):
-                optimizer.take_edits()
+        for optimizer in self._own():
+            optimizer.take_edits()
 
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all models; a model's number comes first where there are several."""
@@ -151,10 +153,16 @@ class Parts:
         held = {param: master for masters in self.masters.values() for param, master in masters.masters().items()}
         return {name: held[param] for name, param in self.named_params() if param in held}
 
-    def stored(self) -> dict[Tensor, OnePassOptimizer]:
-        """Return the parameters whose other half an optimizer of mezzo's keeps, with the optimizer."""
-        own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
-        return {param: optimizer for optimizer in own for param in optimizer.stored()}
+    def stored(self, *, in_fp32: bool = False) -> dict[Tensor, OnePassOptimizer]:
+        """Return the parameters whose other half an optimizer of mezzo's keeps, with the optimizer.
+
+        Args:
+            in_fp32: Whether to leave out those whose two halves are no FP32 value.
+        """
+        return {param: optimizer for optimizer in self._own() for param in optimizer.stored(in_fp32=in_fp32)}
+
+    def _own(self) -> Iterator[OnePassOptimizer]:
+        return (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
 
     def name_of(self, tensor: Tensor) -> str:
         """Name a parameter, or that of which a tensor is the master."""

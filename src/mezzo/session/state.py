@@ -13,7 +13,7 @@ from mezzo.errors import StateError, some_of
 from mezzo.policy import Policy
 from mezzo.scale import LossScale, ScaleState
 from mezzo.session import foreign
-from mezzo.session.cluster import regrouped
+from mezzo.session.cluster import give_gradient, gradient_dtypes, regrouped
 from mezzo.session.exact import overflows
 from mezzo.session.form import STATE_VERSION, described, wrong_values
 from mezzo.session.parts import plain_name
@@ -66,7 +66,7 @@ def saved(session: MixedPrecision) -> dict[str, Any]:
 
 def _masters(session: MixedPrecision) -> dict[str, Tensor]:
     """Return a copy of every FP32 value that the parameters themselves lack."""
-    stored = session._parts.stored()
+    stored = session._parts.stored(in_fp32=True)
     held = {name: master.detach().clone() for name, master in session._named_masters().items()}
     return held | {
         name: stored[param].master_of(param) for name, param in session._parts.named_params() if param in stored
@@ -164,7 +164,7 @@ def _load_masters(session: MixedPrecision, state: Mapping[str, Any]) -> None:
     mine, masters = session._named_masters(), state["masters"]
     session._parts.take_edits()
     session._parts.exact.restored.clear()
-    stored = session._parts.stored()
+    stored = session._parts.stored(in_fp32=True)
     for name, param in session._parts.named_params():
         before = getattr(torch, state["parameters"][name].partition(" ")[0])
         if param in stored:
@@ -210,13 +210,12 @@ def _load_windows(session: MixedPrecision, state: Mapping[str, Any]) -> None:
     params, masters = dict(session._parts.named_params()), session._named_masters()
     for kind, tensors in (("gradients", params), ("master_gradients", masters)):
         for name, tensor in tensors.items():
-            gradient = state[kind].get(name)
-            tensor.grad = None if gradient is None else gradient.to(tensor.device, copy=True)
+            give_gradient(tensor, state[kind].get(name))
     scales = session._scale_tensors()
     scales += [scales[0].new_tensor(value) for value in state["carried_scales"][len(scales) :]]
     left, names = set(state["left"]), _names(session)
     for cluster, window in zip(session._clusters, state["windows"], strict=True):
-        cluster.window = window and Window.from_state_dict(window, scales, {**params, **masters})
+        cluster.resume(window and Window.from_state_dict(window, scales, {**params, **masters}))
         theirs = (param.grad for param in cluster.params() if names.get(id(param)) in left)
         cluster.leave(gradient for gradient in theirs if gradient is not None)
         if cluster.window is not None and cluster.window.is_unscaled:
@@ -273,7 +272,8 @@ def _listed(lines: list[str]) -> str:
 
 def _weights(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield each parameter that is another one, or whose weights would lose bits."""
-    before, mine, stored = state["parameters"], dict(session._parts.named_params()), session._parts.stored()
+    before, mine = state["parameters"], dict(session._parts.named_params())
+    stored = session._parts.stored(in_fp32=True)
     held = {*session._named_masters(), *(name for name, param in mine.items() if param in stored)}
     updated = {id(param) for param in session.master_params()}
     for name in dict.fromkeys((*before, *mine)):
@@ -305,10 +305,15 @@ def _unfinished(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[s
             yield "gradients of an unfinished accumulation window, which belong to the saved policy"
         if len(state["windows"]) != len(session._clusters):
             yield f"optimizers with gradients: {len(state['windows'])} → {len(session._clusters)}"
+        stored, held = session._parts.stored(), session._named_masters()
         for name, param in session._parts.named_params():
-            gradient, dtype = state["gradients"].get(name), getattr(param, "grad_dtype", None) or param.dtype
-            if gradient is not None and gradient.dtype != dtype:
-                yield f"gradient of {name}: {described(gradient)} → {str(dtype).removeprefix('torch.')}"
+            gradient, dtypes = state["gradients"].get(name), gradient_dtypes(param, summed_in_fp32=param in stored)
+            if gradient is not None and gradient.dtype not in dtypes:
+                fits = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                yield f"gradient of {name}: {described(gradient)} → {fits}"
+        yield from (
+            f"gradient of {name} in a master → no master" for name in state["master_gradients"] if name not in held
+        )
     buffers = _named_buffers(session)
     for name, before in state["buffers"].items() if session._buffers is not None else ():
         if name not in buffers or described(buffers[name]) != described(before):

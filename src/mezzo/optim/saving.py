@@ -1,0 +1,156 @@
+"""How mezzo's optimizers save and load: torch's state dicts and hooks, with every tensor in its own dtype."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.optim.checks import check_group, check_state
+from mezzo.optim.state import (
+    WEIGHT_DTYPES,
+    merged_groups,
+    plain_group,
+    plain_state,
+    restored_state,
+    share_counts,
+)
+from mezzo.step.storage import Storage
+from mezzo.step.update import Rule
+
+__all__ = ["Group", "SavedOptimizer"]
+
+Group: TypeAlias = dict[str, Any]
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+class SavedOptimizer(Optimizer):
+    """An optimizer whose state dicts are torch's in form, and exact in every dtype.
+
+    ``Optimizer.load_state_dict`` casts state to the parameters' dtype, and its hooks see what it casts; so both methods
+    are written anew, with the four kinds of hooks where torch has them.
+    """
+
+    @abstractmethod
+    def _rule_of(self, group: Group) -> Rule:
+        """Return a group's update rule."""
+
+    @abstractmethod
+    def _storage(self, group: Group, param: Tensor) -> Storage:
+        """Return how a group's parameter is stored."""
+
+    @abstractmethod
+    def _complete(self) -> None:
+        """Make all state that is promised and not there."""
+
+    @abstractmethod
+    def take_edits(self) -> None:
+        """Let full masters take over weights that were changed in place."""
+
+    @abstractmethod
+    def _begin_anew(self) -> None:
+        """Let go of what was prepared for the state before."""
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizer of this name returns, and the other half of each weight.
+
+        ``step`` is a float64 tensor for each parameter, since float32 counts no further than 2^24; torch's optimizers
+        load it. Remainders are int16, whatever an executor prefers. Moments share memory with the optimizer's, as
+        torch's do. Entries of ``optimizer.state`` that belong to no parameter are saved as they are. NumPy's numbers
+        among the options become Python's, which ``torch.load(weights_only=True)`` reads.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._complete()
+        places: dict[int, int] = {}
+        groups = []
+        for group in self.param_groups:
+            packed = plain_group(group)
+            packed["params"] = [places.setdefault(id(param), len(places)) for param in group["params"]]
+            if any(param.dtype in _LOW for param in group["params"]):
+                packed[WEIGHT_DTYPES] = [str(param.dtype) for param in group["params"]]
+            groups.append(packed)
+        state = {
+            places[id(key)] if isinstance(key, Tensor) else key: plain_state(value) if _is_state(value) else value
+            for key, value in self.state.items()
+        }
+        saved: dict[str, Any] = {"state": state, "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, saved)
+            saved = saved if replaced is None else replaced
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this optimizer's state, or that of torch's optimizer of this name.
+
+        Moments keep ``state_dtype``, remainders and counts their own dtypes, whatever the parameters' are; ``master``,
+        ``rounding`` and ``state_dtype`` stay what this optimizer was made with. Where the saved state has no other half
+        of a weight, or that of a weight of another dtype, the present one stays. A parameter that it says nothing of
+        begins anew. Hooks run as in ``torch.optim.Optimizer``: those before see a shallow copy of the whole state, and
+        what they return is loaded instead.
+
+        Raises:
+            StateError: State of another shape, storage or rule; nothing was loaded.
+            ValueError: Other parameter groups, as torch says it.
+        """
+        given: Mapping[str, Any] = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, given)  # type: ignore[arg-type]
+            given = given if replaced is None else replaced
+        check_state(given, self._rule_name())
+        self._require_groups(given["param_groups"])
+        groups, dtypes = merged_groups(self.param_groups, given["param_groups"])
+        for group in groups:
+            check_group(group)
+        params = [param for group in self.param_groups for param in group["params"]]
+        indices = [index for group in given["param_groups"] for index in group["params"]]
+        owners = [group for group in groups for _ in group["params"]]
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for param, index, group, weight_dtype in zip(params, indices, owners, dtypes, strict=True):
+            restored = restored_state(
+                given["state"].get(index, {}),
+                self.state.get(param, {}),
+                param,
+                self._storage(group, param),
+                self._rule_of(group),
+                group["state_dtype"],
+                weight_dtype,
+            )
+            if restored:
+                state[param] = restored
+        share_counts(state.values())
+        self.take_edits()
+        known = set(indices)
+        state.update((key, copy.deepcopy(value)) for key, value in given["state"].items() if key not in known)
+        for mine, group in zip(self.param_groups, groups, strict=True):
+            group["params"] = mine["params"]
+        Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
+        self._complete()
+        self._begin_anew()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _rule_name(self) -> str:
+        return self._rule_of(self.param_groups[0]).name
+
+    def _require_groups(self, saved: list[Group]) -> None:
+        """Refuse other parameter groups, in torch's words, which programs look for."""
+        if len(saved) != len(self.param_groups):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        if any(len(a["params"]) != len(b["params"]) for a, b in zip(self.param_groups, saved, strict=True)):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+            )
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, dict)
