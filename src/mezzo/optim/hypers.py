@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from numbers import Real
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,18 @@ from torch import Tensor
 
 from mezzo.optim.checks import check_group
 
-__all__ = ["Hypers"]
+__all__ = ["Hypers", "changes_nothing"]
+
+
+def changes_nothing(groups: Iterable[Mapping[str, Any]], gradients: Iterable[Tensor]) -> bool:
+    """Whether learning rates and gradients are all zero, as where ``torch.distributed.checkpoint`` has state made.
+
+    The gradients are looked at, which waits for the device, only where every rate is a zero in host memory.
+    """
+    rates = [group.get("lr") for group in groups]
+    if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
+        return False
+    return not any((gradient._values() if gradient.is_sparse else gradient).any() for gradient in gradients)
 
 
 class Hypers:
@@ -42,9 +52,7 @@ class Hypers:
                 self._uploaded.pop(name, None)
                 continue
             number: Any = float(value.detach().double().reshape(()).numpy()) if isinstance(value, Tensor) else value
-            if isinstance(number, Real):  # NumPy's among them; what is no number is the check's to refuse
-                number = float(number)
             if name not in self._uploaded or self._uploaded[name] != number:
                 check_group({**group, "params": None, **({} if name.startswith("beta") else {name: number})})
-                tensor.fill_(number)
-                self._uploaded[name] = number
+                self._uploaded[name] = float(number)  # of NumPy's, say
+                tensor.fill_(self._uploaded[name])

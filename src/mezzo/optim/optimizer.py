@@ -16,7 +16,7 @@ from mezzo.errors import UnsupportedError
 from mezzo.optim.checks import check_group, check_unchanged, ordered
 from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.executors import executor_for
-from mezzo.optim.hypers import Hypers
+from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import Group, SavedOptimizer
 from mezzo.optim.state import EXTRAS, as_stored, plain_state
 from mezzo.scale.transfer import moved
@@ -73,6 +73,7 @@ class OnePassOptimizer(SavedOptimizer):
         self._ready: dict[int, tuple[tuple[Any, ...], list[_Ready]]] = {}
         self._executors: dict[torch.device, Executor] = {}
         self._edits = Edits()
+        self._awaiting: set[Tensor] = set()  # weights whose remainder was loaded, and belongs to weights yet to come
         self._joined: _Joined | None = None
         check_group(defaults)
         super().__init__(ordered(params), defaults)
@@ -80,7 +81,7 @@ class OnePassOptimizer(SavedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer, here or on another machine."""
         self._hypers, self._ready, self._executors, self._edits = {}, {}, {}, Edits()
-        self._joined = None
+        self._awaiting, self._joined = set(), None
         super().__setstate__(state)
         for group in self.param_groups:
             for param in group["params"]:
@@ -134,7 +135,8 @@ class OnePassOptimizer(SavedOptimizer):
                 loss = closure()
         self.take_edits()
         wanted = [self._wanted(number) for number in range(len(self.param_groups))]
-        if not self.state and self._changes_nothing():
+        gradients = (param.grad for group in wanted for param in group.params if param.grad is not None)
+        if not self.state and changes_nothing(self.param_groups, gradients):
             # torch.distributed.checkpoint steps so to have state made; counted, it would be a step of the training.
             self._make_state()
             return loss
@@ -148,6 +150,7 @@ class OnePassOptimizer(SavedOptimizer):
                 # Kernels write past autograd, which is to tell whoever kept a cast of the weight, or saved it.
                 increment_version(each.params)
         self._edits.see(self._with_masters())
+        self._awaiting.clear()
         return loss
 
     def take_edits(self, params: Iterable[Tensor] | None = None) -> None:
@@ -258,18 +261,11 @@ class OnePassOptimizer(SavedOptimizer):
             training = [param for param in group["params"] if param.requires_grad and not is_lazy(param)]
             self._give_state(group, training, self._rule_of(group))
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, halves: Iterable[Tensor]) -> None:
+        self._awaiting = set(halves)
         self._ready.clear()
         self._hypers.clear()
         self._edits.see(self._with_masters())
-
-    def _changes_nothing(self) -> bool:
-        """Whether learning rates and gradients are all zero; a look at the gradients only where the former are."""
-        rates = [group["lr"] for group in self.param_groups]
-        if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
-            return False
-        gradients = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
-        return not any(gradient.any() for gradient in gradients)
 
     def _give_state(self, group: Group, params: list[Tensor], update_rule: Rule) -> None:
         """Make what parameters lack: a count that all new ones share, zeros, and the other half of a weight."""
@@ -408,6 +404,30 @@ class OnePassOptimizer(SavedOptimizer):
             else:
                 self.state[param][form.extra] = extra
         self._edits.see([param])
+        self._awaiting.discard(param)
+
+    @torch.no_grad()
+    def receive(self, param: Tensor, value: Tensor) -> None:
+        """Give a parameter another value of its own dtype, with the other half where that belongs to it.
+
+        A full master that rounds to the value stays, and so does a remainder where the value is the one it is beside. A
+        remainder that was loaded since the last step belongs to the value whatever was there: state of weights and of
+        optimizers loads in any order.
+
+        Args:
+            param: One of :meth:`stored`.
+            value: Of its shape and dtype.
+        """
+        state = self.state[param]
+        if param in self._awaiting:
+            param.copy_(value)
+            self._awaiting.discard(param)
+        elif "master" in state:
+            param.copy_(value)
+            take_over(param, state["master"])
+            self._edits.see([param])
+        else:
+            self.write(param, torch.where(param == value, self.master_of(param), value.to(param.device, torch.float32)))
 
     @torch.no_grad()
     def master_of(self, param: Tensor) -> Tensor:

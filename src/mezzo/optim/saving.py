@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -55,8 +55,12 @@ class SavedOptimizer(Optimizer):
         """Let full masters take over weights that were changed in place."""
 
     @abstractmethod
-    def _begin_anew(self) -> None:
-        """Let go of what was prepared for the state before."""
+    def _begin_anew(self, halves: Iterable[Tensor]) -> None:
+        """Let go of what was prepared for the state before.
+
+        Args:
+            halves: The parameters whose remainders were loaded.
+        """
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -129,13 +133,15 @@ class SavedOptimizer(Optimizer):
                 state[param] = restored
         share_counts(state.values())
         self.take_edits()
+        present = {param: self.state.get(param, {}).get("remainder") for param in params}
+        halves = [param for param in params if state.get(param, {}).get("remainder") is not present[param]]
         known = set(indices)
         state.update((key, copy.deepcopy(value)) for key, value in given["state"].items() if key not in known)
         for mine, group in zip(self.param_groups, groups, strict=True):
             group["params"] = mine["params"]
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
         self._complete()
-        self._begin_anew()
+        self._begin_anew(halves)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -37,6 +37,7 @@ class Bound:
             (values, name, value)
             for optimizer in self.session._optimizers
             for values in optimizer.state.values()
+            if isinstance(values, dict)
             for name, value in values.items()
             if isinstance(value, Tensor)
         ]

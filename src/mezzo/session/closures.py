@@ -54,21 +54,25 @@ class _Before:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._state = {param: dict(values) for param, values in optimizer.state.items()}
-        self._values = {param: _copied(values) for param, values in self._state.items()}
+        # By parameter, and what users note down beside them.
+        self._state = {key: dict(kept) if isinstance(kept, dict) else kept for key, kept in optimizer.state.items()}
+        self._values = {key: _copied(kept) for key, kept in self._state.items()}
         options = ({key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
         self._options = [_copied(each) for each in options]
 
     def restore(self) -> None:
         self._optimizer.state.clear()
-        for param, values in self._values.items():
-            there = self._state[param]
+        for key, values in self._values.items():
+            there = self._state[key]
+            if not isinstance(there, dict):
+                self._optimizer.state[key] = values
+                continue
             for name, value in values.items():
                 if isinstance(value, Tensor):
                     there[name].copy_(value)  # an optimizer may know its address
                 else:
                     there[name] = value
-            self._optimizer.state[param] = there
+            self._optimizer.state[key] = there
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             params = group["params"]
             group.clear()

@@ -92,9 +92,11 @@ class ExactLoading:
             if exact is None or not incoming.is_floating_point():
                 continue
             incoming = incoming.to(exact.device)
+            if owner is not None and incoming.dtype == param.dtype:
+                owner.receive(param, incoming)
+                continue
             if incoming.element_size() < exact.element_size():
-                rounded = param if incoming.dtype == param.dtype and owner is not None else exact.to(incoming.dtype)
-                incoming = torch.where(rounded == incoming, exact, incoming.to(exact.dtype))
+                incoming = torch.where(exact.to(incoming.dtype) == incoming, exact, incoming.to(exact.dtype))
             if overflows(incoming, param.dtype):
                 raise UnsupportedError(
                     f"values do not fit {str(param.dtype).removeprefix('torch.')}",

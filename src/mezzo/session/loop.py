@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from mezzo.cast import region
 from mezzo.errors import StateError, some_of
+from mezzo.optim.hypers import changes_nothing
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.session import state
@@ -145,6 +146,9 @@ class MixedPrecision:
         cluster = next(c for c in self._clusters if optimizer in c.optimizers)
         if self._stepping or (cluster.window is None and not cluster.has_gradients()):
             return
+        involved = (*cluster.params([optimizer]), *cluster.leaves([optimizer]))
+        if changes_nothing(optimizer.param_groups, (p.grad for p in involved if p.grad is not None)):
+            return  # torch.distributed.checkpoint lets an optimizer make its state so
         calls = 0 if cluster.window is None else cluster.window.micro_batches
         raise StateError(
             "optimizer.step() behind the session's back",

@@ -1,0 +1,299 @@
+"""State dicts of mezzo's optimizers against torch's: hooks, counts, notes of the user's, numbers of NumPy's."""
+
+import copy
+import io
+from fractions import Fraction
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from mezzo import optim
+from mezzo.errors import PolicyError, StateError
+
+PAIRS = {
+    "adamw": (optim.AdamW, torch.optim.AdamW, {}),
+    "adam": (optim.Adam, torch.optim.Adam, {}),
+    "sgd": (optim.SGD, torch.optim.SGD, {"momentum": 0.9}),
+}
+EVERY = [optim.AdamW, optim.Adam, optim.SGD, optim.Lion]
+
+
+def weights(count=2):
+    return [nn.Parameter(torch.linspace(-1, 1, 5 + number)) for number in range(count)]
+
+
+def train(params, optimizer, steps=3):
+    for step in range(steps):
+        for place, param in enumerate(params):
+            param.grad = torch.full_like(param, 0.1 * (step + place + 1))
+        optimizer.step()
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# Hooks --------------------------------------------------------------------------------------------------
+
+
+def watched(kind, options):
+    """Train one, and load it into another, with all four kinds of hooks, of which some replace what they see."""
+    seen = []
+    params = weights()
+    one, two = kind(params, lr=0.1, **options), kind(weights(), lr=0.5, **options)
+    train(params, one)
+
+    def note(name, state):
+        kept = sorted((index, *sorted(values)) for index, values in state["state"].items())
+        dtypes = {value.dtype for values in state["state"].values() for n, value in values.items() if n != "step"}
+        seen.append((name, sorted(state), kept, dtypes, [group["lr"] for group in state["param_groups"]]))
+
+    def add(optimizer, state):
+        note("saved, first", state)
+        state["extra"] = 1  # in place
+
+    def replace(optimizer, state):
+        note("saved, second", state)
+        return {**state, "version": 7}
+
+    def migrate(optimizer, state):
+        note("loaded, first", state)
+        groups = [{**group, "lr": 0.25} for group in state["param_groups"]]
+        return {"state": {index: dict(values) for index, values in state["state"].items()}, "param_groups": groups}
+
+    def edit(optimizer, state):
+        note("loaded, second", state)
+        for values in state["state"].values():
+            for name, value in values.items():
+                values[name] = value + 1 if name == "step" else value * 2
+
+    one.register_state_dict_pre_hook(lambda optimizer: seen.append(("about to be saved", len(optimizer.state))))
+    one.register_state_dict_post_hook(replace)
+    one.register_state_dict_post_hook(add, prepend=True)
+    two.register_load_state_dict_pre_hook(edit)
+    two.register_load_state_dict_pre_hook(migrate, prepend=True)
+    two.register_load_state_dict_post_hook(lambda optimizer: seen.append(("loaded", len(optimizer.state))))
+    saved = one.state_dict()
+    before = copy.deepcopy(saved)
+    two.load_state_dict(saved)
+    assert saved.keys() == before.keys()
+    assert saved["param_groups"] == before["param_groups"]  # a hook got a copy
+    return seen, sorted(saved), two
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_all_four_kinds_of_hooks_run_where_torch_s_do_and_see_what_torch_s_see(pair):
+    mine, theirs, options = PAIRS[pair]
+    (one, keys, first), (two, same_keys, second) = watched(mine, options), watched(theirs, options)
+    if pair == "sgd":  # torch's counts nothing
+        one = [
+            (*each[:2], [tuple(n for n in k if n != "step") for k in each[2]], *each[3:]) if len(each) > 2 else each
+            for each in one
+        ]
+    assert one == two
+    assert keys == same_keys
+    assert "version" in keys
+    assert first.param_groups[0]["lr"] == second.param_groups[0]["lr"] == 0.25
+    name = "momentum_buffer" if pair == "sgd" else "exp_avg"
+    for a, b in zip(first.state.values(), second.state.values(), strict=True):
+        torch.testing.assert_close(a[name], b[name], rtol=2**-21, atol=1e-9)
+        assert pair == "sgd" or int(a["step"]) == int(b["step"]) == 4
+
+
+def test_what_a_hook_returns_is_checked_before_anything_is_loaded():
+    params = weights()
+    optimizer = optim.AdamW(params)
+    train(params, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    handle = optimizer.register_load_state_dict_pre_hook(lambda *_: {"state": {}})
+    with pytest.raises(StateError, match="no optimizer's state: param_groups missing"):
+        optimizer.load_state_dict(before)
+    handle.remove()
+    hook = optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "param_groups": []})
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(before)
+    hook.remove()
+    for one, two in zip(optimizer.state_dict()["state"].values(), before["state"].values(), strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_checkpoint_is_migrated_by_a_hook():
+    """Another library's names, and no count: what a hook is for."""
+    params = weights(1)
+    optimizer = optim.AdamW(params)
+    old = {"state": {0: {"mean": torch.ones(5), "square": torch.ones(5)}}, "param_groups": [{"params": [0], "lr": 0.5}]}
+
+    def migrate(_, state):
+        names = {"mean": "exp_avg", "square": "exp_avg_sq"}
+        renamed = {
+            i: {names[n]: v for n, v in s.items()} | {"step": torch.tensor(9.0)} for i, s in state["state"].items()
+        }
+        return {**state, "state": renamed}
+
+    optimizer.register_load_state_dict_pre_hook(migrate)
+    optimizer.load_state_dict(old)
+    assert int(optimizer.state[params[0]]["step"]) == 9
+    assert optimizer.state[params[0]]["exp_avg"].eq(1).all()
+
+
+# Counts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2**24 - 1, 2**24 + 1, 2**31 + 1, 2**53 - 1])
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_count_is_saved_exactly(kind, count):
+    params, others = weights(), weights()
+    optimizer, loaded = kind(params), kind(others)
+    train(params, optimizer, 1)
+    optimizer.state[params[0]]["step"].fill_(count)
+    loaded.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert [int(loaded.state[param]["step"]) for param in others] == [count, count]
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
+def test_a_count_that_no_run_has_is_refused(wrong):
+    params = weights()
+    optimizer = optim.AdamW(params)
+    train(params, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["step"].fill_(wrong)
+    with pytest.raises(StateError, match=r"the saved step is -(.|\n)*it counts updates, from 0 on"):
+        optimizer.load_state_dict(saved)
+    assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3]
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}, {"capturable": False}])
+def test_torch_goes_on_from_a_saved_count(options):
+    """Its fused kernels too, which want a float32."""
+    one, other = weights(), weights()
+    first = optim.AdamW(one, lr=0.1)
+    train(one, first)
+    second = torch.optim.AdamW(other, lr=0.1, **options)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    train(other, second)
+    assert {float(state["step"]) for state in second.state.values()} == {6.0}
+
+
+def test_momentum_that_is_turned_on_later_begins_as_torch_s():
+    """As the gradient itself, without dampening, whatever the count is by then."""
+    one, other = weights(), weights()
+    for params, kind in ((one, optim.SGD), (other, torch.optim.SGD)):
+        optimizer = kind(params, lr=0.1, dampening=0.5)
+        train(params, optimizer)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        train(params, optimizer)
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-22, atol=2**-24)
+
+
+# What users note down, and numbers of NumPy's -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_what_users_note_in_the_state_is_saved_and_loaded(kind):
+    params, others = weights(), weights()
+    optimizer, loaded = kind(params), kind(others)
+    optimizer.state["epoch"] = 3
+    optimizer.state["history"] = [1.0, torch.ones(2)]
+    train(params, optimizer)
+    optimizer.state[params[1]]["tag"] = "second"
+    optimizer.state[params[1]]["seen"] = torch.arange(3)
+    params[0].grad = None  # counts part, so that all state is gone through
+    optimizer.step()
+    loaded.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert loaded.state["epoch"] == 3
+    assert loaded.state["history"][0] == 1.0
+    assert torch.equal(loaded.state["history"][1], torch.ones(2))
+    assert loaded.state[others[1]]["tag"] == "second"
+    assert torch.equal(loaded.state[others[1]]["seen"], torch.arange(3))
+    assert loaded.state_dict()["state"]["epoch"] == 3
+    train(others, loaded)
+    assert copy.deepcopy(loaded).state["epoch"] == 3
+
+
+@pytest.mark.parametrize("number", [numpy.float32(0.5), numpy.float64(0.5), numpy.float16(0.5), Fraction(1, 2)])
+@pytest.mark.parametrize("kind", EVERY)
+def test_numbers_of_numpy_s_are_numbers(kind, number):
+    one, other = weights(), weights()
+    optimizer, same = kind(one, lr=number), kind(other, lr=0.5)
+    train(one, optimizer)
+    train(other, same)
+    for mine, plain in ((optimizer, number / 2), (same, 0.25)):  # in mid-run, as a scheduler does
+        mine.param_groups[0]["lr"] = plain
+        mine.param_groups[0]["weight_decay"] = numpy.int64(0) if mine is optimizer else 0
+    train(one, optimizer)
+    train(other, same)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    if not isinstance(number, Fraction):
+        saved = through_a_file(optimizer.state_dict())["param_groups"][0]
+        assert (type(saved["lr"]), saved["lr"], type(saved["weight_decay"])) == (float, 0.25, int)
+
+
+@pytest.mark.parametrize("wrong", [numpy.float32("nan"), numpy.float32(-1), "0.1", None, 10**400, 1j],
+                         ids=["nan", "negative", "text", "none", "vast", "complex"])  # fmt: skip
+def test_what_is_no_number_is_refused_in_mid_run_too(wrong):
+    params = weights()
+    optimizer = optim.AdamW(params, betas=(numpy.float32(0.5), numpy.float64(0.75)))
+    train(params, optimizer)
+    before = [param.detach().clone() for param in params]
+    optimizer.param_groups[0]["lr"] = wrong
+    with pytest.raises(PolicyError, match=r"lr is (.|\n)*why    it is a finite number from 0\n  write  lr=1e-3"):
+        train(params, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("collection", [set, frozenset])
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_set_has_no_order_that_a_state_could_belong_to(kind, collection):
+    match = r"ordered collections, not in a (frozen)?set\n  why    its order changes(.|\n)*write  a list of them"
+    with pytest.raises(TypeError, match=match):
+        kind(collection(weights()))
+    with pytest.raises(TypeError, match=match):
+        kind([{"params": collection(weights())}])
+    optimizer = kind(weights(1))
+    with pytest.raises(TypeError, match=match):
+        optimizer.add_param_group({"params": collection(weights())})
+    assert len(optimizer.param_groups) == 1
+
+
+# States of which a part is missing ----------------------------------------------------------------------
+
+
+def test_a_lone_remainder_is_no_history():
+    """As older states have it that were saved before the first step."""
+    params = [nn.Parameter(param.detach().bfloat16()) for param in weights()]
+    optimizer = optim.AdamW(params, lr=0.1)
+    lone = {i: {"remainder": torch.full(p.shape, 7, dtype=torch.int16)} for i, p in enumerate(params)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": lone})
+    assert all("step" not in optimizer.state[param] for param in params)
+    train(params, optimizer, 1)
+    assert all(int(optimizer.state[param]["step"]) == 1 for param in params)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam])
+def test_moments_without_a_count_are_refused(kind):
+    """Bias corrections follow from it; one that is guessed gives steps of another size."""
+    params = weights()
+    optimizer = kind(params)
+    train(params, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["step"]
+    with pytest.raises(StateError, match=r"the saved state has no step\n  where  a parameter of shape \(5,\)"):
+        optimizer.load_state_dict(saved)
+
+
+def test_parameters_without_an_entry_begin_anew():
+    params = weights()
+    optimizer = optim.AdamW(params)
+    train(params, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][1]
+    optimizer.load_state_dict(saved)
+    assert params[1] not in optimizer.state
+    train(params, optimizer, 1)
+    assert [int(optimizer.state[param]["step"]) for param in params] == [4, 1]
