@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, MutableMapping
@@ -18,13 +19,16 @@ from torch.utils import _pytree as pytree
 from mezzo.cast import device
 from mezzo.cast.entrance import Entrance
 from mezzo.cast.region import acting_keys, autocast
-from mezzo.errors import UnsupportedError
+from mezzo.errors import UnsupportedError, message
 from mezzo.policy import Policy, Rule, Treatment
 
 __all__ = ["CASTABLE", "Boundary", "WideNorm", "cast_floating"]
 
 #: What is ever cast: float64, complex, integers and bools are not.
 CASTABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+#: How torch's kernels say that their operands differ in dtype.
+_TWO_DTYPES: Final = ("same dtype", "should be the same", "mixed dtype", "expected scalar type", "match weight dtype")
 
 
 class Boundary:
@@ -107,6 +111,8 @@ class Boundary:
         """Leave the region, after an exception too, and cast the outputs: a forward hook."""
         if self.entrance is not None:
             self.entrance.leave(self)
+        if output is None and isinstance(self.inputs, torch.dtype) and not torch.compiler.is_compiling():
+            _explain(sys.exception(), self.policy)
         # None was entered in a graph, or where an earlier pre-hook raised.
         target = self._leave_region() if self._entered else self.outputs
         return cast_floating(output, target) if isinstance(target, torch.dtype) else output
@@ -122,6 +128,21 @@ class Boundary:
         if region is not None:
             region.__exit__(None, None, None)
         return first if self.outputs == "input" else self.outputs
+
+
+def _explain(error: BaseException | None, policy: Policy) -> None:
+    """Add to torch's error about two dtypes where, under a policy that stores weights low, the second comes from."""
+    if not isinstance(error, RuntimeError | ValueError) or not any(words in str(error) for words in _TWO_DTYPES):
+        return
+    dtype = str(policy.param_dtype).removeprefix("torch.")
+    note = message(
+        f"mezzo: {policy.level} stores this model's weights in {dtype}, and torch computes nothing from two dtypes",
+        why="a float32 tensor made inside the model, as by x.float(), meets them as they are; "
+        "torch.autocast(enabled=False) widens no weight",
+        write="policy.keep_fp32(modules=[…]) for the modules that are to compute in float32; or x.to(weight.dtype)",
+    )
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 class WideNorm(Boundary):
