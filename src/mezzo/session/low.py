@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -51,12 +51,12 @@ class LowWeights:
             return
         frozen: list[Tensor] = []
         for optimizer in self._optimizers:
-            low = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in _LOW]
-            frozen += [param for param in low if not param.requires_grad]
-            training = [param for param in low if param.requires_grad]
-            self._refuse_fp16_unscaling(optimizer, training)
+            low = list(_low(optimizer))
+            frozen += [param for param, _ in low if not param.requires_grad]
+            training = [(param, is_kept) for param, is_kept in low if param.requires_grad]
+            self._refuse_fp16_unscaling(optimizer, [p for p, is_kept in training if not is_kept])
             if not isinstance(optimizer, OnePassOptimizer) and self._policy.param_dtype == torch.float32:
-                self._refuse_lost_updates(optimizer, training)
+                self._refuse_lost_updates(optimizer, [param for param, _ in training])
         self._num_groups, self._frozen = num_groups, frozen
 
     def _refuse_fp16_unscaling(self, optimizer: Optimizer, params: list[Tensor]) -> None:
@@ -90,3 +90,12 @@ class LowWeights:
             f"{self._name_of(p)} ({str(p.dtype).removeprefix('torch.')}, {'×'.join(map(str, p.shape))})" for p in params
         )
         return f"{some_of(list(named), 1)}, optimizer {type(optimizer).__name__}"
+
+
+def _low(optimizer: Optimizer) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the low-precision parameters of an optimizer, and whether it keeps their FP32 values itself."""
+    for group in optimizer.param_groups:
+        is_kept = isinstance(optimizer, OnePassOptimizer) and group["master"] is not None
+        for param in group["params"]:
+            if param.dtype in _LOW:
+                yield param, is_kept
