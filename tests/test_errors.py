@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from mezzo import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
-from mezzo.errors import message, nearest, some_of
+from mezzo.errors import message, nearest, printable, shown, some_of
 
 
 def test_messages_answer_what_where_why_and_what_to_write():
@@ -57,3 +57,47 @@ def test_the_nearest_word_is_suggested(word, words, says):
 def test_long_lists_are_counted():
     assert some_of(list("abc")) == "a, b, c"
     assert some_of(list("abcdefg")) == "a, b, c, d, e and 2 more"
+
+
+#: Colours, a jump of the cursor in one character, a text shown backwards, an invisible join, half a character.
+EVIL = "fc\x1b[31m\x9b2J\u202e\u200d\x7f\r\t\ud800"
+
+
+def test_nothing_reaches_a_terminal_that_is_not_seen():
+    spelled = r"fc\x1b[31m\x9b2J\u202e\u200d\x7f\r\t\ud800"
+    assert printable(EVIL) == spelled
+    assert printable("a\nb") == r"a\nb"
+    assert printable("a\nb", keep="\n") == "a\nb"
+    assert printable("größer 4 096×3 → ‰") == "größer 4 096×3 → ‰"
+    text = message(EVIL, where=EVIL, why=f"{EVIL}\n{EVIL}", write=EVIL)
+    assert text.count(spelled) == 5
+    assert text.isprintable() is False  # for its line breaks alone
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert str(StateError.together([StateError(EVIL), PolicyError(EVIL)])).count(spelled) == 2
+    assert some_of([EVIL, "a\nb", "c"], 2) == rf"{spelled}, a\nb and 1 more"
+    text.encode()
+
+
+def test_line_breaks_of_other_kinds_make_no_lines():
+    text = message("what", where="a\x85  write  rm\u2028  write  rm\x0b  write  rm")
+    assert text.split("\n") == ["what", r"  where  a\x85  write  rm\u2028  write  rm\x0b  write  rm"]
+
+
+def test_echoes_are_short():
+    long = "x" * 1_000_000
+    assert len(shown(long)) < 250
+    assert shown(long).endswith("(1,000,002 characters)")
+    assert len(message(long, where=f"{long}\nshort", why=long, write=long)) < 10_000
+    assert "         short" in message("what", where=f"{long}\nshort")
+    assert len(nearest(long, ["float16"])) < 300
+    assert shown(10**5000) == "a int"  # of more digits than Python writes
+
+    class Wrong:
+        def __repr__(self):
+            raise ValueError
+
+    assert shown(Wrong()) == "a Wrong"
+    assert shown("\x1b") == r"'\x1b'"
+    many = str(PolicyError.together([PolicyError(f"problem {n}") for n in range(1000)]))
+    assert many.startswith("1000 problems\n1. problem 0\n")
+    assert many.endswith("20. problem 19\nand 980 more")

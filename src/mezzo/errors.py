@@ -8,9 +8,12 @@ one input are reported in one error.
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 __all__ = [
+    "MOST_PROBLEMS",
     "MezzoError",
     "NumericsError",
     "PolicyError",
@@ -19,8 +22,16 @@ __all__ = [
     "UnsupportedError",
     "message",
     "nearest",
+    "printable",
+    "shown",
     "some_of",
 ]
+
+#: Characters of a line, beyond which its middle is left out, and problems of one input, beyond which they are counted.
+_LONGEST_LINE: Final = 2000
+MOST_PROBLEMS: Final = 20
+#: Characters of a word that is echoed, or compared with a vocabulary.
+_LONGEST_WORD: Final = 200
 
 
 def message(what: str, *, where: str = "", why: str = "", write: str = "") -> str:
@@ -33,7 +44,8 @@ def message(what: str, *, where: str = "", why: str = "", write: str = "") -> st
         write: What the user can write instead, as text to paste.
 
     Returns:
-        The lines that are not empty, labelled and aligned.
+        The lines that are not empty, labelled and aligned. Characters that would not be seen are spelled out, and
+        the middle of a very long line is left out.
 
     Example:
         >>> print(message("unknown level 'O4'", why="the levels are O0, O1, O2, O3", write="Policy.O2()"))
@@ -41,13 +53,58 @@ def message(what: str, *, where: str = "", why: str = "", write: str = "") -> st
           why    the levels are O0, O1, O2, O3
           write  Policy.O2()
     """
-    lines = [what]
+    lines = what.split("\n")
     for label, text in (("where", where), ("why", why), ("write", write)):
         if text:
-            first, *rest = text.splitlines()
+            first, *rest = text.rstrip("\n").split("\n")
             lines.append(f"  {label:<5}  {first}")
             lines.extend(f"  {'':<5}  {line}" for line in rest)
-    return "\n".join(lines)
+    return "\n".join(_elided(printable(line), _LONGEST_LINE) for line in lines)
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Spell out every character that would not be seen, or would do something to a terminal.
+
+    Names of modules and parameters, paths and the texts of checkpoints come from strangers. Control characters would
+    move the cursor or change the colours, and marks of direction show a text in another order than it has.
+
+    Args:
+        text: Any text.
+        keep: Characters to leave as they are, such as the line breaks of a text that has lines.
+
+    Example:
+        >>> print(printable("fc\x1b[31m"))
+        fc\x1b[31m
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each
+        if each.isprintable() or each in keep or unicodedata.category(each) == "Zs"
+        else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+def shown(value: object) -> str:
+    """Write a wrong value as Python would, in one line that is not too long.
+
+    Example:
+        >>> shown("float61")
+        "'float61'"
+    """
+    try:
+        text = repr(value)
+    except Exception:  # of a stranger's class, or an integer of more digits than Python writes
+        text = f"a {type(value).__name__}"
+    return _elided(printable(text), _LONGEST_WORD)
+
+
+def _elided(text: str, longest: int) -> str:
+    """Leave out the middle of a text that is too long, and say how long it was."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]} … {text[-longest // 4 :]} ({len(text):,} characters)"
 
 
 class MezzoError(Exception):
@@ -75,8 +132,9 @@ class MezzoError(Exception):
         """
         if len(errors) == 1:
             return errors[0]
-        texts = (f"{number}. {error}" for number, error in enumerate(errors, start=1))
-        return cls("\n".join((f"{len(errors)} problems", *texts)))
+        texts = [f"{number}. {error}" for number, error in enumerate(errors[:MOST_PROBLEMS], start=1)]
+        more = [f"and {len(errors) - MOST_PROBLEMS} more"] if len(errors) > MOST_PROBLEMS else []
+        return cls("\n".join((f"{len(errors)} problems", *texts, *more)))
 
 
 class PolicyError(MezzoError, ValueError):
@@ -113,7 +171,7 @@ def nearest(name: str, vocabulary: Iterable[str]) -> str:
         >>> nearest("flaot16", ["float16", "bfloat16"])
         "did you mean 'float16'? valid: float16, bfloat16"
     """
-    words = list(vocabulary)
+    words, name = list(vocabulary), _elided(name, _LONGEST_WORD)
     lowered = {word.lower(): word for word in words}
     match = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     question = f"did you mean {lowered[match[0]]!r}? " if match else ""
@@ -127,5 +185,5 @@ def some_of(names: Sequence[str], limit: int = 5) -> str:
         >>> some_of(["a", "b", "c"], limit=2)
         'a, b and 1 more'
     """
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    first = ", ".join(map(printable, names[:limit]))
+    return first if len(names) <= limit else f"{first} and {len(names) - limit} more"

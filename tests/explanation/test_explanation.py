@@ -199,3 +199,19 @@ def test_emulation_is_in_the_heading():
     text = str(explain(nn.Linear(4, 4), torch.randn(3, 4), "O1,dtype=float16,emulate=true"))
     assert "products emulated in FP32" in text.splitlines()[0]
     assert "float16, emulated" in text
+
+
+def test_names_of_modules_move_no_cursor():
+    """What a stranger's model calls its modules is shown, spelled out; as data it stays what it is."""
+    evil = "fc\x1b[31m\n  write  rm\u202e[red]x[/]\x9b2J"
+    model = nn.Sequential()
+    model.add_module(evil, nn.Linear(2, 2))
+    found = explain(model, torch.ones(1, 2), policy="O1,dtype=bfloat16,emulate=true")
+    spelled = r"fc\x1b[31m\n  write  rm\u202e[red]x[/]\x9b2J"
+    assert spelled in str(found)
+    assert all(line.isprintable() for line in str(found).split("\n"))
+    assert evil in {row.module for row in found.rows}
+    console = Console(file=io.StringIO(), width=300, force_terminal=True)
+    console.print(*table.renderables(found))
+    assert spelled in console.file.getvalue()
+    assert "\x1b[31m\n" not in console.file.getvalue()

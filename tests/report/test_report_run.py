@@ -1,13 +1,15 @@
 """Reading a run directory back, and refusing what is none."""
 
+import copy
 import json
 import math
+import os
 import shutil
 
 import pytest
 
 from mezzo.errors import StateError
-from mezzo.report import read
+from mezzo.report import read, results_tables, to_markdown
 
 
 @pytest.fixture
@@ -76,4 +78,73 @@ def test_a_damaged_file_is_refused(run, name):
 def test_a_summary_that_is_not_an_object_is_refused(run):
     (run / "summary.json").write_text("[]")
     with pytest.raises(StateError, match="the run has schema None"):
+        read(run)
+
+
+def written(run, summary=None, metrics=None):
+    if summary is not None:
+        (run / "summary.json").write_bytes(summary if isinstance(summary, bytes) else summary.encode())
+    if metrics is not None:
+        (run / "metrics.jsonl").write_bytes(metrics if isinstance(metrics, bytes) else metrics.encode())
+
+
+@pytest.mark.parametrize(
+    "summary, metrics, why",
+    [
+        ("[" * 100_000, None, "a file is not JSON: maximum recursion depth"),
+        (b"\xff\xfe", None, "a file is not JSON: 'utf-8' codec"),
+        ('{"schema": ' + "9" * 5000 + "}", None, "a file is not JSON: Exceeds the limit"),
+        ('{"schema": 1}', None, "summary.json has no rows"),
+        ('{"schema": "\\u001b[31m"}', None, r"the run has schema '\\x1b\[31m'"),
+        (None, "1", "metrics.jsonl, line 1 is 1, not an object"),
+        (None, "[]\n{}", "metrics.jsonl, line 2 has no policy"),
+        (None, "{" * 100_000, "a file is not JSON"),
+    ],
+)
+def test_odd_files_are_refused(run, summary, metrics, why):
+    written(run, summary, metrics)
+    with pytest.raises(StateError, match=why) as caught:
+        read(run)
+    assert len(str(caught.value)) < 10_000
+
+
+def places(value, path=()):
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+def test_any_odd_value_is_refused_or_shown(run):
+    """In every place of a summary and of a step: what is read can be made into tables."""
+    summary = json.loads((run / "summary.json").read_text())
+    step = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    refused = []
+    for kind, whole in (("summary", summary), ("metrics", step)):
+        for *path, last in list(places(whole))[1:]:
+            for odd in (None, True, -1, 10**400, 1e400, "text", "[red]x[/]", [], [[]], {}, {"a": 1}):
+                damaged = place = copy.deepcopy(whole)
+                for key in path:
+                    place = place[key]
+                place[last] = odd
+                written(run, **{"summary": json.dumps(summary), kind: json.dumps(damaged)})
+                try:
+                    found = read(run)
+                except StateError as error:
+                    refused.append(str(error))
+                    continue
+                results_tables(found.summary, 100)
+                to_markdown(found.summary)
+    assert len(refused) > 300
+    assert all(str(run) in each and len(each) < 10_000 for each in refused)
+
+
+def test_what_is_no_regular_file_is_not_waited_for(run):
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(StateError, match="this is a pipe"):
+        read(run)
+    (run / "summary.json").unlink()
+    (run / "summary.json").mkdir()
+    with pytest.raises(StateError, match="this is a folder"):
         read(run)

@@ -1,5 +1,6 @@
 """The table of a comparison: every number where a reader looks for it."""
 
+import io
 import json
 
 import pytest
@@ -190,3 +191,16 @@ def test_byte_text(num_bytes, text):
 )
 def test_scale_text(scale, text):
     assert scale_text(scale) == text
+
+
+def test_names_are_shown_as_they_are_and_move_no_cursor(summary):
+    """A glob in brackets is no markup of rich's, and an escape no colour."""
+    summary["rows"][1]["policy"] = "O1,dtype=float16,fp32_module=[ab]*+[red]x[/]\x1b[31m"
+    summary["recipe"] = "digits\x9b2J"
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    for table in results_tables(summary, 200):
+        console.print(table)
+    assert r"fp32_module=[ab]*+[red]x[/]\x1b[31m" in console.file.getvalue()
+    assert "\x1b[31m" not in console.file.getvalue()
+    assert r"digits\x9b2J" in facts(summary)[0]
+    assert "\x1b" not in to_markdown(summary)

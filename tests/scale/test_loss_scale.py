@@ -6,6 +6,7 @@ import math
 import pickle
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -383,3 +384,44 @@ def test_from_statistics_refuses(arguments, message):
         LossScale.from_statistics(*arguments)
     assert message in str(caught.value)
     assert "LossScale.dynamic()" in str(caught.value)
+
+
+# What strangers send ---------------------------------------------------------------------------------------------
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers(), max_size=2),
+    st.just(0).map(lambda _: 10**5000), st.sampled_from([10**400, -(10**400), 2**63, 1j, ..., "dynamic", "clean"]),
+    st.sampled_from([np.float32(2), np.float64(2), np.int64(3), np.array([1, 2]), torch.ones(2), torch.ones(())]),
+)  # fmt: skip
+NAMES = [field.name for field in dataclasses.fields(LossScale)]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), ODD, min_size=1, max_size=3), ODD)
+def test_odd_values_are_refused_in_few_words(fields, value):
+    for make in (
+        lambda: LossScale(**fields),
+        lambda: LossScale.dynamic(**{name: each for name, each in fields.items() if name != "mode"}),
+        lambda: LossScale.parse(value),
+        lambda: LossScale.like(value),
+        lambda: LossScale.like("torch", **fields),
+    ):
+        with suppress(PolicyError):
+            made = make()
+            assert LossScale.parse(str(made)) == made
+
+
+def test_numbers_beyond_every_float_are_refused():
+    for name in NAMES:
+        with pytest.raises(PolicyError, match=name):
+            LossScale(**{name: 10**400})
+    with pytest.raises(PolicyError, match="max_abs_grad is 1000"):
+        LossScale.from_statistics(10**400)
+    with pytest.raises(PolicyError, match="init is a int"):
+        LossScale.parse(10**5000)
+
+
+def test_long_texts_are_refused_in_few_words():
+    for text in ("x" * 1_000_000, "1" * 1_000_000, "dynamic(" + "a=1," * 300_000 + ")", "(" * 1_000_000):
+        with pytest.raises(PolicyError, match=r"is too long\n  why    a loss scale's text has at most 1,000") as caught:
+            LossScale.parse(text)
+        assert len(str(caught.value)) < 1000

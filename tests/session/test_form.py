@@ -2,11 +2,14 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from mezzo import MixedPrecision, StateError
+from mezzo import MezzoError, MixedPrecision, StateError
 
 
 def build(policy="O2,emulate=true"):
@@ -151,3 +154,57 @@ def test_gradients_and_buffers_that_do_not_fit_this_session(bits):
         with pytest.raises(StateError, match=rf"the state belongs to another session(.|\n)*{says}"):
             amp.load_state_dict(state)
         assert bits(amp.state_dict()) == before
+
+
+def places(value, path=()):
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+ODD = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=4),
+        st.just(0).map(lambda _: 10**5000), st.sampled_from([10**400, 2**53, 2**63, 1j, ..., "x\x1b[31m", "\ud800"]),
+        st.sampled_from([np.float32(2), np.int64(3), np.array([1, 2]), torch.ones(2), torch.ones(()).half()]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=4), st.integers()), inner, max_size=3),
+        st.dictionaries(st.sampled_from(["version", "scale", "_growth_tracker", "loss_scaler0"]), inner, max_size=3),
+    ),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def session_and_state():
+    models, amp = build()
+    state = in_a_window(models, amp)
+    amp.zero_grad()
+    return amp, state, list(places(state))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), ODD)
+def test_whatever_stands_in_a_state_is_loaded_or_refused(session_and_state, data, odd):
+    """In any place of a real state, and alone; an error fits a terminal, and leaves the session as it was."""
+    amp, state, everywhere = session_and_state
+    *path, last = data.draw(st.sampled_from(everywhere[1:]))
+    damaged = place = copy.deepcopy(state)
+    for key in path:
+        place = place[key]
+    place[last] = odd
+    torch_scaler = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    other = {**torch_scaler, "_growth_tracker": 0, data.draw(st.sampled_from(sorted(torch_scaler))): odd}
+    for each in (damaged, odd, other):
+        try:
+            amp.load_state_dict(each)
+        except MezzoError as error:
+            text = str(error)
+            assert len(text) < 30_000
+            assert all(line.isprintable() for line in text.replace("\xa0", " ").split("\n"))
+        amp.zero_grad()
+    amp.load_state_dict(state)
+    amp.zero_grad()

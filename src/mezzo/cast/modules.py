@@ -23,7 +23,7 @@ from mezzo.cast.pins import PIN
 from mezzo.cast.refusals import cannot_convert, require_module
 from mezzo.cast.region import autocast
 from mezzo.cast.weights import WeightCasts
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, printable, some_of
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import functions
 
@@ -104,7 +104,7 @@ class Prepared:
         storage = _check(model, policy)
         self._before = {tensor: tensor.dtype for tensor in storage}
         for line in _out_of_reach(model, policy):
-            logger.warning("%s", line)
+            logger.warning("%s", printable(line))
         self.converted: dict[Tensor, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._doors: list[Door] = []

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.app import app
-from mezzo.errors import MezzoError
+from mezzo.errors import MezzoError, printable
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS, matching, resolve
 
@@ -63,7 +63,7 @@ def ops(
     decided = f"{value} on {device}" if device else str(value)
     for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "source"):
         # As Text, for a policy's text may hold brackets that rich would take for markup.
-        table.add_column(Text(column), no_wrap=column in ("op", "torch CUDA", "torch CPU"))
+        table.add_column(Text(printable(column)), no_wrap=column in ("op", "torch CUDA", "torch CPU"))
     for name in names:
         row = described(name, value, device)
         cells = ("op", "treatment", "torch_cuda", "torch_cpu", "reason", "source")

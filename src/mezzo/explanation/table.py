@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from mezzo.errors import printable
 from mezzo.explanation.differences import MODEL
 from mezzo.explanation.explanation import Cast, Explanation, Finding, Misaligned, Row
 
@@ -37,7 +38,7 @@ def plain(parts: Iterable[RenderableType]) -> str:
 
 def renderables(explanation: Explanation) -> Iterator[RenderableType]:
     """Yield the heading, the tables that have rows, and the findings."""
-    yield Text(_heading(explanation), style="bold")
+    yield Text(printable(_heading(explanation)), style="bold")
     for title, table in (
         ("ops, forward", _ops(explanation.rows)),
         (_casts_title(explanation), _casts(explanation.casts)),
@@ -54,7 +55,7 @@ def difference_table(first: Explanation, second: Explanation) -> RenderableType:
     """Show two explanations side by side, only where they differ."""
     differences = first.differences(second)
     if not differences:
-        return Text(f"{first.policy} and {second.policy} explain the same")
+        return Text(printable(f"{first.policy} and {second.policy} explain the same"))
     table = _table(("about", "where", first.policy, second.policy))
     for each in differences:
         _add(table, (each.about, _short(each.where), each.this, each.other))
@@ -145,12 +146,12 @@ def _table(heads: Sequence[str], right: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for head in heads:
         # Long words are folded in a narrow terminal: nothing is cut. As Text, for rules may hold brackets.
-        table.add_column(Text(head), justify="right" if head in right else "left", overflow="fold")
+        table.add_column(Text(printable(head)), justify="right" if head in right else "left", overflow="fold")
     return table
 
 
 def _add(table: Table, cells: Iterable[str]) -> None:
-    table.add_row(*(Text(cell) for cell in cells))
+    table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
 def _short(text: str) -> str:

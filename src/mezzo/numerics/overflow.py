@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from mezzo.errors import StateError, message
+from mezzo.errors import StateError, message, printable
 from mezzo.explanation.differences import MODEL
 from mezzo.explanation.document import Document
 
@@ -132,8 +132,8 @@ class Overflow(Document):
             *([f"{self.line}  {self.code or ''}".rstrip()] if self.line else []),
             *(f"reads {each}" for each in self.inputs),
         ]
-        what = f"the first non-finite tensor: {self.tensor.name}, in the {self.phase} pass of {place}"
-        return message(what, where="\n".join(lines), why=self.cause, write=self.cure)
+        what = printable(f"the first non-finite tensor: {self.tensor.name}, in the {self.phase} pass of {place}")
+        return message(what, where="\n".join(map(printable, lines)), why=self.cause, write=self.cure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class Changed:
     def __str__(self) -> str:
         return message(
             "the overflow cannot be located: what the step was computed from has changed since",
-            where="\n".join(self.tensors),
+            where="\n".join(map(printable, self.tensors)),
             why="changed in place after the model had used it, so that a replay would compute another step",
             write="x = x + 1 in place of x += 1, until amp.step(); or mezzo.numerics.locate(fn, model)",
         )

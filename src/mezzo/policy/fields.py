@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 
-from mezzo.errors import PolicyError, nearest
+from mezzo.errors import PolicyError, nearest, shown
 from mezzo.policy.rules import Rule, format_rules, rule_keys
 from mezzo.scale import LossScale
 
 __all__ = [
     "FIELDS",
     "LEVELS",
+    "LONGEST_TEXT",
     "LOW",
     "Level",
     "as_dtype",
@@ -56,6 +57,8 @@ FIELDS: Final = (
     "param_dtype", "output_dtype", "autocast", "keep_batchnorm_fp32", "master_weights", "loss_scale", "accumulate",
     "lists", "norms", "emulate",
 )  # fmt: skip
+#: Of a policy's text, in characters: a real one has hundreds.
+LONGEST_TEXT: Final = 100_000
 _NAMES: Final = ("level", "dtype", *FIELDS, "rules")
 
 
@@ -91,19 +94,32 @@ def wrong_values(policy: Policy) -> Iterator[PolicyError]:
 def wrong_value(name: str, value: Any) -> PolicyError | None:
     """Return the error for one field's value, if it is wrong."""
     if name in ("dtype", "param_dtype", "output_dtype"):
-        known = value in _DTYPES.values() or (name == "output_dtype" and value is None)
+        known = isinstance(value, torch.dtype) and value in _DTYPES.values()
+        known = known or (name == "output_dtype" and value is None)
         return None if known else _unknown_dtype(name, value)
     if name == "loss_scale":
-        text = f"loss_scale is {value!r}, not a LossScale"
+        text = f"loss_scale is {shown(value)}, not a LossScale"
         return None if isinstance(value, LossScale) else PolicyError(text, write="policy.evolve(loss_scale=1024)")
     if name == "rules":
         if isinstance(value, tuple) and all(isinstance(rule, Rule) for rule in value):
-            return None
+            return _too_many(value)
         return PolicyError("rules must be a tuple of Rule", write='rules=(Rule("fp32", op="softmax"),)')
     choices = _CHOICES.get(name, (True, False))
-    # 1 == True, but a number is no answer to a yes-or-no question
-    known = value in choices and (isinstance(value, bool) or not isinstance(value, int))
+    # 1 == True, but a number is no answer to a yes-or-no question.
+    known = isinstance(value, str | bool) and value in choices
     return None if known else _unknown_value(name, value, choices)
+
+
+def _too_many(rules: tuple[Rule, ...]) -> PolicyError | None:
+    """Refuse rules that no text could hold: a session's state has its policy as text."""
+    length = len(format_rules(rules)) + 1000  # the other fields take less
+    if length <= LONGEST_TEXT:
+        return None
+    return PolicyError(
+        f"{len(rules):,} rules are too many",
+        why=f"their text has {length:,} characters, and a policy's at most {LONGEST_TEXT:,}",
+        write="globs, such as modules=['blocks.*'], in place of names",
+    )
 
 
 def impossible_combinations(policy: Policy) -> Iterator[PolicyError]:
@@ -185,12 +201,16 @@ def coerce(fields: Mapping[str, Any]) -> dict[str, Any]:
     converters: dict[str, Callable[[Any], Any]] = {
         "dtype": lambda value: as_dtype("dtype", value),
         "param_dtype": lambda value: as_dtype("param_dtype", value),
-        "output_dtype": lambda value: None if value in (None, "none") else as_dtype("output_dtype", value),
+        "output_dtype": lambda value: None if value is None or _is(value, "none") else as_dtype("output_dtype", value),
         "loss_scale": LossScale.parse,
         "rules": lambda value: tuple(value) if isinstance(value, list) else value,
         **dict.fromkeys((*_BOOLEANS, "emulate"), _as_boolean),
     }
     return {name: converters.get(name, lambda value: value)(value) for name, value in fields.items()}
+
+
+def _is(value: Any, word: str) -> bool:
+    return isinstance(value, str) and value == word
 
 
 def as_dtype(name: str, value: Any) -> torch.dtype:
@@ -223,31 +243,36 @@ def show(value: Any) -> str:
 
 def split(text: str) -> list[str]:
     """Split at commas outside parentheses, so that a loss scale's text can hold some."""
-    parts, depth = [""], 0
-    for character in text:
+    parts, begin, depth = [], 0, 0
+    text = "".join(text.split())
+    for at, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if character == "," and depth == 0:
-            parts.append("")
-        elif not character.isspace():
-            parts[-1] += character
-    return parts
+            parts.append(text[begin:at])
+            begin = at + 1
+    return [*parts, text[begin:]]
 
 
 def unknown_key(key: str) -> PolicyError:
     """Build the error for a key that no policy has."""
     words = ("dtype", *FIELDS, *rule_keys())
     why = nearest(key, words)
-    return PolicyError(f"unknown policy key {key!r}", why=why, write="O1,dtype=bfloat16,fp32=softmax")
+    return PolicyError(f"unknown policy key {shown(key)}", why=why, write="O1,dtype=bfloat16,fp32=softmax")
 
 
 def _unknown_dtype(name: str, value: Any) -> PolicyError:
     words = ("float16", "bfloat16", "float32")
     return PolicyError(
-        f"unknown {name} {text_of(value)!r}", why=nearest(text_of(value), words), write=f'{name}="bfloat16"'
+        f"unknown {name} {shown(_word(value))}", why=nearest(_word(value), words), write=f'{name}="bfloat16"'
     )
 
 
 def _unknown_value(name: str, value: Any, choices: tuple[Any, ...]) -> PolicyError:
     words = [text_of(choice) for choice in choices]
-    why = nearest(text_of(value), words)
-    return PolicyError(f"unknown {name} {text_of(value)!r}", why=why, write=f"{name}={words[0]}")
+    why = nearest(_word(value), words)
+    return PolicyError(f"unknown {name} {shown(_word(value))}", why=why, write=f"{name}={words[0]}")
+
+
+def _word(value: Any) -> str:
+    """Return what to compare with a vocabulary."""
+    return text_of(value) if isinstance(value, str | torch.dtype | bool | None) else shown(value)

@@ -6,13 +6,14 @@ import difflib
 import fnmatch
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import torch
 from torch.nn import functional
 
-from mezzo.errors import PolicyError
+from mezzo.errors import PolicyError, shown
 from mezzo.policy.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS, synonyms_of
 from mezzo.policy.table import OPS, VIEWS
 
@@ -140,6 +141,8 @@ def resolve(name: str, *, system: System = "torch", in_place: bool = False) -> s
         >>> resolve("mul"), resolve("mul", system="paddle"), resolve("paddle:mul")
         ('mul', 'matmul', 'matmul')
     """
+    if not isinstance(name, str):
+        raise PolicyError(f"an op's name is {shown(name)}, not text", write='"softmax"')
     # The casting plan asks for hundreds of base names.
     return name if name in OPS and system == "torch" else _resolve(name, system, in_place)
 
@@ -151,7 +154,8 @@ def matching(pattern: str) -> Iterator[str]:
         >>> list(matching("conv?d"))
         ['conv1d', 'conv2d', 'conv3d']
     """
-    return (name for name in OPS if fnmatch.fnmatchcase(name, pattern))
+    matches = re.compile(fnmatch.translate(pattern)).match
+    return (name for name in OPS if matches(name))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,11 +10,12 @@ from typing import Any, Literal, Self
 
 import torch
 
-from mezzo.errors import PolicyError, nearest
+from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, printable, shown
 from mezzo.policy.decide import from_table
 from mezzo.policy.fields import (
     FIELDS,
     LEVELS,
+    LONGEST_TEXT,
     Level,
     as_dtype,
     coerce,
@@ -261,11 +262,17 @@ class Policy:
             PolicyError: Every problem of the text: unknown levels, keys and values with the nearest valid one.
         """
         if not isinstance(text, str):
-            raise PolicyError(f"a policy's text is not {text!r}", write='Policy.parse("O1,dtype=bfloat16")')
+            raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,dtype=bfloat16")')
+        if len(text) > LONGEST_TEXT:
+            raise PolicyError(
+                f"policy {shown(text)} is too long",
+                why=f"a policy's text has at most {LONGEST_TEXT:,} characters",
+                write="globs, such as fp32_module=blocks.*, in place of names; or Policy.load(path)",
+            )
         level, *items = split(text)
         if level not in LEVELS:
             raise PolicyError(
-                f"policy {text!r}: unknown level {level!r}",
+                f"policy {shown(text)}: unknown level {shown(level)}",
                 why=nearest(level, LEVELS),
                 write='a level first, such as "O1,dtype=bfloat16"',
             )
@@ -273,10 +280,12 @@ class Policy:
         fields: dict[str, str] = {}
         rules: list[Rule] = []
         for item in items:
+            if len(problems) == MOST_PROBLEMS:
+                break  # each takes a look through a vocabulary
             key, equals, value = item.partition("=")
             try:
                 if not equals or not value:
-                    raise PolicyError(f"{item!r} is not key=value", write=f"{key}=…")
+                    raise PolicyError(f"{shown(item)} is not key=value", write=f"{key}=…")
                 if key in fields:
                     raise PolicyError(f"the key {key!r} stands twice", write=f"one {key}=…")
                 if key in rule_keys():
@@ -290,7 +299,7 @@ class Policy:
             except PolicyError as problem:
                 problems.append(problem)
         if problems:
-            raise PolicyError(f"policy {text!r}: {PolicyError.together(problems)}")
+            raise PolicyError(f"policy {shown(text)}: {PolicyError.together(problems)}")
         dtype = fields.pop("dtype", "float32" if level == "O0" else "float16")
         return cls._of(level, dtype, {**fields, "rules": tuple(rules)})
 
@@ -342,6 +351,6 @@ class Policy:
             level, dtype, fields = toml.load(path)
             return cls._of(level, dtype, fields)
         except PolicyError as problem:
-            if os.fspath(path) in str(problem):
+            if printable(os.fspath(path)) in str(problem):
                 raise
-            raise PolicyError(f"policy file {os.fspath(path)!r}: {problem}") from problem
+            raise PolicyError(f"policy file {shown(os.fspath(path))}: {problem}") from problem

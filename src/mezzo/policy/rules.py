@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from typing import cast
 
-from mezzo.errors import PolicyError, nearest
+from mezzo.errors import PolicyError, nearest, shown
 from mezzo.policy.ops import TREATMENTS, Treatment, matching, resolve
 
 __all__ = ["Decision", "Rule", "format_rules", "parse_rules", "rule_keys"]
@@ -48,19 +48,19 @@ class Rule:
     reason: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if self.treatment not in TREATMENTS:
+        if not isinstance(self.treatment, str) or self.treatment not in TREATMENTS:
             raise PolicyError(
-                f"unknown treatment {self.treatment!r}",
-                where=f"Rule({self.treatment!r}, …)",
-                why=nearest(str(self.treatment), TREATMENTS),
+                f"unknown treatment {shown(self.treatment)}",
+                where=f"Rule({shown(self.treatment)}, …)",
+                why=nearest(shown(self.treatment), TREATMENTS),
                 write='Rule("fp32", op="softmax")',
             )
         if not isinstance(self.reason, str):
-            raise PolicyError(f"the reason is {self.reason!r}, not text", write='reason="…"')
+            raise PolicyError(f"the reason is {shown(self.reason)}, not text", write='reason="…"')
         globs = {"op": self.op, "module": self.module, "param": self.param}
         for kind, glob in globs.items():
             if not isinstance(glob, str | None):
-                raise PolicyError(f"the {kind} glob is {glob!r}, not text", write=f'{kind}="…"')
+                raise PolicyError(f"the {kind} glob is {shown(glob)}, not text", write=f'{kind}="…"')
         if not any(globs.values()):
             raise PolicyError(
                 "a rule must match something",
@@ -70,7 +70,7 @@ class Rule:
         for kind, glob in globs.items():
             if glob is not None and (not glob or any(c in _TEXT_CHARACTERS or c.isspace() for c in glob)):
                 raise PolicyError(
-                    f"the {kind} glob {glob!r} cannot be written in a policy's text",
+                    f"the {kind} glob {shown(glob)} cannot be written in a policy's text",
                     why="a glob is not empty and has no space and none of , + = @ ; ( )",
                     write=f"one rule for each {kind}",
                 )

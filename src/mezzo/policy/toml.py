@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mezzo import files
-from mezzo.errors import PolicyError, nearest
+from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, shown
 
 if TYPE_CHECKING:
     from mezzo.policy.policy import Policy
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["load", "save"]
 
 _VERSION = 1
+_MOST_BYTES = 1_000_000
+_MOST_DOTS = 30
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
 _RULE_KEYS = ("treatment", "op", "module", "param", "reason")
 
 
@@ -32,10 +35,13 @@ def save(policy: Policy, path: str | os.PathLike[str]) -> None:
         lines += ["", "[[rules]]"]
         lines += [f"{key} = {_quoted(getattr(rule, key))}" for key in _RULE_KEYS if getattr(rule, key)]
     try:
+        data = "\n".join([*lines, ""]).encode()
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"its file would have {len(data):,} bytes, of at most {_MOST_BYTES:,}")
         with files.whole(path) as file:
-            file.write("\n".join([*lines, ""]).encode())
-    except OSError as error:
-        raise PolicyError(f"the policy cannot be written to {os.fspath(path)!r}", why=str(error)) from error
+            file.write(data)
+    except (OSError, ValueError) as error:  # also of half a character, in a reason
+        raise PolicyError(f"the policy cannot be written to {shown(os.fspath(path))}", why=str(error)) from error
 
 
 def load(path: str | os.PathLike[str]) -> tuple[Any, Any, dict[str, Any]]:
@@ -48,36 +54,54 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, Any, dict[str, Any]]:
     from mezzo.policy.rules import Rule
 
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with files.opened(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+        table = tomllib.loads(_with_short_keys(data.decode()))
     except FileNotFoundError:
-        raise PolicyError(f"there is no policy file {os.fspath(path)!r}", write="policy.save(path) first") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PolicyError(f"{os.fspath(path)!r} is not a policy file", why=str(error)) from error
+        raise PolicyError(
+            f"there is no policy file {shown(os.fspath(path))}", write="policy.save(path) first"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{shown(os.fspath(path))} is not a policy file", why=str(error)) from error
+    except RecursionError:
+        raise PolicyError(
+            f"{shown(os.fspath(path))} is not a policy file", why="its values are nested hundreds deep"
+        ) from None
 
-    problems = []
+    problems: list[PolicyError] = []
     for key in table:
-        if key not in (words := ("version", "level", "dtype", *FIELDS, "rules")):
-            problems.append(PolicyError(f"unknown key {key!r}", where=os.fspath(path), why=nearest(key, words)))
+        if key not in (words := ("version", "level", "dtype", *FIELDS, "rules")) and len(problems) < MOST_PROBLEMS:
+            problems.append(PolicyError(f"unknown key {shown(key)}", where=os.fspath(path), why=nearest(key, words)))
     rules = table.pop("rules", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise PolicyError("rules is not an array of tables", where=os.fspath(path), write="[[rules]]")
     for number, rule in enumerate(rules, start=1):
         where = f"{os.fspath(path)}, rule {number}"
         for key in rule:
-            if key not in _RULE_KEYS:
-                problems.append(PolicyError(f"unknown key {key!r}", where=where, why=nearest(key, _RULE_KEYS)))
+            if key not in _RULE_KEYS and len(problems) < MOST_PROBLEMS:
+                problems.append(PolicyError(f"unknown key {shown(key)}", where=where, why=nearest(key, _RULE_KEYS)))
         if "treatment" not in rule:
             problems.append(PolicyError("the rule has no treatment", where=where, write='treatment = "fp32"'))
     if table.get("level") not in LEVELS:
-        why = nearest(str(table.get("level", "")), LEVELS)
+        why = nearest(shown(table.get("level", "")), LEVELS)
         problems.append(PolicyError("the file names no valid level", where=os.fspath(path), why=why))
     if (version := table.pop("version", _VERSION)) != _VERSION:
-        problems.append(PolicyError(f"version {version!r} of policy files is unknown", where=os.fspath(path)))
+        problems.append(PolicyError(f"version {shown(version)} of policy files is unknown", where=os.fspath(path)))
     if problems:
         raise PolicyError.together(problems)
     level = table.pop("level")
     dtype = table.pop("dtype", "float32" if level == "O0" else "float16")
     return level, dtype, table | {"rules": tuple(Rule(**rule) for rule in rules)}
+
+
+def _with_short_keys(text: str) -> str:
+    """Refuse dotted keys of many parts, over which tomllib takes hours; a policy's keys have one."""
+    for line in _STRING.sub("", text).splitlines():
+        if line.count(".") > _MOST_DOTS:
+            raise ValueError(f"a key has more than {_MOST_DOTS} parts")
+    return text
 
 
 def _quoted(text: str) -> str:

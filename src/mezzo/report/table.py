@@ -10,6 +10,9 @@ from typing import Any
 from rich import box
 from rich.cells import cell_len
 from rich.table import Table
+from rich.text import Text
+
+from mezzo.errors import printable
 
 __all__ = ["Column", "byte_text", "columns", "facts", "results_tables", "scale_text", "to_markdown"]
 
@@ -107,15 +110,24 @@ def _table(shown: Sequence[Column], rows: Sequence[Row]) -> Table:
     # With a padding on the right of each cell but the last, columns are _GAP apart.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for column in shown:
-        table.add_column("\n".join(column.head), justify="right" if column.right else "left", no_wrap=column.right)
+        table.add_column(
+            _text("\n".join(column.head)), justify="right" if column.right else "left", no_wrap=column.right
+        )
     for row in rows:
-        table.add_row(*(column.cell(row) for column in shown), style="" if row["status"] == "finished" else "dim")
+        table.add_row(
+            *(_text(column.cell(row)) for column in shown), style="" if row["status"] == "finished" else "dim"
+        )
     return table
+
+
+def _text(text: str) -> Text:
+    """Show a text as it is: a policy's globs may hold brackets that rich would take for markup."""
+    return Text(printable(text, keep="\n"))
 
 
 def _width(column: Column, rows: Sequence[Row]) -> int:
     lines = [*column.head, *(line for row in rows for line in column.cell(row).split("\n"))]
-    return max(cell_len(line) for line in lines)
+    return max(cell_len(printable(line)) for line in lines)
 
 
 def to_markdown(summary: Mapping[str, Any]) -> str:
@@ -131,7 +143,10 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     lines = [
         [" ".join(column.head) for column in shown],
         ["---:" if column.right else "---" for column in shown],
-        *([column.cell(row).replace("|", "\\|").replace("\n", " ") for column in shown] for row in summary["rows"]),
+        *(
+            [printable(column.cell(row).replace("|", "\\|").replace("\n", " ")) for column in shown]
+            for row in summary["rows"]
+        ),
     ]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\n" + "\\\n".join(facts(summary)) + "\n"
@@ -169,7 +184,7 @@ def facts(summary: Mapping[str, Any]) -> list[str]:
     missing = [policy for policy in summary["policies"] if policy not in {row["policy"] for row in rows}]
     if summary["interrupted"]:
         lines.append("interrupted" + (f" before {'; '.join(missing)}" if missing else ""))
-    return lines
+    return [printable(line) for line in lines]
 
 
 def scale_text(scale: float | None) -> str:

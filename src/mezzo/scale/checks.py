@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mezzo.errors import PolicyError, nearest
+from mezzo.errors import PolicyError, nearest, shown
 
 if TYPE_CHECKING:
     from mezzo.scale.config import LossScale
@@ -73,24 +73,25 @@ SETTABLE: Mapping[str, tuple[str, ...]] = MappingProxyType({"none": (), "constan
 
 def problems(scale: LossScale) -> Iterator[PolicyError]:
     """Yield everything that is wrong with a loss scale, for one message."""
-    if scale.mode not in MODES:
-        yield PolicyError(f"unknown mode {scale.mode!r}", why=nearest(str(scale.mode), MODES))
+    if not isinstance(scale.mode, str) or scale.mode not in MODES:
+        yield PolicyError(f"unknown mode {shown(scale.mode)}", why=nearest(shown(scale.mode), MODES))
         return
     bad = {}
     for name, check in FIELDS.items():
         value = getattr(scale, name)
         why = _fault(name, value, check)
         if why:
-            bad[name] = PolicyError(f"{name} is {value!r}", where="LossScale", why=why, write=check.write)
+            bad[name] = PolicyError(f"{name} is {shown(value)}", where="LossScale", why=why, write=check.write)
     yield from bad.values()
-    if scale.refill not in REFILLS:
+    is_refill = isinstance(scale.refill, str) and scale.refill in REFILLS
+    if not is_refill:
         yield PolicyError(
-            f"unknown refill {scale.refill!r}", where="LossScale", why=nearest(str(scale.refill), REFILLS)
+            f"unknown refill {shown(scale.refill)}", where="LossScale", why=nearest(shown(scale.refill), REFILLS)
         )
     if scale.mode == "dynamic":
         yield from _out_of_order(scale, bad)
     else:
-        yield from _unused(scale)
+        yield from _unused(scale, [*bad, *(() if is_refill else ("refill",))])
 
 
 def unknown_fields(values: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
@@ -144,17 +145,17 @@ def _out_of_order(scale: LossScale, bad: Mapping[str, object]) -> Iterator[Polic
             )
 
 
-def _unused(scale: LossScale) -> Iterator[PolicyError]:
+def _unused(scale: LossScale, bad: Collection[str]) -> Iterator[PolicyError]:
     """Refuse fields that a scale which never moves would ignore."""
     defaults = {name: field.default for name, field in type(scale).__dataclass_fields__.items()}
     if scale.mode == "none":
         defaults["init"] = 1.0
-    settable = ("mode", *SETTABLE[scale.mode])
+    settable = ("mode", *SETTABLE[scale.mode], *bad)  # what is wrong anyhow has been told
     given = [name for name in defaults if name not in settable and getattr(scale, name) != defaults[name]]
     if given:
         yield PolicyError(
             f"a scale of mode {scale.mode!r} has no {', '.join(given)}",
             where="LossScale",
             why="it never moves",
-            write="LossScale.none()" if scale.mode == "none" else f"LossScale.constant({scale.init!r})",
+            write="LossScale.none()" if scale.mode == "none" else f"LossScale.constant({shown(scale.init)})",
         )

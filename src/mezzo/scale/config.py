@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from mezzo.errors import PolicyError, nearest
+from mezzo.errors import PolicyError, nearest, shown
 from mezzo.scale.checks import LOWEST, problems, unknown_fields
 from mezzo.scale.state import ScaleState
 from mezzo.scale.text import read, write
@@ -153,10 +153,10 @@ class LossScale:
             >>> str(LossScale.like("fleet"))
             'dynamic(init=32768,interval=1000,hysteresis=2,refill=clean+backoff,ceiling=none)'
         """
-        if system not in PRESETS:
+        if not isinstance(system, str) or system not in PRESETS:
             raise PolicyError(
-                f"unknown system {system!r}",
-                why=nearest(str(system), PRESETS),
+                f"unknown system {shown(system)}",
+                why=nearest(shown(system), PRESETS),
                 write='LossScale.like("torch")',
             )
         unknown = list(unknown_fields(overrides, where=f"LossScale.like({system!r}, …)"))
@@ -188,14 +188,19 @@ class LossScale:
         References:
             Micikevicius et al. 2018, Mixed Precision Training, section 3.2.
         """
-        max_abs_grad, margin = float(max_abs_grad), float(margin)
-        for name, value in (("max_abs_grad", max_abs_grad), ("margin", margin)):
-            if not 0.0 < value < math.inf:
+        given = {"max_abs_grad": max_abs_grad, "margin": margin}
+        for name, value in given.items():
+            try:
+                given[name] = float(value)
+            except OverflowError:  # an integer beyond them
+                given[name] = math.inf
+            if not 0.0 < given[name] < math.inf:
                 raise PolicyError(
-                    f"{name} is {value!r}",
+                    f"{name} is {shown(value)}",
                     why="a scale follows only from a positive finite number",
                     write="LossScale.dynamic(), which needs no statistics",
                 )
+        max_abs_grad, margin = given["max_abs_grad"], given["margin"]
         limit = FP16_MAX / (Fraction(max_abs_grad) * Fraction(margin))
         # floor(log2 limit) is this or one less; the inequality is strict.
         exponent = limit.numerator.bit_length() - limit.denominator.bit_length()

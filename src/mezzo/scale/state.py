@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -10,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mezzo.errors import StateError, nearest
+from mezzo.errors import StateError, nearest, shown
 
 __all__ = ["ScaleState", "inverse"]
 
@@ -135,12 +134,12 @@ def _problems(state: Mapping[str, Any]) -> Iterator[StateError]:
         yield StateError(f"missing keys: {', '.join(missing)}", where=where, write=write)
     for key in state:
         if key not in KEYS:
-            yield StateError(f"unknown key {key!r}", where=where, why=nearest(str(key), KEYS))
+            yield StateError(f"unknown key {shown(key)}", where=where, why=nearest(shown(key), KEYS))
     for key in KEYS:
         if key in state and not _fits(key, state[key]):
             kinds = {"scale": "a positive float32 number", "window": "text of '.' and 'X'"}
             yield StateError(
-                f"{key} cannot be {state[key]!r}",
+                f"{key} cannot be {shown(state[key])}",
                 where=where,
                 why=f"it is {kinds.get(key, 'a whole number')}",
             )
@@ -154,4 +153,4 @@ def _fits(key: str, value: Any) -> bool:
     if key == "scale":
         # Neither 0 nor infinity once it is a float32.
         return 2.0**-149 <= value <= torch.finfo(torch.float32).max
-    return math.isfinite(value) and isinstance(value, int) and abs(value) < 2**53
+    return isinstance(value, int) and abs(value) < 2**53

@@ -11,12 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mezzo.errors import PolicyError, nearest
+from mezzo.errors import PolicyError, nearest, shown
 from mezzo.scale.checks import COUNTS, MODES, OPTIONAL, unknown_fields, written
 
 __all__ = ["read", "write"]
 
 _SHAPE = re.compile(r"(?P<mode>\w+)\s*(?:\((?P<words>[^()]*)\))?", re.ASCII)
+_LONGEST_TEXT = 1000  # characters: all fields take 300
 _POWER = re.compile(r"2\*\*(?P<exponent>-?\d{1,4})", re.ASCII)
 
 
@@ -47,6 +48,12 @@ def read(text: str) -> dict[str, Any]:
         >>> read("constant(2**10)")
         {'mode': 'constant', 'init': 1024.0}
     """
+    if len(text) > _LONGEST_TEXT:
+        raise PolicyError(
+            f"loss scale {shown(text)} is too long",
+            why=f"a loss scale's text has at most {_LONGEST_TEXT:,} characters",
+            write="dynamic(init=1024,interval=100)",
+        )
     number = _number(text.strip())
     if number is not None:
         return {"mode": "constant", "init": number}

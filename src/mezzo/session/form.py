@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mezzo.errors import PolicyError
+from mezzo.errors import PolicyError, shown
 from mezzo.policy import Policy
 
 __all__ = ["STATE_VERSION", "described", "wrong_values"]
@@ -112,7 +112,7 @@ def _optional(form: Form) -> Form:
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor, {described(value)}"
-    return repr(value) if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
+    return shown(value) if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
 
 
 def _is_whole(value: Any) -> bool:
@@ -120,7 +120,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or _is_whole(value)
 
 
 def _is_description(value: Any) -> bool:

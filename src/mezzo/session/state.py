@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mezzo.errors import StateError, some_of
+from mezzo.errors import StateError, printable, shown, some_of
 from mezzo.policy import Policy
 from mezzo.scale import LossScale, ScaleState
 from mezzo.session import foreign
@@ -110,7 +110,7 @@ def load(session: MixedPrecision, state: Any) -> None:
     _check(session, state)
     policy = Policy.parse(state["policy"])
     if changes := policy.differences(session.policy):
-        logger.info("the state was saved under another policy: %s", "; ".join(changes))
+        logger.info("the state was saved under another policy: %s", printable("; ".join(changes)))
     _load_loss_scales(session, policy.loss_scale, state)
     _load_masters(session, state)
     if any(state["windows"]):
@@ -251,7 +251,7 @@ def _check(session: MixedPrecision, state: Any) -> None:
     """Refuse a state that cannot be continued here, with every difference."""
     version = state.get("version") if isinstance(state, Mapping) else None
     if isinstance(version, int) and version != STATE_VERSION:
-        raise StateError(f"the state has version {version}", why=f"this mezzo reads version {STATE_VERSION}")
+        raise StateError(f"the state has version {shown(version)}", why=f"this mezzo reads version {STATE_VERSION}")
     if wrong := wrong_values(state):
         raise StateError(
             "this is not the state of a MixedPrecision session", where=_listed(wrong), write="amp.state_dict()"
@@ -267,7 +267,8 @@ def _check(session: MixedPrecision, state: Any) -> None:
 
 
 def _listed(lines: list[str]) -> str:
-    return "\n".join(lines if len(lines) <= _LINES else [*lines[:_LINES], f"and {len(lines) - _LINES} more"])
+    more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+    return "\n".join([*map(printable, lines[:_LINES]), *more])
 
 
 def _weights(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[str]:
