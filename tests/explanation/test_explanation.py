@@ -215,3 +215,8 @@ def test_names_of_modules_move_no_cursor():
     console.print(*table.renderables(found))
     assert spelled in console.file.getvalue()
     assert "\x1b[31m\n" not in console.file.getvalue()
+
+
+def test_json_nested_without_end_is_refused():
+    with pytest.raises(StateError, match="this is not an explanation\n  why    not JSON: maximum recursion"):
+        Explanation.from_json("[" * 100_000)

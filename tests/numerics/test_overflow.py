@@ -110,3 +110,8 @@ def test_the_room_is_not_loaded_before_it_is_used():
     code = "import sys, mezzo; sys.exit(any(name.startswith('mezzo.numerics') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert mezzo.__version__
+
+
+def test_json_nested_without_end_is_refused():
+    with pytest.raises(StateError, match="this is not an overflow"):
+        Overflow.from_json("[" * 100_000)

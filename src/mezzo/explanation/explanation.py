@@ -197,7 +197,7 @@ class Explanation(Document):
         """
         try:
             version, data = cls._opened(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StateError("this is not an explanation", why=f"not JSON: {error}", write=_AGAIN) from error
         except (KeyError, TypeError, AttributeError) as error:
             raise StateError("this is not an explanation", why="it names no version", write=_AGAIN) from error

@@ -118,7 +118,7 @@ class Overflow(Document):
                 raise ValueError(f"it has version {version!r}, and this mezzo reads version {cls._version}")
             ranges = [_range(item) for item in (data["tensor"], *data["inputs"])]
             return cls(**data | {"tensor": ranges[0], "inputs": tuple(ranges[1:])})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"
             raise StateError("this is not an overflow", why=why, write=again) from error
 
