@@ -461,3 +461,21 @@ def test_mezzos_optimizer_keeps_its_state_in_place_after_an_overflow():
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
     for name, master in amp.state_dict()["masters"].items():
         assert_same(master.bfloat16(), model.get_parameter(name))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, mezzo.optim.AdamW, torch.optim.LBFGS])
+def test_what_users_note_in_the_state_survives_a_step_that_is_undone(make):
+    model = nn.Linear(3, 1)
+    optimizer = make(model.parameters(), lr=0.1)
+    optimizer.state["epoch"], optimizer.state["seen"] = 3, [1.0]
+    amp = MixedPrecision(model, optimizer, "O0")
+    for factor, skipped in ((1.0, False), (float("inf"), True), (1.0, False)):
+
+        def closure(factor=factor):
+            amp.zero_grad()
+            loss = model(torch.ones(2, 3)).square().mean() * factor
+            amp.backward(loss)
+            return loss
+
+        assert bool(amp.step(closure=closure).skipped) == skipped
+        assert (optimizer.state["epoch"], optimizer.state["seen"]) == (3, [1.0])

@@ -273,3 +273,12 @@ def test_a_parameter_is_added_once():
 def test_masters_are_not_copied():
     with pytest.raises(StateError, match="MasterWeights cannot be copied"):
         copy.deepcopy(MasterWeights(torch.optim.SGD(params_of(torch.half), lr=1.0)))
+
+
+@pytest.mark.parametrize("collection", [set, frozenset])
+def test_parameters_without_an_order_are_refused_as_torch_refuses_them(collection):
+    masters = MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1))
+    with pytest.raises(TypeError, match="ordered collections"):
+        masters.optimizer.add_param_group({"params": collection([nn.Parameter(torch.ones(3).half())])})
+    assert len(masters.optimizer.param_groups) == 1
+    assert len(masters.masters()) == 1

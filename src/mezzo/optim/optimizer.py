@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
@@ -16,13 +16,14 @@ from mezzo.errors import UnsupportedError
 from mezzo.optim.checks import check_group, check_unchanged, ordered
 from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.executors import executor_for
+from mezzo.optim.halves import HalvesOptimizer, Joined
 from mezzo.optim.hypers import Hypers, changes_nothing
-from mezzo.optim.saving import Group, SavedOptimizer
-from mezzo.optim.state import EXTRAS, as_stored, plain_state
+from mezzo.optim.saving import Group
+from mezzo.optim.state import as_stored, plain_state
 from mezzo.scale.transfer import moved
 from mezzo.step.passes import Check, Cohort, Executor, Update, advance
 from mezzo.step.runs import SHORT, packed, stands_alone
-from mezzo.step.storage import KAHAN, PLANES, Storage, storage
+from mezzo.step.storage import PLANES, Storage, storage
 from mezzo.step.update import Rule, rule
 
 __all__ = ["Group", "OnePassOptimizer", "Params"]
@@ -41,14 +42,6 @@ class _Ready:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Joined:
-    """What a session has changed, and how it was before: ``master=`` of the defaults and of each group."""
-
-    masters: bool
-    own: list[Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
     """The parameters of a group that have gradients, their rule, and what tells one such set from another."""
 
@@ -57,7 +50,7 @@ class _Wanted:
     key: tuple[Any, ...]
 
 
-class OnePassOptimizer(SavedOptimizer):
+class OnePassOptimizer(HalvesOptimizer):
     """An optimizer whose step reads and writes everything once, and never asks the host whether to skip.
 
     ``found_inf`` and ``grad_scale`` are attributes that :class:`mezzo.MixedPrecision` or ``torch.amp.GradScaler`` set
@@ -74,7 +67,7 @@ class OnePassOptimizer(SavedOptimizer):
         self._executors: dict[torch.device, Executor] = {}
         self._edits = Edits()
         self._awaiting: set[Tensor] = set()  # weights whose remainder was loaded, and belongs to weights yet to come
-        self._joined: _Joined | None = None
+        self._joined: Joined | None = None
         check_group(defaults)
         super().__init__(ordered(params), defaults)
 
@@ -316,167 +309,3 @@ class OnePassOptimizer(SavedOptimizer):
     def _storage(self, group: Group, param: Tensor) -> Storage:
         planes = self._executor(param.device).planes(param.device)
         return storage(group["master"], param.dtype, rounding=group["rounding"], planes=planes)
-
-    # The FP32 values of low-precision parameters --------------------------------------------------------
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether every group keeps FP32 values of low-precision parameters."""
-        return all(group["master"] is not None for group in self.param_groups)
-
-    @torch.no_grad()
-    def adopt(self, originals: Mapping[Tensor, Tensor], name_of: Callable[[Tensor], str]) -> None:
-        """Take over FP32 values of parameters that are about to be, or were just, rounded to low precision.
-
-        Args:
-            originals: The FP32 values, by parameter; the parameters are low-precision by now.
-            name_of: Gives a parameter's name, for errors.
-
-        Raises:
-            NumericsError: A value that split storage cannot hold; nothing was changed.
-        """
-        made: list[tuple[Tensor, Storage, Tensor, Tensor | None]] = []
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param in originals and param.dtype in _LOW:
-                    form = self._storage(group, param)
-                    made.append((param, form, *form.make(originals[param].float(), param.dtype, name_of(param))))
-        for param, form, weight, extra in made:
-            param.data.copy_(weight)
-            if form.extra is not None:
-                self.state[param][form.extra] = extra
-        self._edits.see(self._with_masters())
-        self._ready.clear()
-
-    @torch.no_grad()
-    def join(self, *, masters: bool) -> None:
-        """Begin to serve a session: whatever trains has state from now on, before its first gradient comes.
-
-        Parameters that do not require a gradient get theirs with the first step, saving or backward pass after they do.
-
-        Args:
-            masters: Whether the session's policy keeps FP32 values; if not, no group does until :meth:`leave`.
-
-        **Cost**: the memory of the state; one kernel for each tensor of it.
-        """
-        options = (self.defaults, *self.param_groups)
-        self._joined = _Joined(masters, [each["master"] for each in options])
-        if not masters:
-            for each in options:
-                each["master"] = None
-        self._ready.clear()
-        self._make_state()
-
-    def stored(self, *, in_fp32: bool = False) -> list[Tensor]:
-        """Return the low-precision parameters whose other half is kept here, or will be with their first step.
-
-        Args:
-            in_fp32: Whether to leave out those with a compensation, which is no half of a FP32 value.
-        """
-        extras = EXTRAS if not in_fp32 else [name for name in EXTRAS if name != KAHAN.extra]
-        return [
-            param
-            for group in self.param_groups
-            for param in group["params"]
-            if param.dtype in _LOW
-            and (extra := self._storage(group, param).extra) in extras
-            and ((self._joined is not None and param.requires_grad) or extra in self.state.get(param, {}))
-        ]
-
-    @torch.no_grad()
-    def write(self, param: Tensor, value: Tensor) -> None:
-        """Give a parameter another FP32 value.
-
-        Args:
-            param: One of :meth:`stored`.
-            value: Of its shape.
-
-        Raises:
-            NumericsError: A value that split storage cannot hold; nothing was changed.
-        """
-        group = next(group for group in self.param_groups if any(param is each for each in group["params"]))
-        form = self._storage(group, param)
-        weight, extra = form.make(value.to(param.device, torch.float32), param.dtype, None)
-        param.copy_(weight)
-        if form.extra is not None and extra is not None:
-            if form.extra in self.state[param]:
-                self.state[param][form.extra].copy_(extra)
-            else:
-                self.state[param][form.extra] = extra
-        self._edits.see([param])
-        self._awaiting.discard(param)
-
-    @torch.no_grad()
-    def receive(self, param: Tensor, value: Tensor) -> None:
-        """Give a parameter another value of its own dtype, with the other half where that belongs to it.
-
-        A full master that rounds to the value stays, and so does a remainder where the value is the one it is beside. A
-        remainder that was loaded since the last step belongs to the value whatever was there: state of weights and of
-        optimizers loads in any order.
-
-        Args:
-            param: One of :meth:`stored`.
-            value: Of its shape and dtype.
-        """
-        state = self.state[param]
-        if param in self._awaiting:
-            param.copy_(value)
-            self._awaiting.discard(param)
-        elif "master" in state:
-            param.copy_(value)
-            take_over(param, state["master"])
-            self._edits.see([param])
-        else:
-            self.write(param, torch.where(param == value, self.master_of(param), value.to(param.device, torch.float32)))
-
-    @torch.no_grad()
-    def master_of(self, param: Tensor) -> Tensor:
-        """Return the FP32 value of a parameter, as a new tensor.
-
-        **Cost**: 4 bytes a weight; a pass over the parameter.
-        """
-        for group in self.param_groups:
-            if any(param is each for each in group["params"]) and param.dtype in _LOW:
-                form = self._storage(group, param)
-                extra = self.state.get(param, {}).get(form.extra) if form.extra else None
-                if extra is not None:
-                    return form.read(form.parts(param.detach(), extra)).clone()
-        return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
-
-    def release(self) -> dict[Tensor, Tensor]:
-        """Give up the other halves of all weights, and return the FP32 values that had one."""
-        held: dict[Tensor, Tensor] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                form = self._storage(group, param)
-                if form.extra is not None and form.extra in self.state.get(param, {}):
-                    held[param] = self.master_of(param)
-                    del self.state[param][form.extra]
-        self._ready.clear()
-        return held
-
-    def leave(self) -> None:
-        """Serve no session any more, with ``master=`` as it was before; weights that are FP32 by now need no half."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                for name in EXTRAS if param.dtype == torch.float32 else ():
-                    self.state.get(param, {}).pop(name, None)
-        if self._joined is not None:
-            for each, master in zip((self.defaults, *self.param_groups), self._joined.own, strict=True):
-                each["master"] = master
-            self._joined = None
-        self._ready.clear()
-
-    def model_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return a model's state dict with the FP32 values of the parameters that this optimizer updates.
-
-        Args:
-            model: The model; other low-precision tensors are widened.
-        """
-        known = {param for group in self.param_groups for param in group["params"]}
-        return {
-            name: self.master_of(tensor) if tensor in known else tensor.detach().float()
-            if tensor.dtype in _LOW else tensor.detach()
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if isinstance(tensor, Tensor)
-        }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.errors import PolicyError, StateError, UnsupportedError, some_of
+from mezzo.errors import PolicyError, StateError, message, some_of
+from mezzo.step.asked import is_asked_by_checkpoint, no_distributed_checkpoint
 
 __all__ = ["MasterWeights", "held_state"]
 
@@ -111,7 +111,8 @@ class MasterWeights:
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         given = param_group["params"]
         if isinstance(given, (set, frozenset)):
-            self._plain_add(param_group)  # which refuses a set
+            what = f"optimizer parameters need to be organized in ordered collections, not in a {type(given).__name__}"
+            raise TypeError(message(what, write="a list of them"))
         params = [given] if isinstance(given, Tensor) else list(given)
         if known := [tuple(param.shape) for param in params if param in self._master]:
             raise PolicyError(
@@ -231,14 +232,14 @@ class MasterWeights:
                 param.grad = None
             else:
                 param.grad.detach_().zero_()
-        if _is_asked_by_checkpoint():
+        if is_asked_by_checkpoint():
             # It had state made, by a step with zero gradients and rates, and has put the rates back.
             self.optimizer.state.clear()
-            raise _no_distributed_checkpoint(self.optimizer)
+            raise no_distributed_checkpoint(self.optimizer)
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        if _is_asked_by_checkpoint():
-            raise _no_distributed_checkpoint(optimizer)
+        if is_asked_by_checkpoint():
+            raise no_distributed_checkpoint(optimizer)
 
     def master_of(self, param: Tensor) -> Tensor:
         """Return the FP32 master of a parameter; an FP32 parameter is its own.
@@ -353,33 +354,6 @@ class MasterWeights:
                 self.optimizer.state[param] = self.optimizer.state.pop(master)
         self._master.clear()
         self._seen.clear()
-
-
-def _is_asked_by_checkpoint() -> bool:
-    """Whether ``torch.distributed.checkpoint.state_dict`` is calling.
-
-    It gives an optimizer no sign of itself, and would fail on the masters with a bare ``KeyError``; so the stack is
-    looked at, from the method that torch called to the caller of what wraps it.
-    """
-    frame = sys._getframe(1)
-    for _ in range(8):
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
-
-
-def _no_distributed_checkpoint(optimizer: Optimizer) -> UnsupportedError:
-    name = type(optimizer).__name__
-    return UnsupportedError(
-        "torch.distributed.checkpoint cannot read an optimizer whose parameters have FP32 masters",
-        where=name,
-        why="it looks for the model's parameters in the optimizer, and the masters stand in their places",
-        write='mezzo.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, '
-        "path)\nor mezzo.optim, whose optimizers it reads and writes",
-    )
 
 
 def _is_low(param: Tensor) -> bool:
