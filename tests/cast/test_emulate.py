@@ -333,3 +333,28 @@ def test_the_reflected_operator_is_a_product():
     with mezzo.autocast("O1,dtype=bfloat16,emulate=true", "cpu"):
         assert torch.equal(Tensor.__rmatmul__(x, x * 2), torch.matmul(x * 2, x))
         assert Tensor.__rmatmul__(x, x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_products_run_low(dtype, emulate):
+    """The products of a mixture of experts, against each expert's product by itself."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, experts = torch.randn(24, 16, generator=generator), torch.randn(3, 16, 8, generator=generator)
+    ends = torch.tensor([8, 16, 24], dtype=torch.int32)
+    for function in (torch._grouped_mm, functional.grouped_mm, torch.ops.aten._grouped_mm):
+        x, weight = tokens.clone().requires_grad_(), torch.nn.Parameter(experts.clone())
+        with mezzo.autocast(mezzo.Policy.O1(dtype, emulate=emulate), "cpu"):
+            out = function(x, weight, offs=ends)
+            assert out.dtype == dtype
+            out.float().square().sum().backward()
+        a, b = (t.detach().to(dtype).double().requires_grad_() for t in (x, weight))
+        wanted = torch.cat([part @ each for part, each in zip(a.split(8), b, strict=True)])
+        torch.testing.assert_close(out.double(), wanted, rtol=EPS[dtype] * 1.01, atol=1e-5)
+        wanted.square().sum().backward()
+        for mine, theirs in ((x.grad, a.grad), (weight.grad, b.grad)):
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=8 * EPS[dtype] * theirs.abs().max().item())
+    with mezzo.autocast(mezzo.Policy.O2(dtype, emulate=emulate), "cpu"):
+        out = functional.grouped_mm(tokens.to(dtype), experts.to(dtype), offs=ends)
+    assert out.dtype == dtype

@@ -45,7 +45,7 @@ def test_each_row_says_who_decided():
     assert (body.rule, body.treatment, body.reason) == (None, "low", "gemm")
     assert body.source == LOW.explain("linear").source
     assert rows["", "relu"].treatment == "native"
-    assert explained(policy).findings == ()
+    assert {finding.kind for finding in explained(policy).findings} == {"FP32 product"}
 
 
 def test_a_parameter_rule_decides_the_ops_that_read_it():
@@ -138,7 +138,41 @@ def test_shadowed_rules():
 
 def test_a_rule_half_of_which_is_left_is_not_shadowed():
     policy = Policy.parse(f"{LOW},fp32_module=head,low=linear")
-    assert explained(policy).findings == ()  # it still decides about body
+    assert found(explained(policy), "shadowed rule") == {}  # it still decides about body
+
+
+# Products in FP32 -------------------------------------------------------------------------------------
+
+
+class Products(nn.Module):
+    """24·4·8·2 operations in a linear layer, as many in the second product, half of them in the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):  # (24, 8)
+        y = self.body(x)  # (24, 4)
+        z = torch.tensordot(x.float(), self.body.weight.T, 1)  # (24, 4)
+        return y.float() + z + torch.mv(torch.ones(24, 24), torch.ones(24)).sum()
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+def test_products_that_stay_in_fp32_are_named_with_their_share(emulate):
+    policy = Policy.O1("bfloat16", emulate=emulate)
+    total = 2 * 24 * 8 * 4 * 2 + 2 * 24 * 24
+    explanation = explained(policy, Products(), torch.randn(24, 8))
+    ((where, text),) = found(explanation, "FP32 product").items()
+    assert where.startswith("(model) tensordot (")
+    share = f"{100 * 2 * 24 * 8 * 4 / total:.3g} %"
+    assert text == f"ran in float32: {share} of the FLOPs of the forward pass's products; type-mixing"
+    assert text in str(explanation)
+    assert type(explanation).from_json(explanation.to_json()) == explanation
+    explanation = explained(policy.keep_fp32(modules=["body"]).low("tensordot"), Products(), torch.randn(24, 8))
+    ((where, text),) = found(explanation, "FP32 product").items()
+    assert where.startswith("body linear")
+    assert text.endswith("rule fp32_module=body")
+    assert found(explained(Policy.O0(), Products(), torch.randn(24, 8)), "FP32 product") == {}
 
 
 # Out of reach ---------------------------------------------------------------------------------------

@@ -317,7 +317,7 @@ EMULATED: Final[dict[str, Callable[..., Any]]] = {
     **{f"conv_transpose{dims}d": _transposed(dims) for dims in (1, 2, 3)},
     **dict.fromkeys(
         """addmm addmv addr addbmm baddbmm _addmm_activation dot vdot linalg_vecdot inner tensordot einsum chain_matmul
-        linalg_multi_dot linalg_matrix_power cov corrcoef conv_tbc bilinear scaled_dot_product_attention
+        grouped_mm linalg_multi_dot linalg_matrix_power cov corrcoef conv_tbc bilinear scaled_dot_product_attention
         lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split(),
         _rerun,
     ),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Protocol
 
+import torch
 from torch import nn
 
 from mezzo.explanation.differences import MODEL
@@ -60,6 +62,7 @@ class Seen(Protocol):
 
     inner_ops: dict[tuple[str, str], set[str]]
     modules_run: set[str]
+    flops: Counter[tuple[str, str, str | None, str, str]]
 
 
 def findings(
@@ -79,6 +82,7 @@ def findings(
         *_disagreements(rows),
         *_without_effect(model, policy, rows, seen),
         *_unreachable(policy, rows, seen),
+        *_fp32_products(policy, seen),
         *(() if in_mode else _fast_paths(model, seen)),
     ]
     if not has_backward:
@@ -201,6 +205,18 @@ def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Seen) -> Iterator[
                     f"as a whole; write {rule.treatment}={row.op}, or call {reached[0]} by itself"
                 )
                 yield Finding(kind="unreachable", where=where, text=text)
+
+
+def _fp32_products(policy: Policy, seen: Seen) -> Iterator[Finding]:
+    """Name the products that a low policy leaves in FP32, those with the largest share first."""
+    total = seen.flops.total()
+    if policy.dtype == torch.float32 or not total:
+        return
+    for (module, op, line, dtype, why), amount in seen.flops.most_common():
+        if dtype == "float32":
+            where = " ".join((module or MODEL, op, *([f"({line})"] if line else [])))
+            text = f"ran in float32: {100 * amount / total:.3g} % of the FLOPs of the forward pass's products"
+            yield Finding(kind="FP32 product", where=where, text=f"{text}; {why}" if why else text)
 
 
 def _fast_paths(model: nn.Module, seen: Seen) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = [
     "Storages",
     "dtype_name",
+    "flops",
     "has_fraction",
     "is_allocation",
     "is_cast",
@@ -127,6 +128,47 @@ def product(kernel: Any, args: tuple[Any, ...]) -> tuple[Shape, torch.dtype] | N
         return None
     position, measure = found
     return measure(args), args[position].dtype
+
+
+def flops(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> tuple[int, torch.dtype] | None:
+    """Return the floating-point operations of a product and its operands' dtype; ``None`` for any other kernel.
+
+    The formulas are those of ``torch.utils.flop_counter``, and here where it has none.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    name = str(kernel._schema.name).removeprefix("aten::")
+    dtype = next((tensor.dtype for tensor in tensors(args) if tensor.dtype.is_floating_point), None)
+    if dtype is None or name.endswith("_backward"):
+        return None
+    if (own := _FLOPS.get(name)) is not None:
+        return own(args), dtype
+    formula = flop_registry.get(kernel.overloadpacket)
+    return None if formula is None else (int(formula(*args, **kwargs, out_val=out)), dtype)
+
+
+def _grouped_flops(args: tuple[Any, ...]) -> int:
+    a, b = args[:2]  # the groups lie along the first dimension, or one after the other along rows or along K
+    groups = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
+    return int(2 * a.numel() * b.shape[-1] // groups)
+
+
+def _recurrent_flops(args: tuple[Any, ...]) -> int:
+    weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
+    return int(2 * args[0].numel() // args[0].shape[-1] * sum(each.numel() for each in weights if each.dim() > 1))
+
+
+_FLOPS: Final[Mapping[str, Callable[[tuple[Any, ...]], int]]] = {
+    "_grouped_mm": _grouped_flops,
+    "mv": lambda args: 2 * args[0].numel(),
+    "addmv": lambda args: 2 * args[1].numel(),
+    "addr": lambda args: 2 * args[1].numel() * args[2].numel(),
+    "addbmm": lambda args: 2 * args[1].numel() * args[2].shape[-1],
+    "dot": lambda args: 2 * args[0].numel(),
+    "vdot": lambda args: 2 * args[0].numel(),
+    "_cudnn_rnn": _recurrent_flops,
+    "mkldnn_rnn_layer": _recurrent_flops,
+}
 
 
 def _matrices(position: int) -> Callable[[tuple[Any, ...]], Shape]:

@@ -53,6 +53,7 @@ class Trace:
     casts: Counter[tuple[str, ...]] = field(default_factory=Counter)
     cast_bytes: Counter[tuple[str, ...]] = field(default_factory=Counter)
     products: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    flops: Counter[tuple[str, str, str | None, str, str]] = field(default_factory=Counter)
     inner_ops: dict[tuple[str, str], set[str]] = field(default_factory=dict)
     modules_run: set[str] = field(default_factory=set)
     _places: list[Place] = field(default_factory=lambda: [Place(LOSS)])
@@ -173,6 +174,8 @@ class Trace:
                 self._labels.put(tensors(out), self._new_label(), replace=False)
                 if not self._backward and (found := kernels.product(kernel, args)) is not None:
                     self._product(found, place.module, call, emulated=made_by == "emulation")
+                if not self._backward and (counted := kernels.flops(kernel, args, kwargs, out)) is not None:
+                    self._count(*counted, place.module, call, kernel, emulated=made_by == "emulation")
             if call is not None:
                 call.kernel(kernel, args, kwargs, out, emulated=made_by == "emulation")
             if alone is not None:
@@ -220,3 +223,11 @@ class Trace:
         if (multiple := kernels.multiple_of(dtype)) is not None and any(size % multiple for _, size in shape):
             op, line = ("", None) if call is None else (call.op, call.line)
             self.products[module, op, shape, dtype_name(dtype), multiple, line] += 1
+
+    def _count(
+        self, amount: int, dtype: torch.dtype, module: str, call: Call | None, kernel: Any, *, emulated: bool
+    ) -> None:
+        """Add a product's operations to those of its precision."""
+        op, line, decision = (kernel_name(kernel), None, None) if call is None else (call.op, call.line, call.decision)
+        why = "" if decision is None else f"rule {decision.rule}" if decision.rule else decision.reason
+        self.flops[module, op, line, dtype_name(self.dtype if emulated else dtype), why] += amount

@@ -25,6 +25,7 @@ SYNONYMS: Final = _pairs("""
     det=linalg_det slogdet=linalg_slogdet inverse=linalg_inv pinverse=linalg_pinv matrix_exp=linalg_matrix_exp
     matrix_power=linalg_matrix_power orgqr=linalg_householder_product linalg_matmul=matmul linalg_diagonal=diagonal
     lu_solve=linalg_lu_solve cross_entropy_loss=cross_entropy _convolution=convolution
+    _grouped_mm=grouped_mm
     __add__=add __radd__=add __mul__=mul __rmul__=mul __sub__=sub __rsub__=rsub __truediv__=div __div__=div
     __rtruediv__=reciprocal __rdiv__=reciprocal __floordiv__=floor_divide __rfloordiv__=floor_divide
     __mod__=remainder __rmod__=remainder __pow__=pow __rpow__=pow __matmul__=matmul __neg__=neg __pos__=positive
@@ -38,6 +39,7 @@ SPELLINGS: Final = _pairs("""
     nll_loss2d=nll_loss nll_loss_nd=nll_loss multilabel_margin_loss_forward=multilabel_margin_loss
     _grid_sampler_2d_cpu_fallback=grid_sampler_2d _lu_with_info=linalg_lu_factor _softmax=softmax
     _log_softmax=log_softmax native_group_norm=group_norm native_batch_norm=batch_norm native_dropout=dropout
+    _scaled_mm=scaled_mm _scaled_grouped_mm=scaled_grouped_mm
     logsoftmax=log_softmax layernorm=layer_norm batchnorm=batch_norm groupnorm=group_norm rmsnorm=rms_norm
     sdpa=scaled_dot_product_attention attention=scaled_dot_product_attention bce=binary_cross_entropy
     bce_with_logits=binary_cross_entropy_with_logits logsigmoid_forward=logsigmoid log_sigmoid=logsigmoid

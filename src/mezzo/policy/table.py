@@ -95,6 +95,7 @@ _ROWS: Final = (
         cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr addbmm baddbmm bmm matmul mm mv einsum
         linear linalg_vecdot linalg_multi_dot chain_matmul scaled_dot_product_attention lstm_cell gru_cell
         rnn_tanh_cell rnn_relu_cell _addmm_activation _native_multi_head_attention"""),
+    _Rows("low", "gemm", "grouped_mm", note="one product for each expert; torch's own lists forget it"),
     _Rows("low", "gemm", "lstm gru rnn_tanh rnn_relu", "_cudnn_rnn", cuda="low",
           note="torch's CPU autocast reaches only the products inside, and leaves states in FP32"),
     # FP32: where 16 bits lack range or precision.
@@ -199,7 +200,7 @@ _ROWS: Final = (
         linalg_det linalg_slogdet logdet linalg_solve_ex linalg_solve_triangular linalg_ldl_factor
         linalg_ldl_factor_ex linalg_ldl_solve linalg_lu_factor_ex lu_unpack istft
         fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn fake_quantize_per_channel_affine complex"""),
-    _Rows("native", "gemm", "grouped_mm scaled_mm scaled_grouped_mm", note="the caller chooses the formats"),
+    _Rows("native", "gemm", "scaled_mm scaled_grouped_mm", note="the caller chooses the formats"),
     _Rows("native", "data movement", """
         channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud fold
         gather index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
