@@ -358,3 +358,71 @@ def test_grouped_products_run_low(dtype, emulate):
     with mezzo.autocast(mezzo.Policy.O2(dtype, emulate=emulate), "cpu"):
         out = functional.grouped_mm(tokens.to(dtype), experts.to(dtype), offs=ends)
     assert out.dtype == dtype
+
+
+# Recurrent networks -----------------------------------------------------------------------------------
+
+
+def recurrent():
+    from torch.nn.utils.rnn import pack_padded_sequence
+
+    x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
+    packed = pack_padded_sequence(x, torch.tensor([5, 3]))
+    nn = torch.nn
+    return {
+        "rnn": (nn.RNN(8, 8), x),
+        "rnn relu": (nn.RNN(8, 8, 2, nonlinearity="relu", bidirectional=True), x),
+        "lstm": (nn.LSTM(8, 8, 2, bidirectional=True), x),
+        "lstm, projected": (nn.LSTM(8, 8, proj_size=4), x),
+        "lstm, packed": (nn.LSTM(8, 8), packed),
+        "lstm, batch first": (nn.LSTM(8, 8, batch_first=True), x),
+        "gru": (nn.GRU(8, 8, 2), x),
+        "gru, packed": (nn.GRU(8, 8, bidirectional=True), packed),
+        "rnn, packed": (nn.RNN(8, 8), packed),
+        "lstm cell": (nn.LSTMCell(8, 8), x[0]),
+        "gru cell": (nn.GRUCell(8, 8), x[0]),
+        "rnn cell": (nn.RNNCell(8, 8), x[0]),
+    }
+
+
+def leaves(out):
+    if isinstance(out, Tensor):
+        return [out]
+    return [leaf for each in out if each is not None for leaf in leaves(each) if leaf.is_floating_point()]
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lists", ["portable", "device"])
+def test_recurrent_networks_have_the_dtypes_of_a_device_with_the_arithmetic(dtype, lists):
+    for name, (network, given) in recurrent().items():
+        for low in (False, True):
+            x = given.to(dtype) if low else given
+            with mezzo.autocast(mezzo.Policy.O1(dtype, lists=lists, emulate=True), "cpu"):
+                out = leaves(network(x))
+            with torch.no_grad():
+                wide = leaves(network(given))
+            # torch's CPU autocast, in BF16 which every CPU computes: where states enter in FP32 gated cells keep them.
+            gated = name.startswith(("gru", "lstm cell", "lstm, packed"))
+            states = [torch.float32 if gated else dtype] * len(out)
+            if name == "lstm, projected":
+                states[-1] = torch.float32
+            wanted = [dtype] * len(out) if low or lists == "portable" else states
+            assert [each.dtype for each in out] == wanted, name
+            for mine, theirs in zip(out, wide, strict=True):
+                torch.testing.assert_close(mine.float(), theirs, rtol=0, atol=16 * EPS[dtype])
+            network.zero_grad()
+            sum(each.float().sum() for each in out).backward()
+            assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in network.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("lists", ["portable", "device"])
+def test_recurrent_networks_of_low_weights(level, lists):
+    for name, (network, given) in recurrent().items():
+        mezzo.prepare(network, f"{level},dtype=float16,emulate=true,lists={lists}")
+        out = leaves(network(given))
+        assert {each.dtype for each in out} == {torch.float32}, name
+        sum(each.sum() for each in out).backward()
+        assert all(p.grad.dtype == torch.float16 for p in network.parameters())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from mezzo.cast.emulate import emulate
+from mezzo.cast.emulate import emulate, with_dtypes_of_states
 from mezzo.cast.plan import OPENED_BY_NAME, Handler, Plan, Traced, open_function, remember, traced
 from mezzo.cast.recompute import SWITCHES_GRADIENTS, RecomputedMode, saved_tensor_hooks
 from mezzo.cast.weights import WeightCasts
@@ -137,6 +137,7 @@ def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: 
             target = functools.reduce(torch.promote_types, dtypes) if dtypes else None
         case "ban":
             raise _banned(handler)
+    given = (*args, *kwargs.values())
     back = _floats(args, kwargs)[:1] if handler.treatment == "fp32_math" else []
     if handler.wide_weights:
         args, kwargs = (
@@ -159,6 +160,8 @@ def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: 
             out = _run(handler, plan, func, args, kwargs)
         finally:
             torch.set_autocast_enabled(plan.device_type, enabled)
+    if handler.keeps_states:
+        return with_dtypes_of_states(handler.op, given, out, plan.dtype)
     if handler.low_result:
         return _cast(out, plan.dtype)
     return _cast(out, back[0].dtype) if back else out

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-__all__ = ["COMPOSED", "EMULATED", "emulate"]
+__all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_dtypes_of_states"]
 
 
 def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,3 +325,30 @@ EMULATED: Final[dict[str, Callable[..., Any]]] = {
 
 #: What C++ composes of products that nothing reaches one by one.
 COMPOSED: Final = frozenset({"linalg_matrix_power", "cov", "corrcoef"})
+
+#: What torch runs as one recurrent function, made of products and element-wise steps.
+RECURRENT: Final = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
+
+
+def with_dtypes_of_states(op: str, args: tuple[Any, ...], out: Any, low: torch.dtype) -> Any:
+    """Give what a recurrent op returns the dtypes that it has under torch's CPU autocast.
+
+    Only products are low there. A state that enters in FP32 stays FP32 where it is added to: in gated cells, but not
+    in plain ones, whose state is a function of products. An LSTM over one block of data is one kernel, all low, unless
+    it projects its hidden state.
+
+    Args:
+        op: Its base name.
+        args: The arguments as the caller gave them: input, states, weights; lengths after the input of a packed one.
+        out: What it returned, in the low dtype.
+        low: The low dtype.
+    """
+    packed = not op.endswith("_cell") and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+    given = args[2 if packed else 1]
+    states = [given] if isinstance(given, Tensor) else list(given)
+    if op.startswith("rnn") or states[-1].dtype != torch.float32:
+        return out
+    if op == "lstm" and not packed:
+        projects = states[0].shape[-1] != states[1].shape[-1]
+        return (*out[:-1], out[-1].float()) if projects else out
+    return pytree.tree_map_only(Tensor, lambda x: x.float() if x.dtype == low else x, out)

@@ -17,7 +17,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
 from mezzo.cast import device
-from mezzo.cast.emulate import COMPOSED, EMULATED
+from mezzo.cast.emulate import COMPOSED, EMULATED, RECURRENT
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
@@ -33,6 +33,7 @@ class Handler:
     emulated: bool = False
     wide_weights: bool = False  # every argument but the first goes to FP32
     low_result: bool = False  # what comes out goes to the compute dtype
+    keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
     reason: str = ""  # of a ban
 
 
@@ -138,6 +139,11 @@ def _plan_for(policy: Policy, device_type: str, module: str | None, _reasons: tu
             # torch's autocast would run the products inside in arithmetic that the device lacks. They are rounded
             # once, at the end, instead of one by one.
             handlers.update(dict.fromkeys(functions(op), Handler(op=op, treatment="fp32", low_result=True)))
+            continue
+        if emulated and wanted == torch_does == "native" and op in RECURRENT and native_autocast:
+            # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
+            handler = Handler(op=op, treatment="low", emulated=True, keeps_states=True)
+            handlers.update(dict.fromkeys(functions(op), handler))
             continue
         by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
         if wanted == "native" and torch_does == "fp32" and decision.rule is None:
