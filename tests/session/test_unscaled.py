@@ -197,6 +197,41 @@ def test_edits_are_saved_in_mid_window_and_the_loaded_gradients_are_shown_too(po
     assert restored(loaded, other)
 
 
+OWN = {
+    "SGD": lambda params: mezzo.optim.SGD(params, lr=0.5),
+    "stochastic": lambda params: mezzo.optim.SGD(params, lr=0.5, master=None, rounding="stochastic"),
+    "kahan": lambda params: mezzo.optim.AdamW(params, lr=0.01, master=None, rounding="kahan"),
+}
+
+
+@pytest.mark.parametrize("optimizer", OWN)
+@pytest.mark.parametrize("policy", ["O3,emulate=true", "O3,dtype=bfloat16,emulate=true,loss_scale=1024"])
+def test_without_masters_mezzo_s_optimizers_show_fp32_too(policy, optimizer):
+    """The norm of what is shown is that of the low gradients in FP32; a window with it resumes."""
+    (model, built, amp), (other, fresh, loaded) = session(policy, OWN[optimizer]), session(policy, OWN[optimizer])
+    for number in range(2):
+        backward(amp, model, number)
+        scale = amp.policy.loss_scale.init
+        low = [p.grad.double() / scale for p in model.parameters()]
+        amp.unscale_()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm.item() == pytest.approx(torch.linalg.vector_norm(torch.cat([g.flatten() for g in low])).item())
+        if number:
+            backward(amp, model, 2)
+            amp.unscale_()
+            saved = copy.deepcopy((model.state_dict(), built.state_dict(), amp.state_dict()))
+            for part, state in zip((other, fresh, loaded), saved, strict=True):
+                part.load_state_dict(state)
+            assert loaded.step().grad_norm.item() == pytest.approx(amp.step().grad_norm.item())
+            assert_same(dict(model.state_dict()), dict(other.state_dict()))
+            assert restored(loaded, other)
+        else:
+            assert amp.step().grad_norm.item() == pytest.approx(0.1, rel=1e-5)
+        assert restored(amp, model)
+        amp.zero_grad()
+
+
 def test_tied_frozen_and_unused_parameters():
     class Tied(nn.Module):
         def __init__(self):

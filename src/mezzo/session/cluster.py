@@ -88,7 +88,7 @@ class Cluster:
         """Let the first gradients of a window come as the backward pass makes them."""
         if self._widened:
             self._widened = False
-            for param in self._stored():
+            for param in self.shown_in_fp32():
                 if param.grad is None:
                     param.grad_dtype = param.dtype
                 else:  # cleared to zeros, which have the dtype that they had
@@ -211,7 +211,13 @@ class Cluster:
             name_of: Gives a parameter's name, for errors.
         """
         pairs = ((m, param) for masters in self.masters for param, m in masters.masters().items())
-        self._unscaled = Unscaled([*pairs, *((param, param) for param in self._stored())], name_of)
+        self._unscaled = Unscaled([*pairs, *((param, param) for param in self.shown_in_fp32())], name_of)
+
+    def shown_in_fp32(self) -> Iterator[Any]:
+        """Yield the low-precision parameters whose optimizers, mezzo's, take FP32 gradients, with halves or without."""
+        own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
+        params = (param for optimizer in own for group in optimizer.param_groups for param in group["params"])
+        return (param for param in params if param.dtype in (torch.float16, torch.bfloat16))
 
     def agree(self) -> None:
         """Let a parameter and its master have the gradient that either was given since they were shown it."""
@@ -236,7 +242,7 @@ class Cluster:
     def resume(self, window: Window | None) -> None:
         """Go on in a window that was saved; its gradients are there already, in the dtype that they were summed in."""
         self.window = window
-        self._widened = any(getattr(param, "grad_dtype", None) == torch.float32 for param in self._stored())
+        self._widened = any(getattr(param, "grad_dtype", None) == torch.float32 for param in self.shown_in_fp32())
 
     def forget(self) -> None:
         """Drop the window, gradients set aside included, once gradients were cleared."""

@@ -306,9 +306,9 @@ def _unfinished(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[s
             yield "gradients of an unfinished accumulation window, which belong to the saved policy"
         if len(state["windows"]) != len(session._clusters):
             yield f"optimizers with gradients: {len(state['windows'])} → {len(session._clusters)}"
-        stored, held = session._parts.stored(), session._named_masters()
+        wide, held = {id(p) for c in session._clusters for p in c.shown_in_fp32()}, session._named_masters()
         for name, param in session._parts.named_params():
-            gradient, dtypes = state["gradients"].get(name), gradient_dtypes(param, summed_in_fp32=param in stored)
+            gradient, dtypes = state["gradients"].get(name), gradient_dtypes(param, summed_in_fp32=id(param) in wide)
             if gradient is not None and gradient.dtype not in dtypes:
                 fits = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 yield f"gradient of {name}: {described(gradient)} → {fits}"

@@ -21,20 +21,23 @@ class Unscaled:
 
     Args:
         pairs: What the optimizers update, each with the low-precision parameter of the model that it stands for:
-            a master, or the parameter itself, whose other half an optimizer of mezzo's keeps.
+            a master, or the parameter itself, where an optimizer of mezzo's updates it.
         name_of: Gives a parameter's name, for errors.
 
-    **Cost**: no memory, and no pass over the gradients.
+    **Cost**: no memory, and no pass over gradients that are FP32 already.
     """
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]], name_of: Callable[[Tensor], str]) -> None:
-        self._shown = [(master, param, master.grad) for master, param in pairs]
         self._name_of = name_of
         self._is_shown = True
-        for master, param, gradient in self._shown:
+        self._shown: list[tuple[Any, Any, Tensor | None]] = []
+        for master, param in pairs:
             param.grad_dtype = None
+            if master.grad is not None and master.grad.dtype != torch.float32:
+                master.grad = master.grad.to(torch.float32)
             if param is not master:
-                param.grad = gradient
+                param.grad = master.grad
+            self._shown.append((master, param, master.grad))
 
     def agree(self) -> None:
         """Let both sides have what was assigned to one of them.
