@@ -13,8 +13,29 @@ os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"mezzo-tests-{
 import torch
 from hypothesis import settings
 
+from mezzo.cast import device
+from mezzo.cast.probe.child import CASES
+from mezzo.cast.probe.report import FORMATS, DeviceReport, FormatSupport
+
 if torch.backends.mkldnn.is_available():
     torch.ops.mkldnn._is_mkldnn_bf16_supported()  # oneDNN reads its limit here, whatever a test does to the environment
 
 settings.register_profile("mezzo", deadline=None)  # time says nothing on a shared machine
 settings.load_profile("mezzo")
+
+# What is fast decides what `emulate="auto"` does, and is a clock's answer: on a busy machine, or an older one, tests
+# would run in other arithmetic. In the tests' own process BF16 is fast and FP16 slow; tests of the probe forget it.
+_SPEEDS = {torch.bfloat16: 1.0, torch.float16: 0.1}
+device._reports["cpu"] = DeviceReport(
+    device_type="cpu",
+    name="a CPU as the tests are told",
+    formats={
+        dtype: FormatSupport(
+            dtype=dtype, status="native" if dtype in _SPEEDS else "unsupported", fast=_SPEEDS.get(dtype, 0.0) >= 0.5,
+            speed_ratio=_SPEEDS.get(dtype), cases=dict.fromkeys(CASES, "native") if dtype in _SPEEDS else
+            {"storage": "native", "convolution": "unsupported"}, speeds={}, detail="",
+        )
+        for dtype in FORMATS
+    },
+    needs_isa_limit=False,
+)  # fmt: skip
