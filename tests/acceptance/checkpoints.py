@@ -1,0 +1,92 @@
+"""Saving, loading in any order into the same session or another, closing, and going on."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from .loop import Loop
+from .subject import Subject, array, fresh_weights
+
+orders = st.permutations([0, 1, 2, 3])
+
+
+class Checkpoints(Loop):
+    """State that leaves a session, and comes back."""
+
+    checkpoint = None
+
+    @rule()
+    def save(self):
+        self.checkpoint = self.config, self.subject.save(), self.oracle.copy().saved()
+
+    @precondition(lambda self: self.checkpoint is not None)
+    @rule(order=orders)
+    def load_into_the_same(self, order):
+        config, saved, oracle = self.checkpoint
+        assume(config == self.config and [g.members for g in oracle.groups] == [g.members for g in self.oracle.groups])
+        if self.oracle.is_open:
+            states = self.subject.read(saved)
+            self.refused(lambda: self.amp.load_state_dict(states["session"]), "inside an accumulation window")
+            return
+        self.subject.load(saved, order)
+        self.oracle = oracle.copy().loaded(self.oracle)
+
+    @precondition(lambda self: self.checkpoint is not None)
+    @rule(order=orders, level=st.sampled_from([None, None, "O0", "O1", "O2"]), seed=st.integers(4, 6))
+    def load_into_another(self, order, level, seed):
+        config, saved, oracle = self.checkpoint
+        config = config if level is None or config.level == "O3" or oracle.is_open else under(config, level)
+        late = next((i for i, group in enumerate(oracle.groups) if "late.weight" in group.members), None)
+        self.subject = Subject(config, fresh_weights(config, seed), late=late)
+        for name, weight in oracle.weights.items():
+            self.subject.param(name).requires_grad_(weight.trains)
+        begun = self.subject.oracle()
+        self.subject.load(saved, order)
+        oracle = oracle.copy().loaded(begun)
+        if config != self.checkpoint[0]:
+            self.continue_under_another_policy(oracle, begun)
+        self.oracle = oracle
+
+    def continue_under_another_policy(self, oracle, begun):
+        for name, weight in oracle.weights.items():
+            weight.dtype, weight.form = begun.weights[name].dtype, begun.weights[name].form
+            if weight.form == "loose":  # no optimizer: the policy rounds it
+                weight.exact = weight.low = weight.round(weight.exact)
+                continue
+            exact = self.subject.exact(name)
+            # Split storage keeps FP16 weights below 2^-16 to within 2^-40.
+            assert (np.abs(exact - weight.exact) <= (2.0**-40 if weight.form == "split" else 0.0)).all(), name
+            weight.exact, weight.low = exact, weight.round(exact)
+        for number, (before, now) in enumerate(zip(oracle.scales, begun.scales, strict=True)):
+            if (before.mode, before.now if before.mode == "constant" else 0) != (
+                now.mode, now.now if now.mode == "constant" else 0,
+            ):  # fmt: skip
+                oracle.scales[number] = now
+                oracle.on_the_way.pop(number, None)
+
+    @rule(level=st.sampled_from(["O0", "O1", "O2"]), same=st.booleans())
+    def close(self, level, same):
+        # An optimizer that was told to keep no masters is not for O2, and says so.
+        assume(level != "O2" or self.config.library != "mezzo" or self.config.master is not None)
+        amp = self.amp
+        amp.close()
+        for call in (amp.autocast, amp.step, amp.unscale_, amp.state_dict):
+            self.refused(call, "after close()")
+        old, config = self.oracle, self.config
+        for name, weight in old.weights.items():
+            value = array(self.subject.param(name))
+            assert np.array_equal(value, weight.taken_over()), f"{name} after close(): {value} was {weight.exact}"
+        self.subject.begin(config if same and config.level != "O3" else under(config, level))
+        self.oracle = self.subject.oracle().continuing(old)
+        self.checkpoint = None
+
+
+def under(config, level):
+    """The same run under another level."""
+    changes = {"level": level}
+    if level == "O2":
+        changes |= {"master": config.master or "split", "rounding": "nearest"}
+    return replace(config, **changes)

@@ -1,0 +1,145 @@
+"""What users do between two calls of the session: weights, masters and gradients edited, layers frozen and added."""
+
+import numpy as np
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from .loop import WIDTHS, Loop, some
+from .near import rounded
+from .subject import NAMES, array
+
+names = st.sampled_from(NAMES)
+hows = st.sampled_from(["half", "zero", "fill", "clamp"])
+
+#: Ways to edit a tensor in place, and what they do to numbers.
+EDITS = {
+    "half": (lambda t: t.mul_(0.5), lambda x: x * 0.5),
+    "zero": (lambda t: t.zero_(), np.zeros_like),
+    "fill": (lambda t: t.fill_(1.5), lambda x: x * 0.0 + 1.5),
+    "clamp": (lambda t: t.clamp_(-0.25, 0.25), lambda x: np.clip(x, -0.25, 0.25)),
+}
+
+
+class Edits(Loop):
+    """Edits of what the session knows, by whatever torch offers for it."""
+
+    @rule(name=names, how=hows, way=st.sampled_from(["in place", "in data", "other data"]))
+    def edit_weight(self, name, how, way):
+        weight, param = self.oracle.weights[name], self.subject.param(name)
+        assume(weight.pending != "exact")
+        # Documented: .data inside an open window is not seen, nor by a master that stands beside its weight.
+        assume(way == "in place" or not self.oracle.is_open)
+        assume(way != "in data" or weight.form not in ("full", "master"))
+        apply, numbers = EDITS[how]
+        if way == "in place":
+            with torch.no_grad():
+                apply(param)
+        elif way == "in data":
+            apply(param.data)
+        else:
+            param.data = apply(param.data.clone())
+        weight.edit(rounded(numbers(weight.low), weight.dtype))
+
+    @rule(name=names, how=hows, widths=st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)))
+    def edit_inside_a_region(self, name, how, widths):
+        """A weight is read anew where it was written between two uses in one region."""
+        weight, param = self.oracle.weights[name], self.subject.param(name)
+        assume(weight.pending != "exact")
+        with self.amp.autocast():
+            self.outputs(widths)
+            with torch.no_grad():
+                EDITS[how][0](param)
+            weight.edit(rounded(EDITS[how][1](weight.low), weight.dtype))
+            self.outputs(widths)
+
+    @rule(name=names, how=hows)
+    def edit_master(self, name, how):
+        weight = self.oracle.weights[name]
+        assume(weight.form == "master" and weight.pending != "low")
+        masters = {id(master) for master in self.amp.master_params()}
+        master = self.subject.updated(name)
+        assert id(master) in masters
+        with torch.no_grad():
+            EDITS[how][0](master)
+        weight.exact, weight.pending = rounded(EDITS[how][1](weight.exact), "float32"), "exact"
+
+    # Gradients -----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.oracle.is_open)
+    @rule(name=names, how=st.sampled_from(["half", "zero", "inf", "assign", "drop"]), of_master=st.booleans())
+    def edit_gradient(self, name, how, of_master):
+        group = self.oracle.owner(name)
+        assume(group is not None and group.window is not None and name in group.gradients)
+        holder = self.subject.updated(name) if of_master else self.subject.param(name)
+        # Several backward passes leave a part of the sum with the master, until unscale_ brings them together.
+        assume(holder.grad is not None and len(self.grads(name)) == 1 and not group.window.aside)
+        if how in ("assign", "drop"):
+            group.window.assigned.add(name)
+        with torch.no_grad():
+            if how == "drop":
+                holder.grad = None
+                del group.gradients[name]
+            elif how == "assign":
+                holder.grad = holder.grad * 0.5
+                group.gradients[name] = group.gradients[name] * 0.5
+            else:
+                numbers = {"half": lambda x: x * 0.5, "zero": np.zeros_like, "inf": lambda x: x * 0.0 + np.inf}
+                {"half": lambda t: t.mul_(0.5), "zero": lambda t: t.zero_(), "inf": lambda t: t.fill_(np.inf)}[how](
+                    holder.grad
+                )
+                group.gradients[name] = numbers[how](group.gradients[name])
+
+    @rule(
+        name=names, loss=st.integers(0, 1), row=st.integers(0, 2), column=st.integers(0, 1),
+        factor=st.sampled_from([1.0, 0.5, 2.0, 4.0]),
+    )  # fmt: skip
+    def gradient_of_inputs(self, name, loss, row, column, factor):
+        """``amp.grad``: a row of the weight itself, times what it is differentiated by."""
+        loss %= self.config.losses
+        rows, columns = self.config.shapes[name]
+        x = torch.eye(columns, requires_grad=True)
+        factors = torch.zeros(columns, rows)
+        factors[column % columns, row % rows] = factor
+        with self.amp.autocast():
+            value = (self.subject.model(x)[name] * factors).sum()
+        (found,) = self.amp.grad(value, x, loss_id=loss)
+        scale, computes = self.oracle.scales[loss], self.config.computes(name)
+        arrives = self.config.dtype if self.config.level in ("O2", "O3") else computes
+        output = rounded(rounded(array(factors) * scale.now, "float32"), arrives)
+        expected = rounded(rounded(_product(output, self.seen(name)), computes), arrives) / scale.now
+        assert np.array_equal(array(found), expected, equal_nan=True)
+        if scale.now != 1.0 or scale.moves:
+            overflowed = not np.isfinite(expected).all()
+            self.oracle.on_the_way[loss] = self.oracle.on_the_way.get(loss, False) or overflowed
+
+    # What is trained, and how fast -----------------------------------------------------------------------------
+
+    @rule(name=names, trains=st.booleans())
+    def freeze(self, name, trains):
+        self.subject.param(name).requires_grad_(trains)
+        self.oracle.weights[name].trains = trains
+
+    @rule(number=some, lr=st.sampled_from([0.0, 2.0**-6, 2.0**-4, 0.01]), as_tensor=st.booleans())
+    def change_learning_rate(self, number, lr, as_tensor):
+        groups, _ = self.chosen(number)
+        for group, optimizer in zip(self.oracle.groups, self.subject.optimizers, strict=True):
+            if any(group is each for each in groups):
+                for options in optimizer.param_groups:
+                    options["lr"] = torch.tensor(lr) if as_tensor and self.config.library == "mezzo" else lr
+                rounds = as_tensor and self.config.library == "mezzo"
+                group.lr = dict.fromkeys(group.lr, float(np.float32(lr)) if rounds else lr)
+
+    @precondition(lambda self: self.oracle.owner("late.weight") is None and not self.oracle.is_open)
+    @rule(number=st.integers(0, 1))
+    def add_group(self, number):
+        assume(self.subject.param("late.weight").grad is None)
+        number %= len(self.oracle.groups)
+        self.subject.add_late(number)
+        self.oracle.add("late.weight", number, *self.config.stored("late.weight"))
+
+
+def _product(output, weight):
+    """Rows of a weight, picked by a matrix with one entry, so that infinity times zero is not summed up."""
+    return np.array([sum((o * weight[i] for i, o in enumerate(row) if o), np.zeros(weight.shape[1])) for row in output])

@@ -1,0 +1,317 @@
+"""The training loop as rules of a state machine, and what must hold after each of them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mezzo.errors import MezzoError, NumericsError
+
+from .near import rounded, spacing
+from .subject import LOW, Config, Subject, array, fresh_weights
+
+VALUES = (0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
+WIDTHS = (1.0, 0.5, 2.0, 4.0)
+SCALES = ("", "none", "64", "dynamic(init=256,interval=2)", "dynamic(init=32768,interval=1)")
+ROWS = 6  # of all layers, where none is wide
+#: Window sums stay whole multiples of 1/2 within eight bits, which every format adds without rounding.
+MOST_CALLS = 4
+
+passes = st.fixed_dictionaries(
+    {
+        "values": st.lists(st.sampled_from(VALUES), min_size=2 * ROWS, max_size=2 * ROWS),
+        "widths": st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)),
+        "kind": st.sampled_from(["plain", "plain", "plain", "first.weight", "second.weight", "inf loss", "inf input"]),
+    }
+)
+clearings = st.sampled_from([who + how for who in ("session", "optimizers", "model") for how in ("", " zeros")])
+some = st.sampled_from([None, None, 0, 1])  # all optimizers, or one of them
+
+
+@st.composite
+def configs(draw):
+    level, dtype = draw(st.sampled_from(["O2", "O1", "O3", "O0"])), draw(st.sampled_from(LOW))
+    library = draw(st.sampled_from(["mezzo", "torch", "fused"]))
+    rules = ["AdamW", "SGD", "Adam", "Lion"] if library == "mezzo" else ["AdamW", "SGD"]
+    master = draw(st.sampled_from(["split", "full"])) if level == "O2" else None
+    config = Config(
+        level=level, dtype=dtype, library=library, rule=draw(st.sampled_from(rules)), master=master,
+        rounding=draw(st.sampled_from(["nearest", "stochastic", "kahan"])) if master is None else "nearest",
+        state_dtype=draw(st.sampled_from(["float32", "float32", "bfloat16"])),
+        apart=draw(st.booleans()), pinned=draw(st.booleans()), scale=draw(st.sampled_from(SCALES)),
+        losses=draw(st.sampled_from([1, 2])), clip=draw(st.sampled_from([None, 1.0])),
+        on_overflow=draw(st.sampled_from(["skip", "skip", "raise"])),
+        wide=library == "mezzo" and draw(st.integers(0, 15)) == 15,
+    )  # fmt: skip
+    return config if config.is_promised else Config(**{**vars(config), "scale": ""})
+
+
+class Loop(RuleBasedStateMachine):
+    """A session and its oracle in a training loop: forward, backward, unscale_, step, zero_grad."""
+
+    @initialize(config=configs(), seed=st.integers(0, 3))
+    def begin(self, config, seed):
+        weights = fresh_weights(config, seed)
+        self.subject = Subject(config, weights)
+        self.oracle = self.subject.oracle()
+        for name, weight in self.oracle.weights.items():
+            kept = weights[name] if weight.keeps_all else rounded(weights[name], weight.dtype)
+            # Kahan's compensation is for updates, and split storage counts to 2^-40 below FP16's 2^-16.
+            error = spacing(kept, weight.dtype) / 2 if weight.form == "kahan" else 0.0
+            error = 2.0**-40 if weight.form == "split" and weight.dtype == "float16" else error
+            assert (np.abs(weight.exact - kept) <= error).all(), f"{name} was not taken over whole"
+
+    @property
+    def amp(self):
+        return self.subject.amp
+
+    @property
+    def config(self):
+        return self.subject.config
+
+    def chosen(self, number):
+        """Groups and optimizers that a call is for, and what to pass."""
+        if number is None:
+            return self.oracle.groups, None
+        number %= len(self.oracle.groups)
+        return [self.oracle.groups[number]], self.subject.optimizers[number]
+
+    def refused(self, call, *words):
+        """A call raises one of mezzo's errors, and nothing at all has changed."""
+        before = self.subject.bits()
+        with pytest.raises(MezzoError) as caught:
+            call()
+        assert all(word in str(caught.value) for word in words), caught.value
+        assert self.subject.bits() == before, f"refused, and yet something changed: {caught.value}"
+
+    # Forward and backward ------------------------------------------------------------------------------------
+
+    def outputs(self, widths):
+        """Run the model on a diagonal batch, whose outputs are the weights themselves, each times a power of two."""
+        outputs = self.subject.model(torch.diag(torch.tensor(widths)))
+        self.check_outputs(outputs, widths)
+        return outputs
+
+    def check_outputs(self, outputs, widths):
+        if not np.isfinite(widths).all():
+            return
+        for name, output in outputs.items():
+            expected = rounded(self.seen(name) * np.array(widths), self.config.computes(name))
+            if self.config.level in ("O2", "O3"):
+                expected = rounded(expected, self.config.dtype)
+            assert np.array_equal(array(output).T, expected), f"the forward pass reads other weights: {name}"
+
+    def seen(self, name):
+        """What a layer computes with."""
+        return rounded(self.oracle.weights[name].low, self.config.computes(name))
+
+    @rule(widths=st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)), trains=st.booleans())
+    def forward(self, widths, trains):
+        with torch.set_grad_enabled(trains), self.amp.autocast():
+            self.outputs(widths)
+
+    def window_calls(self):
+        return max((group.window.calls for group in self.oracle.groups if group.window), default=0)
+
+    @precondition(lambda self: self.window_calls() < MOST_CALLS)
+    @rule(batch=passes, number=some, loss=st.integers(0, 1))
+    def backward(self, batch, number, loss):
+        loss %= self.config.losses
+        groups, optimizers = self.chosen(number)
+        value, gradients, finite = self.loss(batch, loss)
+        trains = any(self.oracle.weights[name].trains for group in groups for name in group.members)
+        if not value.requires_grad or (len(groups) < len(self.oracle.groups) and not trains):
+            self.refused(lambda: self.amp.backward(value, optimizers, loss_id=loss), "gradient")
+            return
+        self.amp.backward(value, optimizers, loss_id=loss)
+        self.oracle.begin(loss, groups, finite=finite)
+        self.oracle.accumulate(groups, gradients)
+
+    @precondition(lambda self: self.window_calls() == 0)
+    @rule(passed=st.lists(st.tuples(passes, some, st.integers(0, 1)), min_size=2, max_size=MOST_CALLS))
+    def micro_batches(self, passed):
+        for batch, number, loss in passed:
+            self.backward(batch, number, loss)
+
+    def loss(self, batch, loss):
+        """A loss whose gradients are exactly the drawn values: its own value, and what it must leave behind."""
+        widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
+        values, rows, terms, gradients = iter(batch["values"]), 0, [], {}
+        scale = self.oracle.scales[loss].now
+        with self.amp.autocast():
+            outputs = self.outputs(widths)
+            for name, (rows, columns) in self.config.shapes.items():
+                drawn = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
+                drawn = np.resize(drawn, (rows, columns))
+                factors = drawn / np.array(batch["widths"])
+                if batch["kind"] == name:
+                    factors[:] = 2.0**127
+                output = outputs[name]
+                terms.append((torch.from_numpy(factors.T).float() * (output - output.detach())).sum())
+                gradients[name] = self.gradient(name, factors, np.array(widths), scale)
+            value = sum(terms) + (float("inf") if batch["kind"] == "inf loss" else 0.0)
+        trained = {name: gradient for name, gradient in gradients.items() if self.oracle.weights[name].trains}
+        return value, trained, batch["kind"] not in ("inf loss", "inf input")
+
+    def gradient(self, name, factors, widths, scale):
+        """The gradient that formats leave of a loss times its scale."""
+        computes = self.config.computes(name)
+        arrives = self.config.dtype if self.config.level in ("O2", "O3") else computes
+        output = rounded(rounded(factors * scale, "float32"), arrives)
+        return rounded(output @ np.diag(widths), computes)
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    @rule(number=some, clear=st.one_of(st.just("late"), clearings), schedules=st.booleans())
+    def step(self, number, clear, schedules):
+        groups, optimizers = self.chosen(number)
+        groups = [group for group in groups if group.window is not None]
+        if not groups:
+            self.refused(lambda: self.amp.step(optimizers), "step() before backward()")
+            return
+        if not any(group.gradients or group.window.aside for group in groups):
+            self.refused(lambda: self.amp.step(optimizers), "no parameter has a gradient")
+            return
+        called = []
+        scheduler = (lambda: called.append(1)) if schedules else None
+        result = self.take_step(groups, lambda: self.amp.step(optimizers, scheduler=scheduler))
+        assert called == [1] * (schedules and result is not None and not bool(result.skipped))
+        self.clear_after(groups, clear)
+
+    def take_step(self, groups, call):
+        """Step the program and the oracle, and compare."""
+        carried = [group.window.carried for group in groups if group.window.carried]
+        verdict = self.oracle.step(groups)
+        if verdict.skipped and self.config.on_overflow == "raise":
+            with pytest.raises(NumericsError, match="the gradients are not finite"):
+                call()
+            return None
+        result = call()
+        assert bool(result.skipped) == verdict.skipped
+        if not verdict.skipped:
+            assert float(result.grad_norm) == pytest.approx(verdict.norm, rel=2**-20)
+        if len({(c.loss, c.scale) for c in carried}) == 1 and {s.loss for s in verdict.shares} == {carried[0].loss}:
+            assert float(result.scale) == carried[0].scale
+            assert float(result.next_scale) == self.oracle.scales[carried[0].loss].now
+        self.adopt(verdict.updates)
+        return result
+
+    def adopt(self, updates):
+        """Hold what an update made against what it may make, and go on from there."""
+        for name, update in updates.items():
+            weight = self.oracle.weights[name]
+            weight.count += 1
+            exact, low = self.subject.exact(name), array(self.subject.param(name))
+            moments, _ = self.subject.states(name)
+            expected = update.exact
+            if weight.form in ("plain", "torch"):
+                expected = expected.stored(weight.dtype)
+            elif weight.form == "stochastic":
+                expected = expected.stored(weight.dtype, spacings=1.0)
+            elif weight.form == "kahan":
+                half = spacing(np.abs(expected.value) + expected.error, weight.dtype) / 2
+                expected = type(expected)(expected.value, expected.error + spacing(half, weight.dtype))
+            elif weight.form == "split" and weight.dtype == "float16":
+                expected = type(expected)(expected.value, expected.error + 2.0**-40)
+            assert expected.holds(exact).all(), f"{name}: {exact} for {expected.value} ± {expected.error}"
+            for key, moment in update.states.items():
+                if self.config.library == "mezzo" and self.config.state_dtype == "bfloat16":
+                    moment = moment.stored("bfloat16", spacings=1.0)
+                elif weight.form == "torch":
+                    moment = moment.stored(weight.dtype)
+                assert moment.holds(moments[key]).all(), f"{name}.{key}: {moments[key]} for {moment.value}"
+            weight.exact, weight.states, weight.pending = exact, moments, None
+            weight.low = low if weight.form == "kahan" else weight.round(exact)
+        for group in self.oracle.groups:
+            if any(name in updates for name in group.members):
+                for weight in (self.oracle.weights[name] for name in group.members):
+                    if weight.pending:
+                        weight.exact, weight.pending = weight.taken_over(), None
+                        weight.low = weight.round(weight.exact)
+
+    def clear_after(self, groups, how):
+        carried = self.config.start().now != 1.0
+        left = any(self.grads(name) for group in groups for name in group.members)
+        if how == "late" and left and carried and self.config.losses == 1 and not self.oracle.is_open:
+            # What the step left is unscaled, or used up: the next gradients cannot be added to it.
+            with self.amp.autocast():
+                value = sum(output.float().sum() for output in self.outputs((1.0, 1.0)).values())
+            self.refused(lambda: self.amp.backward(value), "the last step's gradients are still there")
+        self.clear("session" if how == "late" else how)
+
+    @rule(how=clearings)
+    def clear(self, how):
+        """Forget the gradients, in any of the ways that torch has: wherever the session keeps parts of them."""
+        who, _, zeros = how.partition(" ")
+        # The model knows nothing of what lies with masters, or aside, from earlier backward passes.
+        assume(who != "model" or self.window_calls() < 2)
+        if who == "session":
+            self.amp.zero_grad(set_to_none=not zeros)
+            self.oracle.zero_grad()
+        elif who == "optimizers":
+            for optimizer in self.subject.optimizers:
+                optimizer.zero_grad(set_to_none=not zeros)
+        else:
+            self.subject.model.zero_grad(set_to_none=not zeros)
+        for group in self.oracle.groups:
+            group.clear([name for name in group.members if zeros and self.grads(name)])
+
+    def grads(self, name):
+        """The gradients of a parameter and of its master, each tensor once."""
+        held = (self.subject.param(name).grad, self.subject.updated(name).grad)
+        return list({id(grad): grad for grad in held if grad is not None}.values())
+
+    @rule(number=some)
+    def unscale(self, number):
+        groups, optimizers = self.chosen(number)
+        groups = [group for group in groups if group.window is not None]
+        if not groups:
+            self.refused(lambda: self.amp.unscale_(optimizers), "unscale_() before backward()")
+            return
+        self.amp.unscale_(optimizers)
+        for group in groups:
+            group.settle()
+
+    # What must hold after each of them -------------------------------------------------------------------------
+
+    @invariant()
+    def agrees(self):
+        for name, weight in self.oracle.weights.items():
+            low, exact = array(self.subject.param(name)), self.subject.exact(name)
+            assert np.isfinite(low).all(), f"{name}: {low}"
+            # What an edit means for the other half may become true at once or later, at the next step at the latest.
+            if weight.pending == "remainder":
+                assert (np.abs(exact - low) <= spacing(low, weight.dtype) / 2).all(), (
+                    f"{name}: {exact} is not near {low}"
+                )
+                weight.exact, weight.pending = exact, None
+            if weight.pending == "low" and np.array_equal(exact, weight.taken_over()):
+                weight.exact = exact
+            if weight.pending == "exact" and np.array_equal(low, weight.round(weight.exact)):
+                weight.low, weight.pending = low, None
+            assert np.array_equal(low, weight.low), f"{name}: {low} is not {weight.low}"
+            assert np.array_equal(exact, weight.exact), f"{name}: {exact} is not {weight.exact}"
+            moments, count = self.subject.states(name)
+            for key, moment in moments.items():
+                assert np.array_equal(moment, weight.states.get(key, np.zeros(self.config.shapes[name]))), (
+                    f"{name}.{key}"
+                )
+            assert count is None or count == weight.count, f"{name}: {count} updates, and not {weight.count}"
+        for group in (group for group in self.oracle.groups if group.window is not None):
+            for name in set(group.members) - group.window.assigned:
+                grads = [array(grad) for grad in self.grads(name)]
+                assert bool(grads) == (name in group.gradients), f"{name}.grad"
+                if grads and np.isfinite(group.gradients[name]).all():
+                    assert np.array_equal(sum(grads), group.gradients[name]), f"{name}.grad"
+        self.agrees_on_scales()
+
+    def agrees_on_scales(self):
+        scales = [float(scale) for scale in self.amp.loss_scale.reshape(-1)]
+        assert scales == [scale.now for scale in self.oracle.scales]
+        for number, scale in enumerate(self.oracle.scales):
+            stats = self.amp.stats(number)
+            assert (stats.steps, stats.skipped) == (self.oracle.steps, self.oracle.skipped)
+            assert (stats.scale, stats.growths, stats.backoffs) == (scale.now, scale.growths, scale.backoffs)
+            assert (stats.lowest_scale, stats.highest_scale) == (scale.lowest, scale.highest)

@@ -1,0 +1,240 @@
+"""The session under test, built and read through what users call, and nothing else."""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+import mezzo
+
+from .oracle import BETA1, BETA2, DECAY, EPS, LR, MOMENTUM, Group, Oracle, Scale, Weight
+
+LOW = ("float16", "bfloat16")
+NAMES = ("first.weight", "second.weight", "late.weight")
+#: What mezzo's optimizers take to be worth kernels in C++ on a CPU, and a little more.
+WIDE = 1 + (1 << 15)
+STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+STATES["Lion"] = ("exp_avg",)
+
+
+class Net(nn.Module):
+    """Three layers side by side; the last is trained only once an optimizer is given it."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        for name, (rows, columns) in shapes.items():
+            self.add_module(name.partition(".")[0], nn.Linear(columns, rows, bias=False))
+
+    def forward(self, x):
+        return {name: self.get_submodule(name.partition(".")[0])(x) for name in NAMES}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One row of the table: policy × optimizer × options.
+
+    Attributes:
+        level, dtype: Of the policy.
+        library, rule: ``torch``, ``fused`` or ``mezzo``, and the optimizer's name.
+        master, rounding, state_dtype: Of mezzo's optimizers.
+        apart: Whether two optimizers share the layers out.
+        pinned: Whether the second layer is kept in FP32.
+        scale: The loss scale's text; empty for the level's own.
+        losses: How many losses have a scale.
+        clip: ``max_grad_norm``.
+        on_overflow: As the session takes it.
+        wide: Whether the second layer is large enough for other kernels.
+    """
+
+    level: str = "O2"
+    dtype: str = "bfloat16"
+    library: str = "mezzo"
+    rule: str = "AdamW"
+    master: str | None = "split"
+    rounding: str = "nearest"
+    state_dtype: str = "float32"
+    apart: bool = False
+    pinned: bool = False
+    scale: str = ""
+    losses: int = 1
+    clip: float | None = None
+    on_overflow: str = "skip"
+    wide: bool = False
+
+    @property
+    def shapes(self):
+        return {"first.weight": (2, 2), "second.weight": (WIDE if self.wide else 3, 2), "late.weight": (1, 2)}
+
+    @property
+    def policy(self):
+        if self.level == "O0":
+            return "O0" + (f",loss_scale={self.scale}" if self.scale else "")
+        text = f"{self.level},dtype={self.dtype}" + (f",loss_scale={self.scale}" if self.scale else "")
+        return text + (",fp32_module=second" if self.pinned and self.level != "O0" else "")
+
+    @property
+    def is_promised(self):
+        """Whether mezzo takes this combination; tests of what it refuses are elsewhere."""
+        half = self.level == "O3" and self.dtype == "float16"
+        return not (half and self.scale not in ("", "none", "1"))
+
+    def stored(self, name):
+        """The dtype of a parameter, and how its exact value is kept."""
+        if self.level in ("O0", "O1") or (self.pinned and name == "second.weight"):
+            return "float32", "plain"
+        if self.library != "mezzo":
+            return self.dtype, "master" if self.level == "O2" else "torch"
+        if self.level == "O2":
+            return self.dtype, self.master
+        form = {"nearest": "plain"}.get(self.rounding, self.rounding) if self.master is None else self.master
+        return self.dtype, form
+
+    def computes(self, name):
+        """The dtype of a layer's arithmetic."""
+        return "float32" if self.level == "O0" or (self.pinned and name == "second.weight") else self.dtype
+
+    def start(self):
+        """The loss scale before the first step."""
+        scale = self.scale or ("dynamic" if self.dtype == "float16" and self.level in ("O1", "O2") else "none")
+        if scale == "none":
+            return Scale()
+        if not scale.startswith("dynamic"):
+            return Scale("constant", float(scale))
+        options = dict(pair.split("=") for pair in scale.removeprefix("dynamic").strip("()").split(",") if pair)
+        return Scale("dynamic", float(options.get("init", 2.0**16)), int(options.get("interval", 2000)))
+
+    def optimizer(self, params):
+        adam = {"betas": (BETA1, BETA2), "eps": EPS, "weight_decay": DECAY}
+        options = {"Lion": {"betas": (BETA1, BETA2), "weight_decay": DECAY}, "AdamW": adam, "Adam": adam}
+        options = options.get(self.rule, {"momentum": MOMENTUM, "weight_decay": DECAY})
+        if self.library == "mezzo":
+            kept = {"master": self.master, "rounding": self.rounding, "state_dtype": self.state_dtype}
+            return getattr(mezzo.optim, self.rule)(params, lr=LR, **options, **kept)
+        return getattr(torch.optim, self.rule)(params, lr=LR, **options, fused=self.library == "fused" or None)
+
+
+class Subject:
+    """A model, its optimizers, and their session."""
+
+    def __init__(self, config, weights, *, late=None):
+        self.config = config
+        self.model = Net(config.shapes)
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(torch.from_numpy(weights[name]))
+        params = dict(self.model.named_parameters())
+        names = [["first.weight", "second.weight"]]
+        if config.apart:
+            names = [["first.weight"], ["second.weight"]]
+        self.members = names
+        self.optimizers = [config.optimizer([params[name] for name in each]) for each in names]
+        self.amp = None
+        self.begin(config)
+        if late is not None:
+            self.add_late(late)
+
+    def begin(self, config):
+        self.config = config
+        options = {"max_grad_norm": config.clip, "num_losses": config.losses, "on_overflow": config.on_overflow}
+        self.amp = mezzo.MixedPrecision(self.model, self.optimizers, config.policy, **options)
+
+    def oracle(self):
+        """What the promises say of a session just begun, over weights just read."""
+        weights = {}
+        for name, param in self.model.named_parameters():
+            dtype, form = self.config.stored(name)
+            form = form if self.owner(name) is not None else "loose"
+            weights[name] = Weight(dtype, form, self.exact(name), array(param), trains=param.requires_grad)
+        groups = [Group(list(each), self.config.rule, dict.fromkeys(each, LR)) for each in self.members]
+        scales = [self.config.start() for _ in range(self.config.losses)]
+        return Oracle(weights, groups, scales, self.config.clip)
+
+    def add_late(self, number):
+        self.optimizers[number].add_param_group({"params": [self.model.late.weight]})
+        self.members[number].append("late.weight")
+
+    def param(self, name):
+        return dict(self.model.named_parameters())[name]
+
+    # Reading -------------------------------------------------------------------------------------------------
+
+    def owner(self, name):
+        return next((o for o, each in zip(self.optimizers, self.members, strict=True) if name in each), None)
+
+    def updated(self, name):
+        """The tensor that the optimizer updates: the parameter, or its master."""
+        optimizer = self.owner(name)
+        names = next(each for each in self.members if name in each)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return dict(zip(names, params, strict=True))[name]
+
+    def exact(self, name):
+        optimizer = self.owner(name)
+        if optimizer is None:
+            return array(self.param(name))
+        if self.config.library == "mezzo":
+            return array(optimizer.master_of(self.param(name)))
+        return array(self.updated(name))
+
+    def states(self, name):
+        """The moments there are, and the count of updates, None where nobody counts."""
+        if (optimizer := self.owner(name)) is None:
+            return {}, None
+        state = optimizer.state.get(self.updated(name), {})
+        moments = {key: array(state[key]) for key in STATES[self.config.rule] if state.get(key) is not None}
+        return moments, int(state["step"]) if "step" in state else None
+
+    def bits(self):
+        """Everything there is to see, to the bit; looking changes nothing."""
+        seen = []
+        for name, param in self.model.named_parameters():
+            tensors = [param, param.grad]
+            if self.owner(name) is not None:
+                held = self.updated(name)
+                tensors += [held, held.grad, *dict(self.owner(name).state.get(held, {})).values()]
+            seen.append([param.requires_grad, *map(raw, tensors)])
+        groups = [
+            {k: v for k, v in group.items() if k != "params"} for o in self.optimizers for group in o.param_groups
+        ]
+        return seen, repr(groups), raw(self.amp.loss_scale), repr(self.amp.stats())
+
+    # Saving ----------------------------------------------------------------------------------------------------
+
+    def save(self):
+        states = {"model": self.model.state_dict(), "session": self.amp.state_dict()}
+        states |= {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
+        file = io.BytesIO()
+        torch.save(states, file)
+        return file.getvalue()
+
+    def read(self, saved):
+        return torch.load(io.BytesIO(saved), weights_only=True)
+
+    def load(self, saved, order):
+        states = self.read(saved)
+        parts = [("model", self.model), ("session", self.amp)]
+        parts += [(str(number), optimizer) for number, optimizer in enumerate(self.optimizers)]
+        for name, part in (parts[number] for number in order if number < len(parts)):
+            part.load_state_dict(states[name])
+
+
+def array(tensor):
+    return tensor.detach().to(torch.float64, copy=True).numpy()
+
+
+def raw(tensor):
+    """A tensor down to its bits; anything else as it prints."""
+    if not isinstance(tensor, torch.Tensor):
+        return repr(tensor)
+    return (
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.detach().clone().contiguous().flatten().view(torch.uint8).numpy().tobytes(),
+    )
+
+
+def fresh_weights(config, seed):
+    generator = np.random.default_rng(seed)
+    return {name: generator.uniform(-2, 2, shape).astype(np.float32) for name, shape in config.shapes.items()}
