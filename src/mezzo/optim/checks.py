@@ -66,16 +66,17 @@ def check_arguments(optimizer: object, others: Mapping[str, Any]) -> None:
         raise PolicyError.together(problems)
 
 
-def check_group(group: Mapping[str, Any]) -> None:
+def check_group(group: Mapping[str, Any], where: str = "") -> None:
     """Raise all that is wrong with the values of a parameter group.
 
     Args:
         group: With the defaults filled in. Its parameters are looked at where they are a list.
+        where: Which group it is, for the message.
 
     Raises:
         PolicyError: One message lists everything.
     """
-    if problems := list(_problems(group)):
+    if problems := list(_problems(group, where)):
         raise PolicyError.together(problems)
 
 
@@ -96,14 +97,15 @@ def ordered(params: Any) -> Any:
     return params
 
 
-def _problems(group: Mapping[str, Any]) -> Iterator[PolicyError]:
+def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
     for name, (least, example) in _LEAST.items():
         if not _is_number(group.get(name, 0.0), least, math.inf):
             why = "it is a finite number" + (f" from {least:g}" if math.isfinite(least) else "")
-            yield PolicyError(f"{name} is {group[name]!r}", why=why, write=f"{name}={example}")
+            yield PolicyError(f"{name} is {group[name]!r}", where=where, why=why, write=f"{name}={example}")
     betas = group.get("betas", (0.0, 0.0))
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b, 0.0, 1.0) for b in betas)):
-        yield PolicyError(f"betas are {betas!r}", why="each is from 0 to below 1", write="betas=(0.9, 0.999)")
+        why = "each is from 0 to below 1"
+        yield PolicyError(f"betas are {betas!r}", where=where, why=why, write="betas=(0.9, 0.999)")
     if group.get("nesterov") and (not group.get("momentum") or group.get("dampening")):
         yield PolicyError(
             "nesterov needs momentum and no dampening",

@@ -11,13 +11,13 @@ import torch
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.kernels import Blocked
-from mezzo.step.passes import Executor
+from mezzo.step.passes import Executor, NoKernel
 
 if TYPE_CHECKING:
     from mezzo.step.kernels.compiled import Compiled
     from mezzo.step.kernels.triton import Triton
 
-__all__ = ["executor_for"]
+__all__ = ["executor_for", "portable"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,21 @@ def executor_for(device: torch.device, elements: int) -> Executor:
         cpp = _cpp() if elements >= _WORTH_CPP else None
         return cpp or (_compiled(device) if elements >= _WORTH_COMPILING else _blocked())
     return _triton(device) if device.type == "cuda" and _has_triton() else _compiled(device)
+
+
+def portable(error: NoKernel) -> Executor:
+    """Return the executor that needs no compiler, in place of one that cannot build a kernel.
+
+    Args:
+        error: Why it cannot, for the log.
+    """
+    _say(str(error))
+    return _blocked()
+
+
+@functools.cache
+def _say(error: str) -> None:
+    logger.warning("optimizer steps go on block by block, since %s", error)
 
 
 @functools.cache

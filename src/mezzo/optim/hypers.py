@@ -36,11 +36,15 @@ class Hypers:
         self.tensors = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
         self._uploaded: dict[str, float] = {}
 
-    def upload(self, group: Mapping[str, Any]) -> None:
+    def upload(self, group: Mapping[str, Any], where: str = "") -> None:
         """Bring over what changed, without waiting for the device.
 
         Tensors in host memory count as the numbers that they hold, so that a graph captured meanwhile copies nothing
         from there.
+
+        Args:
+            group: The parameter group.
+            where: Which it is, for errors.
 
         Raises:
             PolicyError: A value that no update can work with was written to the group; nothing was uploaded of it.
@@ -53,6 +57,7 @@ class Hypers:
                 continue
             number: Any = float(value.detach().double().reshape(()).numpy()) if isinstance(value, Tensor) else value
             if name not in self._uploaded or self._uploaded[name] != number:
-                check_group({**group, "params": None, **({} if name.startswith("beta") else {name: number})})
-                self._uploaded[name] = float(number)  # of NumPy's, say
-                tensor.fill_(self._uploaded[name])
+                check_group({**group, "params": None, **({} if name.startswith("beta") else {name: number})}, where)
+                self._uploaded.pop(name, None)  # until it is there: an interrupt may come in between
+                tensor.fill_(float(number))  # of NumPy's, say
+                self._uploaded[name] = float(number)

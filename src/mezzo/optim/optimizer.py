@@ -5,26 +5,30 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from mezzo.errors import UnsupportedError
+from mezzo.errors import StateError, UnsupportedError
 from mezzo.optim.checks import check_group, check_unchanged, ordered
 from mezzo.optim.edits import Edits, take_over
-from mezzo.optim.executors import executor_for
+from mezzo.optim.executors import executor_for, portable
 from mezzo.optim.halves import HalvesOptimizer, Joined
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import Group
 from mezzo.optim.state import as_stored, plain_state
 from mezzo.scale.transfer import moved
-from mezzo.step.passes import Check, Cohort, Executor, Update, advance
+from mezzo.step.passes import Check, Cohort, Executor, NoKernel, Update
 from mezzo.step.runs import SHORT, packed, stands_alone
 from mezzo.step.storage import PLANES, Storage, storage
 from mezzo.step.update import Rule, rule
+from mezzo.step.whole import Call, Piece, Work
 
 __all__ = ["Group", "OnePassOptimizer", "Params"]
 
@@ -32,7 +36,7 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple
 _LOW = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Ready:
     """A cohort with its second pass, and the parameters it is for."""
 
@@ -56,6 +60,9 @@ class OnePassOptimizer(HalvesOptimizer):
     ``found_inf`` and ``grad_scale`` are attributes that :class:`mezzo.MixedPrecision` or ``torch.amp.GradScaler`` set
     for a step, as for torch's fused optimizers: 0-d tensors, whether to skip, and what to divide gradients by.
     Gradients themselves are never written.
+
+    Attributes:
+        updates: How many steps were taken or skipped since the optimizer was made.
     """
 
     _step_supports_amp_scaling = True
@@ -68,6 +75,7 @@ class OnePassOptimizer(HalvesOptimizer):
         self._edits = Edits()
         self._awaiting: set[Tensor] = set()  # weights whose remainder was loaded, and belongs to weights yet to come
         self._joined: Joined | None = None
+        self._start()
         check_group(defaults)
         super().__init__(ordered(params), defaults)
 
@@ -75,6 +83,7 @@ class OnePassOptimizer(HalvesOptimizer):
         """Restore a copied or unpickled optimizer, here or on another machine."""
         self._hypers, self._ready, self._executors, self._edits = {}, {}, {}, Edits()
         self._awaiting, self._joined = set(), None
+        self._start()
         super().__setstate__(state)
         for group in self.param_groups:
             for param in group["params"]:
@@ -82,6 +91,11 @@ class OnePassOptimizer(HalvesOptimizer):
                 if form.extra == "remainder" and form.extra in kept:
                     kept[form.extra] = as_stored(plain_state(kept)[form.extra], form)
         self._edits.see(self._with_masters())
+
+    def _start(self) -> None:
+        self._under_way = Work()
+        self._prepared: tuple[Tensor | None, Work] | None = None
+        self.updates = 0
 
     @abstractmethod
     def _options(self, group: Group) -> Iterator[str]:
@@ -107,6 +121,7 @@ class OnePassOptimizer(HalvesOptimizer):
             joined.own.append(own)
         self._complete()
 
+    @_disable_dynamo  # addresses and kernels of its own are nothing to trace: torch.compile breaks the graph here
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, or none, as ``found_inf`` says.
@@ -126,25 +141,88 @@ class OnePassOptimizer(HalvesOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.take_edits()
-        wanted = [self._wanted(number) for number in range(len(self.param_groups))]
-        gradients = (param.grad for group in wanted for param in group.params if param.grad is not None)
-        if not self.state and changes_nothing(self.param_groups, gradients):
+        self._refuse_half_way()
+        if not self.state and changes_nothing(self.param_groups, self._gradients()):
             # torch.distributed.checkpoint steps so to have state made; counted, it would be a step of the training.
+            for number in range(len(self.param_groups)):
+                self._wanted(number)
             self._make_state()
             return loss
-        ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
-        for device in {each.cohort.step.device for each in ready}:
-            here = [each for each in ready if each.cohort.step.device == device]
-            check = self._check(device)
-            advance({id(each.cohort.step): each.cohort.step for each in here}.values(), check.found_inf)
-            for each in here:
-                each.update([param.grad for param in each.params if param.grad is not None], check)
-                # Kernels write past autograd, which is to tell whoever kept a cast of the weight, or saved it.
-                increment_version(each.params)
-        self._edits.see(self._with_masters())
-        self._awaiting.clear()
+        for_whom, self._prepared = self._prepared, None
+        found_inf = getattr(self, "found_inf", None)
+        if for_whom is None or for_whom[0] is not found_inf or found_inf is None:
+            for_whom = found_inf, self._work(found_inf, getattr(self, "grad_scale", None))
+        self._under_way = for_whom[1]
+        self._under_way.finish()
         return loss
+
+    @torch.no_grad()
+    def prepare_step(self, found_inf: Tensor, grad_scale: Tensor | None, *, keep: bool) -> None:
+        """Raise all that the next step could refuse, and make ready what it needs; it is to be the next call.
+
+        Args:
+            found_inf: What ``found_inf`` will be set to.
+            grad_scale: What ``grad_scale`` will be set to.
+            keep: Whether nobody writes to gradients until then; hooks of others before the step may.
+        """
+        self._refuse_half_way()
+        prepared = found_inf, self._work(found_inf, grad_scale)
+        hooks = len(self._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
+        self._prepared = prepared if keep and hooks == 1 else None
+
+    @property
+    def is_half_way(self) -> bool:
+        """Whether an update was interrupted that could not be finished, and nothing was loaded since."""
+        return self._under_way.is_half_way
+
+    def _refuse_half_way(self) -> None:
+        if self.is_half_way:
+            raise StateError(
+                "an update was interrupted half-way",
+                where=f"{type(self).__name__}.step()",
+                why="some weights and moments are those of the next step, and some are not",
+                write="model.load_state_dict(…) and optimizer.load_state_dict(…) of the last checkpoint",
+            )
+
+    def _work(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> Work:
+        """Return a step as work of which nothing is done yet; whatever can be refused is refused here."""
+        wanted = [self._wanted(number) for number in range(len(self.param_groups))]
+        self.take_edits()
+        ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
+        work = Work()
+        counts: list[tuple[Tensor, Tensor]] = []
+        for device in {each.cohort.step.device for each in ready}:
+            check = _check(device, found_inf, grad_scale)
+            here = [each for each in ready if each.cohort.step.device == device]
+            next_of = {id(each.cohort.step): (each.cohort.step, each.cohort.step + ~check.found_inf) for each in here}
+            counts += next_of.values()
+            for each in here:
+                gradients = [param.grad for param in each.params if param.grad is not None]
+                work.add(*self._pieces(each, gradients, check, next_of[id(each.cohort.step)][1]))
+        params = [param for each in ready for param in each.params]
+        updates = self.updates + 1
+
+        def count() -> list[Call]:
+            # Kernels write past autograd, which is to tell whoever kept a cast of the weight, or saved it.
+            increment_version(params)
+            self._edits.see(self._with_masters())
+            self._awaiting.clear()
+            return [*(partial(step.copy_, new) for step, new in counts), partial(setattr, self, "updates", updates)]
+
+        work.add(count)
+        return work
+
+    def _pieces(self, ready: _Ready, gradients: list[Tensor], check: Check, step: Tensor) -> list[Piece]:
+        """Return a cohort's update, without kernels of its own where these cannot be built (any more)."""
+        try:
+            return ready.update.pieces(gradients, check, step)
+        except NoKernel as error:
+            ready.update = portable(error).prepare(ready.cohort)
+            return ready.update.pieces(gradients, check, step)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        params = (param for group in self.param_groups for param in group["params"])
+        return (param.grad for param in params if param.grad is not None)
 
     def take_edits(self, params: Iterable[Tensor] | None = None) -> None:
         """Let full masters take over weights that were changed in place since the last step, as a step does first.
@@ -175,17 +253,6 @@ class OnePassOptimizer(HalvesOptimizer):
         for (number, _), hypers in self._hypers.items():
             hypers.upload(self.param_groups[number])
 
-    def _check(self, device: torch.device) -> Check:
-        """Return what somebody else's first pass found, for one device."""
-        found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        one = torch.ones((), dtype=torch.float32, device=device)
-        return Check(
-            norms=one.new_empty(0),
-            grad_norm=one,
-            found_inf=one.eq(0) if found_inf is None else moved(found_inf, device, torch.bool).reshape(()),
-            multiplier=one if divisor is None else moved(divisor, device, torch.float32).reciprocal(),
-        )
-
     # What a step needs, kept from one to the next ------------------------------------------------------
 
     def _wanted(self, number: int) -> _Wanted:
@@ -214,7 +281,7 @@ class OnePassOptimizer(HalvesOptimizer):
         if known is None or known[0] != wanted.key:
             known = self._ready[number] = (wanted.key, list(self._built(number, wanted.params, wanted.rule)))
         for device in {each.cohort.step.device for each in known[1]}:
-            self._hypers[number, device].upload(self.param_groups[number])
+            self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
         return known[1]
 
     def _built(self, number: int, params: list[Tensor], update_rule: Rule) -> Iterator[_Ready]:
@@ -238,7 +305,11 @@ class OnePassOptimizer(HalvesOptimizer):
                 states=[tuple(self.state[param][name] for name in update_rule.states) for param in members],
                 seed=number,
             )
-            yield _Ready(members, cohort, self._executor(device).prepare(cohort))
+            try:
+                update = self._executor(device).prepare(cohort)
+            except NoKernel as error:
+                update = portable(error).prepare(cohort)
+            yield _Ready(members, cohort, update)
 
     def _rule_of(self, group: Group) -> Rule:
         return rule(self._rule, *self._options(group))
@@ -256,6 +327,7 @@ class OnePassOptimizer(HalvesOptimizer):
 
     def _begin_anew(self, halves: Iterable[Tensor]) -> None:
         self._awaiting = set(halves)
+        self._under_way.drop()
         self._ready.clear()
         self._hypers.clear()
         self._edits.see(self._with_masters())
@@ -309,3 +381,14 @@ class OnePassOptimizer(HalvesOptimizer):
     def _storage(self, group: Group, param: Tensor) -> Storage:
         planes = self._executor(param.device).planes(param.device)
         return storage(group["master"], param.dtype, rounding=group["rounding"], planes=planes)
+
+
+def _check(device: torch.device, found_inf: Tensor | None, divisor: Tensor | None) -> Check:
+    """Return what somebody else's first pass found, for one device."""
+    one = torch.ones((), dtype=torch.float32, device=device)
+    return Check(
+        norms=one.new_empty(0),
+        grad_norm=one,
+        found_inf=one.eq(0) if found_inf is None else moved(found_inf, device, torch.bool).reshape(()),
+        multiplier=one if divisor is None else moved(divisor, device, torch.float32).reciprocal(),
+    )

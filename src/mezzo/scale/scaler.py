@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,6 +104,15 @@ class Scaler:
         if self.state.scale is before.scale:
             # A tensor of its own for each step, by which gradients of one step are told from those of the next.
             self.state = replace(self.state, scale=before.scale.clone())
+
+    def remembering(self) -> Callable[[], None]:
+        """Return what brings back what is known now, so that an update can begin again."""
+        state, last = self.state, self._last
+
+        def restore() -> None:
+            self.state, self._last = state, last
+
+        return restore
 
     # In a captured graph ----------------------------------------------------------------------------------
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from mezzo.errors import NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale, ScaleState
 from mezzo.scale.config import as_float32
 from mezzo.scale.transfer import moved
+from mezzo.step.whole import Call, at_once
 
 __all__ = ["Accounts", "Outcome", "Stats"]
 
@@ -76,7 +77,7 @@ class Outcome:
         return [self.skipped, self.loss_failed, *scales]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Scale:
     """One loss scale's history on the host."""
 
@@ -86,12 +87,24 @@ class _Scale:
     growths: int = 0
     backoffs: int = 0
 
+    def moved(self, scale: float) -> _Scale:
+        grew = scale > self.now
+        lowest, highest = min(self.lowest, scale), max(self.highest, scale)
+        return _Scale(scale, lowest, highest, self.growths + grew, self.backoffs + (not grew))
+
+
+class _Noted(NamedTuple):
+    """What an answer changes, in one go, and what is to be said of it then."""
+
+    calls: list[Call]
+    then: Callable[[], None]
+
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """Answers on their way to the host: tensors in pinned memory, there once the event has passed."""
 
-    answers: list[tuple[Callable[[Tensor], None], Tensor]]
+    answers: deque[tuple[Callable[[Tensor], _Noted], Tensor]]
     event: torch.Event
 
 
@@ -121,7 +134,7 @@ class Accounts:
         self._lost: list[str] = []  # weights that were not finite at the first of these failures
         self._steps = self._skipped = 0
         self._recent: deque[bool] = deque(maxlen=config.interval)
-        self._waiting: list[tuple[Callable[[Tensor], None], Tensor]] = []  # who is to be told what
+        self._waiting: list[tuple[Callable[[Tensor], _Noted], Tensor]] = []  # who is to be told what
         self._flying: deque[_Flight] = deque()
         self._stream: torch.Stream | None = None  # of the last step
         self._failure: NumericsError | None = None
@@ -142,23 +155,29 @@ class Accounts:
             outcome: The outcome.
             packed: What :meth:`packed` returned of it, if a graph did that: its next replay writes there again.
         """
+        _take(self.noted(outcome, packed))
+
+    def noted(self, outcome: Outcome, packed: Tensor | None = None) -> _Noted:
+        """Return what takes an outcome, in one go, and what is to be called then; arguments as of :meth:`note`."""
         if outcome.skipped.device.type == "cpu":
             # Through numpy: on the host already, so that nothing is asked of a device.
-            if packed is None:
-                self._count(outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.norms)
-            else:
-                self._count_packed(outcome, packed)
-            return
-        told = functools.partial(self._count_packed, outcome)
-        self._waiting.append((told, self.packed(outcome) if packed is None else packed.clone()))
-        self._stream = torch.accelerator.current_stream(outcome.skipped.device)
+            if packed is not None:
+                return self._counted_packed(outcome, packed)
+            return self._counted(outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.norms)
+        told = partial(self._counted_packed, outcome)
+        answer = told, self.packed(outcome) if packed is None else packed.clone()
+        stream = torch.accelerator.current_stream(outcome.skipped.device)
+        calls: list[Call] = [partial(self._waiting.append, answer), partial(setattr, self, "_stream", stream)]
+        return _Noted(calls, self._send_if_due)
+
+    def _send_if_due(self) -> None:
         if self._config.patience is not None or len(self._waiting) >= _TOGETHER:
             self._send()
 
-    def _ask(self, there: Tensor, told: Callable[[Tensor], None]) -> None:
+    def _ask(self, there: Tensor, told: Callable[[Tensor], _Noted]) -> None:
         """Tell somebody what a tensor holds once it has arrived on the host: at once, if it is there."""
         if there.device.type == "cpu":
-            told(there)
+            _take(told(there))
         else:
             self._waiting.append((told, there))
             self._send()
@@ -207,8 +226,8 @@ class Accounts:
     def _send(self) -> None:
         if not self._waiting:
             return
-        waiting, self._waiting = self._waiting, []
-        answers: list[tuple[Callable[[Tensor], None], Tensor]] = []
+        waiting = list(self._waiting)
+        answers: deque[tuple[Callable[[Tensor], _Noted], Tensor]] = deque()
         # Steps may run on another stream than whoever asks for the account, and on another device than the current one.
         stream = torch.accelerator.current_stream(waiting[0][1].device)
         if self._stream is not None and self._stream != stream:
@@ -219,52 +238,75 @@ class Accounts:
             answers.append((told, host.copy_(there, non_blocking=True)))
         event = torch.Event(waiting[0][1].device)
         event.record(stream)
-        self._flying.append(_Flight(answers, event))
+        flight = _Flight(answers, event)
+        at_once(partial(self._flying.append, flight), partial(self._waiting.__delitem__, slice(len(waiting))))
 
     def _land(self) -> None:
         while self._flying:
             self._land_one()
 
     def _land_one(self) -> None:
-        flight = self._flying.popleft()
+        flight = self._flying[0]
         flight.event.synchronize()
-        for told, host in flight.answers:
-            told(host)
+        while flight.answers:
+            told, host = flight.answers[0]
+            calls, then = told(host)
+            at_once(*calls, flight.answers.popleft)
+            then()
+        self._flying.popleft()
 
-    def _count_packed(self, outcome: Outcome, host: Tensor) -> None:
+    def _counted_packed(self, outcome: Outcome, host: Tensor) -> _Noted:
         count = len(outcome.numbers())
-        self._count(outcome, host.numpy()[:count].tolist(), host[count:])
+        return self._counted(outcome, host.numpy()[:count].tolist(), host[count:])
 
-    def _count(self, outcome: Outcome, numbers: list[float], norms: Tensor) -> None:
+    def _counted(self, outcome: Outcome, numbers: list[float], norms: Tensor) -> _Noted:
         skipped, loss_failed, *rest = numbers
-        self._steps += 1
-        self._skipped += bool(skipped)
-        self._recent.append(bool(skipped))
-        self._failure = None
-        self._count_forward(bool(skipped and loss_failed))
+        step = self._steps + 1
+        failures = self._forward_failures + 1 if skipped and loss_failed else 0
+        scales, failure, moves = list(self._scales), self._forward_failure(step, failures), list[Callable[[], None]]()
         for loss_id, scale, floor_overflows in zip(outcome.scales, rest[::2], rest[1::2], strict=True):
-            self._move(loss_id, scale)
+            if scale != scales[loss_id].now:
+                moves.append(partial(self._say_move, loss_id, scales[loss_id].now, scale, step))
+                scales[loss_id] = scales[loss_id].moved(scale)
             if self._config.patience is not None and floor_overflows >= self._config.patience:
-                self._failure = self._collapse(loss_id, scale, int(floor_overflows), outcome.params, norms)
+                failure = self._collapse(loss_id, scale, step, int(floor_overflows), outcome.params, norms)
+        new = {
+            "_steps": step,
+            "_skipped": self._skipped + bool(skipped),
+            "_forward_failures": failures,
+            "_scales": scales,
+            "_failure": failure,
+        }
 
-    def _count_forward(self, failed: bool) -> None:
-        """Follow steps whose loss is not finite: they leave the scale alone, and no scale can cure them."""
-        self._forward_failures = self._forward_failures + 1 if failed else 0
-        if self._forward_failures == 1:
-            scale = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
-            logger.warning("the loss of step %d is not finite: skipped%s", self._steps, scale)
-            self._look_at_weights()
-        if self._config.patience is not None and self._forward_failures >= self._config.patience:
-            self._failure = NumericsError(
-                f"the loss was not finite for {self._forward_failures} steps in a row",
-                where=f"step {self._steps}" + (f", {_lost_weights(self._lost)}" if self._lost else ""),
-                why="every forward pass reads these weights, and skipped steps cannot mend them"
-                if self._lost
-                else "the forward pass or the data overflowed, which no loss scale can cure",
-                write=_AFTER_LOST_WEIGHTS
-                if self._lost
-                else 'MixedPrecision(…, on_overflow="explain"), which says where it began',
-            )
+        def then() -> None:
+            if failures == 1:
+                self._say_forward_failure(step)
+                self._failure = self._forward_failure(step, failures) or failure  # which names weights, if known by now
+            for say in moves:
+                say()
+
+        return _Noted([partial(self._recent.append, bool(skipped)), partial(vars(self).update, new)], then)
+
+    def _say_forward_failure(self, step: int) -> None:
+        scale = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
+        logger.warning("the loss of step %d is not finite: skipped%s", step, scale)
+        self._look_at_weights()
+
+    def _forward_failure(self, step: int, failures: int) -> NumericsError | None:
+        """Build the error of steps whose loss is not finite: they leave the scale alone, and no scale can cure them."""
+        if self._config.patience is None or failures < self._config.patience:
+            return None
+        lost = self._lost
+        return NumericsError(
+            f"the loss was not finite for {failures} steps in a row",
+            where=f"step {step}" + (f", {_lost_weights(lost)}" if lost else ""),
+            why="every forward pass reads these weights, and skipped steps cannot mend them"
+            if lost
+            else "the forward pass or the data overflowed, which no loss scale can cure",
+            write=_AFTER_LOST_WEIGHTS
+            if lost
+            else 'MixedPrecision(…, on_overflow="explain"), which says where it began',
+        )
 
     def _look_at_weights(self) -> None:
         """Find out whether weights themselves are not finite: no later step can then succeed."""
@@ -272,36 +314,32 @@ class Accounts:
         weights = {f"{name} ({str(w.dtype).removeprefix('torch.')})": w for name, w in self._weights()}
         finite = [weight.isfinite().all() for weight in weights.values()]
         device = next((flag.device for flag in finite if flag.device.type != "cpu"), finite[0].device)
-        self._ask(
-            torch.stack([moved(flag, device) for flag in finite]), functools.partial(self._tell_lost, list(weights))
-        )
+        self._ask(torch.stack([moved(flag, device) for flag in finite]), partial(self._tell_lost, list(weights)))
 
-    def _tell_lost(self, names: list[str], finite: Tensor) -> None:
-        self._lost = [name for name, ok in zip(names, finite.numpy(), strict=True) if not ok]
-        if self._lost:
-            logger.warning("%s: skipped steps cannot mend them; %s", _lost_weights(self._lost), _AFTER_LOST_WEIGHTS)
+    def _tell_lost(self, names: list[str], finite: Tensor) -> _Noted:
+        lost = [name for name, ok in zip(names, finite.numpy(), strict=True) if not ok]
 
-    def _move(self, loss_id: int, scale: float) -> None:
-        history = self._scales[loss_id]
-        if scale == history.now:
-            return
+        def then() -> None:
+            if lost:
+                logger.warning("%s: skipped steps cannot mend them; %s", _lost_weights(lost), _AFTER_LOST_WEIGHTS)
+
+        return _Noted([partial(setattr, self, "_lost", lost)], then)
+
+    def _say_move(self, loss_id: int, before: float, scale: float, step: int) -> None:
         which = f" of loss {loss_id}" if len(self._scales) > 1 else ""
-        grew = scale > history.now
+        grew = scale > before
         at_floor = not grew and scale == as_float32(self._config.floor)
         logger.info(
             "loss scale%s %.6g → %.6g after step %d%s",
             which,
-            history.now,
+            before,
             scale,
-            self._steps,
+            step,
             "" if grew else ", which overflowed; this is its floor" if at_floor else ", which overflowed",
         )
-        history.growths += grew
-        history.backoffs += not grew
-        history.now, history.lowest, history.highest = scale, min(history.lowest, scale), max(history.highest, scale)
 
     def _collapse(
-        self, loss_id: int, scale: float, overflows: int, params: list[Tensor], norms: Tensor
+        self, loss_id: int, scale: float, step: int, overflows: int, params: list[Tensor], norms: Tensor
     ) -> ScaleCollapsed:
         bad = [self._name_of(p) for p, norm in zip(params, norms.numpy(), strict=True) if not math.isfinite(norm)]
         guilty = (
@@ -312,7 +350,7 @@ class Accounts:
         which = f"loss {loss_id}, " if len(self._scales) > 1 else ""
         return ScaleCollapsed(
             f"the loss scale collapsed: {overflows} overflows in a row at its floor, {scale:.6g}",
-            where=f"{which}step {self._steps}, {guilty}",
+            where=f"{which}step {step}, {guilty}",
             why="no scale makes these gradients finite: the overflow comes from the model, the loss or the data",
             write='MixedPrecision(…, on_overflow="explain"), which says where; or dtype=bfloat16, with FP32\'s range',
         )
@@ -349,9 +387,21 @@ class Accounts:
         self._recent.clear()
         self._recent.extend(mark == "X" for mark in state["recent"])
         if continued:
-            for scale, saved in zip(self._scales, state["scales"], strict=True):
-                scale.lowest, scale.highest = min(saved["lowest"], scale.now), max(saved["highest"], scale.now)
-                scale.growths, scale.backoffs = saved["growths"], saved["backoffs"]
+            self._scales = [
+                _Scale(
+                    scale.now,
+                    min(saved["lowest"], scale.now),
+                    max(saved["highest"], scale.now),
+                    saved["growths"],
+                    saved["backoffs"],
+                )
+                for scale, saved in zip(self._scales, state["scales"], strict=True)
+            ]
+
+
+def _take(noted: _Noted) -> None:
+    at_once(*noted.calls)
+    noted.then()
 
 
 def _lost_weights(names: list[str]) -> str:

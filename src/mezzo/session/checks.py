@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -18,15 +19,22 @@ from mezzo.step.master import held_state
 __all__ = [
     "check_loss",
     "check_loss_id",
+    "check_numbers",
     "check_session",
     "checked_schedulers",
     "chosen",
     "models_and_optimizers",
     "only",
     "overflowed",
+    "unknown_reaction",
+    "wrong_norm",
 ]
 
 _ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy): models first, then optimizers"
+#: Hyper-parameters that torch's optimizers have, and that no one means to be infinite.
+_FINITE: Final = frozenset(
+    ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "rho", "lambd", "lr_decay", "etas")
+)
 ON_OVERFLOW: Final = ("skip", "explain", "raise")
 
 
@@ -83,22 +91,14 @@ def check_session(
         problems.append(PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once"))
     if device is not None:
         problems += _absent_device(device)
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
-        problems.append(
-            PolicyError(
-                f"max_grad_norm is {max_grad_norm!r}",
-                why="a norm to clip to is positive",
-                write="max_grad_norm=1.0",
-            )
-        )
+    problems += wrong_norm(max_grad_norm)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         problems.append(
             PolicyError(
                 f"num_losses is {num_losses!r}", why="each loss has one scale, from 1 loss on", write="num_losses=2"
             )
         )
-    if on_overflow not in ON_OVERFLOW:
-        problems.append(PolicyError(f"unknown on_overflow {on_overflow!r}", why=nearest(str(on_overflow), ON_OVERFLOW)))
+    problems += unknown_reaction(on_overflow)
     if not problems:
         problems += _foreign_params(models, optimizers)
         problems += _taken(optimizers)
@@ -109,6 +109,63 @@ def check_session(
             problems += _lost_state(models, optimizers, policy)
     if problems:
         raise type(problems[0]).together(problems)
+
+
+def wrong_norm(value: Any) -> Iterator[PolicyError]:
+    """Yield what is wrong with a norm to clip to; ``None`` clips nothing, and neither does infinity."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (number and value > 0):
+        yield PolicyError(
+            f"max_grad_norm is {value!r}",
+            why="a norm to clip to is positive",
+            write="max_grad_norm=1.0; None does not clip",
+        )
+
+
+def unknown_reaction(value: Any) -> Iterator[PolicyError]:
+    """Yield what is wrong with a reaction to overflows."""
+    if value not in ON_OVERFLOW:
+        yield PolicyError(f"unknown on_overflow {value!r}", why=nearest(str(value), ON_OVERFLOW))
+
+
+def check_numbers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse a hyper-parameter that is not finite, which would spoil all weights, before a step writes anything.
+
+    mezzo's optimizers look at theirs by themselves. A tensor is read where that is free, in host memory; one on an
+    accelerator is not, since the host would have to wait for it.
+
+    Raises:
+        PolicyError: With the optimizer, the group and the key; one message lists everything.
+    """
+    problems = [
+        PolicyError(
+            f"{name} is {value!r}",
+            where=f"{type(optimizer).__name__}, group {number}",
+            why="no weight would be finite after the step; nothing was updated",
+            write=f'optimizer.param_groups[{number}]["{name}"] = a finite number',
+        )
+        for optimizer in optimizers
+        if not isinstance(optimizer, OnePassOptimizer)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params" and not _is_usable(name, value)
+    ]
+    if problems:
+        raise PolicyError.together(problems)
+
+
+def _is_usable(name: str, value: Any) -> bool:
+    kind = type(value)
+    if kind is bool or kind is int or value is None:
+        return True
+    if kind is tuple or kind is list:
+        return all(_is_usable(name, each) for each in value)
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.numel() != 1 or not value.is_floating_point():
+            return True
+        value = float(value.detach().double().reshape(()).numpy())
+    # Some optimizers of others mean "no limit" by an infinity.
+    return not isinstance(value, float) or math.isfinite(value) or (name not in _FINITE and not math.isnan(value))
 
 
 def _foreign_params(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[PolicyError]:

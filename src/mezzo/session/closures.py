@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,44 +10,38 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-__all__ = ["Overflowed", "undone_on_overflow"]
+__all__ = ["Before", "Overflowed"]
 
 
 class Overflowed(Exception):  # noqa: N818 - it never leaves the session
     """An evaluation's gradients are not finite; caught by the session."""
 
 
-@contextmanager
-def undone_on_overflow(optimizer: Optimizer, params: list[Tensor], then: Callable[[], None] | None) -> Iterator[None]:
-    """Put weights, optimizer state and options back if the step fails, and swallow :class:`Overflowed`.
-
-    Whatever else is raised goes on to the caller, who finds everything as it was before the step.
+class Before:
+    """Weights, optimizer state and options as they were before a step.
 
     Args:
         optimizer: The optimizer that steps; one that it wraps, as SAM does, is put back with it.
         params: What it updates.
-        then: Called after everything is back in place, if given.
 
-    **Cost**: a copy of weights and optimizer state, for as long as the step runs.
+    **Cost**: a copy of weights and optimizer state.
     """
-    weights = [param.detach().clone() for param in params]
-    wrapped = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
-    before = [_Before(each) for each in (optimizer, *wrapped)]
-    try:
-        yield
-    except BaseException as error:
-        with torch.no_grad():
-            for param, weight in zip(params, weights, strict=True):
-                param.copy_(weight)
-            for each in before:
-                each.restore()
-        if then is not None:
-            then()
-        if not isinstance(error, Overflowed):
-            raise
+
+    def __init__(self, optimizer: Optimizer, params: list[Tensor]) -> None:
+        self._weights = [(param, param.detach().clone()) for param in params]
+        wrapped = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+        self._states = [_State(each) for each in (optimizer, *wrapped)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back; to do it twice is to do it once."""
+        for param, weight in self._weights:
+            param.copy_(weight)
+        for each in self._states:
+            each.restore()
 
 
-class _Before:
+class _State:
     """An optimizer's state and options as they were; tensors of its state get their values back in the same memory."""
 
     def __init__(self, optimizer: Optimizer) -> None:

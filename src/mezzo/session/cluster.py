@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.scale.transfer import moved
-from mezzo.session.gradients import dense, mark, multiply, norms, not_finite
+from mezzo.session.gradients import dense, mark, multiplications, norms, not_finite
 from mezzo.session.unscaled import Unscaled
 from mezzo.session.window import Carried, Share, Window
 from mezzo.step.master import MasterWeights
+from mezzo.step.whole import Call, at_once
 
 __all__ = ["Cluster", "clusters", "give_gradient", "gradient_dtypes", "regrouped"]
 
@@ -79,10 +82,13 @@ class Cluster:
         """Let gradients be summed, and unscaled, in FP32 where their parameters are the masters' high halves."""
         for param in self._stored():
             if hasattr(param, "grad_dtype") and param.grad_dtype != torch.float32:
-                gradient, param.grad = param.grad, None
-                param.grad_dtype = torch.float32
-                param.grad = None if gradient is None else gradient.float()
-                self._widened = True
+                wide = None if param.grad is None else param.grad.float()
+                at_once(
+                    partial(setattr, self, "_widened", True),
+                    partial(setattr, param, "grad", None),
+                    partial(setattr, param, "grad_dtype", torch.float32),
+                    partial(setattr, param, "grad", wide),
+                )
 
     def _narrow(self) -> None:
         """Let the first gradients of a window come as the backward pass makes them."""
@@ -159,28 +165,30 @@ class Cluster:
     def _set_aside(self, window: Window) -> None:
         """Empty ``.grad`` into unscaled sums, so that gradients with another scale can follow."""
         params = self._with_gradients()
-        factor = self._share(window, dense(params))
+        factor, share = self._share(window, dense(params))
+        window.settled += share  # first: after an interrupt the rest gets a share of its own
         for param in params:
             gradient: Any = param.grad
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             if factor is not None:
                 wide = wide * moved(factor, wide.device)
             before = window.aside.get(param)
-            window.aside[param] = wide if before is None else _sum(before, wide)
-            param.grad = None
+            total = wide if before is None else _sum(before, wide)
+            at_once(partial(setitem, window.aside, param, total), partial(setattr, param, "grad", None))
         window.carried = None
 
-    def _share(self, window: Window, gradients: list[Tensor]) -> Tensor | None:
-        """Note whether gradients overflowed under the scale they carry; return the inverse, ``None`` for none."""
+    def _share(self, window: Window, gradients: list[Tensor]) -> tuple[Tensor | None, list[Share]]:
+        """Return the inverse of the scale that gradients carry, ``None`` for none, and whether they overflowed."""
         carried = window.carried
         if carried is None:
-            return None
+            return None, []
         over_scale = inverse(carried.scale)
+        share = []
         if gradients:
             norm, _ = norms(gradients, carried.scale.device)
             found = not_finite(norm * over_scale)
-            window.settled.append(Share(loss_id=carried.loss_id, scale=carried.scale, found_inf=found))
-        return None if carried.is_one else over_scale
+            share = [Share(loss_id=carried.loss_id, scale=carried.scale, found_inf=found)]
+        return None if carried.is_one else over_scale, share
 
     # Before and after a step --------------------------------------------------------------------------
 
@@ -194,15 +202,17 @@ class Cluster:
         self._widen()
         if window.aside:
             self._set_aside(window)
+            calls: list[Call] = []
             for param, total in window.aside.items():
                 kept = getattr(param, "grad_dtype", None) or param.dtype
-                param.grad = total.to(kept) if total.layout == torch.strided else total
-            window.aside = {}
+                kind = total.to(kept) if total.layout == torch.strided else total
+                calls.append(partial(setattr, param, "grad", kind))
+            at_once(*calls, partial(setattr, window, "aside", {}))
             return
         gradients = dense(self._with_gradients())
-        if (factor := self._share(window, gradients)) is not None:
-            multiply(gradients, factor)
-        window.carried = None
+        factor, share = self._share(window, gradients)
+        calls = [] if factor is None else multiplications(gradients, factor)
+        at_once(partial(window.settled.extend, share), *calls, partial(setattr, window, "carried", None))
 
     def show(self, name_of: Callable[[Tensor], str]) -> None:
         """Let users see unscaled gradients, and edit them, on the models' parameters as on their masters.
@@ -230,14 +240,16 @@ class Cluster:
         Args:
             gradients: All gradients of the optimizers, dense, if the caller knows them.
         """
-        window, self.window = self.window, None
+        window = self.window
         if window is None:
             return
         if self._unscaled is not None:
             self._unscaled.put_back()
-            self._unscaled = gradients = None  # some are in another dtype now, and elsewhere
+            gradients = None  # some are in another dtype now, and elsewhere
+        left = self._left
         if window.carried is None or not window.carried.is_one:
-            self._left = {(g.data_ptr(), g._version) for g in gradients or dense(self._with_gradients())}
+            left = {(g.data_ptr(), g._version) for g in gradients or dense(self._with_gradients())}
+        self._left, self._unscaled, self.window = left, None, None
 
     def resume(self, window: Window | None) -> None:
         """Go on in a window that was saved; its gradients are there already, in the dtype that they were summed in."""

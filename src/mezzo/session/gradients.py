@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.optim.executors import executor_for
+from mezzo.optim.executors import executor_for, portable
 from mezzo.scale.transfer import moved
+from mezzo.step.passes import NoKernel
+from mezzo.step.whole import Call
 
-__all__ = ["can_fold", "dense", "lacks_momentum", "mark", "multiply", "norms", "not_finite", "step_on_device"]
+__all__ = ["can_fold", "dense", "lacks_momentum", "mark", "multiplications", "norms", "not_finite"]
 
 
 def dense(params: list[Tensor]) -> list[Tensor]:
@@ -67,7 +70,11 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor:
     # torch's own norm of low precision takes three times as long on a CPU.
     low = values[0].dtype in (torch.float16, torch.bfloat16)
     if (low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
-        return executor_for(values[0].device, sum(value.numel() for value in values)).norms(values)
+        executor = executor_for(values[0].device, sum(value.numel() for value in values))
+        try:
+            return executor.norms(values)
+        except NoKernel as error:
+            return portable(error).norms(values)
     if values[0].dtype == torch.float64:
         return torch.stack(torch._foreach_norm(values, 2)).float()
     return torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
@@ -78,12 +85,17 @@ def not_finite(norm: Tensor) -> Tensor:
     return (norm * 0).ne(0)
 
 
-def multiply(gradients: list[Tensor], multiplier: Tensor) -> None:
-    """Multiply gradients in place by one device tensor, in as few kernels as devices and dtypes allow."""
+def multiplications(gradients: list[Tensor], multiplier: Tensor) -> list[Call]:
+    """Return what multiplies gradients in place by one device tensor, in as few kernels as devices and dtypes allow."""
     groups = _alike(gradients)
-    for (device, _), group in groups.items():
-        together = gradients if len(groups) == 1 else [gradients[i] for i in group]
-        torch._foreach_mul_(together, moved(multiplier, device))
+    return [
+        partial(
+            torch._foreach_mul_,
+            gradients if len(groups) == 1 else [gradients[i] for i in group],
+            moved(multiplier, device),
+        )
+        for (device, _), group in groups.items()
+    ]
 
 
 def _alike(tensors: list[Tensor]) -> Mapping[tuple[torch.device, torch.dtype], Sequence[int]]:
@@ -102,22 +114,6 @@ def can_fold(optimizer: Optimizer) -> bool:
     takes_flag = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     fused = all(group.get("fused", True) for group in optimizer.param_groups)  # a loaded state may have turned it off
     return takes_flag and fused and not lacks_momentum(optimizer)
-
-
-def step_on_device(optimizer: Optimizer, found_inf: Tensor, divisor: Tensor | None) -> None:
-    """Step if the gradients are finite, as the device finds out by itself.
-
-    Args:
-        optimizer: One that :func:`can_fold`.
-        found_inf: 0-d bool.
-        divisor: 0-d float32: what the optimizer's kernel divides the gradients by; ``None`` for nothing.
-    """
-    fused: Any = optimizer
-    fused.found_inf, fused.grad_scale = found_inf.to(torch.float32), divisor
-    try:
-        optimizer.step()
-    finally:
-        del fused.found_inf, fused.grad_scale
 
 
 def lacks_momentum(optimizer: Optimizer) -> bool:

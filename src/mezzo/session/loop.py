@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from mezzo.cast import region
-from mezzo.errors import StateError, some_of
+from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.optim.hypers import changes_nothing
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.session import state
-from mezzo.session.accounts import Accounts, Outcome, Stats
+from mezzo.session.accounts import Accounts, Stats
 from mezzo.session.buffers import NormBuffers, Remembering
 from mezzo.session.capturable import refuse_host_arguments
 from mezzo.session.checked import Checked, check, together
 from mezzo.session.checks import (
     check_loss,
     check_loss_id,
+    check_numbers,
     check_session,
     checked_schedulers,
     chosen,
     models_and_optimizers,
     only,
     overflowed,
+    unknown_reaction,
+    wrong_norm,
 )
-from mezzo.session.closures import Overflowed, undone_on_overflow
+from mezzo.session.closures import Before, Overflowed
 from mezzo.session.cluster import Cluster, clusters, regrouped
 from mezzo.session.edits import EditWatch
-from mezzo.session.gradients import multiply, norms, not_finite
+from mezzo.session.finishing import Finishing
+from mezzo.session.gradients import multiplications, norms, not_finite
 from mezzo.session.parts import Parts
 from mezzo.session.recording import current
 from mezzo.session.result import Step
-from mezzo.session.stepping import Found, adapt, update
+from mezzo.session.stepping import Found, Update, update
+from mezzo.step.whole import Call, Piece, at_once
 
 if TYPE_CHECKING:
     from mezzo.numerics import Changed, Overflow, Replay
@@ -107,9 +113,7 @@ class MixedPrecision:
         restore_buffers: bool = False,
     ) -> None:
         given = models_and_optimizers(models, optimizers)
-        self.policy = Policy.of(policy)
-        self.max_grad_norm = max_grad_norm
-        self.on_overflow = on_overflow
+        self._policy = Policy.of(policy)
         self._parts = Parts(*given, self.policy)
         self._models, self._optimizers = self._parts.models, self._parts.optimizers
         check_session(
@@ -121,7 +125,11 @@ class MixedPrecision:
             num_losses=num_losses,
             on_overflow=on_overflow,
         )
-        self._stepping = self._closed = False
+        self._max_grad_norm, self._on_overflow = max_grad_norm, on_overflow
+        self._closed = False
+        self._update = Update()
+        self._evaluating: Optimizer | None = None  # with a closure
+        self._undo: list[Callable[[], None]] = []  # of an evaluation, until its step counts
         first = next(self.master_params())
         self._scalers = [Scaler(self.policy.loss_scale, device or first.device) for _ in range(num_losses)]
         self._buffers = NormBuffers(self._models) if restore_buffers else None
@@ -130,7 +138,7 @@ class MixedPrecision:
         self._accounts = Accounts(
             self.policy.loss_scale, self._scale_tensors(), self._parts.name_of, self._parts.named_params
         )
-        self._parts.convert(self._refuse_foreign_step)
+        self._parts.convert(self._before_step)
         self._clusters = clusters(self._optimizers, self._parts.masters)
         self._replay = self._watched() if on_overflow == "explain" else None
         if self.policy.dtype != torch.float32:
@@ -142,9 +150,14 @@ class MixedPrecision:
 
         return Replay(self._models, region=self._parts.region)
 
-    def _refuse_foreign_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._update.is_done and self._evaluating is not optimizer:
+            self._refuse_foreign_step(optimizer)
+        self._update.entering()  # the last line: what follows is the optimizer's own code
+
+    def _refuse_foreign_step(self, optimizer: Optimizer) -> None:
         cluster = next(c for c in self._clusters if optimizer in c.optimizers)
-        if self._stepping or (cluster.window is None and not cluster.has_gradients()):
+        if cluster.window is None and not cluster.has_gradients():
             return
         involved = (*cluster.params([optimizer]), *cluster.leaves([optimizer]))
         if changes_nothing(optimizer.param_groups, (p.grad for p in involved if p.grad is not None)):
@@ -170,6 +183,39 @@ class MixedPrecision:
         raise StateError("a session cannot be pickled", write="torch.save(amp.state_dict(), path)")
 
     # The loop -----------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, for as long as the session is open."""
+        return self._policy
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What the 2-norm of a step's gradients is clipped to; ``None`` does not clip. It may be set between steps."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        for problem in wrong_norm(value):
+            raise problem
+        self._max_grad_norm = value
+
+    @property
+    def on_overflow(self) -> Literal["skip", "explain", "raise"]:
+        """What a skipped step does besides; ``"skip"`` and ``"raise"`` may be exchanged between steps."""
+        return self._on_overflow
+
+    @on_overflow.setter
+    def on_overflow(self, value: Literal["skip", "explain", "raise"]) -> None:
+        for problem in unknown_reaction(value):
+            raise problem
+        if "explain" in (value, self._on_overflow) and value != self._on_overflow:
+            raise PolicyError(
+                f'on_overflow is "{self._on_overflow}", and cannot become "{value}"',
+                why="what explains an overflow watches the models from the start",
+                write=f'MixedPrecision(…, on_overflow="{value}")',
+            )
+        self._on_overflow = value
 
     @property
     def emulated(self) -> bool:
@@ -315,6 +361,7 @@ class MixedPrecision:
                 cluster.settle()
                 cluster.show(self._parts.name_of)
 
+    @_disable_dynamo  # the check and the update decide on the host: torch.compile breaks the graph here
     @torch.no_grad()
     def step(
         self,
@@ -324,7 +371,11 @@ class MixedPrecision:
     ) -> Step:
         """Check the gradients, unscale and clip them, update or skip, and adapt the loss scale.
 
-        All optimizers of one call step together or not at all, and their gradients are clipped together.
+        All optimizers of one call step together or not at all, and their gradients are clipped together. What can be
+        refused is refused before anything is written. An interrupt (Ctrl-C) that comes once an update has begun goes on
+        when it is finished. Only an optimizer of another library that is interrupted inside its own step, or that
+        raises after others have stepped, leaves an update half-way: nothing can undo that, and every later call but
+        ``load_state_dict`` and ``close`` says so. What an optimizer that raises first has written by then stays.
 
         Args:
             optimizers: Which optimizers step; all that have gradients when omitted.
@@ -339,37 +390,41 @@ class MixedPrecision:
             What happened, as device tensors.
 
         Raises:
-            StateError: No ``backward`` since the last step, or no parameter has a gradient.
+            StateError: No ``backward`` since the last step, no parameter has a gradient, or an earlier update was
+                interrupted half-way.
+            PolicyError: A hyper-parameter that is not finite. Tensors on an accelerator are not looked at, since the
+                host would have to wait for them.
             NumericsError: An overflow, with ``on_overflow="raise"``; nothing was updated, the scale has adapted.
             ScaleCollapsed: The loss scale stood at its floor for ``patience`` overflows, at most two steps ago.
         """
         self._require_open("step")
-        if (run := current()) is not None:
+        if current() is not None:
             refuse_host_arguments(closure, scheduler)
         self._accounts.check()
         schedulers = checked_schedulers(scheduler)
         wanted = chosen(optimizers, self._optimizers)
-        if closure is not None:
-            checked, involved, found = self._evaluate(closure, wanted)
-        else:
-            involved = self._open_clusters(wanted, "step")
-            self._look_for_edits(involved)
-            checked = check(involved, wanted, self._device)
-            checked = checked if run is None else run.seen(checked)
-            found = Found(checked.found_inf)
-            stepping = [o for cluster in involved for o in cluster.optimizers if o in wanted]
-            alone = {o for cluster in involved if len(cluster.optimizers) == 1 for o in cluster.optimizers}
-            with self._may_step(involved):
-                update(checked, stepping, alone, self.max_grad_norm, found)
-        # The host asks about the overflow only where it has to act on the answer.
-        overflow = self._located(self._replay, checked) if self._replay is not None and found else None
-        step = self._finish(checked, involved, overflow)
-        if self.on_overflow == "raise" and found:
-            raise overflowed(checked, self._parts.name_of)
-        if schedulers and not found:
-            for each in schedulers:
-                each()
-        return step
+        try:
+            return self._evaluated(closure, wanted, schedulers) if closure else self._stepped(wanted, schedulers)
+        except BaseException as error:
+            self._evaluating = None
+            while self._undo:
+                at_once(self._undo[0], self._undo.clear)
+            self._update.complete(error)  # what has begun is finished before an interrupt goes on
+            raise
+
+    def _stepped(self, optimizers: list[Optimizer], schedulers: list[Callable[[], Any]]) -> Step:
+        """Check, and then update or skip, as one piece of work that is done whole."""
+        involved = self._open_clusters(optimizers, "step")
+        stepping = [o for cluster in involved for o in cluster.optimizers if o in optimizers]
+        alone = {o for cluster in involved if len(cluster.optimizers) == 1 for o in cluster.optimizers}
+        check_numbers(stepping)
+        self._look_for_edits(involved)
+        checked = check(involved, optimizers, self._device)
+        checked = checked if (run := current()) is None else run.seen(checked)
+        found = Found(checked.found_inf)
+        masters = self._parts.masters
+        pieces = update(self._update, checked, stepping, alone, self.max_grad_norm, found, masters)
+        return self._finished(checked, involved, found, schedulers, pieces)
 
     def _look_for_edits(self, involved: list[Cluster]) -> None:
         """Say it where gradients that carry a scale were written by code that may have meant to clip them."""
@@ -382,26 +437,14 @@ class MixedPrecision:
         with torch.enable_grad():
             return replay.locate(checked.shares[-1].scale)
 
-    @contextlib.contextmanager
-    def _may_step(self, involved: list[Cluster]) -> Iterator[None]:
-        """Let the optimizers step; whatever happens there, these gradients are not the scaled ones any more."""
-        self._stepping = True
-        try:
-            yield
-        except BaseException:
-            for cluster in involved:
-                cluster.gather()  # what a closure left behind is then known as left over, masters or not
-                cluster.close()
-            raise
-        finally:
-            self._stepping = False
-
-    def _evaluate(
-        self, closure: Callable[[], Any], optimizers: list[Optimizer]
-    ) -> tuple[Checked, list[Cluster], Found]:
+    def _evaluated(
+        self, closure: Callable[[], Any], optimizers: list[Optimizer], schedulers: list[Callable[[], Any]]
+    ) -> Step:
         """Let one optimizer evaluate the loss itself, each evaluation checked, unscaled and clipped."""
         optimizer = only(optimizers)
         (cluster,) = (c for c in self._clusters if optimizer in c.optimizers)
+        check_numbers([optimizer])
+        masters = self._parts.masters.get(id(optimizer))
         evaluations: list[Checked] = []
         found: list[Found] = []
 
@@ -412,7 +455,7 @@ class MixedPrecision:
             self._look_for_edits([cluster])
             evaluations.append(check([cluster], [optimizer], self._device))
             if (factor := evaluations[-1].multiplier(self.max_grad_norm)) is not None:
-                multiply(evaluations[-1].gradients, factor)
+                at_once(*multiplications(evaluations[-1].gradients, factor))
             cluster.close()
             self._parts.forget_casts()  # the optimizer is about to move the weights, through .data it may be
             found.append(Found(evaluations[-1].found_inf))
@@ -420,63 +463,71 @@ class MixedPrecision:
                 raise Overflowed
 
         def evaluate() -> Any:
+            if masters is not None:
+                masters.round_to_params()  # the optimizer may have moved them since the last evaluation
             with torch.enable_grad():  # as torch's own optimizers do, and others may not
                 loss = closure()
             unscale()
             return loss
 
-        masters = self._parts.masters.get(id(optimizer))
-        back = masters.round_to_params if masters else None
-        with self._may_step([cluster]), undone_on_overflow(optimizer, cluster.params([optimizer]), back):
+        if masters is not None:
+            masters.take_edits()
+        before = Before(optimizer, cluster.params([optimizer]))
+
+        def rounded(*, back: bool = False) -> list[Call]:
+            if back:
+                before.restore()
+            if masters is not None:
+                masters.round_to_params()
+            return []
+
+        def undo() -> None:
+            rounded(back=True)
+            _abandon([cluster])
+
+        self._undo.append(undo)  # for whatever is raised before the step counts
+        self._evaluating = optimizer
+        try:
             if cluster.window is not None:
                 unscale()
             optimizer.step(evaluate)
-            if not evaluations:
-                what = f"{type(optimizer).__name__}.step() did not evaluate the closure"
-                raise StateError(what, write="amp.backward(loss), then amp.step() without closure=")
-        return together(evaluations), [cluster], found[-1]
+        except Overflowed:
+            pass
+        if not evaluations:
+            what = f"{type(optimizer).__name__}.step() did not evaluate the closure"
+            raise StateError(what, write="amp.backward(loss), then amp.step() without closure=")
+        self._evaluating = None
+        end = partial(rounded, back=bool(found[-1]))
+        return self._finished(together(evaluations), [cluster], found[-1], schedulers, [end])
 
-    def _finish(self, checked: Checked, involved: list[Cluster], overflow: Overflow | Changed | None) -> Step:
-        """Adapt the scales, close the windows, and put down what happened."""
-        for cluster in involved:
-            for masters in cluster.masters:
-                masters.drop_gradients()
-            cluster.close(checked.gradients if len(cluster.optimizers) == 1 else None)
-        self._parts.exact.restored.clear()
-        adapted = adapt(self._scalers, checked, self._on_the_way)
-        for loss_id in adapted.after:
-            self._on_the_way.pop(loss_id, None)
-        if self._buffers is not None:
-            self._buffers.restore_where(checked.found_inf)
-        self._forget_passes()
-        outcome = Outcome(
-            skipped=checked.found_inf,
-            scales=adapted.after,
-            norms=checked.each,
-            params=checked.params,
-            loss_failed=adapted.loss_failed,
-        )
-        before = _one_or_all(list(adapted.before.values()))
-        if (run := current()) is None:
-            self._accounts.note(outcome)
-        else:
-            run.note(self, outcome)
-            before = before.clone()  # the graph writes the next scale into the memory of this one
-        if overflow is not None:
-            logger.warning("%s", overflow)
-        return Step(
-            skipped=checked.found_inf,
-            scale=before,
-            next_scale=_one_or_all([after.scale for after in adapted.after.values()]),
-            grad_norm=checked.norm,
-            overflow=overflow,
-            check=self._accounts.check,
-        )
+    def _finished(
+        self,
+        checked: Checked,
+        involved: list[Cluster],
+        found: Found,
+        schedulers: list[Callable[[], Any]],
+        pieces: list[Piece],
+    ) -> Step:
+        """Do some pieces of work and all that ends a step, as one piece of work that is done whole."""
+        # The host asks about the overflow only where it has to act on the answer.
+        overflow = self._located(self._replay, checked) if self._replay is not None and found else None
+        finishing = Finishing(self, checked, involved)
+        all_of_it = [*pieces, *finishing.pieces(found, schedulers)]
+        self._update.begin(all_of_it, partial(_abandon, involved), self._undo.clear)
+        self._update.run()
+        step = finishing.step(overflow)
+        if self.on_overflow == "raise" and found:
+            raise overflowed(checked, self._parts.name_of)
+        return step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of models and masters, and forget unfinished accumulation windows."""
+        self._update.require_whole()
         if (run := current()) is not None:
             run.join(self)
+        self._clear(set_to_none)
+
+    def _clear(self, set_to_none: bool = True) -> None:
         self._parts.zero_grad(set_to_none)
         if self._buffers is not None and any(cluster.window for cluster in self._clusters):
             self._buffers.forget()
@@ -539,8 +590,11 @@ class MixedPrecision:
             StateError: Another model, or a policy that cannot continue this one (all differences listed), an
                 unfinished accumulation window, or no session's state. Nothing was loaded.
         """
-        self._require_open("load_state_dict")
+        self._require_open("load_state_dict", whole=False)
+        if self._update.is_half_way:
+            self._clear()
         state.load(self, state_dict)
+        self._update.drop()
 
     def _named_masters(self) -> dict[str, nn.Parameter]:
         return self._parts.named_masters()
@@ -583,21 +637,26 @@ class MixedPrecision:
         if self._closed:
             return
         self._parts.take_edits()
-        self.zero_grad()
+        self._clear()
         self._parts.undo()
         if self._replay is not None:
             self._replay.remove()
         self._closed = True
 
-    def _require_open(self, call: str) -> None:
+    def _require_open(self, call: str, *, whole: bool = True) -> None:
+        if whole:
+            self._update.require_whole()
         if self._closed:
             raise StateError(f"{call}() after close()", write="a new MixedPrecision(model, optimizer, policy)")
         if (run := current()) is not None:
             run.join(self)
 
 
-def _one_or_all(scales: list[Tensor]) -> Tensor:
-    return scales[0] if len(scales) == 1 else torch.stack(scales)
+def _abandon(involved: list[Cluster]) -> None:
+    """End windows whose gradients are not the scaled ones any more."""
+    for cluster in involved:
+        cluster.gather()  # what a closure left behind is then known as left over, masters or not
+        cluster.close()
 
 
 def _differentiable(involved: list[Cluster], optimizers: list[Optimizer]) -> list[Tensor]:

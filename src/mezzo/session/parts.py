@@ -65,7 +65,9 @@ class Parts:
                 if isinstance(optimizer, OnePassOptimizer):
                     optimizer.adopt(originals, self.name_of)
                 else:
-                    self.masters[id(optimizer)] = MasterWeights(optimizer, grad_dtype="param", originals=originals)
+                    self.masters[id(optimizer)] = MasterWeights(
+                        optimizer, grad_dtype="param", originals=originals, hooks=False
+                    )
         for prepared in self.prepared:
             prepared.release_originals()
             prepared.casts.spans_regions = True

@@ -1,23 +1,31 @@
-"""What follows the check: the optimizers' step or its skip, and the next loss scales."""
+"""What follows the check, as work that is done whole: the optimizers' step or its skip, and the next loss scales."""
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mezzo.errors import StateError
+from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale import ScaleState
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.transfer import moved
 from mezzo.session.checked import Checked
-from mezzo.session.gradients import can_fold, multiply, not_finite, step_on_device
+from mezzo.session.gradients import can_fold, multiplications, not_finite
 from mezzo.session.window import Share
+from mezzo.step.master import MasterWeights
+from mezzo.step.whole import Call, Piece, Work, at_once
 
-__all__ = ["Adapted", "Found", "adapt", "update"]
+__all__ = ["Adapted", "Found", "Update", "adapt", "update"]
+
+logger = logging.getLogger(__name__)
 
 
 class Found:
@@ -33,33 +41,182 @@ class Found:
         return self._known
 
 
+class Update(Work):
+    """The writes of a session's step, in order; an interrupt goes on once all of them are done.
+
+    mezzo's optimizers finish by themselves what they have begun. How far another one came that was interrupted inside
+    its own ``step()`` nobody knows: the update stays half-way, and :meth:`require_whole` says so.
+    """
+
+    __slots__ = ("_at", "_give_up", "_is_whole", "_stepped", "entering")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at: Optimizer | None = None  # whose step is under way
+        self._stepped: list[Optimizer] = []
+        #: To be called, as a function of C's, before the code of an optimizer that is not mezzo's: what it has written
+        #: from there on is its own.
+        self.entering: Call = dict
+        self._give_up: Callable[[], object] = dict
+        self._is_whole = False
+
+    def begin(self, pieces: Iterable[Piece], give_up: Callable[[], object], then: Call) -> None:
+        """Take the writes of a step: from here on they are done, all of them.
+
+        Args:
+            pieces: The writes.
+            give_up: Called if an optimizer raises before anything was updated.
+            then: Called, as a function of C's, once they are taken.
+        """
+        self._give_up, self._is_whole, self._first = give_up, False, None
+        at_once(partial(self._left.extend, pieces), then)
+
+    def end(self) -> list[Call]:
+        """All that belongs to the step is done; what follows, schedulers for instance, may fail by itself."""
+        self._at, self._is_whole = None, True
+        return [self._stepped.clear]
+
+    def steps(self, optimizer: Optimizer, masters: MasterWeights | None) -> list[Piece]:
+        """Return what steps with an optimizer, and rounds its masters into the model."""
+        if isinstance(optimizer, OnePassOptimizer):
+            return [partial(self._step_of_mezzo, optimizer, optimizer.updates)]
+        return [partial(self._step_of_another, optimizer), partial(self._stepped_with, masters)]
+
+    def steps_on_device(
+        self, optimizer: Optimizer, masters: MasterWeights | None, found_inf: Tensor, divisor: Tensor | None
+    ) -> list[Piece]:
+        """Return the same for an optimizer whose kernels find out by themselves whether to skip.
+
+        Args:
+            optimizer: One that :func:`mezzo.session.gradients.can_fold`.
+            masters: Its masters.
+            found_inf: 0-d float32: 1 to skip.
+            divisor: 0-d float32: what its kernel divides the gradients by; ``None`` for nothing.
+        """
+        flags = {"found_inf": found_inf, "grad_scale": divisor}
+
+        def arm() -> list[Call]:
+            return [partial(vars(optimizer).update, flags)]
+
+        return [arm, *self.steps(optimizer, masters), partial(_disarm, optimizer)]
+
+    def _step_of_mezzo(self, optimizer: OnePassOptimizer, before: int) -> list[Call]:
+        self._at = optimizer
+        if optimizer.updates == before:  # or an interrupt came after it had finished
+            optimizer.step()
+        return [partial(self._stepped.append, optimizer)]
+
+    def _step_of_another(self, optimizer: Optimizer) -> list[Call]:
+        self._at, step = optimizer, optimizer.step
+        calls: list[Call] = [step, partial(self._stepped.append, optimizer)]
+        if not getattr(type(optimizer).step, "hooked", False):
+            return calls
+        self.entering = self._enter  # called by the session's hook, with no line of mezzo's between it and the step
+        return [self._begun.clear, *calls]
+
+    def _stepped_with(self, masters: MasterWeights | None) -> list[Call]:
+        self.entering = dict
+        if masters is not None:
+            masters.round_to_params()
+        return []
+
+    def complete(self, error: BaseException) -> None:
+        """Do what a step that was interrupted has left.
+
+        Args:
+            error: What interrupted it. Where an optimizer refuses to step, and nothing was updated yet, the rest is
+                given up; where something was, the update stays half-way.
+        """
+        if not self._begun:
+            try:
+                self.run()
+            except Exception as again:
+                logger.debug("an interrupted step could not go on: %s", again)
+        if not self._left:
+            return
+        half_way = isinstance(self._at, OnePassOptimizer) and self._at.is_half_way
+        if not self._is_whole and (self._stepped or half_way or (self._begun and not isinstance(error, Exception))):
+            self._disarm()
+            return
+        give_up = self._give_up if self.is_half_way and not self._is_whole else dict
+        self.drop()
+        give_up()
+
+    def drop(self) -> None:
+        """See :meth:`mezzo.step.whole.Work.drop`."""
+        super().drop()
+        self._disarm()
+        self._stepped.clear()
+        self._at, self.entering = None, dict
+
+    def _disarm(self) -> None:
+        if self._at is not None:
+            _disarm(self._at)
+
+    def require_whole(self) -> None:
+        """Refuse to go on after an update that could not be finished.
+
+        Raises:
+            StateError: With the optimizer, and what to write.
+        """
+        if self.is_half_way:
+            raise StateError(
+                "an update was interrupted half-way",
+                where=f"{type(self._at).__name__}.step(), called by amp.step()",
+                why="some weights and moments are those of the next step, and some are not",
+                write="load_state_dict(…) of the model, the optimizer and then amp, from the last checkpoint",
+            )
+
+
 def update(
-    checked: Checked, optimizers: list[Optimizer], alone: set[Optimizer], max_norm: float | None, found: Found
-) -> None:
-    """Update the weights, or skip.
+    writes: Update,
+    checked: Checked,
+    optimizers: list[Optimizer],
+    alone: set[Optimizer],
+    max_norm: float | None,
+    found: Found,
+    masters: Mapping[int, MasterWeights],
+) -> list[Piece]:
+    """Return what updates the weights, or skips; all that mezzo's optimizers can refuse is refused here.
 
     Optimizers whose kernels can do it unscale, clip and skip on the device; for the others the gradients are
     multiplied before, and the host asks whether to skip.
 
     Args:
+        writes: What does it.
         checked: The gradients.
         optimizers: Those that step.
         alone: Optimizers that share no gradient, which therefore may rewrite theirs.
         max_norm: What to clip the norm of all gradients to.
         found: Whether to skip.
+        masters: The masters of those optimizers that have any, by ``id``.
     """
     on_device = {optimizer for optimizer in optimizers if can_fold(optimizer)}
     folding = on_device & alone
+    pieces: list[Piece] = []
     if len(folding) < len(optimizers) and (factor := checked.multiplier(max_norm)) is not None:
         apart = {id(param) for optimizer in folding for group in optimizer.param_groups for param in group["params"]}
         pairs = zip(checked.params, checked.gradients, strict=True)
-        multiply([g for param, g in pairs if id(param) not in apart] if apart else checked.gradients, factor)
+        gradients = [g for param, g in pairs if id(param) not in apart] if apart else checked.gradients
+        calls = multiplications(gradients, factor)
+        pieces.append(lambda: calls)
     divisor = checked.divisor(max_norm) if folding else None
+    flag = checked.found_inf.to(torch.float32)
     for optimizer in optimizers:
+        own = divisor if optimizer in folding else None
+        if isinstance(optimizer, OnePassOptimizer):
+            optimizer.prepare_step(flag, own, keep=optimizer in folding)
         if optimizer in on_device:
-            step_on_device(optimizer, checked.found_inf, divisor if optimizer in folding else None)
+            pieces += writes.steps_on_device(optimizer, masters.get(id(optimizer)), flag, own)
         elif not found:
-            optimizer.step()
+            pieces += writes.steps(optimizer, masters.get(id(optimizer)))
+    return pieces
+
+
+def _disarm(optimizer: Optimizer) -> list[Call]:
+    for name in ("found_inf", "grad_scale"):
+        vars(optimizer).pop(name, None)
+    return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import StateError
+from mezzo.step.whole import Call, at_once
 
 __all__ = ["Unscaled"]
 
@@ -64,20 +66,24 @@ class Unscaled:
         if not self._is_shown:
             return
         self.agree()
-        self._is_shown = False
+        calls: list[Call] = []
         for master, param, _ in self._shown:
             if param is master:
-                param.grad_dtype = torch.float32
+                calls.append(partial(setattr, param, "grad_dtype", torch.float32))
             else:
-                param.grad, param.grad_dtype = None, param.dtype
+                calls += [partial(setattr, param, "grad", None), partial(setattr, param, "grad_dtype", param.dtype)]
+        at_once(*calls, partial(setattr, self, "_is_shown", False))  # or gradients would be summed with themselves
 
     def put_back(self) -> None:
         """Let parameters take gradients of their own dtype again; any that is still there is rounded to it."""
         self._is_shown = False
         for _, param, _ in self._shown:
-            gradient, param.grad = param.grad, None
-            param.grad_dtype = param.dtype
-            param.grad = None if gradient is None else gradient.to(param.dtype)
+            gradient = None if param.grad is None else param.grad.to(param.dtype)
+            at_once(
+                partial(setattr, param, "grad", None),
+                partial(setattr, param, "grad_dtype", param.dtype),
+                partial(setattr, param, "grad", gradient),
+            )
 
     def _decided(self, master: Tensor, param: Tensor, shown: Tensor | None) -> Tensor | None:
         """Return the gradient that was assigned last, as far as that can be told."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import PolicyError, StateError, message, some_of
 from mezzo.step.asked import is_asked_by_checkpoint, no_distributed_checkpoint
+from mezzo.step.whole import Call, at_once
 
 __all__ = ["MasterWeights", "held_state"]
 
@@ -36,6 +39,7 @@ class MasterWeights:
         grad_dtype: ``"float32"`` sums the gradients of several backward passes in FP32 (4 bytes a parameter,
             through ``Tensor.grad_dtype``); ``"param"`` keeps them in the parameter's dtype (2 bytes).
         originals: FP32 tensors, by parameter, that the parameters were rounded from; taken over without a copy.
+        hooks: Whether ``optimizer.step()`` gathers and rounds by itself; a session does that around it.
 
     Raises:
         PolicyError: Not a torch optimizer, or an unknown ``grad_dtype``.
@@ -66,6 +70,7 @@ class MasterWeights:
         *,
         grad_dtype: Literal["float32", "param"] = "float32",
         originals: Mapping[Tensor, Tensor] | None = None,
+        hooks: bool = True,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise PolicyError(
@@ -88,11 +93,10 @@ class MasterWeights:
             self._adopt_group(group, originals or {})
         self._plain_add = optimizer.add_param_group
         self._plain_zero = optimizer.zero_grad
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_state_dict),
-        ]
+        self._hooks: list[RemovableHandle] = [optimizer.register_state_dict_pre_hook(self._before_state_dict)]
+        if hooks:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         # On the instance: torch has no hook for these two, and users call both out of habit.
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
@@ -158,13 +162,14 @@ class MasterWeights:
         **Cost**: at its peak 4 bytes a parameter, plus the largest low-precision gradient.
         """
         for param, master in self._master.items():
-            gradient, param.grad = param.grad, None
-            if gradient is None:
+            if (gradient := param.grad) is None:
                 continue
+            move: Call
             if accumulate and master.grad is not None:
-                master.grad.add_(gradient)
+                move = partial(master.grad.add_, gradient)
             else:
-                master.grad = gradient.to(torch.float32)
+                move = partial(setattr, master, "grad", gradient.to(torch.float32))
+            at_once(move, partial(setattr, param, "grad", None))  # or an interrupt would lose it, or count it twice
 
     def drop_gradients(self) -> None:
         """Free the masters' gradients: between steps only the model's are held."""

@@ -13,11 +13,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mezzo.errors import UnsupportedError
 from mezzo.step.rounding import stochastic
 from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
+from mezzo.step.whole import Piece, Work
 
-__all__ = ["Check", "Cohort", "Executor", "Update", "advance", "clip_coefficient", "judge", "updated"]
+__all__ = [
+    "Check",
+    "Cohort",
+    "Executor",
+    "InPieces",
+    "NoKernel",
+    "Update",
+    "advance",
+    "clip_coefficient",
+    "judge",
+    "updated",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,16 +129,38 @@ class Cohort:
         return self.storage.random or any(s.dtype != torch.float32 for states in self.states for s in states)
 
 
+class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
+    """An executor cannot build a kernel; another one may do without."""
+
+
 class Update(Protocol):
     """Pass 2 for one cohort."""
 
-    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
-        """Update every weight, extra and state in place, once ``cohort.step`` counts this step.
+    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+        """Return what updates every weight, extra and state in place, all that can be refused being refused first.
 
         Gradients (float32, or a low precision; in the order of the weights; any layout) are multiplied by
         ``check.multiplier`` on the way, and never written. With ``check.found_inf`` nothing at all is written. Every
-        hyper-parameter is read from its tensor.
+        hyper-parameter is read from its tensor now, and ``step`` counts this step already.
         """
+
+    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+        """Do it at once, where ``cohort.step`` counts this step."""
+
+
+class InPieces:
+    """An update that has pieces, done at once."""
+
+    cohort: Cohort
+
+    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+        """See :class:`Update`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+        """See :class:`Update`."""
+        Work(*self.pieces(gradients, check, self.cohort.step)).finish()
 
 
 class Executor(Protocol):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from mezzo.step.kernels.inplace import INPLACE, Inplace, Scratch
-from mezzo.step.kernels.layout import Block, norms, units
-from mezzo.step.passes import Check, Cohort, Update, updated
+from mezzo.step.kernels.layout import Block, Task, norms, units
+from mezzo.step.passes import Check, Cohort, InPieces, Update, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.update import Native
+from mezzo.step.whole import Call, Piece
 
 __all__ = ["Blocked"]
 
@@ -56,7 +58,7 @@ class Blocked:
         return _Native(cohort, native, inplace, self._scratch)
 
 
-class _Pure:
+class _Pure(InPieces):
     """Pass 2 by :func:`mezzo.step.passes.updated`, block by block."""
 
     def __init__(self, cohort: Cohort, size: int) -> None:
@@ -67,17 +69,22 @@ class _Pure:
         self.order = torch.arange(size, dtype=torch.int32, device=device)
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+        """See :class:`mezzo.step.passes.Update`."""
         if self.on_cpu and check.found_inf:  # here the flag is host memory
-            return
+            return []
         cohort = self.cohort
-        scalars = cohort.rule.scalars(cohort.hypers, cohort.step)
-        seeds = keys(cohort.step, len(gradients), cohort.seed)
-        for unit in self.units:
-            for block, gradient in unit.work(gradients):
-                self.block(block, gradient, scalars, check, seeds)
+        scalars = cohort.rule.scalars(cohort.hypers, step)
+        seeds = keys(step, len(gradients), cohort.seed)
+        tasks = (task for unit in self.units for task in unit.tasks(gradients))
+        return [partial(self.piece, task, scalars, check, seeds) for task in tasks]
 
-    def block(self, block: Block, gradient: Tensor, scalars: Tensor, check: Check, seeds: Tensor) -> None:
+    @torch.no_grad()
+    def piece(self, task: Task, scalars: Tensor, check: Check, seeds: Tensor) -> list[Call]:
+        block, gradient, back = task()
+        return [*self.block(block, gradient, scalars, check, seeds), *back]
+
+    def block(self, block: Block, gradient: Tensor, scalars: Tensor, check: Check, seeds: Tensor) -> list[Call]:
         weight = block.parts[0]
 
         def bits(slot: int) -> Tensor:
@@ -88,11 +95,13 @@ class _Pure:
         values, states = updated(
             self.cohort.rule, self.cohort.storage, gradient, block.parts, block.states, scalars, check.multiplier, bits
         )
-        for target, value in zip((*block.parts, *block.states), (*values, *states), strict=True):
-            target.copy_(value if self.on_cpu else torch.where(check.found_inf, target, value))
+        return [
+            partial(target.copy_, value if self.on_cpu else torch.where(check.found_inf, target, value))
+            for target, value in zip((*block.parts, *block.states), (*values, *states), strict=True)
+        ]
 
 
-class _Native:
+class _Native(InPieces):
     """Pass 2 on the CPU by torch's own kernel, block by block through a scratch block."""
 
     def __init__(self, cohort: Cohort, native: Native, inplace: Inplace, scratch: Scratch) -> None:
@@ -100,22 +109,41 @@ class _Native:
         self.native, self.inplace, self.scratch = native, inplace, scratch
         self.units = units(cohort, CPU_BLOCK)
         self.pure = _Pure(cohort, CPU_BLOCK)
+        self.before: list[Tensor] | None = None  # what a block held that is being updated
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+        """See :class:`mezzo.step.passes.Update`."""
         if check.found_inf:
-            return
+            return []
+        self.before = None
         rule = self.cohort.rule
         hypers = {name: self.cohort.hypers[name].item() for name in rule.hypers}
-        step = self.cohort.step.to(torch.float32)
         multiplier = check.multiplier if check.multiplier.item() != 1 else None
-        for unit in self.units:
-            for block, gradient in unit.work(gradients):
-                if block.vectors:
-                    self.block(block, gradient, multiplier, hypers, step)
-                else:
-                    scalars = rule.scalars(self.cohort.hypers, self.cohort.step)
-                    self.pure.block(block, gradient, scalars, check, seeds=self.cohort.step)
+        scalars = rule.scalars(self.cohort.hypers, step)
+        shared = (multiplier, hypers, step.to(torch.float32), scalars, check)
+        tasks = (task for unit in self.units for task in unit.tasks(gradients))
+        return [partial(self.piece, task, *shared) for task in tasks]
+
+    @torch.no_grad()
+    def piece(
+        self,
+        task: Task,
+        multiplier: Tensor | None,
+        hypers: dict[str, float],
+        step: Tensor,
+        scalars: Tensor,
+        check: Check,
+    ) -> list[Call]:
+        block, gradient, back = task()
+        if not block.vectors:
+            return self.pure.block(block, gradient, scalars, check, seeds=step)
+        targets = [*block.parts, *block.states]
+        if self.before is not None:  # an interrupt came while the block was updated, which begins again
+            torch._foreach_copy_(targets, self.before)
+        self.before = [target.clone() for target in targets]
+        self.block(block, gradient, multiplier, hypers, step)
+        return [partial(setattr, self, "before", None), *back]
 
     def block(
         self, block: Block, gradient: Tensor, multiplier: Tensor | None, hypers: dict[str, float], step: Tensor

@@ -13,14 +13,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 from mezzo import files
 from mezzo.errors import UnsupportedError
 
-__all__ = ["built"]
+__all__ = ["Kernel", "built"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,26 @@ _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 _COUNT: Final = itertools.count()
 
 
+class Kernel:
+    """A compiled function; tensors go as their addresses, numbers as int64."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run it. The lock of the interpreter is released meanwhile."""
+        self.bound(*arguments)()
+
+    def bound(self, *arguments: Any) -> Callable[[], object]:
+        """Return a call that runs no Python; whoever makes it keeps the tensors alive until then."""
+        return partial(
+            self._function, *[ctypes.c_int64(each if isinstance(each, int) else each.data_ptr()) for each in arguments]
+        )
+
+
 @cache
-def built(source: str) -> Callable[..., None]:
-    """Compile ``extern "C" void kernel(…)`` and return it; tensors go as their addresses, numbers as int64.
+def built(source: str) -> Kernel:
+    """Compile ``extern "C" void kernel(…)`` and return it.
 
     Args:
         source: A whole program text, without headers of torch's.
@@ -47,7 +64,7 @@ def built(source: str) -> Callable[..., None]:
     Raises:
         UnsupportedError: There is no compiler, or it fails.
 
-    **Cost**: 0.2 s, or a millisecond where it lies on disk. The lock of the interpreter is released while it runs.
+    **Cost**: 0.2 s, or a millisecond where it lies on disk.
     """
     command = _command()
     name = f"kernels/{hashlib.sha256(chr(0).join([source, _resolved(command)]).encode()).hexdigest()[:32]}.so"
@@ -100,7 +117,7 @@ def _digest(name: str, program: bytes) -> bytes:
 # Loading ----------------------------------------------------------------------------------------------------
 
 
-def _loaded(program: bytes) -> Callable[..., None] | None:
+def _loaded(program: bytes) -> Kernel | None:
     """Load exactly these bytes: a file that others see could change between its check and its use, and after it."""
     try:
         with _as_file(program) as path:
@@ -108,11 +125,7 @@ def _loaded(program: bytes) -> Callable[..., None] | None:
     except (OSError, AttributeError):
         return None
     function.restype = None
-
-    def kernel(*arguments: Any) -> None:
-        function(*[ctypes.c_int64(each if isinstance(each, int) else each.data_ptr()) for each in arguments])
-
-    return kernel
+    return Kernel(function)
 
 
 @contextlib.contextmanager

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.kernels.layout import Block, norms, pieces, units
-from mezzo.step.passes import Check, Cohort, Update, updated
+from mezzo.step.kernels.layout import Block, Task, norms, pieces, units
+from mezzo.step.passes import Check, Cohort, InPieces, NoKernel, Update, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.storage import Storage
 from mezzo.step.update import Rule
+from mezzo.step.whole import Call, Piece
 
 __all__ = ["Compiled"]
 
@@ -86,7 +88,7 @@ def _row_squares(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return _compiled(row_squares, f"squares_{dtype}", torch.zeros(CPU_CHUNK // ROW, ROW, dtype=dtype))
 
 
-class _CompiledUpdate:
+class _CompiledUpdate(InPieces):
     """Pass 2 by a compiled :func:`mezzo.step.passes.updated`.
 
     On the CPU kernels read 16-bit tensors from a copy, made chunk by chunk, while it is in cache. Inductor moves 16
@@ -106,15 +108,29 @@ class _CompiledUpdate:
         self.no_key = torch.zeros((), dtype=torch.int32, device=cohort.step.device)
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+        """See :class:`mezzo.step.passes.Update`."""
         if self.on_cpu and check.found_inf:  # here the flag is host memory
-            return
-        rule, step = self.cohort.rule, self.cohort.step
-        shared = (rule.scalars(self.cohort.hypers, step), check.multiplier, check.found_inf)
+            return []
+        self.make_kernels(gradients)
+        shared = (self.cohort.rule.scalars(self.cohort.hypers, step), check.multiplier, check.found_inf)
         seeds = keys(step, len(gradients), self.cohort.seed) if self.random else None
-        for unit in self.units:
-            for block, gradient in unit.work(gradients):
-                self.block(block, gradient, *shared, *self.hashed(block, gradient, seeds))
+        tasks = (task for unit in self.units for task in unit.tasks(gradients))
+        return [partial(self.piece, task, shared, seeds) for task in tasks]
+
+    @torch.no_grad()
+    def piece(self, task: Task, shared: tuple[Tensor, ...], seeds: Tensor | None) -> list[Call]:
+        block, gradient, back = task()
+        return [*self.block(block, gradient, *shared, *self.hashed(block, gradient, seeds)), *back]
+
+    def make_kernels(self, gradients: Sequence[Tensor]) -> None:
+        """Compile what these gradients need, if it is missing, before anything is updated."""
+        dtypes = {gradient.dtype for gradient in gradients}
+        dtypes.add(functools.reduce(torch.promote_types, dtypes))  # short ones are joined
+        for weight, extra, states in zip(self.cohort.weights, self.cohort.extras, self.cohort.states, strict=True):
+            if weight.numel() > 1:
+                for dtype in dtypes:
+                    self.kernel(dtype, (*self.cohort.storage.parts(weight, extra), *states))
 
     def hashed(self, block: Block, gradient: Tensor, seeds: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Return what random bits are made from: element numbers, or None for 0, 1, …, and a key."""
@@ -123,13 +139,12 @@ class _CompiledUpdate:
         order = self.order[: len(gradient)] if self.order is not None and block.vectors else None
         return block.places.hashed(order, seeds)
 
-    def block(self, block: Block, gradient: Tensor, *shared: Tensor | None) -> None:
+    def block(self, block: Block, gradient: Tensor, *shared: Any) -> list[Call]:
         targets = (*block.parts, *block.states)
         if block.vectors and len(gradient) > 1:  # torch.compile would take a length of 1 for a constant
-            self.kernel(gradient.dtype, targets)(gradient, targets, self.copies(targets), *shared)
-        else:
-            copies = tuple(target for target in targets if target.itemsize == 2)
-            _traceable(self.cohort.rule, self.cohort.storage, self.on_cpu)(gradient, targets, copies, *shared)
+            return [partial(self.kernel(gradient.dtype, targets), gradient, targets, self.copies(targets), *shared)]
+        values = _computed(self.cohort.rule, self.cohort.storage, self.on_cpu, gradient, targets, *shared)
+        return [partial(target.copy_, value) for target, value in zip(targets, values, strict=True)]
 
     def kernel(self, gradient: torch.dtype, targets: tuple[Tensor, ...]) -> Callable[..., None]:
         dtypes = (gradient, *(target.dtype for target in targets))
@@ -179,19 +194,37 @@ def _traceable(rule: Rule, storage: Storage, on_cpu: bool) -> Callable[..., None
     ) -> None:
         rest = iter(copies)
         sources = tuple(next(rest) if on_cpu and t.itemsize == 2 else t for t in targets)
-        parts, states = sources[: -len(rule.states) or None], sources[len(sources) - len(rule.states) :]
-
-        def bits(slot: int) -> Tensor:
-            index = order
-            if index is None:
-                index = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
-            return noise(index.view(gradient.shape), key, slot)
-
-        values, new = updated(rule, storage, gradient, parts, states, scalars, multiplier, bits)
-        for target, source, value in zip(targets, sources, (*values, *new), strict=True):
-            target.copy_(value if on_cpu else torch.where(found_inf, source, value))
+        values = _computed(rule, storage, on_cpu, gradient, sources, scalars, multiplier, found_inf, order, key)
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
 
     return update
+
+
+def _computed(
+    rule: Rule,
+    storage: Storage,
+    on_cpu: bool,
+    gradient: Tensor,
+    sources: tuple[Tensor, ...],
+    scalars: Tensor,
+    multiplier: Tensor,
+    found_inf: Tensor,
+    order: Tensor | None,
+    key: Tensor,
+) -> list[Tensor]:
+    """Return the new values of the tensors that are read."""
+    parts, states = sources[: -len(rule.states) or None], sources[len(sources) - len(rule.states) :]
+
+    def bits(slot: int) -> Tensor:
+        index = order
+        if index is None:
+            index = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
+        return noise(index.view(gradient.shape), key, slot)
+
+    values, new = updated(rule, storage, gradient, parts, states, scalars, multiplier, bits)
+    pairs = zip(sources, (*values, *new), strict=True)
+    return [value if on_cpu else torch.where(found_inf, source, value) for source, value in pairs]
 
 
 def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callable[..., Any]:
@@ -211,7 +244,7 @@ def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callab
             compiled(*examples)
     except RuntimeError as error:
         reasons = [line for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
-        raise UnsupportedError(
+        raise NoKernel(
             "torch.compile cannot make an optimizer kernel here",
             where=f"{name} on {examples[0].device}",
             why=reasons[0] if reasons else type(error).__name__,

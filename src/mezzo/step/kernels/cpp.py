@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from mezzo.step.kernels.build import built
+from mezzo.errors import UnsupportedError
+from mezzo.step.kernels.build import Kernel, built
 from mezzo.step.kernels.cpp_source import norm_source, update_source
 from mezzo.step.kernels.tables import (
     Rows,
@@ -22,10 +24,11 @@ from mezzo.step.kernels.tables import (
     vector,
     where,
 )
-from mezzo.step.passes import Check, Cohort, Update
+from mezzo.step.passes import Check, Cohort, InPieces, NoKernel, Update
 from mezzo.step.rounding import keys
 from mezzo.step.storage import PLAIN
 from mezzo.step.update import rule
+from mezzo.step.whole import Call, Piece
 
 __all__ = ["Cpp"]
 
@@ -97,7 +100,7 @@ class _Norms:
             cut = chunked(self.lengths[places], places, CHUNK)
             owners = cut[:, 0].long()
             elements = sum(length for each, length in kinds if each == dtype)
-            self.launches.append((built(norm_source(dtype)), cut, owners, elements))
+            self.launches.append((_kernel(norm_source(dtype)), cut, owners, elements))
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
         places = as_table(addresses(vectors))
@@ -109,7 +112,7 @@ class _Norms:
         return squares.sqrt_().to(torch.float32)
 
 
-class _CppUpdate:
+class _CppUpdate(InPieces):
     """Pass 2 for one cohort: a call for each set of dtypes in it, which is one unless somebody mixed them."""
 
     def __init__(self, cohort: Cohort) -> None:
@@ -119,45 +122,61 @@ class _CppUpdate:
         if cohort.weights:  # here nothing is updated yet; gradients have the weight's dtype, as a rule
             parts = cohort.storage.parts(cohort.weights[0], cohort.extras[0])
             dtypes = (parts[0].dtype, *(part.dtype for part in (*parts, *cohort.states[0])))
-            built(update_source(cohort.rule, cohort.storage, dtypes))
+            _kernel(update_source(cohort.rule, cohort.storage, dtypes))
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+        """See :class:`mezzo.step.passes.Update`."""
         cohort = self.cohort
         if not gradients:
-            return
+            return []
         gradients = [readable(gradient) for gradient in gradients]
         self.follow(gradients)
-        scalars = cohort.rule.scalars(cohort.hypers, cohort.step)
-        seeds = keys(cohort.step, len(gradients), cohort.seed) if cohort.random else self.no_keys
-        for index, (parts, states) in self.rows.others.items():
-            key = seeds[index if cohort.random else 0]
-            update_alone(cohort, parts, states, gradients[index], scalars, check, key)
-        # Copies, where there are any, live on until the kernels have read them.
+        scalars = cohort.rule.scalars(cohort.hypers, step)
+        seeds = keys(step, len(gradients), cohort.seed) if cohort.random else self.no_keys
+        alone = [
+            partial(update_alone, cohort, *stored, gradients[at], scalars, check, seeds[at if cohort.random else 0])
+            for at, stored in self.rows.others.items()
+        ]
         vectors = [
             gradient if index in self.rows.others else laid_out(gradient, weight)
             for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
         ]
         places = as_table(addresses(vectors))
-        multiplier, found_inf = check.multiplier.to(torch.float32), check.found_inf.to(torch.bool)
-        for kernel, cut, elements in self.launches:
-            numbers = (scalars, multiplier, found_inf, seeds)
-            kernel(places, self.rows.table, cut, len(cut), CHUNK, *numbers, _threads(elements))
+        numbers = (scalars, check.multiplier.to(torch.float32), check.found_inf.to(torch.bool), seeds)
+        calls = [
+            kernel.bound(places, self.rows.table, cut, len(cut), CHUNK, *numbers, _threads(elements))
+            for kernel, cut, elements in self.launches
+        ]
+        # Copies, where there are any, live on until the kernels have read them.
+        return [*alone, partial(_given, calls, (vectors, places, numbers))]
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
         seen = where(self.cohort, gradients)
         if seen == self.seen:
             return
+        self.seen = ()  # until all tables follow: an interrupt may come in between
         self.rows = Rows.of(self.cohort, gradients)
         lengths = self.rows.table[:, 0]
         self.launches = []
         for dtypes, indices in self.rows.alike.items():
             places = as_table(indices)
             cut = chunked(lengths[places], places, CHUNK)
-            kernel = built(update_source(self.cohort.rule, self.cohort.storage, dtypes))
+            kernel = _kernel(update_source(self.cohort.rule, self.cohort.storage, dtypes))
             self.launches.append((kernel, cut, sum(self.cohort.weights[index].numel() for index in indices)))
         self.seen = seen
+
+
+def _kernel(source: str) -> Kernel:
+    try:
+        return built(source)
+    except (UnsupportedError, OSError) as error:  # such as a full disk
+        raise NoKernel(str(error)) from error
+
+
+def _given(calls: Sequence[Call], _kept: object) -> Sequence[Call]:
+    return calls
 
 
 def _threads(elements: int) -> int:

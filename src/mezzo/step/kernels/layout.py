@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar
+from functools import partial
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from mezzo.step.runs import SHORT, run
 from mezzo.step.split import flat
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
+from mezzo.step.whole import Call
 
-__all__ = ["Block", "Places", "Unit", "norms", "pieces", "squares", "units"]
+__all__ = ["Block", "Places", "Task", "Unit", "norms", "pieces", "squares", "units"]
 
 #: Gradients up to this length are gathered for their norms.
 SHORT_NORM: Final = 1 << 14
@@ -70,11 +72,15 @@ class Places:
         return self.numbers + keys[self.index], keys.new_zeros(())
 
 
+#: Returns a block to update in place, its gradient, and what then brings copies back to where they were gathered.
+Task: TypeAlias = Callable[[], tuple[Block, Tensor, list[Call]]]
+
+
 class Unit(Protocol):
     """A part of a cohort's work."""
 
-    def work(self, gradients: Sequence[Tensor]) -> Iterator[tuple[Block, Tensor]]:
-        """Yield blocks to update in place, each with its gradient. Ask for the next once a block is updated."""
+    def tasks(self, gradients: Sequence[Tensor]) -> list[Task]:
+        """Return one task for each block."""
 
 
 def units(cohort: Cohort, block: int) -> list[Unit]:
@@ -105,8 +111,9 @@ class _Layout:
     def length(self) -> int:
         return self.cohort.weights[self.index].numel()
 
-    def work(self, gradients: Sequence[Tensor]) -> Iterator[tuple[Block, Tensor]]:
-        yield from zip(self.blocks(), self.gradients(gradients[self.index]), strict=True)
+    def tasks(self, gradients: Sequence[Tensor]) -> list[Task]:
+        pairs = zip(self.blocks(), self.gradients(gradients[self.index]), strict=True)
+        return [partial(_as_it_lies, block, gradient) for block, gradient in pairs]
 
     def blocks(self) -> list[Block]:
         """Return the blocks, cut anew if a tensor was given other memory since.
@@ -119,8 +126,7 @@ class _Layout:
         seen = (*places, *weight.stride())
         if seen != self._seen or not self._blocks:
             parts = tuple(part.detach() for part in cohort.storage.parts(weight, extra))
-            self._blocks = _cut(at, parts, states, self.block)
-            self._seen = seen
+            self._blocks, self._seen = _cut(at, parts, states, self.block), seen
         return self._blocks
 
     def gradients(self, gradient: Tensor) -> Sequence[Tensor]:
@@ -146,28 +152,34 @@ class _Bundle:
     _runs: list[Tensor | None] = field(default_factory=list, init=False)  # by part and state: all of them as they lie
     _places: Places = field(default_factory=lambda: Places(index=0), init=False)
 
-    def work(self, gradients: Sequence[Tensor]) -> Iterator[tuple[Block, Tensor]]:
+    def tasks(self, gradients: Sequence[Tensor]) -> list[Task]:
         self._look()
         own = [member.gradients(gradients[member.index])[0] for member in self.members]
         both = list(zip(self._blocks, own, strict=True))
-        yield from ((block, gradient) for block, gradient in both if not block.vectors)
-        if self._columns:
-            pairs = list(zip(self._columns, self._runs, strict=True))
-            joined = [_joined(column) if lying is None else lying for column, lying in pairs]
-            count = len(self._blocks[0].parts)
-            gradient = _joined([gradient for block, gradient in both if block.vectors])
-            yield Block(parts=tuple(joined[:count]), states=tuple(joined[count:]), places=self._places), gradient
-            lengths = [len(target) for target in self._columns[0]]
-            for (targets, lying), vector in zip(pairs, joined, strict=True):
-                if lying is None:
-                    torch.split_with_sizes_copy(vector, lengths, out=targets)
+        alone: list[Task] = [partial(_as_it_lies, block, gradient) for block, gradient in both if not block.vectors]
+        if not self._columns:
+            return alone
+        return [*alone, partial(self._together, [gradient for block, gradient in both if block.vectors])]
+
+    def _together(self, gradients: list[Tensor]) -> tuple[Block, Tensor, list[Call]]:
+        pairs = list(zip(self._columns, self._runs, strict=True))
+        joined = [_joined(column) if lying is None else lying for column, lying in pairs]
+        count = len(self._blocks[0].parts)
+        block = Block(parts=tuple(joined[:count]), states=tuple(joined[count:]), places=self._places)
+        lengths = [len(target) for target in self._columns[0]]
+        back: list[Call] = [
+            partial(torch.split_with_sizes_copy, vector, lengths, out=targets)
+            for (targets, lying), vector in zip(pairs, joined, strict=True)
+            if lying is None
+        ]
+        return block, _joined(gradients), back
 
     def _look(self) -> None:
         """See where everything lies, anew if a tensor was given other memory."""
         blocks = [member.blocks()[0] for member in self.members]
         if blocks == self._blocks:
             return
-        self._blocks = blocks
+        self._blocks = []  # until everything follows: an interrupt may come in between
         members = [member for member, block in zip(self.members, blocks, strict=True) if block.vectors]
         vectors = [(*block.parts, *block.states) for block in blocks if block.vectors]
         self._columns = [list(column) for column in zip(*vectors, strict=True)]
@@ -177,6 +189,11 @@ class _Bundle:
             index = [torch.full_like(numbers, each.index) for each, numbers in zip(members, whole, strict=True)]
             device = members[0].cohort.step.device
             self._places = Places(index=torch.cat(index).to(device), numbers=torch.cat(whole).to(device))
+        self._blocks = blocks
+
+
+def _as_it_lies(block: Block, gradient: Tensor) -> tuple[Block, Tensor, list[Call]]:
+    return block, gradient, []
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from mezzo.step.passes import Check, Cohort
 from mezzo.step.split import flat
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
+from mezzo.step.whole import Call
 
 __all__ = ["Rows", "addresses", "as_table", "chunked", "laid_out", "readable", "update_alone", "vector", "where"]
 
@@ -110,9 +112,11 @@ def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
 
 def update_alone(
     cohort: Cohort, parts: Parts, states: States, gradient: Tensor, scalars: Tensor, check: Check, key: Tensor
-) -> None:
-    """Update one weight with torch's operations, in its own shape, unless the step is skipped."""
+) -> list[Call]:
+    """Return what updates one weight with torch's operations, in its own shape, unless the step is skipped."""
     order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
     values = stepped(cohort.rule, cohort.storage, gradient, parts, states, scalars, check.multiplier, key, order)
-    for target, value in zip((*parts, *states), values, strict=True):
-        target.copy_(torch.where(check.found_inf, target, value))
+    return [
+        partial(target.copy_, torch.where(check.found_inf, target, value))
+        for target, value in zip((*parts, *states), values, strict=True)
+    ]

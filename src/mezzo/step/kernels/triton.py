@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,10 +14,11 @@ from mezzo.errors import UnsupportedError
 from mezzo.step.kernels import triton_source as source
 from mezzo.step.kernels.emit import update_name
 from mezzo.step.kernels.tables import Rows, as_table, chunked, laid_out, readable, update_alone, vector, where
-from mezzo.step.passes import Check, Cohort, Update
+from mezzo.step.passes import Check, Cohort, InPieces, Update
 from mezzo.step.rounding import keys
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
+from mezzo.step.whole import Call, Piece
 
 __all__ = ["Triton", "refuse_capture"]
 
@@ -154,7 +156,7 @@ class _Norms:
         _release([self.lengths, self.spans, *(chunks for _, chunks in self.launches)])
 
 
-class _TritonUpdate:
+class _TritonUpdate(InPieces):
     """Pass 2 for one cohort: a launch for each set of dtypes in it, which is one unless somebody mixed them."""
 
     def __init__(self, cohort: Cohort, kept: list[object]) -> None:
@@ -168,35 +170,45 @@ class _TritonUpdate:
         self.others: dict[int, tuple[Parts, States]] = {}
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+        """See :class:`mezzo.step.passes.Update`."""
         cohort = self.cohort
         gradients = [readable(gradient) for gradient in gradients]
         self.follow(gradients)
         if _is_capturing(self.device):
             self.kept.append((self.rows, self.launches))
-        scalars = cohort.rule.scalars(cohort.hypers, cohort.step)
-        seeds = keys(cohort.step, len(gradients), cohort.seed) if cohort.random else self.no_keys
-        for index, (parts, states) in self.others.items():
-            key = seeds[index if cohort.random else 0]
-            update_alone(cohort, parts, states, gradients[index], scalars, check, key)
-        # Copies, where there are any, live on until the kernels that read them are launched.
+        scalars = cohort.rule.scalars(cohort.hypers, step)
+        seeds = keys(step, len(gradients), cohort.seed) if cohort.random else self.no_keys
+        alone = [
+            partial(update_alone, cohort, *stored, gradients[at], scalars, check, seeds[at if cohort.random else 0])
+            for at, stored in self.others.items()
+        ]
         vectors = [
             gradient if index in self.others else laid_out(gradient, weight)
             for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
         ]
         addresses = self.addresses.of(vectors)
-        with _on(self.device):
-            for kernel, chunks in self.launches:
-                kernel[(len(chunks),)](
-                    addresses, self.rows, chunks, scalars, check.multiplier, check.found_inf, seeds, BLOCK=BLOCK,
-                    **_OPTIONS,
-                )  # fmt: skip
+        shared = (scalars, check.multiplier, check.found_inf, seeds)
+        calls: list[Call] = [
+            partial(kernel[(len(chunks),)], addresses, self.rows, chunks, *shared, BLOCK=BLOCK, **_OPTIONS)
+            for kernel, chunks in self.launches
+        ]
+        # Copies, where there are any, live on until the kernels that read them are launched.
+        return [*alone, partial(self.launched, calls, vectors)]
+
+    def launched(self, calls: list[Call], _kept: object) -> list[Call]:
+        """Return the launches, on this device, which Triton takes from the current one."""
+        if self.device.type != "cuda" or (current := torch.cuda.current_device()) == self.device.index:
+            return calls
+        there, back = (partial(torch.cuda.set_device, number) for number in (self.device.index, current))
+        return [there, *calls, back]
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
         seen = where(self.cohort, gradients)
         if seen == self.seen:
             return
+        self.seen = ()  # until all tables follow: an interrupt may come in between
         refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
         _release([self.rows, *(chunks for _, chunks in self.launches)])
         found = Rows.of(self.cohort, gradients)

@@ -1,0 +1,108 @@
+"""What a step of mezzo's optimizers refuses leaves all as it was; kernels that cannot be built are done without."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import mezzo
+from mezzo import PolicyError, UnsupportedError
+from mezzo.optim import executors
+from mezzo.step.kernels import cpp
+
+KINDS = {
+    "AdamW": mezzo.optim.AdamW,
+    "Adam": mezzo.optim.Adam,
+    "SGD": lambda params, lr: mezzo.optim.SGD(params, lr=lr, momentum=0.9),
+    "Lion": mezzo.optim.Lion,
+}
+
+
+def optimizer_of(kind, dtype=torch.float32, length=20):
+    params = [Parameter(torch.linspace(-1, 1, length).to(dtype)) for _ in range(2)]
+    optimizer = KINDS[kind]([{"params": [params[0]]}, {"params": [params[1]]}], lr=0.01)
+    gradients(params, 0)
+    optimizer.step()
+    return params, optimizer
+
+
+def gradients(params, number):
+    for param in params:
+        param.grad = torch.cos(torch.arange(len(param)) + number).to(param.dtype)
+
+
+def facts(params, optimizer):
+    return copy.deepcopy([[param.detach() for param in params], optimizer.state_dict()["state"]])
+
+
+def same(one, other):
+    pairs = zip(*(torch.utils._pytree.tree_leaves(each) for each in (one, other)), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_refused_leaves_counts_and_moments_alone(kind, dtype):
+    params, optimizer = optimizer_of(kind, dtype)
+    group = optimizer.param_groups[1]
+    before = facts(params, optimizer)
+    for key, value in (("lr", float("nan")), ("lr", -1.0), ("weight_decay", float("inf")), ("betas", (0.9, 2.0))):
+        if key not in group:
+            continue
+        right, group[key] = group[key], value
+        with pytest.raises(PolicyError, match=rf"{key} (is|are)(.|\n)*group 1"):
+            optimizer.step()
+        group[key] = right
+        assert same(facts(params, optimizer), before)
+    params[1].grad = params[1].grad.to_sparse()
+    with pytest.raises(UnsupportedError, match="cannot use a sparse gradient"):
+        optimizer.step()
+    assert same(facts(params, optimizer), before)
+    gradients(params, 1)
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_its_compiler_an_optimizer_goes_on_block_by_block(kind, monkeypatch, caplog):
+    """A gradient of another dtype needs another kernel, when the compiler may be gone."""
+    if not isinstance(executors.executor_for(torch.device("cpu"), 1 << 17), cpp.Cpp):
+        pytest.skip("needs a C++ compiler")
+    executors._say.cache_clear()
+    params, optimizer = optimizer_of(kind, torch.bfloat16, 1 << 16)
+    others, other = optimizer_of(kind, torch.bfloat16, 1 << 16)
+    for each in (params, others):
+        gradients(each, 1)
+        for param in each:
+            wide = param.grad.float()
+            param.grad_dtype = None
+            param.grad = wide
+    other.step()
+
+    def gone(source):
+        raise UnsupportedError("no C++ compiler for optimizer kernels")
+
+    monkeypatch.setattr(cpp, "built", gone)
+    optimizer.step()
+    optimizer.step()
+    other.step()
+    assert caplog.text.count("optimizer steps go on block by block, since no C++ compiler") == 1
+    for mine, theirs in zip(params, others, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=0)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_compile_breaks_the_graph_around_a_step(kind, dtype):
+    torch._dynamo.reset()
+    ways = []
+    for compiled in (False, True):
+        params, optimizer = optimizer_of(kind, dtype)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(3):
+            gradients(params, number)
+            step()
+        ways.append(facts(params, optimizer))
+    assert same(*ways)
