@@ -131,6 +131,17 @@ class Edits(Loop):
                 rounds = as_tensor and self.config.library == "mezzo"
                 group.lr = dict.fromkeys(group.lr, float(np.float32(lr)) if rounds else lr)
 
+    @rule(clip=st.sampled_from([None, 1.0, 0.25, 0.0, -1.0, float("nan"), float("inf"), True]))
+    def change_clipping(self, clip):
+        def change():
+            self.amp.max_grad_norm = clip
+
+        if clip is None or (clip in (1.0, 0.25) and clip is not True):
+            change()
+            self.oracle.clip = clip
+        elif clip != float("inf"):
+            self.refused(change, "max_grad_norm")
+
     @precondition(lambda self: self.oracle.owner("late.weight") is None and not self.oracle.is_open)
     @rule(number=st.integers(0, 1))
     def add_group(self, number):

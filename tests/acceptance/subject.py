@@ -186,10 +186,12 @@ class Subject:
         moments = {key: array(state[key]) for key in STATES[self.config.rule] if state.get(key) is not None}
         return moments, int(state["step"]) if "step" in state else None
 
-    def bits(self):
-        """Everything there is to see, to the bit; looking changes nothing."""
+    def bits(self, without=()):
+        """Everything there is to see, to the bit, but for some weights; looking changes nothing."""
         seen = []
         for name, param in self.model.named_parameters():
+            if name in without:
+                continue
             tensors = [param, param.grad]
             if self.owner(name) is not None:
                 held = self.updated(name)

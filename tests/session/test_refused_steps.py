@@ -117,14 +117,15 @@ def test_a_sparse_gradient_leaves_the_first_optimizer_where_it_was():
     assert same(setup.facts(), before)
 
 
-def raising(error):
+def raising(error, *, writes=True):
     class Raising(torch.optim.SGD):
         armed = False
 
         @torch.no_grad()
         def step(self, closure=None):
             if self.armed:
-                self.param_groups[0]["params"][0].add_(1.0)
+                if writes:
+                    self.param_groups[0]["params"][0].add_(1.0)
                 raise error
             return super().step(closure)
 
@@ -157,14 +158,15 @@ def test_an_interrupt_inside_another_librarys_optimizer_is_marked(policy, where)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_error_of_the_second_optimizer_is_marked_and_one_of_the_first_is_the_users(policy):
-    setup = Setup(policy, OF_MEZZO["SGD"], raising(RuntimeError("no")))
-    setup.optimizers[1].armed = True
-    with pytest.raises(RuntimeError, match="no"):
-        setup.amp.step()
-    with pytest.raises(StateError, match="interrupted half-way"):
-        setup.amp.step()
-    setup = Setup(policy, raising(RuntimeError("no")), OF_MEZZO["SGD"])
+def test_an_error_after_something_was_written_is_marked_and_one_before_is_the_users(policy):
+    for kinds in ([OF_MEZZO["SGD"], raising(RuntimeError("no"))], [raising(RuntimeError("no")), OF_MEZZO["SGD"]]):
+        setup = Setup(policy, *kinds)
+        next(optimizer for optimizer in setup.optimizers if hasattr(optimizer, "armed")).armed = True
+        with pytest.raises(RuntimeError, match="no"):
+            setup.amp.step()
+        with pytest.raises(StateError, match="interrupted half-way"):
+            setup.amp.step()
+    setup = Setup(policy, raising(RuntimeError("no"), writes=False), OF_MEZZO["SGD"])
     setup.optimizers[0].armed = True
     with pytest.raises(RuntimeError, match="no"):
         setup.amp.step()
@@ -172,6 +174,27 @@ def test_an_error_of_the_second_optimizer_is_marked_and_one_of_the_first_is_the_
     setup.amp.zero_grad()
     setup.backward()
     assert not setup.amp.step().skipped
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", [*OF_TORCH, "mezzo"])
+def test_a_step_behind_which_a_hook_raises_is_whole_and_counted(policy, kind):
+    setup, other = (Setup(policy, OF_TORCH.get(kind, OF_MEZZO["AdamW"])) for _ in range(2))
+    hook = setup.optimizers[0].register_step_post_hook(boom)
+    with pytest.raises(RuntimeError, match="no"):
+        setup.amp.step()
+    hook.remove()
+    other.amp.step()
+    assert same(setup.facts(), other.facts())
+    for each in (setup, other):
+        each.amp.zero_grad()
+        each.backward()
+        each.amp.step()
+    assert same(setup.facts(), other.facts())
+
+
+def boom(*_):
+    raise RuntimeError("no")
 
 
 @pytest.mark.parametrize("wrong", [NAN, -1.0, 0, True, "1", [1.0]])

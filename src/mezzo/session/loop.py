@@ -138,7 +138,7 @@ class MixedPrecision:
         self._accounts = Accounts(
             self.policy.loss_scale, self._scale_tensors(), self._parts.name_of, self._parts.named_params
         )
-        self._parts.convert(self._before_step)
+        self._parts.convert(self._before_step, self._update.leaving)
         self._clusters = clusters(self._optimizers, self._parts.masters)
         self._replay = self._watched() if on_overflow == "explain" else None
         if self.policy.dtype != torch.float32:

@@ -41,21 +41,26 @@ class Parts:
         self._hooks: list[RemovableHandle] = []
         self._low: LowWeights | None = None
 
-    def convert(self, before_step: Callable[..., None]) -> None:
+    def convert(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
         """Carry the policy out; where it cannot be, everything is as it was.
 
         Args:
             before_step: Called with an optimizer before each of its steps.
+            after_step: Called with it after each, before hooks of the user's.
         """
         try:
-            self._convert(before_step)
+            self._convert(before_step, after_step)
         except BaseException:
             self.undo()
             raise
 
-    def _convert(self, before_step: Callable[..., None]) -> None:
+    def _convert(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
         for optimizer in self.optimizers:  # before the masters' own hooks, so that nothing is gathered either
             self._hooks.append(optimizer.register_step_pre_hook(before_step))
+            self._hooks.append(optimizer.register_step_post_hook(after_step))
+            # Before all others: one that raises is a hook's error, and the step itself is whole.
+            hooks: Any = optimizer._optimizer_step_post_hooks
+            hooks.move_to_end(self._hooks[-1].id, last=False)
         for model in self.models:
             self.prepared.append(Prepared(model, self.policy))
         self._low = LowWeights(self.optimizers, self.policy, self.name_of)

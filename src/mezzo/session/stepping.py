@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ from mezzo.step.whole import Call, Piece, Work, at_once
 __all__ = ["Adapted", "Found", "Update", "adapt", "update"]
 
 logger = logging.getLogger(__name__)
+
+_VERSION: Final = attrgetter("_version")
 
 
 class Found:
@@ -48,7 +52,7 @@ class Update(Work):
     its own ``step()`` nobody knows: the update stays half-way, and :meth:`require_whole` says so.
     """
 
-    __slots__ = ("_at", "_give_up", "_is_whole", "_stepped", "entering")
+    __slots__ = ("_at", "_came_back", "_give_up", "_is_whole", "_stepped", "_versions", "entering", "leaving", "params")
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +61,15 @@ class Update(Work):
         #: To be called, as a function of C's, before the code of an optimizer that is not mezzo's: what it has written
         #: from there on is its own.
         self.entering: Call = dict
+        # What tells that an optimizer's own code has run to its end is called between that and hooks of the user's, so
+        # that it must be C's as well: an exception keeps the arguments that it is initialised with.
+        self._came_back = Exception()
+        self.leaving: Callable[..., None] = partial(BaseException.__init__, self._came_back)
         self._give_up: Callable[[], object] = dict
         self._is_whole = False
+        #: What the step updates; whether it was written tells how far an optimizer came that is not mezzo's.
+        self.params: list[Tensor] = []
+        self._versions: list[int] = []
 
     def begin(self, pieces: Iterable[Piece], give_up: Callable[[], object], then: Call) -> None:
         """Take the writes of a step: from here on they are done, all of them.
@@ -73,7 +84,7 @@ class Update(Work):
 
     def end(self) -> list[Call]:
         """All that belongs to the step is done; what follows, schedulers for instance, may fail by itself."""
-        self._at, self._is_whole = None, True
+        self._at, self._is_whole, self.params = None, True, []
         return [self._stepped.clear]
 
     def steps(self, optimizer: Optimizer, masters: MasterWeights | None) -> list[Piece]:
@@ -104,10 +115,12 @@ class Update(Work):
         self._at = optimizer
         if optimizer.updates == before:  # or an interrupt came after it had finished
             optimizer.step()
+        self._came_back.args = ()
         return [partial(self._stepped.append, optimizer)]
 
     def _step_of_another(self, optimizer: Optimizer) -> list[Call]:
-        self._at, step = optimizer, optimizer.step
+        self._at, step, self._came_back.args = optimizer, optimizer.step, ()
+        self._versions = list(map(_VERSION, self.params))
         calls: list[Call] = [step, partial(self._stepped.append, optimizer)]
         if not getattr(type(optimizer).step, "hooked", False):
             return calls
@@ -115,7 +128,7 @@ class Update(Work):
         return [self._begun.clear, *calls]
 
     def _stepped_with(self, masters: MasterWeights | None) -> list[Call]:
-        self.entering = dict
+        self.entering, self._came_back.args = dict, ()
         if masters is not None:
             masters.round_to_params()
         return []
@@ -127,6 +140,8 @@ class Update(Work):
             error: What interrupted it. Where an optimizer refuses to step, and nothing was updated yet, the rest is
                 given up; where something was, the update stays half-way.
         """
+        if self._begun and self._came_back.args and self._at is not None:  # out of a hook behind a step that is whole
+            at_once(partial(self._stepped.append, self._at), self._left.popleft, self._begun.clear)
         if not self._begun:
             try:
                 self.run()
@@ -135,7 +150,11 @@ class Update(Work):
         if not self._left:
             return
         half_way = isinstance(self._at, OnePassOptimizer) and self._at.is_half_way
-        if not self._is_whole and (self._stepped or half_way or (self._begun and not isinstance(error, Exception))):
+        # An error may come after some weights were written too: of a later group, for instance.
+        within = self._begun and (
+            not isinstance(error, Exception) or list(map(_VERSION, self.params)) != self._versions
+        )
+        if not self._is_whole and (self._stepped or half_way or within):
             self._disarm()
             return
         give_up = self._give_up if self.is_half_way and not self._is_whole else dict
@@ -147,7 +166,7 @@ class Update(Work):
         super().drop()
         self._disarm()
         self._stepped.clear()
-        self._at, self.entering = None, dict
+        self._at, self.entering, self._came_back.args, self.params = None, dict, (), []
 
     def _disarm(self) -> None:
         if self._at is not None:
@@ -191,6 +210,7 @@ def update(
         found: Whether to skip.
         masters: The masters of those optimizers that have any, by ``id``.
     """
+    writes.params = checked.params
     on_device = {optimizer for optimizer in optimizers if can_fold(optimizer)}
     folding = on_device & alone
     pieces: list[Piece] = []
