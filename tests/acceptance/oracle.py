@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .near import Near, rounded
+from .rules import LR, RULES
 
 #: How far the sum of squares reaches: beyond, finite gradients count as an overflow (documented).
 LARGEST_SQUARES = 2.0**128
@@ -207,14 +208,6 @@ class Group:
 
 
 @dataclass
-class Update:
-    """What a step may do to one weight."""
-
-    exact: Near
-    states: dict
-
-
-@dataclass
 class Verdict:
     """What a step finds, and what it then may do to each weight."""
 
@@ -384,43 +377,3 @@ def not_finite(gradients):
     if not all(np.isfinite(gradient).all() for gradient in gradients):
         return True
     return math.fsum(float(np.sum(gradient * gradient)) for gradient in gradients) >= LARGEST_SQUARES
-
-
-# The update rules --------------------------------------------------------------------------------------
-
-LR = 2.0**-5
-BETA1, BETA2, EPS, DECAY, MOMENTUM = 0.5, 0.75, 2.0**-8, 0.125, 0.5
-
-
-def _state(weight, name, like):
-    value = weight.states.get(name)
-    return Near(np.zeros_like(like.value) if value is None else value, 0.0, like.dtype)
-
-
-def _adam(w, g, weight, lr, *, decoupled):
-    count = weight.count + 1
-    w, g = (w * (1 - lr * DECAY), g) if decoupled else (w, g + w * DECAY)
-    mean = _state(weight, "exp_avg", g) * BETA1 + g * (1 - BETA1)
-    square = _state(weight, "exp_avg_sq", g) * BETA2 + g * g * (1 - BETA2)
-    denominator = square.sqrt() / math.sqrt(1 - BETA2**count) + EPS
-    return Update(w - mean / denominator * (lr / (1 - BETA1**count)), {"exp_avg": mean, "exp_avg_sq": square})
-
-
-def _sgd(w, g, weight, lr):
-    g = g + w * DECAY
-    buffer = _state(weight, "momentum_buffer", g) * MOMENTUM + g
-    return Update(w - buffer * lr, {"momentum_buffer": buffer})
-
-
-def _lion(w, g, weight, lr):
-    mean = _state(weight, "exp_avg", g)
-    direction = (mean * BETA1 + g * (1 - BETA1)).sign()
-    return Update(w * (1 - lr * DECAY) - direction * lr, {"exp_avg": mean * BETA2 + g * (1 - BETA2)})
-
-
-RULES = {
-    "AdamW": lambda w, g, weight, lr: _adam(w, g, weight, lr, decoupled=True),
-    "Adam": lambda w, g, weight, lr: _adam(w, g, weight, lr, decoupled=False),
-    "SGD": _sgd,
-    "Lion": _lion,
-}

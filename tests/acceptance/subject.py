@@ -9,7 +9,8 @@ from torch import nn
 
 import mezzo
 
-from .oracle import BETA1, BETA2, DECAY, EPS, LR, MOMENTUM, Group, Oracle, Scale, Weight
+from .oracle import Group, Oracle, Scale, Weight
+from .rules import BETA1, BETA2, DECAY, EPS, LR, MOMENTUM
 
 LOW = ("float16", "bfloat16")
 NAMES = ("first.weight", "second.weight", "late.weight")
