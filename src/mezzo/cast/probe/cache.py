@@ -23,7 +23,7 @@ __all__ = ["PROBE_VERSION", "Processor", "load", "processor", "store"]
 logger = logging.getLogger(__name__)
 
 #: Counted up whenever the cases or the meaning of a report change.
-PROBE_VERSION = 2
+PROBE_VERSION = 3
 
 #: What /proc/cpuinfo calls the things that decide which kernels run; the rest varies, like the clock.
 IDENTIFYING = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
