@@ -43,7 +43,7 @@ def test_many_sequences():
     """As many as MEZZO_SEQUENCES says, other ones each time, or those of ``--hypothesis-seed``."""
     number = int(os.environ.get("MEZZO_SEQUENCES", "2000"))
     many = settings(
-        max_examples=number, stateful_step_count=STEPS, deadline=None, database=None, print_blob=True,
-        suppress_health_check=QUIET, phases=(Phase.generate, Phase.shrink),
+        max_examples=number, stateful_step_count=STEPS, derandomize=False, deadline=None, database=None,
+        print_blob=True, suppress_health_check=QUIET, phases=(Phase.generate, Phase.shrink),
     )  # fmt: skip
     run_state_machine_as_test(Sessions, settings=many)

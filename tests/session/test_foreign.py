@@ -4,6 +4,7 @@ import copy
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -168,7 +169,7 @@ def test_damaged_gradscaler_states(change):
     _, amp = session(with_scale(SAME))
     state = torch.amp.GradScaler("cpu", growth_interval=3).state_dict()
     before = str(amp.state_dict())
-    for wrong in ("7", None, [1], float("nan")):
+    for wrong in ("7", None, [1], float("nan"), torch.ones(2), np.ones(2)):
         with pytest.raises(StateError, match="GradScaler"):
             amp.load_state_dict(state | {change: wrong})
     del state[change]

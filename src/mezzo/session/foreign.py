@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
 
-from mezzo.errors import PolicyError, StateError
+from mezzo.errors import PolicyError, StateError, shown
 from mezzo.policy import Policy
 from mezzo.scale import LossScale, ScaleState
 
@@ -111,6 +112,8 @@ def _require_dynamic(config: LossScale, library: str) -> None:
 def _require_same_rules(state: Mapping[str, Any], policy: Policy) -> None:
     """Refuse to continue a scale by other rules than it was saved with."""
     config = policy.loss_scale
+    if odd := [f"{key} is {shown(state[key])}" for key in _TORCH_RULES if not isinstance(state[key], Real)]:
+        raise StateError(f"the state of {_TORCH} has wrong values", where="\n".join(odd), why="each is a number")
     theirs: dict[str, Any] = {ours: state[key] for key, ours in _TORCH_RULES.items()} | _TORCH_FIXED
     # A GradScaler has no bounds; those of the session matter only once the scale is beyond them.
     if config.ceiling is not None and state["scale"] > config.ceiling:
