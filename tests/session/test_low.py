@@ -37,7 +37,7 @@ class Adapted(nn.Module):
 
 def backward(amp, model):
     with amp.autocast():
-        loss = model(torch.ones(2, 4)).float().square().mean()
+        loss = model(torch.ones(2, 4)).float().square().mean() / 64  # whatever the weights, FP16 holds 65536 times this
     amp.backward(loss)
 
 
@@ -130,6 +130,49 @@ def test_those_that_come_later_are_refused_before_their_first_gradient(dtype, la
     model.base.requires_grad_(False)
     backward(amp, model)
     assert not amp.step().skipped
+
+
+@pytest.mark.parametrize("moment", ["before the forward pass", "after the backward pass", "frozen, cast and thawed"])
+@pytest.mark.parametrize("optimizer", FOREIGN)
+@pytest.mark.parametrize("dtype", LOW)
+def test_those_that_are_cast_in_mid_run_are_refused_before_anything_is_written(dtype, optimizer, moment):
+    """``model.half()`` replaces the data of parameters: only their gradients tell."""
+    for policy in ("O0,loss_scale=dynamic", "O1,dtype=bfloat16,emulate=true"):
+        model = Adapted(torch.float32)
+        optimizer_ = FOREIGN[optimizer](model.parameters())
+        amp = MixedPrecision(model, optimizer_, policy)
+        model.base.requires_grad_("frozen" not in moment)
+        backward(amp, model)
+        if moment.startswith("after"):
+            model.base.to(dtype)
+        else:
+            amp.step()
+            amp.zero_grad()
+            model.base.to(dtype).requires_grad_(True)
+            backward(amp, model)
+        weights = [p.clone() for p in model.parameters()]
+        steps = amp.stats().steps
+        with pytest.raises(UnsupportedError, match=r"base\.weight(.|\n)*O2(.|\n)*model\.float\(\)"):
+            amp.step()
+        assert amp.stats().steps == steps
+        assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
+        model.float()
+        amp.zero_grad()
+        backward(amp, model)
+        assert not amp.step().skipped
+        assert not torch.equal(model.adapter.weight, weights[2])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_cast_in_mid_run_is_refused_from_within_a_closure_too(dtype):
+    model = Adapted(torch.float32)
+    model.base.requires_grad_(True)
+    amp = MixedPrecision(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2), "O1,emulate=true")
+    model.base.to(dtype)
+    weights = [p.clone() for p in model.parameters()]
+    with pytest.raises(UnsupportedError, match=r"base\.weight(.|\n)*model\.float\(\)"):
+        amp.step(closure=lambda: (amp.zero_grad(), backward(amp, model)))
+    assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
 
 
 def test_fp16_under_a_scale_is_unscaled_in_fp32_where_mezzo_keeps_the_other_half():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from mezzo.errors import StateError
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.state import inverse
 from mezzo.session.cluster import Cluster
-from mezzo.session.gradients import dense, norms, not_finite
+from mezzo.session.gradients import alike, dense, norms, not_finite
 from mezzo.session.window import Share
 from mezzo.step.passes import clip_coefficient
 
@@ -27,6 +27,7 @@ class Checked:
     Attributes:
         params: What will be updated: masters, or the parameters themselves.
         gradients: Their gradients, dense.
+        dtypes: Those that the gradients have.
         norm: 0-d float32: 2-norm of all of them, unscaled.
         each: ``(len(params),)`` float32: 2-norm of each, as it stands.
         found_inf: 0-d bool: whether any is not finite, before or after unscaling.
@@ -38,6 +39,7 @@ class Checked:
 
     params: list[Tensor]
     gradients: list[Tensor]
+    dtypes: Set[torch.dtype]
     norm: Tensor
     each: Tensor
     found_inf: Tensor
@@ -91,7 +93,9 @@ def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torc
     gradients = dense(params)
     over_scale = None if scale is None else inverse(scale)
     stepping = (o for cluster in involved for o in cluster.optimizers if o in optimizers)
-    norm, each = norms(gradients, device, one_pass=all(isinstance(o, OnePassOptimizer) for o in stepping))
+    groups = alike(gradients)
+    one_pass = all(isinstance(o, OnePassOptimizer) for o in stepping)
+    norm, each = norms(gradients, device, one_pass=one_pass, groups=groups)
     if over_scale is not None:
         # The norm of the scaled gradients times 1/scale also finds an infinity that unscaling would make.
         norm = norm * over_scale
@@ -104,8 +108,9 @@ def check(involved: list[Cluster], optimizers: Iterable[Optimizer], device: torc
             why="nothing had a gradient when they were unscaled, so that nobody knows what they carry",
             write="amp.backward(loss), and edits of .grad after it",
         )
+    dtypes = {dtype for _, dtype in groups}
     return Checked(
-        params=params, gradients=gradients, norm=norm, each=each, found_inf=found_inf, scale=scale,
+        params=params, gradients=gradients, dtypes=dtypes, norm=norm, each=each, found_inf=found_inf, scale=scale,
         inverse=over_scale, shares=shares, losses=[pair for window in windows for pair in window.losses],
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from mezzo.scale.transfer import moved
 from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
 
-__all__ = ["can_fold", "dense", "lacks_momentum", "mark", "multiplications", "norms", "not_finite"]
+__all__ = ["alike", "can_fold", "dense", "lacks_momentum", "mark", "multiplications", "norms", "not_finite"]
+
+Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
 
 def dense(params: list[Tensor]) -> list[Tensor]:
@@ -39,18 +41,21 @@ def mark(gradient: Tensor) -> tuple[int, int]:
     return values.data_ptr(), values._version
 
 
-def norms(gradients: list[Tensor], device: torch.device, *, one_pass: bool = False) -> tuple[Tensor, Tensor]:
+def norms(
+    gradients: list[Tensor], device: torch.device, *, one_pass: bool = False, groups: Alike | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the 2-norm of all gradients together and that of each, accumulated in FP32, without a sync.
 
     Args:
         gradients: At least one dense tensor, of any floating or complex dtype, on any device.
         device: Where the results go.
         one_pass: Whether mezzo's optimizers go on with them: then their executor reads these gradients too.
+        groups: What :func:`alike` says of them, where it was asked before.
 
     Returns:
         0-d and ``(len(gradients),)`` float32.
     """
-    groups = _alike(gradients)
+    groups = alike(gradients) if groups is None else groups
     if len(groups) == 1:
         each = moved(_norms_of_alike(gradients, one_pass), device)
         return torch.linalg.vector_norm(each), each
@@ -87,7 +92,7 @@ def not_finite(norm: Tensor) -> Tensor:
 
 def multiplications(gradients: list[Tensor], multiplier: Tensor) -> list[Call]:
     """Return what multiplies gradients in place by one device tensor, in as few kernels as devices and dtypes allow."""
-    groups = _alike(gradients)
+    groups = alike(gradients)
     return [
         partial(
             torch._foreach_mul_,
@@ -98,7 +103,7 @@ def multiplications(gradients: list[Tensor], multiplier: Tensor) -> list[Call]:
     ]
 
 
-def _alike(tensors: list[Tensor]) -> Mapping[tuple[torch.device, torch.dtype], Sequence[int]]:
+def alike(tensors: list[Tensor]) -> Alike:
     """Return the places of tensors by device and dtype."""
     kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
     if len(kinds) == 1:

@@ -394,6 +394,7 @@ class MixedPrecision:
                 interrupted half-way.
             PolicyError: A hyper-parameter that is not finite. Tensors on an accelerator are not looked at, since the
                 host would have to wait for them.
+            UnsupportedError: Weights were cast to low precision since, and would train without masters.
             NumericsError: An overflow, with ``on_overflow="raise"``; nothing was updated, the scale has adapted.
             ScaleCollapsed: The loss scale stood at its floor for ``patience`` overflows, at most two steps ago.
         """
@@ -420,6 +421,7 @@ class MixedPrecision:
         check_numbers(stepping)
         self._look_for_edits(involved)
         checked = check(involved, optimizers, self._device)
+        self._parts.refuse_low_gradients(checked.dtypes)
         checked = checked if (run := current()) is None else run.seen(checked)
         found = Found(checked.found_inf)
         masters = self._parts.masters
@@ -454,6 +456,7 @@ class MixedPrecision:
                 raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
             self._look_for_edits([cluster])
             evaluations.append(check([cluster], [optimizer], self._device))
+            self._parts.refuse_low_gradients(evaluations[-1].dtypes)
             if (factor := evaluations[-1].multiplier(self.max_grad_norm)) is not None:
                 at_once(*multiplications(evaluations[-1].gradients, factor))
             cluster.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Final
 
 import torch
@@ -15,7 +15,7 @@ from mezzo.policy import Policy
 
 __all__ = ["LowWeights"]
 
-_LOW: Final = (torch.float16, torch.bfloat16)
+_LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 class LowWeights:
@@ -49,6 +49,23 @@ class LowWeights:
         num_groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers)
         if num_groups == self._num_groups and not any(param.requires_grad for param in self._frozen):
             return
+        self._look(num_groups)
+
+    def check_gradients(self, dtypes: Set[torch.dtype]) -> None:
+        """Look again if gradients are low-precision: ``model.half()`` in mid-run leaves no other trace.
+
+        Args:
+            dtypes: Of all gradients that a step is about to use.
+
+        Raises:
+            UnsupportedError: There are low-precision weights that would lose gradients or updates.
+        """
+        if self._policy.param_dtype != torch.float32 or self._policy.master_weights or dtypes.isdisjoint(_LOW):
+            return
+        if not all(_keeps_halves(optimizer) for optimizer in self._optimizers):
+            self._look(sum(len(optimizer.param_groups) for optimizer in self._optimizers))
+
+    def _look(self, num_groups: int) -> None:
         frozen: list[Tensor] = []
         for optimizer in self._optimizers:
             low = list(_low(optimizer))
@@ -90,6 +107,12 @@ class LowWeights:
             f"{self._name_of(p)} ({str(p.dtype).removeprefix('torch.')}, {'×'.join(map(str, p.shape))})" for p in params
         )
         return f"{some_of(list(named), 1)}, optimizer {type(optimizer).__name__}"
+
+
+def _keeps_halves(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps the FP32 values of all its low-precision parameters itself."""
+    own = isinstance(optimizer, OnePassOptimizer)
+    return own and all(group["master"] is not None for group in optimizer.param_groups)
 
 
 def _low(optimizer: Optimizer) -> Iterator[tuple[Tensor, bool]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -90,6 +90,18 @@ class Parts:
         """
         if self._low is not None:
             self._low.check()
+
+    def refuse_low_gradients(self, dtypes: Set[torch.dtype]) -> None:
+        """Refuse weights that were cast to low precision since, and would lose gradients or updates.
+
+        Args:
+            dtypes: Of all gradients that a step is about to use.
+
+        Raises:
+            UnsupportedError: There are such weights.
+        """
+        if self._low is not None:
+            self._low.check_gradients(dtypes)
 
     def undo(self) -> None:
         """Give back FP32 weights with the masters' values, and the optimizers as they were built."""
