@@ -233,3 +233,18 @@ def test_momentum_begins_as_the_gradient_itself():
     amp.step()
     for param, gradient in zip(model.parameters(), gradients, strict=True):
         assert torch.equal(optimizer.state[param]["momentum_buffer"], gradient)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, optim.AdamW])
+def test_building_the_session_again_is_refused_for_the_one_reason_that_there_is(optimizer):
+    """As a notebook's cell does that is run twice: masters stand in the parameters' places by then."""
+    model = nn.Linear(4, 4)
+    built = optimizer(model.parameters())
+    first = MixedPrecision(model, built, "O2,dtype=bfloat16,emulate=true")
+    with pytest.raises(StateError, match=r"^the optimizer belongs to a session(.|\n)*session\.close\(\)"):
+        MixedPrecision(model, built, "O2,dtype=bfloat16,emulate=true")
+    copied = copy.deepcopy(model)
+    with pytest.raises(StateError, match=r"prepared already(.|\n)*of a copy(.|\n)*load_state_dict"):
+        MixedPrecision(copied, optimizer(copied.parameters()), "O2,dtype=bfloat16,emulate=true")
+    first.close()
+    MixedPrecision(model, built, "O2,dtype=bfloat16,emulate=true").close()

@@ -215,7 +215,8 @@ def _check(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
         raise StateError(
             "the model is prepared already",
             where=type(model).__name__,
-            write="handle.remove() (or session.close()) before preparing it again",
+            write="handle.remove() (or session.close()) before preparing it again;\n"
+            "of a copy, by copy.deepcopy or pickle: build the model anew and load_state_dict(copy.state_dict())",
         )
     problems: list[MezzoError] = [*_uninitialized(model), *_foreign_dtypes(model), *_idle_rules(model, policy)]
     if problems:

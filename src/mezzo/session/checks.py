@@ -100,7 +100,7 @@ def check_session(
         )
     problems += unknown_reaction(on_overflow)
     if not problems:
-        problems += _foreign_params(models, optimizers)
+        problems += _foreign_params(models, [o for o in optimizers if not _is_held(o)])
         problems += _taken(optimizers)
         if policy.master_weights:
             problems += _shared_params(optimizers)
@@ -203,13 +203,18 @@ def _taken(optimizers: list[Optimizer]) -> Iterator[MezzoError]:
                 where=type(optimizer).__name__,
                 write=f"{type(optimizer).__name__}(model.parameters(), …)",
             )
-        owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-        if any(type(owner).__module__.startswith("mezzo.") for owner in owners):
+        if _is_held(optimizer):
             yield StateError(
                 "the optimizer belongs to a session or to MasterWeights already",
                 where=type(optimizer).__name__,
                 write="session.close() (or masters.remove()) first",
             )
+
+
+def _is_held(optimizer: Optimizer) -> bool:
+    """Whether a session or ``MasterWeights`` holds the optimizer, which may have masters in its parameters' places."""
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return any(type(owner).__module__.startswith("mezzo.") for owner in owners)
 
 
 def checked_schedulers(scheduler: Any) -> list[Callable[[], Any]]:
