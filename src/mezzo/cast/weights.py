@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["WeightCasts"]
 
@@ -18,13 +17,14 @@ __all__ = ["WeightCasts"]
 class _Cast:
     param: nn.Parameter
     version: int
-    memory: StorageWeakRef  # while it is held no other storage is called the same, as a freed address may be
+    address: int
+    alias: Tensor  # while it is held, nothing else can be given this address
     cast: Tensor
     region: int  # the number of the outermost region it was made in
 
     def is_current(self) -> bool:
         param = self.param
-        return self.version == param._version and self.memory.cdata == param.untyped_storage()._cdata
+        return self.version == param._version and self.address == param.data_ptr()
 
 
 class _FurtherUse(torch.autograd.Function):
@@ -122,9 +122,9 @@ class WeightCasts:
         found = self._casts.get(key)
         serves = found is not None and (self._kept or found.region == self._regions) and found.is_current()
         if found is None or not serves:
-            memory = StorageWeakRef(param.untyped_storage())  # type: ignore[no-untyped-call]
-            found = self._casts[key] = _Cast(param, param._version, memory, param.to(dtype), self._regions)
-            return found.cast
+            alias, made = param.detach(), param.to(dtype)
+            self._casts[key] = _Cast(param, param._version, param.data_ptr(), alias, made, self._regions)
+            return made
         return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
 
     def keep(self) -> None:
