@@ -297,3 +297,69 @@ def test_parameters_without_an_entry_begin_anew():
     assert params[1] not in optimizer.state
     train(params, optimizer, 1)
     assert [int(optimizer.state[param]["step"]) for param in params] == [4, 1]
+
+
+# What is no state ---------------------------------------------------------------------------------------
+
+#: Where a value stands in a state dict, what is put there, and what the error says of it.
+MALFORMED = [
+    ((), 3, "this is no optimizer's state: 3, not a mapping"),
+    (("state",), [], "state is a list, not a mapping"),
+    (("param_groups",), {}, "param_groups is a dict, not a list"),
+    (("param_groups", 0), [0, 1], r"param_groups\[0\] is a list, not a mapping"),
+    (("param_groups", 0, "params"), 0, r"param_groups\[0\].params is 0, not a list"),
+    (("param_groups", 0, "params", 1), [], r"param_groups\[0\].params has a list"),
+    (("param_groups", 0, "weight_dtypes"), 5, r"param_groups\[0\].weight_dtypes is 5, not a list"),
+    (("state", 1), None, r"state\[1\] is None, not a mapping"),
+    (("state", 1, "step"), "3", r"state\[1\].step is '3', not a count"),
+    (("state", 1, "step"), 10**400, r"state\[1\].step is .*, not a count"),
+    (("state", 1, "step"), torch.ones(2), r"state\[1\].step is a tensor, float32 \[2\], not a count"),
+    (("state", 0, "remainder"), None, r"state\[0\].remainder is None, not a dense tensor of real numbers"),
+    (("state", 0, "remainder"), -1, r"state\[0\].remainder is -1, not a dense tensor"),
+    (("state", 0, "buffer"), "x\x1b[2J", r"state\[0\].buffer is 'x\\x1b\[2J', not a dense tensor"),
+    (("state", 0, "buffer"), torch.ones(5).to_sparse(), "is a sparse_coo tensor, float32"),
+    (("state", 0, "buffer"), torch.ones(5, device="meta"), r"is a tensor, float32 \[5\] on meta, not a dense"),
+    (("state", 0, "buffer"), torch.ones(5, dtype=torch.complex64), r"is a tensor, complex64 \[5\], not a dense"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_what_no_optimizer_has_written_is_named_and_nothing_is_loaded(kind):
+    options = {"momentum": 0.9} if kind is optim.SGD else {}
+    buffer = "momentum_buffer" if kind is optim.SGD else "exp_avg"
+    params = [nn.Parameter(param.detach().bfloat16()) for param in weights()]
+    optimizer = kind(params, **options)
+    train(params, optimizer)
+    good = copy.deepcopy(optimizer.state_dict())
+    for path, value, says in MALFORMED:
+        bad = place = copy.deepcopy(good)
+        *way, last = [buffer if step == "buffer" else step for step in path] or [None]
+        for step in way:
+            place = place[step]
+        if last is None:
+            bad = value
+        else:
+            place[last] = value
+        with pytest.raises(StateError, match=says.replace("buffer", buffer)) as caught:
+            optimizer.load_state_dict(bad)
+        assert "optimizer.load_state_dict(saved), with saved = optimizer.state_dict()" in str(caught.value)
+        now = optimizer.state_dict()
+        assert now["param_groups"] == good["param_groups"]
+        for index, held in good["state"].items():
+            assert all(torch.equal(now["state"][index][name], tensor) for name, tensor in held.items())
+
+
+@pytest.mark.parametrize("betas", [(0.9, float("nan")), (0.9, 1.0), (-0.1, 0.9)])
+def test_numbers_in_tensors_of_host_memory_are_looked_at_too(betas):
+    params = weights()
+    optimizer = optim.AdamW(params)
+    train(params, optimizer)
+    before = [param.detach().clone() for param in params]
+    optimizer.param_groups[0]["betas"] = tuple(torch.tensor(beta) for beta in betas)
+    with pytest.raises(PolicyError, match=r"betas are (.|\n)*each is from 0 to below 1"):
+        train(params, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+    with pytest.raises(PolicyError, match=r"lr is (.|\n)*a finite number from 0"):
+        optim.AdamW(weights(), lr=torch.tensor(float("nan")))
+    with pytest.raises(PolicyError, match=r"maximize is a tensor(.|\n)*it is on or off\n  write  maximize=True"):
+        optim.AdamW(weights(), maximize=torch.ones(2))

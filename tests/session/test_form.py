@@ -56,6 +56,8 @@ WRONG = [
     ("masters/0.weight", 1.0, "masters.0.weight is 1.0, not a float32 tensor"),
     ("masters/0.weight", torch.ones(2, 3).half(), "masters.0.weight is a tensor, float16 [2, 3], not a float32 tensor"),
     ("masters/0.weight", torch.ones(3, 2), "masters.0.weight is float32 [3, 2], and the parameter float16 [2, 3]"),
+    ("masters/0.weight", torch.ones(2, 3, device="meta"), "masters.0.weight is a tensor, float32 [2, 3] on meta"),
+    ("masters/0.weight", torch.ones(2, 3).to_sparse(), "masters.0.weight is a sparse_coo tensor, float32 [2, 3]"),
     ("masters/strange", torch.ones(1), "masters: strange is no parameter"),
     ("windows/0", 3, "windows[0] is 3, not a mapping"),
     ("windows/0/micro_batches", -2, "windows[0].micro_batches is -2, not a whole number from 0"),
@@ -67,7 +69,7 @@ WRONG = [
     ("windows/0/settled/0/found_inf", None, "windows[0].settled[0].found_inf is None, not True or False"),
     ("windows/0/aside/strange", torch.ones(1), "windows[0].aside: strange is no parameter"),
     ("windows/0/aside/0.weight", torch.ones(1), "windows[0].aside.0.weight is float32 [1], and the parameter float16"),
-    ("windows/0/aside/0.weight", None, "windows[0].aside.0.weight is None, not a tensor"),
+    ("windows/0/aside/0.weight", None, "windows[0].aside.0.weight is None, not a gradient"),
     ("windows/0/beside", ["strange"], "windows[0].beside: strange is no parameter"),
     ("windows/0/losses/0/loss_id", 5, "windows[0].losses.loss_id is 5, of 2"),
     ("windows/0/losses/0/value", "0", "windows[0].losses[0].value is '0', not a number"),
@@ -77,10 +79,14 @@ WRONG = [
     ("on_the_way/0/found_inf", "no", "on_the_way[0].found_inf is 'no', not True or False"),
     ("gradients", None, "gradients is None, not a mapping"),
     ("gradients/0.bias", torch.ones(3).half(), "gradients.0.bias is float16 [3], and the parameter float16 [2]"),
+    ("gradients/0.bias", torch.ones(2, device="meta").half(), "gradients.0.bias is a tensor, float16 [2] on meta"),
+    ("master_gradients/0.bias", torch.ones(2, device="meta"), "master_gradients.0.bias is a tensor, float32 [2]"),
+    ("master_gradients/0.bias", 0, "master_gradients.0.bias is 0, not a float32 gradient"),
     ("master_gradients/strange", torch.ones(1), "master_gradients: strange is no parameter"),
     ("left", ["strange"], "left: strange is no parameter"),
     ("left/0", 7, "left[0] is 7, not text"),
     ("buffers/1.running_mean", 0.0, "buffers.1.running_mean is 0.0, not a tensor"),
+    ("buffers/1.running_mean", torch.ones(2, device="meta"), "buffers.1.running_mean is a tensor, float32 [2] on meta"),
 ]  # fmt: skip
 
 
@@ -168,6 +174,7 @@ ODD = st.recursive(
         st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=4),
         st.just(0).map(lambda _: 10**5000), st.sampled_from([10**400, 2**53, 2**63, 1j, ..., "x\x1b[31m", "\ud800"]),
         st.sampled_from([np.float32(2), np.int64(3), np.array([1, 2]), torch.ones(2), torch.ones(()).half()]),
+        st.sampled_from([torch.ones(2, device="meta"), torch.ones(2).to_sparse(), torch.ones(2).to(torch.complex64)]),
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),

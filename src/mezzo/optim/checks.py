@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy
 import torch
 from torch import Tensor
 
-from mezzo.errors import PolicyError, StateError, message, nearest, some_of
-from mezzo.optim.state import EXTRAS
+from mezzo.errors import PolicyError, StateError, message, nearest, shown, some_of
+from mezzo.optim.state import EXTRAS, WEIGHT_DTYPES
 from mezzo.step.storage import storage
+from mezzo.step.update import RULES
 
-__all__ = ["check_arguments", "check_group", "check_state", "check_unchanged", "ordered"]
+__all__ = ["check_arguments", "check_group", "check_state", "check_unchanged", "in_host_memory", "ordered"]
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
 _WEIGHT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,6 +32,8 @@ _LEAST: Final = {
     "momentum": (0.0, "0.9"),
     "dampening": (-math.inf, "0.0"),
 }
+#: Options that are on or off.
+_FLAGS: Final = ("amsgrad", "maximize", "nesterov")
 _ONE_PASS: Final = "a step here is always one pass that never waits for the host, so that a CUDA graph can capture it"
 #: Arguments of torch's optimizers that have no meaning here: why, and what to write instead.
 _TORCH_ONLY: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
@@ -102,6 +106,11 @@ def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
         if not _is_number(group.get(name, 0.0), least, math.inf):
             why = "it is a finite number" + (f" from {least:g}" if math.isfinite(least) else "")
             yield PolicyError(f"{name} is {group[name]!r}", where=where, why=why, write=f"{name}={example}")
+    for name in _FLAGS:
+        if not isinstance(group.get(name), (bool, int, numpy.bool_, type(None))):
+            yield PolicyError(
+                f"{name} is {_shown(group[name])}", where=where, why="it is on or off", write=f"{name}=True"
+            )
     betas = group.get("betas", (0.0, 0.0))
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b, 0.0, 1.0) for b in betas)):
         why = "each is from 0 to below 1"
@@ -123,9 +132,13 @@ def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
 
 
 def _is_number(value: Any, least: float, end: float) -> bool:
-    """Whether a value is from ``least`` to below ``end``. A tensor is not asked, which would wait for its device."""
+    """Whether a value is from ``least`` to below ``end``. A tensor off the CPU is not asked, which would wait."""
     if isinstance(value, Tensor):
-        return value.numel() == 1
+        if value.numel() != 1 or not _holds_numbers(value):
+            return False
+        if value.device.type != "cpu":
+            return True
+        value = in_host_memory(value)
     if not isinstance(value, Real):  # NumPy's are
         return False
     try:
@@ -133,6 +146,11 @@ def _is_number(value: Any, least: float, end: float) -> bool:
     except OverflowError:  # a whole number may be beyond it
         return False
     return math.isfinite(number) and least <= number < end
+
+
+def in_host_memory(number: Tensor) -> float:
+    """Return what a tensor of one number in host memory holds, also while a graph is captured."""
+    return float(number.detach().double().reshape(()).numpy())
 
 
 def _wrong_weights(params: Any) -> Iterator[PolicyError]:
@@ -157,22 +175,88 @@ def check_state(state_dict: Mapping[str, Any], rule: str) -> None:
     Raises:
         StateError: With what is missing or different.
     """
+    write = "optimizer.load_state_dict(saved), with saved = optimizer.state_dict()"
+    if not isinstance(state_dict, Mapping):
+        raise StateError(f"this is no optimizer's state: {_shown(state_dict)}, not a mapping", write=write)
     if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
         raise StateError(
             f"this is no optimizer's state: {' and '.join(missing)} missing",
             where=f"keys {', '.join(map(str, state_dict)) or 'none'}",
-            write="optimizer.load_state_dict(saved), with saved = optimizer.state_dict()",
+            write=write,
         )
+    if wrong := list(_malformed(state_dict, tuple(RULES[rule].states))):
+        raise StateError("this is no optimizer's state", where=some_of(wrong), write=write)
     for number, group in enumerate(state_dict["param_groups"]):
         decoupled = group.get("decoupled_weight_decay")
-        if rule in ("adam", "adamw") and group.get("weight_decay") and decoupled not in (None, rule == "adamw"):
+        if not _is_number(decay := group.get("weight_decay", 0.0), 0.0, math.inf):
+            continue  # which every group is asked about later
+        if rule in ("adam", "adamw") and decay and decoupled not in (None, rule == "adamw"):
             raise StateError(
                 f"the saved weight decay is {'' if decoupled else 'not '}decoupled, and this optimizer's is "
                 f"{'not' if decoupled else ''}".rstrip(),
-                where=f"group {number}, weight_decay={group['weight_decay']}",
+                where=f"group {number}, weight_decay={decay}",
                 why="one is added to the gradient, the other taken off the weight",
                 write=f"mezzo.optim.{'AdamW' if decoupled else 'Adam'}",
             )
+
+
+def _malformed(state_dict: Mapping[str, Any], moments: Sequence[str]) -> Iterator[str]:
+    """Yield what no optimizer has written: containers, counts, moments and other halves of another kind."""
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping):
+        yield f"state is {_shown(state)}, not a mapping"
+    if not isinstance(groups, (list, tuple)):
+        yield f"param_groups is {_shown(groups)}, not a list"
+        return
+    for number, group in enumerate(groups):
+        at = f"param_groups[{number}]"
+        if not isinstance(group, Mapping):
+            yield f"{at} is {_shown(group)}, not a mapping"
+            continue
+        for name in ("params", WEIGHT_DTYPES):
+            if not isinstance(value := group.get(name, None if name == "params" else ()), (list, tuple)):
+                yield f"{at}.{name} is {_shown(value)}, not a list"
+                continue
+            wrong = [each for each in value if not isinstance(each, (int, str, type(None)))]
+            yield from (f"{at}.{name} has {_shown(each)}" for each in wrong[:1])
+        params = group.get("params")
+        for index in params if isinstance(params, (list, tuple)) and isinstance(state, Mapping) else ():
+            if isinstance(index, (int, str)) and index in state:
+                yield from _malformed_entry(state[index], f"state[{index!r}]", moments)
+
+
+def _malformed_entry(entry: Any, at: str, moments: Sequence[str]) -> Iterator[str]:
+    if not isinstance(entry, Mapping):
+        yield f"{at} is {_shown(entry)}, not a mapping"
+        return
+    if "step" in entry and not _is_count(entry["step"]):
+        yield f"{at}.step is {_shown(entry['step'])}, not a count"
+    # torch's SGD has kept None for a momentum that is yet to come.
+    held = [name for name in (*moments, *EXTRAS) if name in entry and not (name in moments and entry[name] is None)]
+    for name in held:
+        if not _holds_numbers(value := entry[name]):
+            yield f"{at}.{name} is {_shown(value)}, not a dense tensor of real numbers"
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a value is one number that a whole number can be made of; which one it is, is asked later."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and _holds_numbers(value)
+    return abs(value) < 2**63 if isinstance(value, int) else isinstance(value, Real)
+
+
+def _holds_numbers(value: Any) -> bool:
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+    return is_dense and not value.is_quantized and not value.is_complex()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        kind = (
+            "quantized " if value.is_quantized else f"{_word(value.layout)} " if value.layout != torch.strided else ""
+        )
+        return f"a {kind}tensor, {_word(value.dtype)} {list(value.shape)}{' on meta' if value.is_meta else ''}"
+    return shown(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
 
 
 def check_unchanged(param: Tensor, state: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -213,5 +297,5 @@ def check_unchanged(param: Tensor, state: Mapping[str, Any], names: Iterable[str
             )
 
 
-def _word(dtype: torch.dtype) -> str:
+def _word(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.optim.checks import check_group
+from mezzo.optim.checks import check_group, in_host_memory
 
 __all__ = ["Hypers", "changes_nothing"]
 
@@ -55,7 +55,7 @@ class Hypers:
                 tensor.copy_(value, non_blocking=True)
                 self._uploaded.pop(name, None)
                 continue
-            number: Any = float(value.detach().double().reshape(()).numpy()) if isinstance(value, Tensor) else value
+            number: Any = in_host_memory(value) if isinstance(value, Tensor) else value
             if name not in self._uploaded or self._uploaded[name] != number:
                 check_group({**group, "params": None, **({} if name.startswith("beta") else {name: number})}, where)
                 self._uploaded.pop(name, None)  # until it is there: an interrupt may come in between

@@ -106,7 +106,8 @@ class SavedOptimizer(Optimizer):
             StateError: State of another shape, storage or rule; nothing was loaded.
             ValueError: Other parameter groups, as torch says it.
         """
-        given: Mapping[str, Any] = dict(state_dict)
+        # Hooks may delete from what they get; what is no mapping at all is refused after them.
+        given: Mapping[str, Any] = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)  # type: ignore[arg-type]
             given = given if replaced is None else replaced

@@ -111,8 +111,14 @@ def _optional(form: Form) -> Form:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor, {described(value)}"
+        kind = "quantized " if value.is_quantized else "" if value.layout == torch.strided else f"{value.layout} "
+        return f"a {kind.removeprefix('torch.')}tensor, {described(value)}{' on meta' if value.is_meta else ''}"
     return shown(value) if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
+
+
+def _has_values(value: Any, *layouts: torch.layout) -> bool:
+    """Whether a value is a tensor of one of these layouts that holds numbers, as one on the meta device does not."""
+    return isinstance(value, Tensor) and value.layout in layouts and not value.is_meta and not value.is_quantized
 
 
 def _is_whole(value: Any) -> bool:
@@ -148,14 +154,19 @@ _FLAG = _a("True or False", lambda value: isinstance(value, bool))
 _TEXT = _a("text", lambda value: isinstance(value, str))
 _DESCRIPTION = _a("a dtype and a shape", _is_description)
 _MARKS = _a("text of '.' and 'X'", lambda value: isinstance(value, str) and set(value) <= {".", "X"})
-_TENSOR = _a("a tensor", lambda value: isinstance(value, Tensor))
-_FP32 = _a("a float32 tensor", lambda value: isinstance(value, Tensor) and value.dtype == torch.float32)
+_TENSOR = _a("a tensor", lambda value: _has_values(value, torch.strided))
+_FP32 = _a("a float32 tensor", lambda value: _has_values(value, torch.strided) and value.dtype == torch.float32)
+_GRADIENT = _a("a gradient", lambda value: _has_values(value, torch.strided, torch.sparse_coo))
+_FP32_GRADIENT = _a(
+    "a float32 gradient",
+    lambda value: _has_values(value, torch.strided, torch.sparse_coo) and value.dtype == torch.float32,
+)
 
 _WINDOW = _record(
     micro_batches=_COUNT,
     carried=_optional(_record(loss_id=_COUNT, scale=_COUNT, is_one=_FLAG, is_common=_FLAG)),
     settled=_each(_record(loss_id=_COUNT, scale=_COUNT, found_inf=_FLAG)),
-    aside=_by_name(_TENSOR),
+    aside=_by_name(_GRADIENT),
     beside=_each(_TEXT),
     losses=_each(_record(loss_id=_COUNT, value=_NUMBER)),
 )
@@ -175,8 +186,8 @@ _STATE = _record(
     windows=_each(_optional(_WINDOW)),
     carried_scales=_each(_SCALE),
     on_the_way=_each(_record(loss_id=_COUNT, found_inf=_FLAG)),
-    gradients=_by_name(_TENSOR),
-    master_gradients=_by_name(_FP32),
+    gradients=_by_name(_GRADIENT),
+    master_gradients=_by_name(_FP32_GRADIENT),
     left=_each(_TEXT),
     buffers=_by_name(_TENSOR),
 )  # fmt: skip
