@@ -35,8 +35,9 @@ class Door:
         self._hooks.append(module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True))
 
     def detach(self, entrance: Entrance) -> None:
-        """Close the door for one model; take the hooks off with the last."""
-        self.entrances.remove(entrance)
+        """Close the door for one model, closed already or not; take the hooks off with the last."""
+        if entrance in self.entrances:
+            self.entrances.remove(entrance)
         if not self.entrances:
             for hook in self._hooks:
                 hook.remove()

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -80,7 +80,11 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
     """
     require_module(model)
     handle = Prepared(model, Policy.of(policy))
-    handle.release_originals()
+    try:
+        handle.release_originals()
+    except BaseException:  # an interrupt: the caller gets no handle to undo this with
+        handle.remove()
+        raise
     return handle
 
 
@@ -138,14 +142,15 @@ class Prepared:
             return
         for path, module, make in _doors(self.model, self.policy, self._boundaries[0][1].params):
             door = next(doors_of(module), None)
-            if door is None:
-                door = Door(self.entrance, make)
+            is_new = door is None
+            door = Door(self.entrance, make) if door is None else door
+            self._doors.append(door)  # before it opens: whatever interrupts from here on, remove() knows of it
+            if is_new:
                 door.attach(module)
                 if "." not in path:  # the likeliest, which compiled code cannot hook any more
                     door.install(module)
             else:
                 door.entrances.append(self.entrance)
-            self._doors.append(door)
 
     def autocast(self, *others: Prepared) -> autocast:
         """Return a region for this model's policy: what to run the forward pass and the loss in.
@@ -161,13 +166,23 @@ class Prepared:
         boundaries = (boundary for each in (self, *others) for _, boundary in each._boundaries[:1])
         return {param: treatment for boundary in boundaries for param, treatment in boundary.pinned().items()}
 
-    def release_originals(self) -> dict[Tensor, Tensor]:
-        """Hand over the tensors as they were before conversion, and forget them."""
-        originals, self.converted = self.converted, {}
-        return originals
+    def release_originals(self, of: Container[Tensor] | None = None) -> None:
+        """Forget the tensors as they were before conversion.
+
+        Args:
+            of: Those of which tensors; of all when omitted.
+        """
+        self.converted = {t: data for t, data in self.converted.items() if of is not None and t not in of}
+
+    def keep_originals(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Take tensors of the dtypes before conversion, which :meth:`remove` gives to the model's in one move each."""
+        self.converted.update({t: value for t, value in values.items() if self._before.get(t) == value.dtype})
 
     def remove(self) -> None:
-        """Take the hooks off and store every tensor in the dtype it had; what rounding took stays lost."""
+        """Take the hooks off and store every tensor in the dtype it had; what rounding took stays lost.
+
+        Called again after an interrupt, it finishes what is left.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

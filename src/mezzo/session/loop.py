@@ -138,12 +138,12 @@ class MixedPrecision:
         self._accounts = Accounts(
             self.policy.loss_scale, self._scale_tensors(), self._parts.name_of, self._parts.named_params
         )
-        self._parts.convert(self._before_step, self._update.leaving)
-        self._clusters = clusters(self._optimizers, self._parts.masters)
-        self._replay = self._watched() if on_overflow == "explain" else None
-        if self.policy.dtype != torch.float32:
-            kind = "emulated in float32" if self.emulated else "native"
-            logger.info("%s arithmetic on %s is %s", self.policy.dtype, first.device.type, kind)
+        with self._parts.converted(self._before_step, self._update.leaving):
+            self._clusters = clusters(self._optimizers, self._parts.masters)
+            if self.policy.dtype != torch.float32:
+                kind = "emulated in float32" if self.emulated else "native"
+                logger.info("%s arithmetic on %s is %s", self.policy.dtype, first.device.type, kind)
+            self._replay = self._watched() if on_overflow == "explain" else None
 
     def _watched(self) -> Replay:
         from mezzo.numerics import Replay

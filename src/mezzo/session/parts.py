@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
@@ -41,17 +42,25 @@ class Parts:
         self._hooks: list[RemovableHandle] = []
         self._low: LowWeights | None = None
 
-    def convert(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
-        """Carry the policy out; where it cannot be, everything is as it was.
+    @contextlib.contextmanager
+    def converted(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> Iterator[None]:
+        """Carry the policy out; if this raises, or what is done inside, everything is as it was.
 
         Args:
             before_step: Called with an optimizer before each of its steps.
             after_step: Called with it after each, before hooks of the user's.
         """
+        before = [{key: _shallow(value) for key, value in each.state.items()} for each in self.optimizers]
         try:
             self._convert(before_step, after_step)
+            yield
+            for prepared in self.prepared:
+                prepared.release_originals()
         except BaseException:
             self.undo()
+            for optimizer, state in zip(self.optimizers, before, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(state)
             raise
 
     def _convert(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
@@ -73,8 +82,9 @@ class Parts:
                     self.masters[id(optimizer)] = MasterWeights(
                         optimizer, grad_dtype="param", originals=originals, hooks=False
                     )
+        halves = self.stored(in_fp32=True)  # these keep every bit, also for undo()
         for prepared in self.prepared:
-            prepared.release_originals()
+            prepared.release_originals(halves)
             prepared.casts.spans_regions = True
         keeps_masters = self.policy.master_weights or self.policy.param_dtype == torch.float32
         for optimizer in self._own():
@@ -104,17 +114,19 @@ class Parts:
             self._low.check_gradients(dtypes)
 
     def undo(self) -> None:
-        """Give back FP32 weights with the masters' values, and the optimizers as they were built."""
+        """Give back FP32 weights with the masters' values, and the optimizers as they were built.
+
+        Called again after an interrupt, it finishes what is left.
+        """
         for hook in self._hooks:
             hook.remove()
         self.exact.remove()
-        stored = {param: optimizer.master_of(param) for param, optimizer in self.stored().items()}
+        exact = {param: optimizer.master_of(param) for param, optimizer in self.stored().items()}
+        exact |= {param: master.data for each in self.masters.values() for param, master in each.masters().items()}
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self.prepared):
+            prepared.keep_originals(exact)
             prepared.remove()
-        for param, weight in stored.items():
-            if param.dtype == torch.float32:
-                param.data = weight
         for optimizer in self._own():
             optimizer.leave()
         for masters in self.masters.values():
@@ -188,6 +200,10 @@ class Parts:
         named: dict[int, Any] = {id(param): name for name, param in self.named_params()}
         named |= {id(master): name for name, master in self.named_masters().items()}
         return str(named.get(id(tensor), f"a parameter of shape {tuple(tensor.shape)}"))
+
+
+def _shallow(state: Any) -> Any:
+    return dict(state) if isinstance(state, dict) else state
 
 
 def plain_name(model: nn.Module, name: str) -> str:

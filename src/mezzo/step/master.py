@@ -89,11 +89,20 @@ class MasterWeights:
         self.grad_dtype = grad_dtype
         self._master: dict[Tensor, nn.Parameter] = {}  # model parameter → master
         self._seen: dict[Tensor, tuple[int, int]] = {}  # what a parameter was when its master was rounded into it
-        for group in optimizer.param_groups:
-            self._adopt_group(group, originals or {})
         self._plain_add = optimizer.add_param_group
         self._plain_zero = optimizer.zero_grad
-        self._hooks: list[RemovableHandle] = [optimizer.register_state_dict_pre_hook(self._before_state_dict)]
+        self._hooks: list[RemovableHandle] = []
+        try:
+            self._take_over(originals or {}, hooks)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _take_over(self, originals: Mapping[Tensor, Tensor], hooks: bool) -> None:
+        optimizer = self.optimizer
+        for group in optimizer.param_groups:
+            self._adopt_group(group, originals)
+        self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_state_dict))
         if hooks:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -108,7 +117,8 @@ class MasterWeights:
             params[place] = self._master[param] = master
             self._seen[param] = _mark(param)
             if param in self.optimizer.state:
-                self.optimizer.state[master] = _widen_state(self.optimizer.state.pop(param))
+                self.optimizer.state[master] = _widen_state(self.optimizer.state[param])
+                del self.optimizer.state[param]
             if self.grad_dtype == "float32" and hasattr(param, "grad_dtype"):
                 param.grad_dtype = torch.float32
 
@@ -342,11 +352,13 @@ class MasterWeights:
     def remove(self) -> None:
         """Give the optimizer the model's parameters back, with its state; the hooks come off.
 
-        Parameters that are FP32 by now take the masters' values without a copy; low-precision ones keep theirs.
+        Parameters that are FP32 by now take the masters' values without a copy; low-precision ones keep theirs. Called
+        again after an interrupt, it finishes what is left.
         """
         for hook in self._hooks:
             hook.remove()
-        del self.optimizer.zero_grad, self.optimizer.add_param_group
+        for name in ("zero_grad", "add_param_group"):
+            vars(self.optimizer).pop(name, None)
         by_master = {master: param for param, master in self._master.items()}
         for group in self.optimizer.param_groups:
             group["params"][:] = [by_master.get(param, param) for param in group["params"]]
