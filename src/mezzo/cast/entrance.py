@@ -30,7 +30,7 @@ class Entrance:
     def is_open(self) -> bool:
         """Whether this thread is inside the model."""
         if torch.compiler.is_compiling():
-            return bool(self._at)  # a graph depends on it, and is traced for inside and for outside
+            return len(self._at) > 0  # a graph depends on it, and is traced for both; torch 2.11 traces no bool(dict)
         return threading.get_ident() in self._at or 0 in self._at
 
     def enter(self, by: Any) -> bool:
