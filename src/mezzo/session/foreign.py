@@ -120,9 +120,7 @@ def _require_same_rules(state: Mapping[str, Any], policy: Policy) -> None:
         theirs["ceiling"] = None
     if state["scale"] < config.floor:
         theirs["floor"] = LossScale.like("torch").floor
-    # What is no number may not be compared at all, as NumPy's arrays are not.
-    numbers = (int, float, type(None))
-    wrong = {n: value for n, value in theirs.items() if not isinstance(value, numbers) or value != getattr(config, n)}
+    wrong = {name: value for name, value in theirs.items() if value != getattr(config, name)}
     if not wrong:
         return
     try:
