@@ -73,8 +73,7 @@ class Edits(Loop):
         group = self.oracle.owner(name)
         assume(group is not None and group.window is not None and name in group.gradients)
         holder = self.subject.updated(name) if of_master else self.subject.param(name)
-        # Several backward passes leave a part of the sum with the master, until unscale_ brings them together.
-        assume(holder.grad is not None and len(self.grads(name)) == 1 and not group.window.aside)
+        assume(holder.grad is not None and not group.window.aside)
         if how in ("assign", "drop"):
             group.window.assigned.add(name)
         with torch.no_grad():

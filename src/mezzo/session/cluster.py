@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.errors import StateError
+from mezzo.errors import StateError, some_of
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
@@ -73,15 +73,34 @@ class Cluster:
         if self._unscaled is not None:
             self._unscaled.withdraw()
         if self.window is not None:
-            self._forget_cleared(self.window)
+            self.window.beside = {}
         for masters in self.masters:
             masters.take_edits()
             masters.gather()
 
+    def give_back(self) -> None:
+        """Let the models' parameters hold, in FP32, what lies with their masters: there users see it, and clear it."""
+        if self._unscaled is not None:
+            self._unscaled.withdraw()
+        for param, master in self._pairs():
+            if master.grad is None:
+                continue
+            total = master.grad.float() if param.grad is None else _sum(master.grad.float(), param.grad)
+            at_once(
+                partial(setattr, self, "_widened", True),
+                partial(setattr, param, "grad_dtype", None),
+                partial(setattr, param, "grad", total),
+                partial(setattr, master, "grad", None),
+            )
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the low-precision parameters that have masters, each with its own."""
+        return (pair for masters in self.masters for pair in masters.masters().items())
+
     def _widen(self) -> None:
-        """Let gradients be summed, and unscaled, in FP32 where their parameters are the masters' high halves."""
-        for param in self._stored():
-            if hasattr(param, "grad_dtype") and param.grad_dtype != torch.float32:
+        """Let gradients be summed, and unscaled, in FP32 where their parameters have FP32 weights elsewhere."""
+        for param in self._kept_exactly():
+            if param.grad_dtype != torch.float32:
                 wide = None if param.grad is None else param.grad.float()
                 at_once(
                     partial(setattr, self, "_widened", True),
@@ -93,16 +112,19 @@ class Cluster:
     def _narrow(self) -> None:
         """Let the first gradients of a window come as the backward pass makes them."""
         if self._widened:
-            self._widened = False
-            for param in self.shown_in_fp32():
+            still = False
+            for param in self.summed_in_fp32():
                 if param.grad is None:
                     param.grad_dtype = param.dtype
                 else:  # cleared to zeros, which have the dtype that they had
-                    self._widened = True
+                    still = True
+            self._widened = still
 
-    def _stored(self) -> Iterator[Any]:
+    def _kept_exactly(self) -> Iterator[Any]:
+        """Yield the low-precision parameters whose FP32 weights are kept: in halves, or in masters."""
         own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
-        return (param for optimizer in own for param in optimizer.stored())
+        yield from (param for optimizer in own for param in optimizer.stored())
+        yield from (param for param, _ in self._pairs())
 
     # Around a backward pass ---------------------------------------------------------------------------
 
@@ -118,11 +140,13 @@ class Cluster:
             self.window.require_unchanged()
             if self._unscaled is not None:
                 self._unscaled.withdraw()
-            self._forget_cleared(self.window)
-            for masters in self.masters:
-                masters.gather()
-            if not self._agrees(self.window.carried, scaler):
+            if self._agrees(self.window.carried, scaler):
+                self.give_back()
+            else:
+                for masters in self.masters:
+                    masters.gather()
                 self._set_aside(self.window)
+            self.window.beside = {}
             self._widen()
         self.window.micro_batches += 1
         self.window.losses.append((loss_id, loss.detach()))
@@ -131,10 +155,18 @@ class Cluster:
         )
 
     def end(self) -> None:
-        """Note which parameters got gradients, where earlier ones are kept elsewhere, out of a user's reach."""
+        """Note the gradients that the backward pass made, where earlier ones are aside, out of a user's reach."""
+        if self._widened:
+            for param in self.summed_in_fp32():  # users write ``p.grad = torch.zeros_like(p)``
+                param.grad_dtype = None
+        self.note_beside()
+
+    def note_beside(self) -> None:
+        """Take the gradients there are for what the last backward pass made, beside those that were set aside."""
         window = self.window
-        if window is not None and (window.aside or (self.masters and window.micro_batches > 1)):
-            window.beside = [param for param, leaf in self._leaves() if leaf.grad is not None]
+        if window is not None and window.aside:
+            there = ((param, leaf.grad) for param, leaf in self._leaves())
+            window.beside = {param: (gradient, mark(gradient)) for param, gradient in there if gradient is not None}
 
     def _agrees(self, carried: Carried | None, scaler: Scaler) -> bool:
         """Whether new gradients can be added to those in ``.grad``."""
@@ -144,7 +176,8 @@ class Cluster:
 
     def _refuse_leftovers(self) -> None:
         """Refuse to add scaled gradients to those that the last step left, which carry another scale or none."""
-        if self._left and not self._left.isdisjoint(mark(p.grad) for p in self.params() if p.grad is not None):
+        held = (p.grad for pair in self._leaves() for p in pair if p.grad is not None) if self._left else ()
+        if not self._left.isdisjoint(map(mark, held)):
             raise StateError(
                 "the last step's gradients are still there",
                 why="they are unscaled by now, and the new ones would be added to them with the loss scale",
@@ -152,15 +185,50 @@ class Cluster:
             )
         self._left.clear()
 
-    def _forget_cleared(self, window: Window) -> None:
-        """Drop all earlier gradients of parameters whose own the user has cleared since the last backward pass."""
-        if window.beside:
-            noted = set(map(id, window.beside))
-            for param, leaf in self._leaves():
-                if id(param) in noted and leaf.grad is None:
-                    param.grad = None
-                    window.aside.pop(param, None)
-        window.beside = []
+    def forget_cleared(self, name_of: Callable[[Tensor], str]) -> None:
+        """Drop what is aside for parameters whose gradient was cleared since the last backward pass, to None or zeros.
+
+        Where all of them were, everything aside is dropped: ``model.zero_grad()`` leaves no trace on a parameter that
+        the last backward pass did not reach.
+
+        Args:
+            name_of: Gives a parameter's name, for errors.
+
+        Raises:
+            StateError: A gradient was edited otherwise, which can be meant for what is aside as well, or not.
+
+        **Cost**: none, but two host syncs for each gradient that was edited while others are aside.
+        """
+        window = self.window
+        if window is None or not window.beside:
+            return
+        cleared, edited = [], []
+        for param, leaf in self._leaves():
+            gradient: Tensor | None = leaf.grad
+            if param not in window.beside:
+                continue
+            before, written = window.beside[param]
+            if gradient is None:
+                cleared.append(param)
+            elif gradient is not before or mark(gradient) != written:
+                size = torch.linalg.vector_norm(dense([leaf])[0], float("inf"))
+                if size == 0:
+                    cleared.append(param)
+                elif param in window.aside and torch.isfinite(size):  # a step with any other skips, whatever is aside
+                    edited.append(leaf)
+        if edited:
+            raise StateError(
+                "a gradient was edited while an earlier part of it is set aside",
+                where=some_of([name_of(leaf) for leaf in edited]),
+                why="losses with different scales are summed apart, and .grad is only what the last of them made",
+                write="amp.unscale_(), which shows the whole sum, before the edit; amp.zero_grad() to begin anew",
+            )
+        kept = {} if len(cleared) == len(window.beside) else window.aside.copy()
+        for param in cleared:
+            kept.pop(param, None)
+        if cleared:
+            at_once(partial(setattr, window, "aside", kept), partial(setattr, window, "beside", {}))
+            self.note_beside()
 
     def _set_aside(self, window: Window) -> None:
         """Empty ``.grad`` into unscaled sums, so that gradients with another scale can follow."""
@@ -220,7 +288,7 @@ class Cluster:
         Args:
             name_of: Gives a parameter's name, for errors.
         """
-        pairs = ((m, param) for masters in self.masters for param, m in masters.masters().items())
+        pairs = ((master, param) for param, master in self._pairs())
         self._unscaled = Unscaled([*pairs, *((param, param) for param in self.shown_in_fp32())], name_of)
 
     def shown_in_fp32(self) -> Iterator[Any]:
@@ -228,6 +296,11 @@ class Cluster:
         own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
         params = (param for optimizer in own for group in optimizer.param_groups for param in group["params"])
         return (param for param in params if param.dtype in (torch.float16, torch.bfloat16))
+
+    def summed_in_fp32(self) -> Iterator[Any]:
+        """Yield the low-precision parameters that hold FP32 gradients from a window's second backward pass on."""
+        yield from self.shown_in_fp32()
+        yield from (param for param, _ in self._pairs())
 
     def agree(self) -> None:
         """Let a parameter and its master have the gradient that either was given since they were shown it."""
@@ -250,11 +323,15 @@ class Cluster:
         if window.carried is None or not window.carried.is_one:
             left = {(g.data_ptr(), g._version) for g in gradients or dense(self._with_gradients())}
         self._left, self._unscaled, self.window = left, None, None
+        self._narrow()
 
     def resume(self, window: Window | None) -> None:
         """Go on in a window that was saved; its gradients are there already, in the dtype that they were summed in."""
         self.window = window
-        self._widened = any(getattr(param, "grad_dtype", None) == torch.float32 for param in self.shown_in_fp32())
+        self._widened = any(param.grad_dtype != param.dtype for param in self.summed_in_fp32())
+        if window is not None and not window.is_unscaled:
+            self.give_back()  # states of earlier releases have earlier gradients with the masters
+        self.note_beside()
 
     def forget(self) -> None:
         """Drop the window, gradients set aside included, once gradients were cleared."""

@@ -274,6 +274,8 @@ class MixedPrecision:
         if len(wanted) < len(self._optimizers):
             kwargs.setdefault("inputs", _differentiable(involved, wanted))
         for cluster in involved:
+            cluster.forget_cleared(self._parts.name_of)
+        for cluster in involved:
             cluster.begin(scaler, loss_id, loss)
         self._parts.keep_casts()
         self._parts.region().run_backward(scaler.scaled(loss), **kwargs)
@@ -411,7 +413,15 @@ class MixedPrecision:
             while self._undo:
                 at_once(self._undo[0], self._undo.clear)
             self._update.complete(error)  # what has begun is finished before an interrupt goes on
+            self._give_back()
             raise
+
+    @torch.no_grad()
+    def _give_back(self) -> None:
+        """Let users see, and clear, the gradients of windows that a step has left open."""
+        for cluster in self._clusters:
+            if cluster.window is not None:
+                cluster.give_back()
 
     def _stepped(self, optimizers: list[Optimizer], schedulers: list[Callable[[], Any]]) -> Step:
         """Check, and then update or skip, as one piece of work that is done whole."""
@@ -429,7 +439,9 @@ class MixedPrecision:
         return self._finished(checked, involved, found, schedulers, pieces)
 
     def _look_for_edits(self, involved: list[Cluster]) -> None:
-        """Say it where gradients that carry a scale were written by code that may have meant to clip them."""
+        """Take note of cleared gradients, and say it where code that writes to scaled ones may have meant to clip."""
+        for cluster in involved:
+            cluster.forget_cleared(self._parts.name_of)
         carried = (cluster.window.carried for cluster in involved if cluster.window is not None)
         carrying = any(each is not None and not each.is_one for each in carried)
         self._edits.look(carrying=carrying and self.max_grad_norm is None)
@@ -468,6 +480,7 @@ class MixedPrecision:
         def evaluate() -> Any:
             if masters is not None:
                 masters.round_to_params()  # the optimizer may have moved them since the last evaluation
+                cluster.give_back()  # for closures that clear the model's gradients, and not the optimizer's
             with torch.enable_grad():  # as torch's own optimizers do, and others may not
                 loss = closure()
             unscale()
@@ -660,6 +673,7 @@ def _abandon(involved: list[Cluster]) -> None:
     for cluster in involved:
         cluster.gather()  # what a closure left behind is then known as left over, masters or not
         cluster.close()
+        cluster.give_back()  # where users see it, and clear it
 
 
 def _differentiable(involved: list[Cluster], optimizers: list[Optimizer]) -> list[Tensor]:

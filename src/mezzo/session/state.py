@@ -35,6 +35,7 @@ def saved(session: MixedPrecision) -> dict[str, Any]:
     session._parts.take_edits()
     for cluster in session._clusters:
         cluster.agree()
+        cluster.forget_cleared(session._parts.name_of)
     scales = session._scale_tensors()
 
     def number_of(scale: Tensor) -> int:
@@ -208,13 +209,18 @@ def _gradients(
 
 def _load_windows(session: MixedPrecision, state: Mapping[str, Any]) -> None:
     params, masters = dict(session._parts.named_params()), session._named_masters()
-    for kind, tensors in (("gradients", params), ("master_gradients", masters)):
+    # What was cleared since the last backward pass, in states that were saved before anyone took note of it.
+    noted = {name for window in state["windows"] if window for name in window["beside"]}
+    cleared = {name for name in noted if name not in state["gradients"]}
+    for kind, tensors, without in (("gradients", params, set()), ("master_gradients", masters, cleared)):
         for name, tensor in tensors.items():
-            give_gradient(tensor, state[kind].get(name))
+            give_gradient(tensor, None if name in without else state[kind].get(name))
     scales = session._scale_tensors()
     scales += [scales[0].new_tensor(value) for value in state["carried_scales"][len(scales) :]]
     left, names = set(state["left"]), _names(session)
     for cluster, window in zip(session._clusters, state["windows"], strict=True):
+        if window:
+            window = {**window, "aside": {n: total for n, total in window["aside"].items() if n not in cleared}}
         cluster.resume(window and Window.from_state_dict(window, scales, {**params, **masters}))
         theirs = (param.grad for param in cluster.params() if names.get(id(param)) in left)
         cluster.leave(gradient for gradient in theirs if gradient is not None)
@@ -306,7 +312,7 @@ def _unfinished(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[s
             yield "gradients of an unfinished accumulation window, which belong to the saved policy"
         if len(state["windows"]) != len(session._clusters):
             yield f"optimizers with gradients: {len(state['windows'])} → {len(session._clusters)}"
-        wide, held = {id(p) for c in session._clusters for p in c.shown_in_fp32()}, session._named_masters()
+        wide, held = {id(p) for c in session._clusters for p in c.summed_in_fp32()}, session._named_masters()
         for name, param in session._parts.named_params():
             gradient, dtypes = state["gradients"].get(name), gradient_dtypes(param, summed_in_fp32=id(param) in wide)
             if gradient is not None and gradient.dtype not in dtypes:

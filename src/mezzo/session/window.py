@@ -56,8 +56,7 @@ class Window:
         settled: The shares that are unscaled already.
         aside: Sums of unscaled gradients by parameter, in FP32 or wider: what other losses, or the same one with
             another scale, made before.
-        beside: The parameters that got a gradient from the last backward pass, where earlier ones are kept elsewhere:
-            aside, or with the masters.
+        beside: By parameter, where there are sums aside: the gradient as the last backward pass left it, and its mark.
         losses: The losses, detached, with their ids.
     """
 
@@ -66,7 +65,7 @@ class Window:
         self.carried: Carried | None = None
         self.settled: list[Share] = []
         self.aside: dict[Tensor, Tensor] = {}
-        self.beside: list[Tensor] = []
+        self.beside: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
         self.losses: list[tuple[int, Tensor]] = []
 
     @property
@@ -140,7 +139,6 @@ class Window:
             window.settled.append(Share(loss_id=each["loss_id"], scale=scale, found_inf=found_inf))
         aside = ((params[name], total) for name, total in state["aside"].items())
         window.aside = {param: total.to(param.device, copy=True) for param, total in aside}
-        window.beside = [params[name] for name in state["beside"]]
         # In float64, which holds any loss: what counts is whether it was finite.
         window.losses = [(e["loss_id"], torch.tensor(e["value"], dtype=torch.float64)) for e in state["losses"]]
         return window
