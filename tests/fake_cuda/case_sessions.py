@@ -1,0 +1,95 @@
+"""Sessions of every level on the fake device: what thirty steady steps ask of it."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+
+STEADY = 30
+#: Steps for what happens only once: states, tables, and the first numbers that travel to the host, sixteen together.
+FIRST = 4
+
+POLICIES = {
+    "O0": "O0",
+    "O1 fp16": "O1,dtype=float16",
+    "O1 bf16": "O1,dtype=bfloat16",
+    "O2 fp16": "O2,dtype=float16",
+    "O2 bf16": "O2,dtype=bfloat16",
+    "O3 fp16": "O3,dtype=float16",
+    "O3 bf16": "O3,dtype=bfloat16",
+}
+OPTIMIZERS = {
+    "fused AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "fused SGD": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
+    "split": functools.partial(mezzo.optim.AdamW, lr=1e-3, master="split"),
+    "full": functools.partial(mezzo.optim.AdamW, lr=1e-3, master="full"),
+    "moments": functools.partial(mezzo.optim.AdamW, lr=1e-3, state_dtype="bfloat16"),
+    "SGD": functools.partial(mezzo.optim.SGD, lr=1e-3, momentum=0.9),
+    "Lion": functools.partial(mezzo.optim.Lion, lr=1e-4),
+}
+WAYS = ["plain", "accumulated", "two losses", "unscaled", "buffers restored"]
+ALL = [(policy, optimizer, way) for policy in POLICIES for optimizer in OPTIMIZERS for way in WAYS]
+#: Three of each policy, and at least three of each optimizer and each way.
+CASES = [
+    (policy, list(OPTIMIZERS)[(p + 3 * turn) % len(OPTIMIZERS)], WAYS[(p + turn) % len(WAYS)])
+    for p, policy in enumerate(POLICIES)
+    for turn in range(3)
+]
+OTHERS = [case for case in ALL if case not in CASES]
+
+
+class Trained:
+    """A model, its session, and a train step that goes a way."""
+
+    def __init__(self, policy, optimizer, way="plain", layers=1):
+        self.way = way
+        with torch.device("cuda"):
+            blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU()) for _ in range(layers)]
+            self.model = nn.Sequential(*blocks, nn.Linear(16, 4))
+            self.batch = torch.randn(8, 16)
+        losses = 2 if way == "two losses" else 1
+        self.amp = mezzo.MixedPrecision(
+            self.model, OPTIMIZERS[optimizer](self.model.parameters()), POLICIES[policy], max_grad_norm=1.0,
+            num_losses=losses, restore_buffers=way == "buffers restored",
+        )  # fmt: skip
+
+    def step(self):
+        amp = self.amp
+        self.backward(0)
+        if self.way in ("accumulated", "two losses"):
+            self.backward(self.way == "two losses")
+        if self.way == "unscaled":
+            amp.unscale_()
+        step = amp.step()
+        amp.zero_grad()
+        return step
+
+    def backward(self, loss_id):
+        with self.amp.autocast():
+            loss = self.model(self.batch).float().square().mean()
+        self.amp.backward(loss, loss_id=int(loss_id))
+
+
+def steady(machine, trained):
+    for _ in range(FIRST):
+        trained.step()
+    with machine.watched() as record:
+        for _ in range(STEADY):
+            trained.step()
+    return record
+
+
+@pytest.mark.parametrize("policy, optimizer, way", CASES, ids=map(" / ".join, CASES))
+def test_thirty_steady_steps_read_nothing(machine, policy, optimizer, way):
+    record = steady(machine, Trained(policy, optimizer, way))
+    assert record.reads == []
+    assert record.downloads, "the account of sixteen steps has travelled"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy, optimizer, way", OTHERS, ids=map(" / ".join, OTHERS))
+def test_nor_do_those_of_any_other_combination(machine, policy, optimizer, way):
+    assert steady(machine, Trained(policy, optimizer, way)).reads == []

@@ -1,0 +1,344 @@
+"""A CUDA device that computes nothing, in a process of its own: what a session asks of a GPU, written down.
+
+:func:`plug_in` loads ``device.cpp`` into torch's CPU build, which then takes ``device="cuda"``. Inside a
+:class:`Machine` each operation on that device is a :class:`FakeTensor`'s: shapes, dtypes and autograd are torch's own,
+and so is the choice of what autocast casts, but there are no values. Host memory is real. Triton's launch path is real
+as well, up to the driver, which writes launches down; kernels are compiled for what :func:`plug_in` is given.
+
+What is written down, each time with the line of mezzo's that asked (``session/gradients.py:52``):
+
+- ``reads``: whatever makes the host wait: ``.item()``, ``bool()``, copies that block, ``synchronize``
+- ``kernels``: operations and Triton launches that a GPU would run, in order; views and allocations are none
+- ``uploads`` and ``downloads``: copies that do not block, from and to the host
+- ``allocations``: ``empty`` and its likes in device memory, and ``pinned`` those in pinned host memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import traceback
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Graph", "Machine", "Record", "capturing", "plug_in"]
+
+_ADDRESSES = 0x7F00_0000_0000
+_SOURCES = Path("src", "mezzo")
+
+
+@dataclass(slots=True)
+class Record:
+    """What was asked of the device."""
+
+    reads: list[str] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    uploads: list[str] = field(default_factory=list)
+    downloads: list[str] = field(default_factory=list)
+    allocations: list[str] = field(default_factory=list)
+    pinned: list[str] = field(default_factory=list)
+
+    @property
+    def triton(self) -> list[str]:
+        """The launches of mezzo's own kernels, by name."""
+        return [name.removeprefix("triton.") for name in self.kernels if name.startswith("triton.")]
+
+    @property
+    def small(self) -> list[str]:
+        """The launches beside them."""
+        return [name for name in self.kernels if not name.startswith("triton.")]
+
+
+def plug_in(library: Path, capability: int = 90) -> None:
+    """Let this process have a CUDA device; before anything has asked torch whether there is one.
+
+    Args:
+        library: ``device.cpp``, compiled.
+        capability: What Triton compiles for.
+    """
+    ctypes.CDLL(str(library))
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    addresses: dict[int, int] = {}
+
+    def data_ptr(tensor: Any) -> int:
+        """Addresses of storages of their own, which are aligned as the allocator aligns."""
+        if not tensor.numel():
+            return 0
+        storage = tensor.untyped_storage()._cdata
+        start = addresses.setdefault(storage, _ADDRESSES + (len(addresses) << 24))
+        return start + tensor.storage_offset() * tensor.element_size()
+
+    FakeTensor.data_ptr = data_ptr
+    cuda: Any = torch.cuda
+    cuda._lazy_init = lambda: None
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.get_device_capability = lambda *_: divmod(capability, 10)
+    cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu")
+    cuda.set_rng_state = lambda *_: None
+    cuda.get_device_properties = lambda *_: types.SimpleNamespace(
+        name="a GPU that computes nothing", major=capability // 10, minor=capability % 10, multi_processor_count=132
+    )
+    cuda.is_bf16_supported = lambda *_, **__: True
+    cuda.is_current_stream_capturing = lambda: _capturing[-1]
+    cuda.current_stream = lambda *_: torch.accelerator.current_stream()
+    cuda.device = lambda *_: contextlib.nullcontext()
+    cuda.synchronize = lambda *_: _log("reads", "torch.cuda.synchronize")
+    cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.Event = _Event  # type: ignore[misc]
+    torch.version.cuda = "13.0"
+    _plug_in_triton(capability)
+
+
+class _Event:
+    """An event of a device where everything takes until somebody waits for it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.waited = False
+
+    def record(self, *_: Any) -> None:
+        self.waited = False
+
+    def query(self) -> bool:
+        return self.waited
+
+    def synchronize(self) -> None:
+        self.waited = True
+        _log("reads", "event.synchronize")
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+
+def _plug_in_triton(capability: int) -> None:
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    class Launcher:
+        def __init__(self, source: Any, metadata: Any) -> None:
+            self.name = metadata.name
+
+        def __call__(self, *_: Any) -> None:
+            _log("kernels", f"triton.{self.name}", place=False)
+
+    utils = types.SimpleNamespace(
+        load_binary=lambda *_: (1, 2, 64, 0, 1024),
+        get_device_properties=lambda _: {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32},
+    )
+    driver.set_active(
+        types.SimpleNamespace(
+            launcher_cls=Launcher,
+            utils=utils,
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+            get_current_device=lambda: 0,
+            set_current_device=lambda _: None,
+            get_current_stream=lambda _: 0,
+            get_device_interface=lambda: torch.cuda,
+            map_python_to_cpp_type=lambda kind: kind,
+        )
+    )
+
+
+_records: list[Record] = []
+_capturing = [False]
+
+
+def _log(kind: str, what: str, *, place: bool = True) -> None:
+    if _records:
+        getattr(_records[-1], kind).append(f"{what} at {_line()}" if place else what)
+
+
+def _line() -> str:
+    """The innermost line of mezzo's, or else of whoever called."""
+    frames = [frame for frame in traceback.extract_stack() if "torch" not in Path(frame.filename).parts]
+    mine = [frame for frame in frames if "/src/mezzo/" in frame.filename]
+    if not mine:
+        mine = [frame for frame in frames if not frame.filename.endswith("fake_cuda/machine.py")]
+    return f"{mine[-1].filename.rpartition('/src/mezzo/')[2]}:{mine[-1].lineno}"
+
+
+class Machine:
+    """Where tensors may be on the device, and what was asked of it since :meth:`watched` began."""
+
+    def __enter__(self) -> Machine:
+        import torch
+
+        self._mode = _mode()
+        self._mode.__enter__()
+        torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(…, device="cuda") goes past every mode
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        import torch
+
+        torch._C._set_only_lift_cpu_tensors(False)
+        self._mode.__exit__(*exception)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Record]:
+        """Give a record that is filled meanwhile."""
+        _records.append(Record())
+        try:
+            yield _records[-1]
+        finally:
+            _records.pop()
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Let torch say that the device's stream is being captured."""
+    _capturing.append(True)
+    try:
+        yield
+    finally:
+        _capturing.pop()
+
+
+class Graph:
+    """A :class:`mezzo.session.graph.Graph` whose replays are written down, and do nothing.
+
+    Attributes:
+        recorded: What the recorded run asked of the device.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        import torch
+
+        self.device, self.machine, self.recorded = torch.device("cuda", 0), machine, Record()
+
+    def rehearse(self, run: Any) -> None:
+        for _ in range(3):
+            run()
+
+    def record(self, run: Any) -> Any:
+        with capturing(), self.machine.watched() as self.recorded:
+            return run()
+
+    def replay(self) -> None:
+        _log("kernels", "replay", place=False)
+
+
+@functools.cache
+def _mode() -> Any:
+    """The one device of this process: executors keep tables on it from one session to the next."""
+    import torch
+    from torch import Tensor
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    aten = torch.ops.aten
+    allocating = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+    nothing = {aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten.set_, aten.resize_, aten.record_stream}
+
+    class Device(TorchDispatchMode):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+            #: What operations make of what they are given: a FakeTensorMode takes a millisecond for some.
+            self.known: dict[Any, Any] = {}
+
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs, packet = dict(kwargs or {}), func.overloadpacket
+            if packet is torch.ops.prim.device:
+                return args[0].device
+            leaves = tree_leaves((args, kwargs))
+            given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            wanted = kwargs.get("device")
+            mine = [isinstance(leaf, FakeTensor) and leaf.fake_mode is self.fake for leaf in given]
+            if packet is aten.is_pinned:
+                return False
+            if packet is aten._pin_memory:
+                _log("pinned", f"pin_memory of {given[0].nbytes} bytes")
+                return aten.clone(given[0])
+            if kwargs.pop("pin_memory", None):
+                _log("pinned", f"{func} of {args[0]}")
+            if not any(mine) and (wanted is None or torch.device(wanted).type != "cuda"):
+                return func(*args, **kwargs)
+            if packet is aten.record_stream:
+                return None
+            if packet is aten._local_scalar_dense:
+                _log("reads", "a value")
+                return torch.zeros((), dtype=given[0].dtype).item()
+            if packet in (
+                aten.equal,
+                aten.nonzero,
+                aten.is_nonzero,
+                aten.masked_select,
+                aten.unique_dim,
+                aten._unique2,
+            ):
+                _log("reads", str(packet))
+            if packet is aten._to_copy and wanted is not None and given[0].device.type != torch.device(wanted).type:
+                self.moves(given[0], torch.device(wanted).type, bool(kwargs.get("non_blocking")))
+                dtype = kwargs.get("dtype") or given[0].dtype
+                if torch.device(wanted).type == "cpu":
+                    return torch.zeros(given[0].shape, dtype=dtype)
+                with self.fake:  # not of the tensor itself, whose value would go along where it has one element
+                    return torch.empty_strided(given[0].shape, given[0].stride(), dtype=dtype, device=wanted)
+            elif packet is aten.copy_ and given[0].device.type != given[1].device.type:
+                blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+                self.moves(given[1], given[0].device.type, not blocking)
+                return given[0]
+            elif packet in allocating:
+                _log("allocations", str(packet))
+            elif func.namespace == "aten" and packet not in nothing and not func.is_view:
+                _log("kernels", str(packet), place=False)
+            if packet is aten._fused_sgd_:  # its meta function asks for buffers that the first step makes
+                return None
+            return self.shaped(func, args, kwargs, leaves, all(mine))
+
+        def shaped(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], quickly: bool) -> Any:
+            """Run an operation on shapes alone: as one like it went before, or as a FakeTensorMode does it."""
+            if not quickly or func.is_view or func.overloadpacket in nothing:
+                with self.fake:
+                    return func(*args, **kwargs)
+            lengths = tuple([len(each) if isinstance(each, list | tuple) else -1 for each in args])
+            like = (func, lengths, *kwargs, *map(_described, leaves))
+            if like not in self.known:
+                with self.fake:
+                    found = func(*args, **kwargs)
+                parts = found if isinstance(found, list | tuple) else [found]
+                self.known[like] = type(found), [_made(part, leaves) for part in parts]
+                return found
+            kind, made = self.known[like]
+            parts = [
+                self.fresh(*how) if isinstance(how, tuple) else how if how is None else leaves[how] for how in made
+            ]
+            return kind(parts) if kind in (list, tuple) else parts[0]
+
+        def fresh(self, shape: Any, stride: Any, dtype: Any) -> Any:
+            elem = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            return FakeTensor(self.fake, elem, torch.device("cuda", 0))
+
+        def moves(self, source: Tensor, target: str, freely: bool) -> None:
+            """Write down a copy between host and device; pageable memory that is freed meanwhile is torch's care."""
+            kind = "uploads" if target == "cuda" else "downloads"
+            what = f"{source.nbytes} bytes to {target}"
+            _log(kind, what)
+            if not freely:
+                _log("reads", what)
+
+    return Device()
+
+
+def _described(leaf: Any) -> Any:
+    """What the shape of a result depends on."""
+    shape = getattr(leaf, "shape", None)
+    return (type(leaf), leaf) if shape is None else (shape, leaf.stride(), leaf.dtype, leaf.storage_offset())
+
+
+def _made(result: Any, given: list[Any]) -> Any:
+    """How to make a result again: one of what was given, by place, or a new tensor; or nothing."""
+    if result is None:
+        return None
+    place = next((place for place, leaf in enumerate(given) if leaf is result), None)
+    return (result.shape, result.stride(), result.dtype) if place is None else place

@@ -1,0 +1,61 @@
+"""Whole sessions on a CUDA device that computes nothing: each ``case_*.py`` here, in a process of its own.
+
+torch can be told of such a device only while a process begins (:mod:`.machine`). To run one file or one case by hand:
+
+    pytest tests/fake_cuda -k case_sessions                 # as the suite does, its output on failure
+    MEZZO_FAKE_CUDA=<library> pytest -o python_files='case_*.py' tests/fake_cuda/case_sessions.py -k "O2 and split"
+
+``<library>`` is what :func:`library` has compiled, ``$XDG_CACHE_HOME/mezzo/fake_cuda-*.so``.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CASES = sorted(path.stem for path in HERE.glob("case_*.py"))
+
+
+def library() -> Path:
+    """Compile ``device.cpp`` against the installed torch, once for each of its versions."""
+    import torch
+
+    compiler = shutil.which("g++")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("needs g++ on Linux, to compile a CUDA device that computes nothing")
+    source = HERE / "device.cpp"
+    of = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {torch.__file__}".encode()).hexdigest()
+    made = Path(os.environ["XDG_CACHE_HOME"], "mezzo", f"fake_cuda-{of[:16]}.so")
+    if made.exists():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    torch_root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        fresh = Path(folder, "made.so")
+        command = [
+            compiler, "-std=c++20", "-shared", "-fPIC", f"-I{torch_root / 'include'}", str(source), "-o", str(fresh),
+            f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_root / 'lib'}",
+        ]  # fmt: skip
+        subprocess.run(command, check=True, capture_output=True)
+        os.replace(fresh, made)
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_device_that_computes_nothing(case, request):
+    pytest.importorskip("triton", reason="needs Triton")
+    slow = "slow" if request.config.getoption("markexpr") == "slow" else "not slow"
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-o", "python_files=case_*.py", "-m", slow, "-p",
+               "no:cacheprovider", "--no-header", "--tb=short", "-rN", str(HERE / f"{case}.py")]  # fmt: skip
+    kernels = Path(os.environ["XDG_CACHE_HOME"], "mezzo", "triton")
+    surroundings = {**os.environ, "MEZZO_FAKE_CUDA": str(library()), "TRITON_CACHE_DIR": str(kernels)}
+    surroundings.pop("TRITON_INTERPRET", None)
+    surroundings.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, cwd=HERE.parents[1], check=False)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4_000:]
