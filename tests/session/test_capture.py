@@ -811,6 +811,20 @@ def test_an_open_window_is_refused():
     captured(*batch(0))
 
 
+def test_graphs_of_compiled_code_inside_are_explained():
+    loop, theirs = Loop(), {"__name__": "torch._inductor.cudagraph_trees"}
+    exec("def replay(): raise RuntimeError('Expected curr_block')", theirs)
+
+    def train_step(x, y, boost):
+        theirs["replay"]()
+        return loop.train_step(x, y, boost)
+
+    text = refused(loop, UnsupportedError, "the train step makes CUDA graphs of its own", train_step)
+    assert 'where  torch.compile(…, mode="reduce-overhead")' in text
+    assert "why    Expected curr_block" in text
+    assert "max-autotune-no-cudagraphs" in text
+
+
 @pytest.mark.parametrize("ask", [lambda loss: loss.item(), "{:.3f}".format, bool])
 def test_asking_the_device_is_explained(ask):
     loop = Loop()

@@ -96,6 +96,31 @@ def test_launches_do_not_depend_on_the_number_of_tensors(device, launches, count
     assert launches == ["squares", *["squares"] * (count > 1), "roots", *["adamw_split"] * min(count, 2)]
 
 
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as a DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return args[0] if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default) else NotImplemented
+
+
+def test_tensors_without_memory_are_refused_before_any_launch(device, launches):
+    cohort, executor = made(device, "adamw", "split", BF16, [(20,), (20,)]), Triton()
+    update = executor.prepare(cohort)
+    gradients = [gradients_of(cohort, 0, BF16)[0].to(device), Wrapped(torch.ones(20, dtype=BF16, device=device))]
+    check = judge(torch.ones(2, device=device), torch.ones((), device=device))
+    before = [tensor.clone() for tensor in tensors_of(cohort)]
+    for read in (lambda: executor.norms(gradients), lambda: update(gradients, check)):
+        with pytest.raises(UnsupportedError, match=r"cannot find a tensor\n  where  Wrapped of shape \(20,\)"):
+            read()
+    assert launches == []
+    assert same_bits(before, tensors_of(cohort))
+
+
 class Kernels(TorchDispatchMode):
     """Counts operations that would launch something."""
 
@@ -333,7 +358,7 @@ def test_an_operation_without_triton_is_refused_by_name(wrong):
         source_of.update_source(odd, PLAIN, (FP32, FP32))
 
 
-UPDATED = {"addresses": "*i64", "rows": "*i64", "chunks": "*i32", "keys": "*i32", "found_inf": "*i1"}
+UPDATED = {"addresses": "*i64", "rows": "*i64", "chunks": "*i32", "keys": "*i32", "found_inf": "*u1"}
 UPDATED |= {"scalars": "*fp32", "multiplier": "*fp32"}
 
 
@@ -508,7 +533,7 @@ def test_the_profiler_counts_the_same_kernels_for_one_tensor_and_for_many():
         step(executor, cohort, update, gradients)
         check = judge(executor.norms(gradients), torch.ones((), device="cuda"))
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             executor.norms(gradients)
             update(gradients, check)
             torch.cuda.synchronize()

@@ -42,23 +42,30 @@ class Boundary:
         policy: Policy,
         path: str,
         params: Iterable[tuple[Tensor, Treatment]],
+        kinds: device.Kinds,
         *,
         inputs: torch.dtype | str | None = None,
         outputs: torch.dtype | str | None = None,
         rule: Rule | None = None,
         entrance: Entrance | None = None,
     ) -> None:
-        self.policy, self.path, self.params = policy, path, params
+        self.policy, self.path, self.params, self.kinds = policy, path, params, kinds
         self.inputs, self.outputs, self.rule, self.entrance = inputs, outputs, rule, entrance
         # One stack for each thread, since threads may run one model at the same time.
         self._entered: defaultdict[int, list[tuple[autocast | None, torch.dtype | None]]] = defaultdict(list)
-        region = self.region()
-        # Where the region would only switch torch's autocast off, it is needed only while that is on.
-        self._always = region.has_differences or policy.autocast or outputs == "input"
-        self._device_types = region.device_types
-        # Another region does the same as this one only where neither autocasts nor speaks about parameters.
-        alike = not (policy.autocast or self.pinned() or outputs == "input")
-        self._keys = region.keys if alike else ()
+        self._needs: dict[tuple[str, ...], tuple[bool, tuple[str, ...]]] = {}
+        self._needs_on(kinds())
+
+    def _needs_on(self, kinds: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+        """Return whether the region is always needed on some devices, and which region acts like it, if one can."""
+        if kinds not in self._needs:
+            region = self.region()
+            # Where the region would only switch torch's autocast off, it is needed only while that is on.
+            always = region.has_differences or self.policy.autocast or self.outputs == "input"
+            # Another region does the same as this one only where neither autocasts nor speaks about parameters.
+            alike = not (self.policy.autocast or self.pinned() or self.outputs == "input")
+            self._needs[kinds] = always, region.keys if alike else ()
+        return self._needs[kinds]
 
     def pinned(self) -> dict[int, Treatment]:
         """Return the treatment of ops that read a ruled parameter, by the parameter's ``id``."""
@@ -66,7 +73,7 @@ class Boundary:
 
     def region(self) -> autocast:
         """Return a new region for this module."""
-        return autocast.inside(self.policy, self.path, self.pinned(), tuple(device.devices()))
+        return autocast.inside(self.policy, self.path, self.pinned(), self.kinds())
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Enter the region and cast the inputs: a forward pre-hook."""
@@ -90,9 +97,11 @@ class Boundary:
 
     def _is_idle(self) -> bool:
         """Whether the region would change nothing here: torch's autocast is off, or a region like it acts already."""
-        if not self._always:
-            return not any(torch.is_autocast_enabled(kind) for kind in self._device_types)
-        return bool(self._keys) and acting_keys() == self._keys
+        kinds = self.kinds()
+        always, keys = self._needs_on(kinds)
+        if not always:
+            return not any(torch.is_autocast_enabled(kind) for kind in kinds)
+        return bool(keys) and acting_keys() == keys
 
     # A region cannot be entered in one compiled frame and left in another: the two calls below stay in Python.
     # (torch.compiler.disable is the public name, and costs a second of imports where it is only mentioned.)

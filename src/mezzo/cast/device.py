@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from mezzo.cast.probe import cache, children
 from mezzo.cast.probe.child import CASES
@@ -32,7 +34,9 @@ __all__ = [
     "Emulation",
     "FormatSupport",
     "Intention",
+    "Kinds",
     "Protection",
+    "default_kinds",
     "devices",
     "guard",
     "intention",
@@ -101,6 +105,35 @@ def devices() -> list[str]:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+class Kinds:
+    """The device types that the regions of a model cover: those of its tensors, wherever these are by now.
+
+    A model without tensors is taken to be where new ones would be: on the accelerator, if there is one.
+
+    Args:
+        tensors: The model's, parameters before buffers: parameters stay the same objects when they move.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        examples: dict[str, Tensor] = {}
+        for tensor in tensors:
+            examples.setdefault(tensor.device.type, tensor)
+        self._examples = list(examples.values())
+        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def __call__(self) -> tuple[str, ...]:
+        """Return them, the CPU first."""
+        now = tuple([example.device.type for example in self._examples])
+        if now not in self._known:
+            self._known[now] = tuple(kind for kind in devices() if kind in now) or default_kinds()
+        return self._known[now]
+
+
+def default_kinds() -> tuple[str, ...]:
+    """Return what a region covers that belongs to no model: the accelerator, or where there is none the CPU."""
+    return (devices()[-1],)
 
 
 def probe(device_type: str = "cpu", *, refresh: bool = False) -> DeviceReport:

@@ -96,6 +96,7 @@ class Prepared:
         policy: The policy it was prepared with.
         converted: The tensors as they were before conversion, by the tensor that now stands in the model, until
             :meth:`release_originals`.
+        kinds: The device types of its tensors, which its regions cover.
         casts: The casts of weights made in its regions. They end with the outermost one, but in a session, where those
             of training serve a whole window.
     """
@@ -114,7 +115,8 @@ class Prepared:
         self._doors: list[Door] = []
         self.entrance = Entrance()
         # Planning the regions may find that the device cannot honour the policy: before anything is changed.
-        self._boundaries = _boundaries(model, policy, self.entrance)
+        self.kinds = device.Kinds((*model.parameters(), *model.buffers()))
+        self._boundaries = _boundaries(model, policy, self.kinds, self.entrance)
         pins = any(boundary.pinned() for _, boundary in self._boundaries[:1])
         self._is_traceable = not pins and not any(rule.matches_module("") for rule in policy.rules)
         try:
@@ -158,9 +160,10 @@ class Prepared:
         Args:
             *others: Models prepared with the same policy, whose parameter rules the region knows as well.
         """
-        if torch.compiler.is_compiling() and all(each._is_traceable for each in (self, *others)):
-            return autocast(self.policy)  # which knows how to be traced; a graph keeps no casts
-        return autocast.inside(self.policy, "", self._pinned(*others), tuple(device.devices()), self.casts)
+        kinds = tuple(dict.fromkeys(kind for each in (self, *others) for kind in each.kinds()))
+        if torch.compiler.is_compiling() and len(kinds) == 1 and all(each._is_traceable for each in (self, *others)):
+            return autocast(self.policy, kinds[0])  # which knows how to be traced; a graph keeps no casts
+        return autocast.inside(self.policy, "", self._pinned(*others), kinds, self.casts)
 
     def _pinned(self, *others: Prepared) -> dict[int, Treatment]:
         boundaries = (boundary for each in (self, *others) for _, boundary in each._boundaries[:1])
@@ -374,7 +377,9 @@ class _Pins:
                 yield tensor, treatment
 
 
-def _boundaries(model: nn.Module, policy: Policy, entrance: Entrance) -> list[tuple[nn.Module, Boundary]]:
+def _boundaries(
+    model: nn.Module, policy: Policy, kinds: device.Kinds, entrance: Entrance
+) -> list[tuple[nn.Module, Boundary]]:
     """Find the modules at whose boundary something changes, the model itself first."""
     low = policy.param_dtype != torch.float32
     deciding = [
@@ -388,7 +393,7 @@ def _boundaries(model: nn.Module, policy: Policy, entrance: Entrance) -> list[tu
     found = []
     wide = WideNorm if low and not policy.keep_batchnorm_fp32 else Boundary
     root = (wide if isinstance(model, _NormBase) else Boundary)(
-        policy, "", params,
+        policy, "", params, kinds,
         inputs=policy.dtype if low else None,
         outputs=policy.output_dtype,
         entrance=entrance if low else None,
@@ -406,9 +411,9 @@ def _boundaries(model: nn.Module, policy: Policy, entrance: Entrance) -> list[tu
         )
         if whole is not above or ops_differ:
             inputs, outputs = _casts(policy, whole.treatment if whole is not above and whole else None)
-            found.append((module, Boundary(policy, path, params, inputs=inputs, outputs=outputs, rule=whole)))
+            found.append((module, Boundary(policy, path, params, kinds, inputs=inputs, outputs=outputs, rule=whole)))
         elif isinstance(module, _NormBase) and wide is WideNorm:
-            found.append((module, WideNorm(policy, path, params)))
+            found.append((module, WideNorm(policy, path, params, kinds)))
     return found
 
 

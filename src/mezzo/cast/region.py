@@ -24,11 +24,11 @@ from mezzo.cast.carry import OPENED_BACKWARD, Differences, without_autocast
 from mezzo.cast.plan import Handler, Plan, open_function, plan_for
 from mezzo.cast.recompute import Again, shadowed
 from mezzo.cast.weights import WeightCasts
+from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
 __all__ = ["accumulation", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here"]
-
 
 #: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.
 _OPENED_GRAD: Final = open_function(cast(types.FunctionType, torch.autograd.grad))
@@ -41,11 +41,14 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 
     Args:
         policy: A policy, its text, or the path of a policy file.
-        device_type: The device to cover; the CPU and the current accelerator when omitted.
+        device_type: The device to cover; when omitted the current accelerator, and where there is none the CPU. What
+            the region does to a model's own devices is known to :func:`mezzo.prepare` and :class:`MixedPrecision`.
 
     Raises:
         PolicyError: The policy's text or file is wrong.
-        UnsupportedError: The device cannot honour the policy; the error says what to write instead.
+        UnsupportedError: The device cannot honour the policy; the error says what to write instead. On entering a
+            region for CUDA inside a compiled function: ``accumulate`` is ``fp32``, as in every level, and torch's flag
+            lets GEMMs of the policy's dtype accumulate in reduced precision (it does so until told otherwise).
 
     **Cost**: that of ``torch.autocast`` where the policy equals torch's own lists on this device; otherwise a
     function mode, and so Python for each torch function called (``benchmarks/engine.py`` measures it).
@@ -128,7 +131,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             tensor: What to differentiate.
             **kwargs: As ``torch.autograd.backward`` takes them.
         """
-        with accumulation(self.policy), shadowed(), without_autocast(self._plans):
+        with accumulation(self.policy, self._plans), shadowed(), without_autocast(self._plans):
             if self.has_differences:
                 casts = WeightCasts() if self._casts is None else self._casts
                 with casts.region(continues=True), Differences(self._plans, casts, recomputing=True):
@@ -144,7 +147,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             inputs: By what.
             **kwargs: As ``torch.autograd.grad`` takes them.
         """
-        with accumulation(self.policy), shadowed(), without_autocast(self._plans):
+        with accumulation(self.policy, self._plans), shadowed(), without_autocast(self._plans):
             if not self.has_differences:
                 return torch.autograd.grad(outputs, inputs, **kwargs)
             casts = WeightCasts() if self._casts is None else self._casts
@@ -177,7 +180,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 @contextlib.contextmanager
 def _active(policy: Policy, plans: list[Plan], casts: WeightCasts | None) -> Iterator[None]:
     """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
-    with accumulation(policy), _native(plans), shadowed() as around:
+    with accumulation(policy, plans), _native(plans), shadowed() as around:
         if not any(plan.handlers or plan.pinned for plan in plans):
             yield
             return
@@ -256,7 +259,7 @@ _RESOLVED: Final[dict[str, _Resolved]] = {}
 
 def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> str:
     value = Policy.of(policy)
-    kinds = (device_type,) if device_type else tuple(device.devices())
+    kinds = (device_type,) if device_type else device.default_kinds()
     key = f"{value} {[rule.reason for rule in value.rules]} on {'+'.join(kinds)}"
     if key not in _RESOLVED:
         _RESOLVED[key] = _Resolved(value, kinds, tuple(plan_for(value, kind) for kind in kinds))
@@ -269,18 +272,67 @@ _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def accumulation(policy: Policy) -> Iterator[None]:
-    """Forbid reduced-precision accumulation inside GEMMs while ``policy.accumulate`` is ``fp32``.
+def accumulation(policy: Policy, plans: list[Plan]) -> Iterator[None]:
+    """Forbid reduced-precision accumulation inside CUDA's GEMMs while ``policy.accumulate`` is ``fp32``.
 
-    The flags are torch's own and process-wide; they are put back on exit.
+    The flags are torch's own and process-wide; they are put back on exit, with what the user said of split-k.
+
+    Args:
+        policy: What is asked for.
+        plans: Of the devices that are covered: without CUDA among them nothing is touched.
+
+    Raises:
+        UnsupportedError: Entered inside a compiled function, which cannot set them, while they allow it.
     """
-    if policy.accumulate != "fp32" or not torch.cuda.is_available():
+    covered = any(plan.device_type == "cuda" for plan in plans)
+    if not covered or policy.accumulate != "fp32" or not torch.cuda.is_available():
         yield
         return
-    flags = torch.backends.cuda.matmul
-    before = flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction
-    flags.allow_fp16_reduced_precision_reduction = flags.allow_bf16_reduced_precision_reduction = False
+    if torch.compiler.is_compiling():
+        _require_off(str(policy))
+        yield
+        return
+    before = _reductions()
+    _set_reductions([(False, split_k) for _, split_k in before])
     try:
         yield
     finally:
-        flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = before
+        _set_reductions(before)
+
+
+def _require_off(policy: str) -> bool:
+    """Refuse to be compiled where GEMMs may accumulate in reduced precision; Dynamo itself guards that it stays so."""
+    flags = {"float16": "allow_fp16_reduced_precision_reduction", "bfloat16": "allow_bf16_reduced_precision_reduction"}
+    dtype = str(Policy.parse(policy).dtype).removeprefix("torch.")
+    if dtype in flags and dict(zip(flags, _reductions(), strict=True))[dtype][0]:
+        raise UnsupportedError(
+            "accumulate=fp32 cannot be carried out by a region inside a compiled function",
+            where=f"torch.backends.cuda.matmul.{flags[dtype]} is True",
+            why="compiled code would set it to False only when all its GEMMs have run",
+            write="\n".join(
+                [
+                    f"torch.backends.cuda.matmul.{flags[dtype]} = False  # before the function is called",
+                    "or the region around the compiled function, where it sets that itself",
+                    "or accumulate=native in the policy, which leaves it to torch",
+                ]
+            ),
+        )
+    return True
+
+
+# As `_resolve`: it runs while the function is traced.
+_require_off._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _reductions() -> list[tuple[bool, bool]]:
+    """Return for FP16 and BF16 whether GEMMs may accumulate in reduced precision, and whether they may split k."""
+    # torch.backends has a name for the first half alone, and sets the second to True with it.
+    return [
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+    ]
+
+
+def _set_reductions(pairs: list[tuple[bool, bool]]) -> None:
+    torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*pairs[0])
+    torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*pairs[1])

@@ -16,7 +16,7 @@ from mezzo.session.gradients import can_fold, lacks_momentum
 if TYPE_CHECKING:
     from mezzo.session.loop import MixedPrecision
 
-__all__ = ["check_capturable", "refuse_host_arguments", "unfinished"]
+__all__ = ["check_capturable", "refuse_host_arguments", "refuse_raw_capture", "unfinished"]
 
 _ONE_SYNC: Final = "the host would have to ask the device for it, and a replayed graph has no host"
 
@@ -124,4 +124,28 @@ def refuse_host_arguments(closure: Any, scheduler: Any) -> None:
             where="amp.step(scheduler=…) in a train step under mezzo.capture",
             why=f"it waits for whether the weights moved; {_ONE_SYNC}",
             write="scheduler.step() after each call of the captured step",
+        )
+
+
+def refuse_raw_capture(device: torch.device) -> None:
+    """Refuse a step in a graph that :func:`mezzo.capture` knows nothing of.
+
+    Its account of the step would become part of that graph, with an event that nobody may ask afterwards.
+
+    Args:
+        device: Where the session's loss scales are.
+
+    Raises:
+        UnsupportedError: The device's current stream is being captured.
+    """
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):  # torch asks the current device's stream
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise UnsupportedError(
+            "amp.step() cannot be captured by torch.cuda.graph",
+            where=f"the current stream of {device}",
+            why="loss scales, hyper-parameters and the account of skipped steps live on between replays",
+            write="mezzo.capture(train_step, *example_batch), which makes the graph",
         )

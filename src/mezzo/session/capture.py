@@ -258,7 +258,16 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, MezzoError) or not any(words in str(error) for words in _NOT_CAPTURABLE):
+        if isinstance(error, MezzoError):
+            raise
+        if _is_of_inductor_s_graphs(error):
+            raise UnsupportedError(
+                "the train step makes CUDA graphs of its own",
+                where='torch.compile(…, mode="reduce-overhead") or "max-autotune"',
+                why=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                write='torch.compile(…) without that mode, or "max-autotune-no-cudagraphs", inside mezzo.capture',
+            ) from error
+        if not any(words in str(error) for words in _NOT_CAPTURABLE):
             raise
         first: BaseException = error
         while isinstance(first.__context__, RuntimeError):  # ending a graph that failed raises again
@@ -270,6 +279,17 @@ def _explained() -> Iterator[None]:
             write="nothing that waits for the device there: no .item(), print or if on a tensor, no tensor made from "
             "Python numbers on the GPU; return tensors, and read them after the call",
         ) from error
+
+
+def _is_of_inductor_s_graphs(error: BaseException) -> bool:
+    """Whether an error came from compiled code that records or replays a graph, as it does by itself in some modes."""
+    each: BaseException | None = error
+    while each is not None:  # ending a graph that failed raises again
+        names = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(each.__traceback__)]
+        if any(name.startswith("torch._inductor.cudagraph_") for name in names):
+            return True
+        each = each.__context__
+    return False
 
 
 def _users_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from mezzo.scale.scaler import Scaler
 from mezzo.session import state
 from mezzo.session.accounts import Accounts, Stats
 from mezzo.session.buffers import NormBuffers, Remembering
-from mezzo.session.capturable import refuse_host_arguments
+from mezzo.session.capturable import refuse_host_arguments, refuse_raw_capture
 from mezzo.session.checked import Checked, check, together
 from mezzo.session.checks import (
     check_loss,
@@ -396,13 +396,16 @@ class MixedPrecision:
                 interrupted half-way.
             PolicyError: A hyper-parameter that is not finite. Tensors on an accelerator are not looked at, since the
                 host would have to wait for them.
-            UnsupportedError: Weights were cast to low precision since, and would train without masters.
+            UnsupportedError: Weights were cast to low precision since, and would train without masters; or inside ``torch.cuda.graph``, where
+                :func:`mezzo.capture` makes the graph.
             NumericsError: An overflow, with ``on_overflow="raise"``; nothing was updated, the scale has adapted.
             ScaleCollapsed: The loss scale stood at its floor for ``patience`` overflows, at most two steps ago.
         """
         self._require_open("step")
         if current() is not None:
             refuse_host_arguments(closure, scheduler)
+        else:
+            refuse_raw_capture(self._device)
         self._accounts.check()
         schedulers = checked_schedulers(scheduler)
         wanted = chosen(optimizers, self._optimizers)

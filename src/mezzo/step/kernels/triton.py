@@ -13,7 +13,17 @@ from torch import Tensor
 from mezzo.errors import UnsupportedError
 from mezzo.step.kernels import triton_source as source
 from mezzo.step.kernels.emit import update_name
-from mezzo.step.kernels.tables import Rows, as_table, chunked, laid_out, readable, update_alone, vector, where
+from mezzo.step.kernels.tables import (
+    Rows,
+    addresses,
+    as_table,
+    chunked,
+    laid_out,
+    readable,
+    update_alone,
+    vector,
+    where,
+)
 from mezzo.step.passes import Check, Cohort, InPieces, Update
 from mezzo.step.rounding import keys
 from mezzo.step.storage import Parts
@@ -131,7 +141,7 @@ class _Norms:
         self.lengths, self.spans = _uploaded(lengths, device), _uploaded(spans, device)
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
-        addresses = self.addresses.of(vectors)
+        table = self.addresses.of(vectors)
         partials = torch.empty(self.total, dtype=torch.float32, device=self.device)
         norms = torch.empty(len(vectors), dtype=torch.float32, device=self.device)
         if _is_capturing(self.device):
@@ -143,9 +153,7 @@ class _Norms:
                 if len(chunks):
                     kind = {"TYPE": source.element_type(dtype), "BITS": dtype == torch.bfloat16}
                     sizes = {"CHUNK": CHUNK, "BLOCK": NORM_BLOCK}
-                    squares[(len(chunks),)](
-                        addresses, self.lengths, chunks, partials[first:], **kind, **sizes, **_OPTIONS
-                    )
+                    squares[(len(chunks),)](table, self.lengths, chunks, partials[first:], **kind, **sizes, **_OPTIONS)
                 first += len(chunks)
             roots[(len(vectors),)](partials, self.spans, norms, BLOCK=ROOT_BLOCK, **_OPTIONS)
         return norms
@@ -187,10 +195,10 @@ class _TritonUpdate(InPieces):
             gradient if index in self.others else laid_out(gradient, weight)
             for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
         ]
-        addresses = self.addresses.of(vectors)
+        table = self.addresses.of(vectors)
         shared = (scalars, check.multiplier, check.found_inf, seeds)
         calls: list[Call] = [
-            partial(kernel[(len(chunks),)], addresses, self.rows, chunks, *shared, BLOCK=BLOCK, **_OPTIONS)
+            partial(kernel[(len(chunks),)], table, self.rows, chunks, *shared, BLOCK=BLOCK, **_OPTIONS)
             for kernel, chunks in self.launches
         ]
         # Copies, where there are any, live on until the kernels that read them are launched.
@@ -241,7 +249,7 @@ class _Addresses:
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the int64 addresses of tensors, in device memory."""
-        seen = tuple([tensor.data_ptr() for tensor in tensors])
+        seen = tuple(addresses(tensors))
         if _is_capturing(self.device):
             return self.captured(seen)
         self.calls += 1

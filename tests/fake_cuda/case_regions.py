@@ -1,0 +1,227 @@
+"""What a region does on a machine with a GPU: which devices it covers, what it probes, and torch's GEMM flags."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+
+import mezzo
+from mezzo import UnsupportedError
+from mezzo.cast import device as devices
+from mezzo.cast import plan, region
+
+LOW = ["float16", "bfloat16"]
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    """Device types that were probed, or protected by a fork."""
+    found = []
+    for name in ("probe", "protect"):
+        plain = getattr(devices, name)
+        monkeypatch.setattr(
+            devices, name, lambda kind="cpu", *args, _plain=plain, **kw: found.append(kind) or _plain(kind, *args, **kw)
+        )
+    plan._plan_for.cache_clear()  # or an earlier test has asked
+    return found
+
+
+def model_on(kind):
+    with torch.device(kind):
+        return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 2))
+
+
+def session(policy, kind="cuda"):
+    model = model_on(kind)
+    return model, mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_session_on_the_gpu_has_no_mode_and_asks_nothing_of_the_cpu(machine, asked, level, dtype):
+    model, amp = session(f"{level},dtype={dtype}")
+    modes = []
+    model[3].register_forward_hook(lambda *_: modes.extend(_get_current_function_mode_stack()))
+    with amp.autocast() as covered:
+        loss = model(torch.randn(4, 8, device="cuda")).float().sum()
+    model[0].weight.register_hook(lambda gradient: modes.extend(_get_current_function_mode_stack()))
+    amp.backward(loss)
+    assert covered.device_types == ("cuda",)
+    assert not covered.has_differences
+    assert modes == []
+    assert "cpu" not in asked
+
+
+def test_a_model_on_the_cpu_has_no_plan_for_the_gpu(machine, monkeypatch):
+    planned = []
+    plain = region.plan_for
+    monkeypatch.setattr(
+        region, "plan_for", lambda policy, kind, *rest: planned.append(kind) or plain(policy, kind, *rest)
+    )
+    _, amp = session("O1,dtype=bfloat16,emulate=true", "cpu")
+    assert amp.autocast().device_types == ("cpu",)
+    assert {*planned} == {"cpu"}
+
+
+def test_a_model_on_both_is_covered_on_both(machine):
+    model = nn.Sequential(model_on("cpu"), model_on("cuda"))
+    assert mezzo.prepare(model, "O1,dtype=bfloat16,emulate=true").autocast().device_types == ("cpu", "cuda")
+
+
+def test_two_models_of_one_session_are_covered_together(machine):
+    models = [model_on("cuda"), model_on("cpu")]
+    prepared = [mezzo.prepare(each, "O1,dtype=bfloat16,emulate=true") for each in models]
+    assert prepared[0].autocast(prepared[1]).device_types == ("cuda", "cpu")
+
+
+def test_a_model_without_tensors_and_a_bare_region_are_on_the_accelerator(machine, asked):
+    assert mezzo.prepare(nn.GELU(), "O1,dtype=bfloat16").autocast().device_types == ("cuda",)
+    assert mezzo.autocast("O1,dtype=bfloat16").device_types == ("cuda",)
+    assert mezzo.autocast("O1,dtype=bfloat16,emulate=true", "cpu").device_types == ("cpu",)
+    assert "cpu" not in asked
+
+
+def test_a_prepared_model_that_moves_takes_its_regions_along(machine):
+    model = model_on("cpu")
+    prepared = mezzo.prepare(model, "O1,dtype=bfloat16,emulate=true,fp32_module=4")
+    boundary = prepared._boundaries[-1][1]
+    for owner in model.modules():
+        for name, param in owner.named_parameters(recurse=False):
+            setattr(owner, name, None)
+            param.data = torch.empty(0)
+            setattr(owner, name, param)
+    prepared.kinds._examples = [nn.Parameter(torch.empty(2, device="cuda"))]
+    assert prepared.autocast().device_types == boundary.region().device_types == ("cuda",)
+
+
+def test_what_a_region_covers_is_copied_with_the_model():
+    model = model_on("cpu")
+    mezzo.prepare(model, "O2,dtype=bfloat16,emulate=true")
+    assert copy.deepcopy(model)(torch.ones(4, 8)).dtype == torch.float32
+
+
+# torch's flags for accumulation in GEMMs -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def flags():
+    before = region._reductions()
+    yield lambda: (region._reductions()[0], region._reductions()[1])
+    region._set_reductions(before)
+
+
+SPLIT_K = [(True, True), (False, True), (False, False)]
+
+
+@pytest.mark.parametrize("fp16", SPLIT_K)
+@pytest.mark.parametrize("bf16", SPLIT_K)
+def test_a_region_forbids_reduced_accumulation_and_gives_back_what_the_user_set(flags, fp16, bf16):
+    region._set_reductions([fp16, bf16])
+    with mezzo.autocast("O1,dtype=float16", "cuda"):
+        assert flags() == ((False, fp16[1]), (False, bf16[1]))
+    assert flags() == (fp16, bf16)
+    with mezzo.autocast("O1,dtype=float16,accumulate=native", "cuda"):
+        assert flags() == (fp16, bf16)
+
+
+SEEN = []
+
+
+@torch.library.custom_op("mezzo_fake_cuda::look", mutates_args=())
+def look(x: torch.Tensor) -> torch.Tensor:
+    """Write down torch's flags while compiled code runs."""
+    SEEN.append(tuple(reduced for reduced, _ in region._reductions()))
+    return x.clone()
+
+
+@look.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def elsewhere(x):
+    with mezzo.autocast("O1,dtype=bfloat16,emulate=true", "cpu"):
+        return look(x) @ x
+
+
+def around(x):
+    return look(x) @ x
+
+
+def within(x):
+    with mezzo.autocast("O1,dtype=bfloat16", "cuda"):
+        return look(x) @ x
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_is_forbidden_in_compiled_code_that_a_region_is_around(flags, backend):
+    region._set_reductions([(True, True), (True, True)])
+    compiled = torch.compile(around, backend=backend, fullgraph=True)
+    for _ in range(2):
+        SEEN.clear()
+        with mezzo.autocast("O1,dtype=bfloat16", "cuda"):
+            compiled(torch.ones(4, 4))
+        assert SEEN == [(False, False)]
+    assert flags() == ((True, True), (True, True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already(flags, backend, whole):
+    compiled = torch.compile(within, backend=backend, fullgraph=whole)
+    SEEN.clear()
+    for _ in range(2):
+        region._set_reductions([(True, True), (True, True)])
+        with pytest.raises(
+            RuntimeError,
+            match=r"(?s)UnsupportedError: accumulate=fp32 cannot .*allow_bf16_\w+ is True.*write  torch\.backends\."
+            r"cuda\.matmul\.allow_bf16_reduced_precision_reduction = False .*around the compiled.*or accumulate=native",
+        ):
+            compiled(torch.ones(4, 4))
+        region._set_reductions([(True, True), (False, False)])  # of the dtype that is computed in
+        compiled(torch.ones(4, 4))
+    assert {bf16 for _, bf16 in SEEN} == {False}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.parametrize("way", ["called", "eager", "aot_eager"])
+def test_a_region_that_covers_no_gpu_leaves_its_flags_alone_and_may_be_compiled(flags, way):
+    region._set_reductions([(True, True), (True, True)])
+    run = elsewhere if way == "called" else torch.compile(elsewhere, backend=way)
+    SEEN.clear()
+    run(torch.ones(4, 4))
+    assert {*SEEN} == {(True, True)}
+    assert flags() == ((True, True), (True, True))
+
+
+def test_a_compiled_region_may_leave_accumulation_to_torch(flags):
+    def native(x):
+        with mezzo.autocast("O1,dtype=bfloat16,accumulate=native", "cuda"):
+            return look(x) @ x
+
+    region._set_reductions([(True, True), (True, True)])
+    SEEN.clear()
+    torch.compile(native, backend="eager", fullgraph=True)(torch.ones(4, 4))
+    assert {*SEEN} == {(True, True)}
+
+
+# Graphs that mezzo did not make --------------------------------------------------------------------------------
+
+
+def test_a_step_inside_torch_s_own_graph_is_refused_before_anything_is_done(machine):
+    from .machine import capturing
+
+    model, amp = session("O1,dtype=float16")
+    for _ in range(2):
+        with amp.autocast():
+            loss = model(torch.randn(4, 8, device="cuda")).float().sum()
+        amp.backward(loss)
+        with (
+            capturing(),
+            pytest.raises(UnsupportedError, match=r"(?s)captured by torch\.cuda\.graph.*cuda:0.*write  mezzo\.capture"),
+        ):
+            amp.step()
+        amp.step()  # as if nothing had been tried
+        amp.zero_grad()
