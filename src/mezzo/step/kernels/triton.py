@@ -33,8 +33,8 @@ from mezzo.step.whole import Call, Piece
 __all__ = ["Triton", "refuse_capture"]
 
 #: Elements that one program of pass 2 updates: four for each of 256 threads, so that FP32 tensors move 16 bytes at a
-#: time. A thread of AdamW then takes 64 registers on sm_90, and four programs fit a multiprocessor; with eight
-#: elements it takes 128 to 160.
+#: time. A thread of AdamW then takes at most 48 registers on sm_90, and five programs fit a multiprocessor
+#: (tests/step/test_compiled_kernels.py); with eight elements it takes 70 to 80.
 BLOCK: Final = 1 << 10
 #: Elements whose squares one program of pass 1 sums, and so many of them at a time.
 CHUNK: Final = 1 << 14

@@ -97,11 +97,14 @@ def {name}(addresses, rows, chunks, scalars, multiplier, found_inf, keys, BLOCK:
         gradient = tl.load(addresses + tensor)
         {addresses}
         # Blocks lie at multiples of BLOCK from a tensor's first element: where all of those stand at multiples of 16
-        # bytes, threads move four elements at once.
+        # bytes, threads move four elements at once. All others go in quarters, of one element a thread: side by side
+        # these few instructions take the registers of the fast path, as a whole block without vectors they take twice
+        # as many, and both paths share one count.
         if (({together}) % 16 == 0) & (start + BLOCK <= length):
             {name}_block({pointers}, scalars, tl.load(multiplier), {key}, start, length, BLOCK, 4)
         else:
-            {name}_block({pointers}, scalars, tl.load(multiplier), {key}, start, length, BLOCK, 1)
+            for first in range(0, BLOCK, BLOCK // 4):
+                {name}_block({pointers}, scalars, tl.load(multiplier), {key}, start + first, length, BLOCK // 4, 1)
 """
 
 _NORMS: Final = '''\

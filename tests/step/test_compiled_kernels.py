@@ -1,0 +1,122 @@
+"""What NVIDIA's compiler makes of the kernels, which takes no GPU: registers, spills, shared memory, widths of loads.
+
+Registers decide how many threads a multiprocessor holds: its 65,536 hold six programs of eight warps whose threads take
+40, five where they take 48, and memory is read at full speed only by many. Bounds are those of what is compiled now.
+"""
+
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from mezzo.step.kernels import triton as tables
+from mezzo.step.kernels import triton_source as source_of
+from mezzo.step.kernels.emit import update_name
+from mezzo.step.storage import FULL, KAHAN, PLAIN, SPLIT, STOCHASTIC
+from mezzo.step.update import rule
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Triton's compiler for Linux")
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
+UPDATED = {"addresses": "*i64", "rows": "*i64", "chunks": "*i32", "keys": "*i32", "found_inf": "*u1"}
+UPDATED |= {"scalars": "*fp32", "multiplier": "*fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Of one compiled kernel: per thread, and its loads by their width in bits."""
+
+    registers: int
+    stack: int
+    shared: int
+    loads: dict[int, int]
+
+
+def facts(kernel, arguments, capability, folder, **constants):
+    compiler, backends = (importlib.import_module(f"triton.{each}") for each in ("compiler", "backends.compiler"))
+    signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
+    source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    target = backends.GPUTarget("cuda", capability, 32)
+    file = folder / "kernel.cubin"
+    file.write_bytes(triton.compile(source, target=target, options=dict(tables._OPTIONS)).asm["cubin"])
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    ((registers, stack, shared),) = re.findall(
+        r"REG:(\d+).*?STACK:(\d+).*?SHARED:(\d+)", run([TOOLS / "cuobjdump", "-res-usage", file]).stdout
+    )
+    loads = re.findall(
+        r"\bLDG\.E(?:\.[A-Z_]+)*?(?:\.(64|128|U8|U16|S8|S16))?\b", run([TOOLS / "nvdisasm", file]).stdout
+    )
+    widths = [int(re.sub(r"\D", "", each) or 32) for each in loads]
+    return Facts(int(registers), int(stack), int(shared), {width: widths.count(width) for width in {*widths}})
+
+
+@pytest.fixture
+def native(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(Path(os.environ["XDG_CACHE_HOME"], "mezzo", "triton")))
+    return functools.partial(facts, folder=tmp_path)
+
+
+#: Rule, storage, dtypes of gradient, parts and states; most registers (BF16 moments: 48 on sm_90, 54 on sm_80).
+UPDATES = {
+    "adamw split bf16": ("adamw", SPLIT, (BF16, BF16, INT16, FP32, FP32), 48),
+    "adamw split fp16": ("adamw", SPLIT, (FP16, FP16, INT16, FP32, FP32), 48),
+    "adamw split bf16, moments": ("adamw", SPLIT, (BF16, BF16, INT16, BF16, BF16), 56),
+    "adamw split fp16, moments": ("adamw", SPLIT, (FP16, FP16, INT16, BF16, BF16), 48),
+    "adamw split bf16, fp32 gradients": ("adamw", SPLIT, (FP32, BF16, INT16, FP32, FP32), 48),
+    "adamw full bf16": ("adamw", FULL, (BF16, BF16, FP32, FP32, FP32), 48),
+    "adamw fp32": ("adamw", PLAIN, (FP32, FP32, FP32, FP32), 40),
+    "adamw kahan": ("adamw", KAHAN, (BF16, BF16, BF16, FP32, FP32), 48),
+    "sgd split bf16": ("sgd", SPLIT, (BF16, BF16, INT16), 40),
+    "lion split bf16": ("lion", SPLIT, (BF16, BF16, INT16, FP32), 40),
+    "lion stochastic": ("lion", STOCHASTIC, (BF16, BF16, BF16), 40),
+}
+MOST_USED = ["adamw split bf16", "adamw split bf16, moments", "adamw fp32"]
+
+
+def assert_update_fits(native, name, capability):
+    rule_name, storage, dtypes, most = UPDATES[name]
+    update = rule(rule_name)
+    kernel = source_of.jitted(source_of.update_source(update, storage, dtypes), update_name(update, storage))
+    found = native(kernel, UPDATED, capability, BLOCK=tables.BLOCK)
+    assert found.registers <= most
+    assert (found.stack, found.shared) == (0, 0)
+    # The fast path: four elements a thread of each tensor, one load of 128 bits of FP32 and one of 64 bits of the rest.
+    wide = sum(dtype.itemsize == 4 for dtype in dtypes)
+    assert found.loads.get(128, 0) == wide
+    assert found.loads.get(64, 0) >= len(dtypes) - wide
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("name", MOST_USED)
+def test_an_update_leaves_room_for_many_threads_and_moves_vectors(native, name, capability):
+    assert_update_fits(native, name, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("name", [name for name in UPDATES if name not in MOST_USED])
+def test_so_does_every_other(native, name, capability):
+    assert_update_fits(native, name, capability)
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_pass_1_leaves_room_for_many_threads_and_moves_vectors(native, dtype, capability):
+    squares = source_of.jitted(source_of.norm_source(), "squares")
+    arguments = {"addresses": "*i64", "lengths": "*i64", "chunks": "*i32", "partials": "*fp32"}
+    constants = {"TYPE": source_of.element_type(dtype), "BITS": dtype == BF16}
+    found = native(squares, arguments, capability, CHUNK=tables.CHUNK, BLOCK=tables.NORM_BLOCK, **constants)
+    assert found.registers <= 64
+    assert found.stack == 0
+    assert found.shared <= 1024
+    assert found.loads[128] >= 1
