@@ -1,5 +1,6 @@
 """Set-up that must happen before torch is imported."""
 
+import ctypes
 import os
 import tempfile
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # The device probe's cache: shared by the workers of a run, apart from the user's own.
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"mezzo-tests-{os.getuid()}")
+# In the processes that tests/fake_cuda starts: torch looks for devices only once.
+if "MEZZO_FAKE_CUDA" in os.environ:
+    ctypes.CDLL(os.environ["MEZZO_FAKE_CUDA"])
 
 import torch
 from hypothesis import settings

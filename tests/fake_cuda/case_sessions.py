@@ -51,8 +51,9 @@ class Trained:
             self.model = nn.Sequential(*blocks, nn.Linear(16, 4))
             self.batch = torch.randn(8, 16)
         losses = 2 if way == "two losses" else 1
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.amp = mezzo.MixedPrecision(
-            self.model, OPTIMIZERS[optimizer](self.model.parameters()), POLICIES[policy], max_grad_norm=1.0,
+            self.model, self.optimizer, POLICIES[policy], max_grad_norm=1.0,
             num_losses=losses, restore_buffers=way == "buffers restored",
         )  # fmt: skip
 

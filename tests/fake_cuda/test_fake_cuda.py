@@ -51,8 +51,10 @@ def library() -> Path:
 def test_on_a_device_that_computes_nothing(case, request):
     pytest.importorskip("triton", reason="needs Triton")
     slow = "slow" if request.config.getoption("markexpr") == "slow" else "not slow"
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-o", "python_files=case_*.py", "-m", slow, "-p",
-               "no:cacheprovider", "--no-header", "--tb=short", "-rN", str(HERE / f"{case}.py")]  # fmt: skip
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-n0", "-o", "python_files=case_*.py", "-m", slow,
+        "-p", "no:cacheprovider", "--no-header", "--tb=short", "--show-capture=no", "-rN", str(HERE / f"{case}.py"),
+    ]  # fmt: skip
     kernels = Path(os.environ["XDG_CACHE_HOME"], "mezzo", "triton")
     surroundings = {**os.environ, "MEZZO_FAKE_CUDA": str(library()), "TRITON_CACHE_DIR": str(kernels)}
     surroundings.pop("TRITON_INTERPRET", None)

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Triton's 
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
-UPDATED = {"addresses": "*i64", "rows": "*i64", "chunks": "*i32", "keys": "*i32", "found_inf": "*u1"}
-UPDATED |= {"scalars": "*fp32", "multiplier": "*fp32"}
+UPDATED = {"addresses": "*i64", "rows": "*i64", "chunks": "*i32", "step": "*i64", "found_inf": "*u1"}
+UPDATED |= {"scalars": "*fp32", "multiplier": "*fp32", "start": "i32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +66,19 @@ def native(tmp_path, monkeypatch):
     return functools.partial(facts, folder=tmp_path)
 
 
-#: Rule, storage, dtypes of gradient, parts and states; most registers (BF16 moments: 48 on sm_90, 54 on sm_80).
+#: Rule, storage, dtypes of gradient, parts and states; most registers, as measured, in eights.
 UPDATES = {
     "adamw split bf16": ("adamw", SPLIT, (BF16, BF16, INT16, FP32, FP32), 48),
     "adamw split fp16": ("adamw", SPLIT, (FP16, FP16, INT16, FP32, FP32), 48),
-    "adamw split bf16, moments": ("adamw", SPLIT, (BF16, BF16, INT16, BF16, BF16), 56),
+    "adamw split bf16, moments": ("adamw", SPLIT, (BF16, BF16, INT16, BF16, BF16), 48),
     "adamw split fp16, moments": ("adamw", SPLIT, (FP16, FP16, INT16, BF16, BF16), 48),
     "adamw split bf16, fp32 gradients": ("adamw", SPLIT, (FP32, BF16, INT16, FP32, FP32), 48),
     "adamw full bf16": ("adamw", FULL, (BF16, BF16, FP32, FP32, FP32), 48),
     "adamw fp32": ("adamw", PLAIN, (FP32, FP32, FP32, FP32), 40),
     "adamw kahan": ("adamw", KAHAN, (BF16, BF16, BF16, FP32, FP32), 48),
-    "sgd split bf16": ("sgd", SPLIT, (BF16, BF16, INT16), 40),
-    "lion split bf16": ("lion", SPLIT, (BF16, BF16, INT16, FP32), 40),
-    "lion stochastic": ("lion", STOCHASTIC, (BF16, BF16, BF16), 40),
+    "sgd split bf16": ("sgd", SPLIT, (BF16, BF16, INT16), 32),
+    "lion split bf16": ("lion", SPLIT, (BF16, BF16, INT16, FP32), 32),
+    "lion stochastic": ("lion", STOCHASTIC, (BF16, BF16, BF16), 32),
 }
 MOST_USED = ["adamw split bf16", "adamw split bf16, moments", "adamw fp32"]
 
@@ -116,7 +116,7 @@ def test_pass_1_leaves_room_for_many_threads_and_moves_vectors(native, dtype, ca
     arguments = {"addresses": "*i64", "lengths": "*i64", "chunks": "*i32", "partials": "*fp32"}
     constants = {"TYPE": source_of.element_type(dtype), "BITS": dtype == BF16}
     found = native(squares, arguments, capability, CHUNK=tables.CHUNK, BLOCK=tables.NORM_BLOCK, **constants)
-    assert found.registers <= 64
+    assert found.registers <= (56 if dtype == FP32 else 48)
     assert found.stack == 0
     assert found.shared <= 1024
     assert found.loads[128] >= 1

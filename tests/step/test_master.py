@@ -130,6 +130,55 @@ def test_schedulers_and_new_groups_keep_working():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
 
 
+@pytest.mark.parametrize("room", [1, 40, 1 << 24])
+def test_gradients_cast_together_are_those_cast_one_by_one(monkeypatch, room):
+    shapes = [(5, 4), (7,), (), (0, 3), (64,), (3, 1, 5), (8, 8), (2, 6), (1,), (65,)]
+    kinds = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float16, torch.bfloat16]
+    params = [nn.Parameter(torch.ones(shape, dtype=kinds[i % 5])) for i, shape in enumerate(shapes)]
+    generator = torch.Generator().manual_seed(0)
+    for param in params:
+        param.grad = (torch.randn(param.shape, generator=generator) * 2.0**-14).to(param.dtype)  # FP16: subnormals too
+    params[0].grad.view(-1)[:4] = torch.tensor([float("inf"), float("-inf"), -0.0, 2.0**-133])
+    params[6].grad = params[6].grad.t()  # goes alone: not contiguous
+    expected = [param.grad.float() for param in params]
+    copies = []
+    plain = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: copies.append(len(of)) or plain(to, of))
+    monkeypatch.setattr("mezzo.step.master._LAUNCHING", "cpu")
+    monkeypatch.setattr("mezzo.step.master._TOGETHER", room)
+    masters = MasterWeights(torch.optim.SGD(params, lr=0.1), grad_dtype="param")
+    masters.gather()
+    found = [masters.master_of(param).grad for param in params]
+    for param, gradient, wanted in zip(params, found, expected, strict=True):
+        assert param.grad is None
+        assert (gradient.dtype, gradient.shape, gradient.stride()) == (torch.float32, wanted.shape, wanted.stride())
+        assert torch.equal(gradient.view(torch.int32), wanted.view(torch.int32))
+        assert gradient.storage_offset() % 64 == 0
+    assert sum(copies) == len(params) - 1
+    assert (len(copies) == len(params) - 1) == (room == 1)
+    # Each is a tensor of its own: autograd would refuse neighbours of one version.
+    versions = [gradient._version for gradient in found]
+    found[1].add_(1)
+    assert [gradient._version for gradient in found] == [each + (i == 1) for i, each in enumerate(versions)]
+    assert all(torch.equal(found[i], expected[i]) for i in (0, 2, 4))
+    # A second micro-batch is added to them.
+    for param in params:
+        param.grad = torch.ones_like(param)
+    masters.gather()
+    assert torch.equal(found[4], expected[4] + 1)
+
+
+def test_gradients_in_fp32_move_without_a_copy(monkeypatch):
+    monkeypatch.setattr("mezzo.step.master._LAUNCHING", "cpu")
+    params = params_of(torch.bfloat16)
+    masters = MasterWeights(torch.optim.SGD(params, lr=0.1), grad_dtype="float32")
+    gradients = [torch.ones(param.shape) for param in params]
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+    masters.gather()
+    assert all(masters.master_of(param).grad is each for param, each in zip(params, gradients, strict=True))
+
+
 def test_closures_see_current_weights_and_gradients():
     """LBFGS moves the weights between evaluations of its closure."""
     target = torch.tensor([3.0, -2.0])

@@ -142,7 +142,7 @@ class Prepared:
         """Let every submodule of a converted model that holds numbers be called from outside."""
         if self.policy.param_dtype == torch.float32:
             return
-        for path, module, make in _doors(self.model, self.policy, self._boundaries[0][1].params):
+        for path, module, make in _doors(self.model, self.policy, self._boundaries[0][1].params, self.kinds):
             door = next(doors_of(module), None)
             is_new = door is None
             door = Door(self.entrance, make) if door is None else door
@@ -418,7 +418,7 @@ def _boundaries(
 
 
 def _doors(
-    model: nn.Module, policy: Policy, params: Iterable[tuple[Tensor, Treatment]]
+    model: nn.Module, policy: Policy, params: Iterable[tuple[Tensor, Treatment]], kinds: device.Kinds
 ) -> Iterator[tuple[str, nn.Module, Callable[[], Boundary]]]:
     """Find the submodules that can be called by themselves, with what makes the boundary of such a call."""
     holding: set[str] = set()
@@ -435,7 +435,7 @@ def _doors(
         yield (
             path,
             module,
-            functools.partial(Boundary, policy, path, params, inputs=inputs, outputs=policy.output_dtype),
+            functools.partial(Boundary, policy, path, params, kinds, inputs=inputs, outputs=policy.output_dtype),
         )
 
 

@@ -51,8 +51,8 @@ class Policy:
         keep_batchnorm_fp32: Whether norms with running statistics keep FP32 weights.
         master_weights: Whether the optimizer updates FP32 masters of low-precision parameters.
         loss_scale: How the loss is scaled; :meth:`LossScale.none` when it is not.
-        accumulate: ``fp32`` forbids reduced-precision accumulation inside CUDA's GEMMs, through torch's own flags, which
-            a region inside a compiled function cannot set; ``native`` leaves it to torch.
+        accumulate: ``fp32`` forbids reduced-precision accumulation inside CUDA's GEMMs, through torch's own flags,
+            which a region inside a compiled function cannot set; ``native`` leaves it to torch.
         lists: ``portable`` gives torch's CUDA dtypes on every device; ``device`` torch's own on each.
         norms: Whether softmax and normalisations return FP32 (``fp32``) or the input's dtype (``fp32_math``).
         emulate: Whether GEMMs compute in FP32 from rounded operands; ``auto`` follows the device.

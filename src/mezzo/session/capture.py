@@ -18,6 +18,7 @@ from mezzo.session.batch import Batch, Layout
 from mezzo.session.bound import Bound
 from mezzo.session.graph import CudaGraph, Graph
 from mezzo.session.recording import Elsewhere, Held, Noted, Run, current
+from mezzo.step.kernels.tables import uploaded_once
 
 __all__ = ["Captured", "capture"]
 
@@ -204,7 +205,9 @@ class Captured(Generic[R]):
                 if not held:
                     raise _no_session()
                 run = Run(held, graph.device, rehearsing=False)
-                output = graph.record(lambda: self._run(run))
+                with uploaded_once() as upload:
+                    output = graph.record(lambda: self._run(run))
+                upload()
             for each in held.values():
                 each.require_complete()
         finally:

@@ -56,19 +56,28 @@ def norms(
         0-d and ``(len(gradients),)`` float32.
     """
     groups = alike(gradients) if groups is None else groups
-    if len(groups) == 1:
+    together = _read_together(groups) if one_pass else list(groups.values())
+    if len(together) == 1:
         each = moved(_norms_of_alike(gradients, one_pass), device)
         return torch.linalg.vector_norm(each), each
     found: dict[int, Tensor] = {}
-    for group in groups.values():
-        together = moved(_norms_of_alike([gradients[i] for i in group], one_pass), device)
-        found.update(zip(group, together.unbind(), strict=True))
+    for group in together:
+        theirs = moved(_norms_of_alike([gradients[i] for i in group], one_pass), device)
+        found.update(zip(group, theirs.unbind(), strict=True))
     each = torch.stack([found[i] for i in range(len(gradients))])
     return torch.linalg.vector_norm(each), each
 
 
+def _read_together(groups: Alike) -> list[Sequence[int]]:
+    """Return the places of gradients by what one executor reads in one pass: on CUDA all of a device's real ones."""
+    found: defaultdict[tuple[torch.device, torch.dtype | None], list[int]] = defaultdict(list)
+    for (device, dtype), places in groups.items():
+        found[device, None if device.type == "cuda" and not dtype.is_complex else dtype] += places
+    return list(found.values())
+
+
 def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor:
-    """Return the FP32 norms of tensors of one dtype and device."""
+    """Return the FP32 norms of tensors of one device, and of one dtype unless one pass reads several."""
     if values[0].is_complex():
         wide = (torch.view_as_real(value) for value in values)
         return torch.stack([torch.linalg.vector_norm(value, dtype=torch.float32) for value in wide])

@@ -396,8 +396,8 @@ class MixedPrecision:
                 interrupted half-way.
             PolicyError: A hyper-parameter that is not finite. Tensors on an accelerator are not looked at, since the
                 host would have to wait for them.
-            UnsupportedError: Weights were cast to low precision since, and would train without masters; or inside ``torch.cuda.graph``, where
-                :func:`mezzo.capture` makes the graph.
+            UnsupportedError: Weights were cast to low precision since, and would train without masters; or inside
+                ``torch.cuda.graph``, instead of :func:`mezzo.capture`.
             NumericsError: An overflow, with ``on_overflow="raise"``; nothing was updated, the scale has adapted.
             ScaleCollapsed: The loss scale stood at its floor for ``patience`` overflows, at most two steps ago.
         """

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["keys", "nearest", "noise", "one_nan", "stochastic"]
+__all__ = ["key_of", "keys", "nearest", "noise", "one_nan", "seeded", "stochastic"]
 
 SIGN: Final = -(1 << 31)
 _EXPONENT: Final = 0x7F80_0000
@@ -111,8 +111,23 @@ def keys(step: Tensor, count: int, seed: int = 0) -> Tensor:
     **Cost**: about 10 kernels over ``count`` numbers, no host sync.
     """
     order = torch.arange(count, dtype=torch.int32, device=step.device)
-    when = noise(step.to(torch.int32).reshape(1), step.new_full((), _wrapped(seed * _GOLDEN), dtype=torch.int32))
-    return noise(order, when[0], slot=-1)
+    return key_of(order, step.to(torch.int32), step.new_full((), seeded(seed), dtype=torch.int32))
+
+
+def key_of(order: Tensor, step: Tensor, start: Tensor) -> Tensor:
+    """Make the keys of some parameters, element-wise: what kernels repeat.
+
+    Args:
+        order: int32: which parameters of their cohort.
+        step: 0-d int32: the step under way.
+        start: 0-d int32, of :func:`seeded`.
+    """
+    return noise(order, noise(step, start), slot=-1)
+
+
+def seeded(seed: int) -> int:
+    """Return the number from which a seed's keys start."""
+    return _wrapped(seed * _GOLDEN)
 
 
 def _fp16_power(bits: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ _SMALLEST_NORMAL_FP16: Final = 2.0**-14
 #: The largest |weight| that each format's high half can stand for; BF16's is just below the midpoint to 2^128.
 _LARGEST: Final = {torch.float16: 65504.0, torch.bfloat16: (2.0 - 2.0**-8 - 2.0**-23) * 2.0**127}
 
-#: Elements handled at a time, so that temporaries stay within a cache.
-_BLOCK: Final = 1 << 18
+#: Elements handled at a time: on the CPU so that temporaries stay within a cache, elsewhere within a fraction of a GiB.
+_CPU_BLOCK: Final = 1 << 18
+_DEVICE_BLOCK: Final = 1 << 26
 
 
 def halves(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -214,7 +215,7 @@ def flat(*tensors: Tensor) -> tuple[Tensor, ...] | None:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Walk through tensors of one shape together, a cacheful at a time."""
+    """Walk through tensors of one shape together, block by block."""
     if wrong := [tuple(tensor.shape) for tensor in tensors if tensor.shape != tensors[0].shape]:
         raise PolicyError(
             "the halves of a split weight differ in shape",
@@ -225,7 +226,8 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if vectors is None:
         yield tensors
     else:
-        yield from zip(*(torch.split(vector, _BLOCK) for vector in vectors), strict=True)
+        block = _CPU_BLOCK if tensors[0].device.type == "cpu" else _DEVICE_BLOCK
+        yield from zip(*(torch.split(vector, block) for vector in vectors), strict=True)
 
 
 def _widened(hi: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from mezzo.step.kernels.tables import (
     chunked,
     laid_out,
     readable,
+    stored,
     update_alone,
     vector,
     where,
@@ -117,6 +118,8 @@ class _CppUpdate(InPieces):
 
     def __init__(self, cohort: Cohort) -> None:
         self.cohort = cohort
+        self.tensors = stored(cohort)
+        self.random = cohort.random
         self.seen: tuple[object, ...] = ()
         self.no_keys = torch.zeros(1, dtype=torch.int32, device="cpu")
         if cohort.weights:  # here nothing is updated yet; gradients have the weight's dtype, as a rule
@@ -133,10 +136,10 @@ class _CppUpdate(InPieces):
         gradients = [readable(gradient) for gradient in gradients]
         self.follow(gradients)
         scalars = cohort.rule.scalars(cohort.hypers, step)
-        seeds = keys(step, len(gradients), cohort.seed) if cohort.random else self.no_keys
+        seeds = keys(step, len(gradients), cohort.seed) if self.random else self.no_keys
         alone = [
-            partial(update_alone, cohort, *stored, gradients[at], scalars, check, seeds[at if cohort.random else 0])
-            for at, stored in self.rows.others.items()
+            partial(update_alone, cohort, *their, gradients[at], scalars, check, seeds[at if self.random else 0])
+            for at, their in self.rows.others.items()
         ]
         vectors = [
             gradient if index in self.rows.others else laid_out(gradient, weight)
@@ -153,7 +156,7 @@ class _CppUpdate(InPieces):
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
-        seen = where(self.cohort, gradients)
+        seen = where(self.cohort, self.tensors, gradients)
         if seen == self.seen:
             return
         self.seen = ()  # until all tables follow: an interrupt may come in between

@@ -16,11 +16,11 @@ from torch import Tensor, fx
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.passes import updated
-from mezzo.step.rounding import noise
+from mezzo.step.rounding import key_of, noise
 from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
 
-__all__ = ["ALIKE", "READABLE", "Dialect", "Lines", "stepped", "update_name", "written"]
+__all__ = ["ALIKE", "READABLE", "Dialect", "Lines", "key_lines", "stepped", "update_name", "written"]
 
 #: Dtypes of gradients that kernels read.
 READABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -141,6 +141,32 @@ def written(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], diale
     return Lines(names=names, body=_body(graph, names, rule, dtypes[1:], dialect), random=bool(key.users))
 
 
+def key_lines(dialect: Dialect) -> tuple[list[str], str]:
+    """Write what makes the key of a parameter out of ``tensor``, ``when`` and ``start`` (:func:`key_of`).
+
+    Args:
+        dialect: The language.
+
+    Returns:
+        The lines, and what the key is called then.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    ones = [torch.ones((), dtype=torch.int32, device="cpu") for _ in range(3)]  # one alone would be traced as one input
+    graph = make_fx(key_of, tracing_mode="fake")(*ones).graph
+    known: dict[fx.Node, str] = {}
+    given = iter(["tensor", "when", "start"])
+    lines: list[str] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            known[node] = next(given)
+        elif node.op != "output":
+            known[node] = f"key_{node.name}"
+            value, kind = _expression(node, known, "the random keys", dialect), dialect.types[torch.int32]
+            lines.append(dialect.assigned.format(type=kind, name=known[node], value=value))
+    return lines, list(known.values())[-1]
+
+
 def _traced(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> fx.Graph:
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -183,12 +209,12 @@ def _body(
             known[node] = rule.numbers[node.args[1]]
         else:
             known[node] = node.name
-            value, dtype = _expression(node, known, rule, dialect), node.meta["val"].dtype
+            value, dtype = _expression(node, known, f"the update rule {rule.name}", dialect), node.meta["val"].dtype
             lines.append(dialect.assigned.format(type=dialect.types[dtype], name=node.name, value=value))
     return lines
 
 
-def _expression(node: fx.Node, known: Mapping[fx.Node, str], rule: Rule, dialect: Dialect) -> str:
+def _expression(node: fx.Node, known: Mapping[fx.Node, str], where: str, dialect: Dialect) -> str:
     operation, dtype = str(node.target), node.meta["val"].dtype
     sources = [arg.meta["val"].dtype for arg in node.args if isinstance(arg, fx.Node)]
     template = dialect.operations.get(operation)
@@ -200,7 +226,7 @@ def _expression(node: fx.Node, known: Mapping[fx.Node, str], rule: Rule, dialect
     if template is None or options:
         raise UnsupportedError(
             f"no {dialect.name} for {operation}",
-            where=f"the update rule {rule.name}: {node.format_node()}",
+            where=f"{where}: {node.format_node()}",
             why="kernels are written from a table of the operations that updates consist of",
             write=f"the compiled executor, or a line in {dialect.name}'s table beside mezzo.step.kernels.emit",
         )

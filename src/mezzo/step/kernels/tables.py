@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,7 +20,52 @@ from mezzo.step.storage import Parts
 from mezzo.step.update import States
 from mezzo.step.whole import Call
 
-__all__ = ["Rows", "addresses", "as_table", "chunked", "laid_out", "readable", "update_alone", "vector", "where"]
+__all__ = [
+    "Rows",
+    "addresses",
+    "as_table",
+    "chunked",
+    "laid_out",
+    "readable",
+    "stored",
+    "update_alone",
+    "upload_captured",
+    "uploaded_once",
+    "vector",
+    "where",
+]
+
+
+#: Tables in device memory with their contents in the host's, while a graph is captured that will read them.
+_WAITING: Final[ContextVar[list[tuple[Tensor, Tensor]] | None]] = ContextVar("waiting", default=None)
+
+
+@contextmanager
+def uploaded_once() -> Iterator[Callable[[], None]]:
+    """Let the tables of a graph that is captured meanwhile be uploaded once, and not by each of its replays.
+
+    Yields:
+        What uploads them, on the current stream, for the time when the graph is recorded.
+    """
+    waiting: list[tuple[Tensor, Tensor]] = []
+
+    def upload() -> None:
+        for table, host in waiting:
+            table.copy_(host, non_blocking=True)
+
+    token = _WAITING.set(waiting)
+    try:
+        yield upload
+    finally:
+        _WAITING.reset(token)
+
+
+def upload_captured(table: Tensor, host: Tensor) -> None:
+    """Fill a table that a graph reads: when it is recorded, if somebody will, or else in each of its replays."""
+    if (waiting := _WAITING.get()) is None:
+        table.copy_(host, non_blocking=True)
+    else:
+        waiting.append((table, host))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,11 +99,22 @@ class Rows:
         return cls(table=as_table(rows), alike=alike, others=others)
 
 
-def where(cohort: Cohort, gradients: Sequence[Tensor]) -> tuple[object, ...]:
-    """Return what :class:`Rows` depend on: equal as long as nothing was given other memory or another dtype."""
+def stored(cohort: Cohort) -> list[Tensor]:
+    """Return all tensors that belong to the weights of a cohort, in one order."""
     groups = zip(cohort.weights, cohort.extras, cohort.states, strict=True)
     tensors = (tensor for weight, extra, states in groups for tensor in (weight, extra, *states))
-    places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def where(cohort: Cohort, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[object, ...]:
+    """Return what :class:`Rows` depend on: equal as long as nothing was given other memory or another dtype.
+
+    Args:
+        cohort: The cohort.
+        tensors: Of :func:`stored`, which need not be asked for again.
+        gradients: Of this step.
+    """
+    places = tuple([tensor.data_ptr() for tensor in tensors])
     strides = tuple([weight.stride() for weight in cohort.weights])
     return places, strides, tuple([gradient.dtype for gradient in gradients])
 
@@ -93,7 +152,8 @@ def as_table(numbers: Sequence[object]) -> Tensor:
 
 def readable(gradient: Tensor) -> Tensor:
     """Return a gradient that kernels can read: any other dtype is what an update rounds to FP32 first anyway."""
-    gradient = gradient.detach().resolve_neg()  # which is free unless its memory holds it negated
+    if gradient.requires_grad or gradient.is_neg():  # as a second derivative is; its memory holds it negated
+        gradient = gradient.detach().resolve_neg()
     return gradient if gradient.dtype in READABLE else gradient.to(torch.float32)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ from mezzo.step.kernels.tables import (
     chunked,
     laid_out,
     readable,
+    stored,
     update_alone,
+    upload_captured,
     vector,
     where,
 )
 from mezzo.step.passes import Check, Cohort, InPieces, Update
-from mezzo.step.rounding import keys
+from mezzo.step.rounding import keys, seeded
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
 from mezzo.step.whole import Call, Piece
@@ -49,6 +51,8 @@ LARGEST_RESERVE: Final = 64
 #: Sets of gradients whose tables pass 1 remembers.
 REMEMBERED: Final = 16
 
+_Latest: TypeAlias = dict[torch.device, tuple[tuple[int, ...], Tensor]]
+
 #: Arithmetic as in torch's own operations: without fused multiply-add, and functions of libdevice keep subnormals.
 _OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
@@ -64,7 +68,7 @@ class Triton:
     since nobody tells when the graph goes.
 
     **Cost**: seconds to compile a kernel, which Triton keeps on disk. Per step the bytes of the stored tensors, once,
-    about 20 one-element kernels a cohort, and an upload of 8 bytes a gradient if one has moved. 8 bytes of tables for
+    about 15 one-element kernels a cohort, and an upload of 8 bytes a gradient if one has moved. 8 bytes of tables for
     every 1024 weights. No host sync.
 
     Raises:
@@ -74,6 +78,7 @@ class Triton:
 
     def __init__(self) -> None:
         self._kept: list[object] = []
+        self._latest: _Latest = {}
         self._known: dict[tuple[object, ...], _Norms] = {}
 
     def require(self, device: torch.device) -> None:
@@ -83,7 +88,7 @@ class Triton:
             UnsupportedError: Triton cannot: it builds what launches kernels on each machine, with a C compiler.
         """
         try:
-            _Norms([(torch.float32, 1)], device, [])([torch.ones(1, dtype=torch.float32, device=device)])
+            _Norms([(torch.float32, 1)], device, [], {})([torch.ones(1, dtype=torch.float32, device=device)])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler's, a linker's, a file's: whatever it is, no step would get past it
@@ -110,21 +115,23 @@ class Triton:
         if key not in self._known:
             if len(self._known) == REMEMBERED:
                 self._known.pop(next(iter(self._known))).release()
-            self._known[key] = _Norms(kinds, vectors[0].device, self._kept)
+            self._known[key] = _Norms(kinds, vectors[0].device, self._kept, self._latest)
         return self._known[key](vectors)
 
     def prepare(self, cohort: Cohort) -> Update:
         """See :class:`mezzo.step.passes.Executor`."""
-        return _TritonUpdate(cohort, self._kept)
+        return _TritonUpdate(cohort, self._kept, self._latest)
 
 
 class _Norms:
     """Pass 1 for gradients of certain dtypes and lengths, wherever they lie."""
 
-    def __init__(self, kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, kept: list[object]) -> None:
+    def __init__(
+        self, kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, kept: list[object], latest: _Latest
+    ) -> None:
         refuse_capture(device, "gradients of other shapes")
         self.device, self.kept = device, kept
-        self.addresses = _Addresses(len(kinds), device, kept)
+        self.addresses = _Addresses(len(kinds), device, kept, latest)
         lengths = as_table([length for _, length in kinds])
         # of each gradient's sums, in the order of the launches
         spans = torch.empty(len(kinds), 2, dtype=torch.int32, device="cpu")
@@ -167,13 +174,13 @@ class _Norms:
 class _TritonUpdate(InPieces):
     """Pass 2 for one cohort: a launch for each set of dtypes in it, which is one unless somebody mixed them."""
 
-    def __init__(self, cohort: Cohort, kept: list[object]) -> None:
+    def __init__(self, cohort: Cohort, kept: list[object], latest: _Latest) -> None:
         self.cohort, self.kept = cohort, kept
+        self.tensors = stored(cohort)
         self.device = cohort.step.device
-        self.addresses = _Addresses(len(cohort.weights), self.device, kept)
-        self.no_keys = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.addresses = _Addresses(len(cohort.weights), self.device, kept, latest)
         self.seen: tuple[object, ...] = ()
-        self.rows = self.no_keys
+        self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.launches: list[tuple[Any, Tensor]] = []
         self.others: dict[int, tuple[Parts, States]] = {}
 
@@ -186,17 +193,19 @@ class _TritonUpdate(InPieces):
         if _is_capturing(self.device):
             self.kept.append((self.rows, self.launches))
         scalars = cohort.rule.scalars(cohort.hypers, step)
-        seeds = keys(step, len(gradients), cohort.seed) if cohort.random else self.no_keys
-        alone = [
-            partial(update_alone, cohort, *stored, gradients[at], scalars, check, seeds[at if cohort.random else 0])
-            for at, stored in self.others.items()
-        ]
+        alone: list[Piece] = []
+        if self.others:
+            seeds = keys(step, len(gradients), cohort.seed)
+            alone = [
+                partial(update_alone, cohort, *their, gradients[at], scalars, check, seeds[at])
+                for at, their in self.others.items()
+            ]
         vectors = [
             gradient if index in self.others else laid_out(gradient, weight)
             for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
         ]
         table = self.addresses.of(vectors)
-        shared = (scalars, check.multiplier, check.found_inf, seeds)
+        shared = (scalars, check.multiplier, check.found_inf, step, seeded(cohort.seed))
         calls: list[Call] = [
             partial(kernel[(len(chunks),)], table, self.rows, chunks, *shared, BLOCK=BLOCK, **_OPTIONS)
             for kernel, chunks in self.launches
@@ -213,7 +222,7 @@ class _TritonUpdate(InPieces):
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
-        seen = where(self.cohort, gradients)
+        seen = where(self.cohort, self.tensors, gradients)
         if seen == self.seen:
             return
         self.seen = ()  # until all tables follow: an interrupt may come in between
@@ -237,11 +246,17 @@ class _Addresses:
 
     A table is written once: kernels on their way, or in a captured graph, may still read it. While a graph is captured,
     memory cannot be pinned, and an upload is recorded instead of carried out: it comes from a reserve made before, from
-    which each of the graph's replays copies again.
+    which each of the graph's replays copies again, unless somebody uploads it once (:func:`.tables.uploaded_once`).
+
+    Args:
+        count: How many tensors.
+        device: Where they are.
+        kept: What a graph reads, and therefore stays.
+        latest: The last table of each device, for both passes: in most steps they read the same gradients.
     """
 
-    def __init__(self, count: int, device: torch.device, kept: list[object]) -> None:
-        self.count, self.device, self.kept = count, device, kept
+    def __init__(self, count: int, device: torch.device, kept: list[object], latest: _Latest) -> None:
+        self.count, self.device, self.kept, self.latest = count, device, kept, latest
         self.seen: tuple[int, ...] | None = None
         self.table = torch.empty(0, dtype=torch.int64, device=device)
         self.reserve: list[tuple[Tensor, Tensor]] = []
@@ -261,7 +276,10 @@ class _Addresses:
             self.reserve += self.spares(self.room - len(self.reserve))
         if seen != self.seen:
             self.release()
-            self.table, self.seen = _uploaded(as_table(seen), self.device), seen
+            known = self.latest.get(self.device)
+            if known is None or known[0] != seen:
+                known = self.latest[self.device] = seen, _uploaded(as_table(seen), self.device)
+            self.seen, self.table = known
         return self.table
 
     def captured(self, seen: tuple[int, ...]) -> Tensor:
@@ -276,7 +294,7 @@ class _Addresses:
             )
         host, table = self.reserve.pop()
         self.kept.append((host, table))
-        table.copy_(host.copy_(as_table(seen)), non_blocking=True)
+        upload_captured(table, host.copy_(as_table(seen)))
         return table
 
     def spares(self, count: int) -> zip[tuple[Tensor, Tensor]]:

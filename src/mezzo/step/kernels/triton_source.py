@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from mezzo.step.kernels.emit import ALIKE, Dialect, update_name, written
+from mezzo.step.kernels.emit import ALIKE, Dialect, key_lines, update_name, written
 from mezzo.step.storage import Storage
 from mezzo.step.update import Rule
 
@@ -87,12 +87,14 @@ def {name}_block(
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["addresses", "rows", "chunks", "scalars", "multiplier", "found_inf", "keys"]
+    do_not_specialize=["start"],
+    do_not_specialize_on_alignment=["addresses", "rows", "chunks", "scalars", "multiplier", "found_inf", "step"],
 )
-def {name}(addresses, rows, chunks, scalars, multiplier, found_inf, keys, BLOCK: tl.constexpr):
+def {name}(addresses, rows, chunks, scalars, multiplier, found_inf, step, start, BLOCK: tl.constexpr):
     if tl.load(found_inf) == 0:
         tensor = tl.load(chunks + 2 * tl.program_id(0))
-        start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
+        {key}
+        first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
         length = tl.load(rows + tensor * {width})
         gradient = tl.load(addresses + tensor)
         {addresses}
@@ -100,11 +102,11 @@ def {name}(addresses, rows, chunks, scalars, multiplier, found_inf, keys, BLOCK:
         # bytes, threads move four elements at once. All others go in quarters, of one element a thread: side by side
         # these few instructions take the registers of the fast path, as a whole block without vectors they take twice
         # as many, and both paths share one count.
-        if (({together}) % 16 == 0) & (start + BLOCK <= length):
-            {name}_block({pointers}, scalars, tl.load(multiplier), {key}, start, length, BLOCK, 4)
+        if (({together}) % 16 == 0) & (first + BLOCK <= length):
+            {name}_block({pointers}, scalars, tl.load(multiplier), key, first, length, BLOCK, 4)
         else:
-            for first in range(0, BLOCK, BLOCK // 4):
-                {name}_block({pointers}, scalars, tl.load(multiplier), {key}, start + first, length, BLOCK // 4, 1)
+            for quarter in range(0, BLOCK, BLOCK // 4):
+                {name}_block({pointers}, scalars, tl.load(multiplier), key, first + quarter, length, BLOCK // 4, 1)
 """
 
 _NORMS: Final = '''\
@@ -159,7 +161,7 @@ def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...])
 
     Its arguments are device memory: a gradient's address for each tensor (int64), the rows of tensors (int64: length,
     then the addresses of parts and states), the chunks (int32: tensor, number of the block), numbers of the rule,
-    multiplier, flag and keys (one for each tensor). One program updates one chunk.
+    multiplier, flag and count of steps; and where the cohort's random keys start. One program updates one chunk.
 
     Args:
         rule: What to do.
@@ -190,8 +192,13 @@ def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...])
         pointers=", ".join(
             f"{each}.to(tl.pointer_type({_TYPES[dtype]}))" for each, dtype in zip(names, dtypes, strict=True)
         ),
-        key="tl.load(keys + tensor)" if step.random else "0",
+        key="\n        ".join(_key() if step.random else ["key = 0"]),
     )
+
+
+def _key() -> list[str]:
+    lines, key = key_lines(TRITON)
+    return ["when = tl.load(step).to(tl.int32)", *lines, f"key = {key}"]
 
 
 def norm_source() -> str:

@@ -1,0 +1,90 @@
+"""What one step launches, uploads and allocates, eager and captured: bounds that no number of tensors may move."""
+
+import pytest
+import torch
+
+from mezzo.session.capture import Captured
+from mezzo.step.split import encode
+
+from .case_sessions import FIRST, Trained
+from .machine import Graph
+
+#: By policy and optimizer: mezzo's own launches, and so many of torch's beside them. One a cohort writes the count of
+#: steps, which is computed first: a step that is refused half-way has not counted.
+LAUNCHES = {
+    ("O1 bf16", "split"): (["squares", "roots", "adamw_plain"], 36),
+    ("O1 fp16", "split"): (["squares", "roots", "adamw_plain"], 69),
+    ("O3 bf16", "moments"): (["squares", "roots", "adamw_plain"], 36),  # no masters: plain BF16 weights
+    ("O2 bf16", "split"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 52),  # norms stay in FP32
+    ("O2 bf16", "moments"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 52),
+    ("O2 bf16", "Lion"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 40),
+    ("O2 fp16", "fused AdamW"): ([], 57),
+}
+
+
+def one_step(machine, trained):
+    """What ``amp.step()`` asks of the device, once there is nothing left that happens only once."""
+    for _ in range(FIRST):
+        trained.step()
+    trained.backward(0)
+    with machine.watched() as record:
+        trained.amp.step()
+    trained.amp.zero_grad()
+    return record
+
+
+@pytest.mark.parametrize("policy, optimizer", LAUNCHES, ids=map(" / ".join, LAUNCHES))
+def test_a_step_launches_no_more_for_many_tensors_than_for_few(machine, policy, optimizer):
+    trained = [Trained(policy, optimizer, layers=layers) for layers in (1, 6)]
+    few, many = (one_step(machine, each) for each in trained)
+    mine, small = LAUNCHES[policy, optimizer]
+    assert few.triton == many.triton == mine
+    assert few.small == many.small
+    assert len(few.small) == small
+    assert few.reads == many.reads == []
+    if optimizer == "moments":
+        moments = [state[name] for state in trained[0].optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        assert {moment.dtype for moment in moments} == {torch.bfloat16}
+
+
+def test_gradients_that_moved_are_uploaded_once_for_both_passes(machine):
+    record = one_step(machine, Trained("O1 bf16", "split", layers=3))
+    assert len(record.uploads) <= 1
+    assert not [each for each in record.pinned if "triton.py" not in each]
+
+
+def test_masters_get_their_gradients_by_one_launch(machine):
+    trained = Trained("O2 bf16", "fused AdamW", layers=6)
+    record = one_step(machine, trained)
+    assert record.small.count("aten._foreach_copy_") == 2  # there, and back as rounded weights
+
+
+@pytest.mark.parametrize("optimizer", ["split", "full", "moments", "Lion"])
+@pytest.mark.parametrize("policy", ["O1 fp16", "O2 bf16", "O2 fp16"])
+def test_a_captured_step_uploads_nothing_in_its_graph_and_allocates_nothing_in_its_replays(machine, policy, optimizer):
+    trained, graph = Trained(policy, optimizer), Graph(machine)
+    trained.step()
+
+    def train_step(x):
+        trained.batch = x
+        return trained.step().grad_norm
+
+    captured = Captured(train_step, (trained.batch,), lambda: graph)
+    assert graph.recorded.reads == graph.recorded.uploads == graph.recorded.downloads == graph.recorded.pinned == []
+    with torch.device("cuda"):
+        batch = torch.randn(8, 16)
+    for _ in range(2):
+        captured(batch)
+    with machine.watched() as replayed:
+        for _ in range(3):
+            captured(batch)
+    assert replayed.kernels.count("replay") == 3
+    assert len(replayed.kernels) <= 3 * 5  # the batch's copy, the account's clone, hyper-parameters that moved
+    assert replayed.reads == replayed.uploads == replayed.pinned == []
+
+
+def test_a_large_weight_is_split_in_few_launches(machine):
+    weight = torch.empty(1 << 24, device="cuda")
+    with machine.watched() as record:
+        encode(weight, torch.bfloat16)
+    assert len(record.kernels) <= 30
