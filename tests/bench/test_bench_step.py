@@ -130,3 +130,17 @@ def test_the_command_refuses_unknown_shapes(capsys):
         main(["bench", "step", "--shapes", "bert"])
     assert done.value.code == 2
     assert "unknown shapes 'bert'" in capsys.readouterr().err
+
+
+def test_a_captured_contender_is_there_on_cuda_alone():
+    from mezzo.bench.contenders import CAPTURED
+
+    with pytest.raises(UnsupportedError, match=r"there is no CUDA graph on cpu(.|\n)*write  mezzo O2, AdamW split\b"):
+        bench_step("200-tiny", contenders=["mezzo O2, AdamW split, captured"])
+    for contender in CAPTURED.values():  # where nothing is captured they are plain steps
+        ready = contender.build([(16, 16), (16,)], torch.bfloat16, torch.device("cpu"))
+        for _ in range(3):
+            ready.before()
+            before = ready.kept()[0].clone()
+            ready.step()
+            assert not torch.equal(before, ready.kept()[0])

@@ -10,10 +10,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+import mezzo
 from mezzo import optim
 from mezzo.session import MixedPrecision
 
-__all__ = ["CONTENDERS", "Contender", "Ready"]
+__all__ = ["CAPTURED", "CONTENDERS", "Contender", "Ready"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +113,7 @@ def _session(
     def build(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Ready:
         weights = _Weights(shapes, device)
         optimizer = make(weights.params)
-        policy = f"{level},dtype={str(dtype).removeprefix('torch.')},loss_scale=dynamic(init={_SCALE:g}),emulate=true"
-        amp = MixedPrecision(nn.ParameterList(weights.params), optimizer, policy, max_grad_norm=1.0)
+        amp = MixedPrecision(nn.ParameterList(weights.params), optimizer, _policy(level, dtype), max_grad_norm=1.0)
         weights.make_gradients()
         zero = torch.zeros((), device=device, requires_grad=True)
         rewrites = not isinstance(optimizer, optim.OnePassOptimizer)
@@ -134,6 +134,39 @@ def _session(
         )
 
     return build
+
+
+def _captured(
+    make: Callable[[list[nn.Parameter]], optim.OnePassOptimizer],
+) -> Callable[[list[tuple[int, ...]], torch.dtype, torch.device], Ready]:
+    """The step as a replay of a CUDA graph, with the backward pass of one element that it needs to be a train step."""
+
+    def build(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Ready:
+        weights = _Weights(shapes, device)
+        optimizer = make(weights.params)
+        amp = MixedPrecision(nn.ParameterList(weights.params), optimizer, _policy("O2", dtype), max_grad_norm=1.0)
+        weights.make_gradients()
+        one = torch.zeros((), device=device, requires_grad=True)
+
+        def train_step() -> None:
+            one.grad = None
+            amp.backward(one * 1.0)
+            weights.give(copies=False)
+            amp.step()
+            amp.zero_grad()
+
+        return Ready(
+            before=lambda: weights.give(copies=False),  # for what is kept; the graph sets them by itself
+            step=mezzo.capture(train_step),
+            casts=None,
+            kept=lambda: _kept(weights.params, optimizer),
+        )
+
+    return build
+
+
+def _policy(level: str, dtype: torch.dtype) -> str:
+    return f"{level},dtype={str(dtype).removeprefix('torch.')},loss_scale=dynamic(init={_SCALE:g}),emulate=true"
 
 
 def _both(half: float, bfloat: float) -> Mapping[torch.dtype, float]:
@@ -159,6 +192,16 @@ CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
         "mezzo O2, AdamW split": Contender(build=_session("O2", optim.AdamW), moved_bytes=_both(28, 28)),
         "mezzo O2, AdamW split, BF16 moments": Contender(
             build=_session("O2", lambda params: optim.AdamW(params, state_dtype="bfloat16")), moved_bytes=_both(20, 20)
+        ),
+    }
+)
+
+#: The same steps without their Python, which CUDA devices alone have.
+CAPTURED: Final[Mapping[str, Contender]] = MappingProxyType(
+    {
+        "mezzo O2, AdamW split, captured": Contender(build=_captured(optim.AdamW), moved_bytes=_both(28, 28)),
+        "mezzo O2, AdamW split, BF16 moments, captured": Contender(
+            build=_captured(lambda params: optim.AdamW(params, state_dtype="bfloat16")), moved_bytes=_both(20, 20)
         ),
     }
 )

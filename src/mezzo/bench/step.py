@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
 from rich.table import Table
 
-from mezzo.bench.contenders import CONTENDERS
+from mezzo.bench.contenders import CAPTURED, CONTENDERS, Contender
 from mezzo.bench.facts import checked_device, facts
 from mezzo.bench.shapes import shapes
-from mezzo.bench.timing import against, copying, in_turns, spread
-from mezzo.errors import PolicyError, nearest
+from mezzo.bench.timing import Behind, against, copying, rounds, spread
+from mezzo.errors import PolicyError, UnsupportedError, nearest
 
 __all__ = ["StepResult", "StepRow", "bench_step"]
 
-#: Of the copy that bandwidths are compared with; far beyond a cache.
-COPY_BYTES: Final = 1 << 28
+#: Of the copy that bandwidths are compared with: far beyond a cache, and on a GPU long beside the start of a kernel.
+COPY_BYTES: Final = {"cpu": 1 << 28, "cuda": 1 << 31}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,10 @@ class StepRow:
 
     Attributes:
         name: Its name.
-        step_ms: Median time of the step.
+        step_ms: Median time of the step: of the device, which on a GPU has all of it before it begins.
+        host_ms: Median time until the host has issued it; on a CPU the same.
+        ahead: Whether the host had issued all of it before the device began, every time; where it had not (it reads
+            the device, or takes longer than the device can be kept asleep), ``step_ms`` holds waits for the host.
         casts_ms: Median time of the casts of all weights that the next forward pass makes; 0 where it needs none.
         ratio: (step + casts) / the first contender's, pair by pair; below 1 is faster.
         ratio_p10: A tenth of the ratios are below.
@@ -40,6 +44,8 @@ class StepRow:
 
     name: str
     step_ms: float
+    host_ms: float
+    ahead: bool
     casts_ms: float
     ratio: float
     ratio_p10: float
@@ -77,12 +83,15 @@ class StepResult:
             title=f"optimizer step, {self.shapes} ({self.num_parameters / 1e6:.4g} M parameters), {self.dtype}, "
             f"clipping on; {self.machine}, {self.threads} threads, copies {self.copy_gb_per_s:.3g} GB/s"
         )
-        for name in ("", "step ms", "casts ms", "ratio", "10–90 %", "bytes moved", "bytes kept", "of bandwidth"):
+        on_gpu = self.device == "cuda"
+        host = ("host ms",) if on_gpu else ()
+        for name in ("", "step ms", *host, "casts ms", "ratio", "10–90 %", "bytes moved", "bytes kept", "of bandwidth"):
             table.add_column(name, justify="left" if not name else "right")
         for row in self.rows:
             table.add_row(
                 row.name,
                 f"{row.step_ms:.4g}",
+                *([f"{row.host_ms:.3g}{'' if row.ahead else ' waits'}"] if on_gpu else []),
                 f"{row.casts_ms:.3g}" if row.casts_ms else "–",
                 f"{row.ratio:.2f}",
                 f"{row.ratio_p10:.2f}–{row.ratio_p90:.2f}",
@@ -108,27 +117,29 @@ def bench_step(
         dtype: The low precision, ``"bfloat16"`` or ``"float16"``.
         device: Where.
         repetitions: Rounds.
-        contenders: Names of :data:`mezzo.bench.contenders.CONTENDERS`; all when omitted. The first is the rival.
+        contenders: Names of :data:`mezzo.bench.contenders.CONTENDERS`, on CUDA of ``CAPTURED`` too; all when omitted.
+            The first is the rival.
 
     Returns:
         Times, ratios with their spread, bytes, and the share of this machine's copy bandwidth.
 
     Raises:
         PolicyError: Unknown shapes, dtype, device or contender.
-        UnsupportedError: The device is not there.
+        UnsupportedError: The device is not there, or a contender is not there on it.
 
-    **Cost**: memory for two contenders at once, some 45 bytes a parameter.
+    **Cost**: memory for two contenders at once, some 45 bytes a parameter, and for the copy: 0.5 GiB, on a GPU 4 GiB.
     """
     if dtype not in ("bfloat16", "float16"):
         raise PolicyError(f"unknown dtype {dtype!r}", why=nearest(dtype, ("bfloat16", "float16")))
-    names = list(CONTENDERS) if contenders is None else contenders
-    if unknown := [each for each in names if each not in CONTENDERS]:
-        raise PolicyError(f"unknown contender {unknown[0]!r}", why=nearest(unknown[0], CONTENDERS))
     where, low, sizes = checked_device(device), getattr(torch, dtype), shapes(name)
+    there = {**CONTENDERS, **CAPTURED} if where.type == "cuda" else CONTENDERS
+    names = list(there) if contenders is None else contenders
+    _check(names, there, where)
     count = sum(map(math.prod, sizes))
+    copy = _Copy(call=copying(where, COPY_BYTES[where.type]), moved_bytes=2 * COPY_BYTES[where.type])
     rows, bandwidths = [], []
     for each in names:
-        row, bandwidth = _timed(each, names[0], sizes, low, where, repetitions)
+        row, bandwidth = _timed({key: there[key] for key in (names[0], each)}, copy, sizes, low, where, repetitions)
         rows.append(row)
         bandwidths.append(bandwidth)
         gc.collect()
@@ -143,15 +154,38 @@ def bench_step(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """What bandwidths are compared with."""
+
+    call: Callable[[], object]
+    moved_bytes: int
+
+
+def _check(names: list[str], there: Mapping[str, Contender], device: torch.device) -> None:
+    for name in names:
+        if name in CAPTURED and name not in there:
+            raise UnsupportedError(f"{name}: there is no CUDA graph on {device}", write=name.rpartition(",")[0])
+        if name not in there:
+            raise PolicyError(f"unknown contender {name!r}", why=nearest(name, there))
+
+
 def _timed(
-    name: str, rival: str, sizes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, repetitions: int
+    contenders: Mapping[str, Contender],
+    copy: _Copy,
+    sizes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    repetitions: int,
 ) -> tuple[StepRow, float]:
-    """Return a contender's row, and how many bytes a second the device copied meanwhile."""
-    ready = {each: CONTENDERS[each].build(sizes, dtype, device) for each in dict.fromkeys((rival, name))}
+    """Return the row of the last contender against the first, and how many bytes a second were copied meanwhile."""
+    rival, name = next(iter(contenders)), list(contenders)[-1]
+    ready = {each: contender.build(sizes, dtype, device) for each, contender in contenders.items()}
     calls = {each: (r.before, r.step) for each, r in ready.items()}
     calls |= {f"{each} casts": (_nothing, r.casts) for each, r in ready.items() if r.casts is not None}
-    calls["copy"] = (_nothing, copying(device, COPY_BYTES))
-    taken = in_turns(calls, device, repetitions)
+    calls["copy"] = (_nothing, copy.call)
+    found = rounds(calls, Behind(device), repetitions)
+    taken = {each: [one.seconds for one in times] for each, times in found.items()}
     none = [0.0] * repetitions
     totals = {
         each: [step + casts for step, casts in zip(taken[each], taken.get(f"{each} casts", none), strict=True)]
@@ -159,19 +193,21 @@ def _timed(
     }
     ratio = against(totals[name], totals[rival])
     ready[name].before()  # some steps free the gradients
-    count, moved = sum(map(math.prod, sizes)), CONTENDERS[name].moved_bytes[dtype]
+    count, moved, steps = sum(map(math.prod, sizes)), contenders[name].moved_bytes[dtype], found[name]
     row = StepRow(
         name=name,
         step_ms=1e3 * spread(taken[name]).median,
+        host_ms=1e3 * spread([one.host_seconds for one in steps]).median,
+        ahead=all(one.ahead for one in steps),
         casts_ms=1e3 * spread(taken.get(f"{name} casts", none)).median,
         ratio=ratio.median,
         ratio_p10=ratio.p10,
         ratio_p90=ratio.p90,
         moved_bytes=moved,
         kept_bytes=sum(tensor.nbytes for tensor in ready[name].kept()) / count,
-        bandwidth_share=moved * count / (2 * COPY_BYTES) * against(taken["copy"], totals[name]).median,
+        bandwidth_share=moved * count / copy.moved_bytes * against(taken["copy"], totals[name]).median,
     )
-    return row, 2 * COPY_BYTES / spread(taken["copy"]).median
+    return row, copy.moved_bytes / spread(taken["copy"]).median
 
 
 def _nothing() -> None:

@@ -195,6 +195,8 @@ class _Bench:
         name = f"{self._name} {self._size} {dtype} {way}"
         task = Task(name=name, model=model, batch=batch, dtype=self._dtype, compiled=compiled)
         training = WAYS[way].start(task)
+        if WAYS[way].captured:
+            self._note(f"{way}: its peak holds what a capture puts back afterwards, a copy of weights and masters")
         if training.emulated:
             self._note(f"{way}: {dtype} products are computed in float32 from rounded operands here")
         return training

@@ -30,7 +30,8 @@ class TrainRow:
         ratio_p90: A tenth are above.
         items_per_s: Tokens or samples a second.
         peak_bytes: Most bytes alive at once in a training step. On a GPU: allocated from the model's making to the
-            end of the first steps, above what there was before. On a CPU: weights, masters, optimizer state and
+            end of the first steps, above what there was before; of a captured way with the copy of weights and masters
+            that a capture holds while it runs. On a CPU: weights, masters, optimizer state and
             batch, and what a step allocates beyond them.
         calls: aten operators called: see :class:`mezzo.bench.events.Events`.
         kernels: GPU kernels a step; None on a CPU.

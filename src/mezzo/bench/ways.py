@@ -83,11 +83,13 @@ class Way:
     Attributes:
         start: From a task to a training.
         tf32: Whether FP32 products may use TF32 on a GPU.
+        captured: Whether a step is a replay of a CUDA graph, which is made from a copy of the weights.
         absent: From a device type to why this way is not there; empty where it is.
     """
 
     start: Callable[[Task], Training]
     tf32: bool = False
+    captured: bool = False
     absent: Callable[[str], str] = lambda device_type: ""
 
 
@@ -172,6 +174,6 @@ WAYS: Final[Mapping[str, Way]] = MappingProxyType(
         "torch.amp": Way(start=_torch(low=True)),
         "mezzo O1": Way(start=_mezzo("O1", _fused)),
         "mezzo O2": Way(start=_mezzo("O2", optim.AdamW)),
-        "mezzo O2 captured": Way(start=_mezzo("O2", optim.AdamW, captured=True), absent=_no_capture),
+        "mezzo O2 captured": Way(start=_mezzo("O2", optim.AdamW, captured=True), captured=True, absent=_no_capture),
     }
 )
