@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format bench clean
+.PHONY: help demo test check lint format bench gpu clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -42,6 +42,10 @@ bench: $(READY)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/train.py
+
+# With this environment's Python, or where there is none, as on a machine where nothing can be installed, with any.
+gpu:  ## measure what only a GPU can tell, and hold it against the goals; again after an interruption it goes on
+	PYTHONPATH=src:benchmarks $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m gpu $(if $(OUT),--out $(OUT)) $(GPU)
 
 clean:  ## remove the environment and run directories
 	rm -rf .venv .venv-torch-* runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,206 @@
+"""``make gpu``: every part runs (dry, on the CPU), runs are taken up again, and the page says what was reached."""
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Modules of benchmarks/gpu by name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield lambda name: importlib.import_module(f"gpu.{name}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gpu"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def command(gpu):
+    return gpu("__main__")
+
+
+def start(*arguments, python=sys.executable, **environment):
+    paths = os.pathsep.join(map(str, (ROOT / "src", FOLDER)))
+    surroundings = {**os.environ, "PYTHONPATH": paths, **environment}
+    run = [python, "-m", "gpu", *arguments]
+    return subprocess.run(run, env=surroundings, capture_output=True, text=True, check=False)
+
+
+def test_every_part_runs_dry_and_the_page_has_every_goal(gpu, tmp_path):
+    pytest.importorskip("triton", reason="needs Triton")
+    done = start("--dry-run", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts, verdicts = gpu("parts").PARTS, gpu("verdicts")
+    written = {name: json.loads(next(tmp_path.glob(f"gpu-{name}-cpu-*.json")).read_text()) for name in parts}
+    found = {name: each["found"] for name, each in written.items()}
+    assert all(each["dry"] and each["part"] == name and each["seconds"] > 0 for name, each in written.items())
+    assert [each["mib"] for each in found["ceilings"]["copies"]] == [1, 2]
+    assert all(each["tb_per_s"] > 0 for each in found["ceilings"]["copies"])
+    assert all(row["same_bits"] for row in found["variants"] if row["same_bits"] is not None)
+    assert not [row for row in found["variants"] if "error" in row]
+    assert {row["name"] for row in found["step-float16"]["rows"]} >= {verdicts.SPLIT}
+    assert {row["way"] for row in found["train-gpt2"]["rows"]} == {"fp32", "torch.amp", "mezzo O1", "mezzo O2"}
+    assert found["edges"]["failed"] == []
+    assert sum(found["edges"]["skipped"].values()) or found["edges"]["passed"]
+    text = next(tmp_path.glob("gpu-verdicts-cpu-*.md")).read_text()
+    assert "Dry run, whose figures mean nothing" in text
+    assert all(f"| {goal.what} |" in text for goal in verdicts.GOALS)
+    assert "train-tiny has no row 'mezzo O2 captured'" in text  # which a CPU has not
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_one_line_says_what_is_lacking(tmp_path):
+    done = start("--out", str(tmp_path))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == f"make gpu: lacks a CUDA device (torch {torch.__version__} sees none)\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_packages_that_are_lacking_are_named_before_anything_is_imported(command, monkeypatch, capsys):
+    monkeypatch.setattr(command, "NEEDED", ("torch", "no_such_package"))
+    assert command.main([]) == 3
+    assert capsys.readouterr().err == f"make gpu: lacks the Python packages no_such_package ({sys.executable})\n"
+
+
+def test_parts_that_are_not_there(command, capsys):
+    assert command.main(["--dry-run", "--parts", "ceiling"]) == 2
+    assert "no part ceiling; there are ceilings, edges" in capsys.readouterr().err
+
+
+def test_all_parts_together_may_take_half_an_hour(gpu):
+    assert sum(part.limit_s for part in gpu("parts").PARTS.values()) <= 30 * 60
+
+
+# Runs that are taken up again ----------------------------------------------------------------------------------
+
+EDGES = {"passed": 3, "failed": [], "skipped": {}}
+
+
+def run_of(command, folder, start, **options):
+    return command.Run(**{"dry": True, "out": folder, "again": False, "minutes": 30, "start": start, **options})
+
+
+def writing(command, folder, started):
+    def start(name, limit, out):
+        started.append(name)
+        result = {"machine": "a GPU", "torch": "2.11", "date": "2026-11-22", "found": EDGES}
+        run_of(command, folder, None).file(name).write_text(json.dumps(result))
+        return ""
+
+    return start
+
+
+def test_what_is_there_from_today_is_not_measured_again(command, tmp_path):
+    started = []
+    for again in (False, False, True):
+        run_of(command, tmp_path, writing(command, tmp_path, started), again=again).take("edges")
+    assert started == ["edges", "edges"]
+    text = next(tmp_path.glob("*.md")).read_text()
+    assert "| tests that need a GPU and fail | ≤ 0 | 0 | reached |" in text
+    assert "a GPU, torch 2.11, 2026-11-22" in text
+
+
+def test_a_part_that_fails_is_named_and_measured_by_the_next_run(command, tmp_path):
+    run = run_of(command, tmp_path, lambda *_: "ended after 360 s")
+    run.take("edges")
+    assert run.failures == {"edges": "ended after 360 s"}
+    assert "- edges: ended after 360 s" in run.page().read_text()
+    started = []
+    run_of(command, tmp_path, writing(command, tmp_path, started)).take("edges")
+    assert started == ["edges"]
+
+
+def test_a_part_that_writes_nothing_has_failed(command, tmp_path):
+    run = run_of(command, tmp_path, lambda *_: "")
+    run.take("edges")
+    assert run.failures == {"edges": "wrote no result"}
+
+
+def test_no_part_begins_that_may_end_too_late(command, tmp_path):
+    run = run_of(command, tmp_path, None, minutes=0.5)
+    run.take("ceilings")
+    assert run.failures == {"ceilings": "no time left for its 60 s"}
+
+
+def test_a_part_apart_is_ended_in_time(command, monkeypatch, tmp_path):
+    def late(*_, timeout, check):
+        raise subprocess.TimeoutExpired("gpu", timeout)
+
+    monkeypatch.setattr(command.subprocess, "run", late)
+    assert command.apart("edges", 360, tmp_path) == "ended after 360 s"
+    monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -11))
+    assert command.apart("edges", 360, tmp_path) == "exited with -11"
+
+
+# Verdicts ------------------------------------------------------------------------------------------------------
+
+
+def test_each_goal_is_read_from_its_row(gpu):
+    """Made up so that every goal is reached just so; then every figure is made a little worse."""
+    verdicts = gpu("verdicts")
+
+    def results(worse):
+        step = {"name": verdicts.SPLIT, "bandwidth_share": 0.85 - worse, "ratio": 0.55 + worse, "host_ms": 1.2 + worse}
+        kernels = [{"name": verdicts.SPLIT, "tensors": 100, "large_us": {}, "small": 12 + (worse > 0), "small_us": 9.0}]
+
+        def way(name, speed, peak, compiled=False):
+            return {"way": name, "compiled": compiled, "ratio": 1 / (speed - worse), "peak_bytes": peak,
+                    "syncs": int(worse > 0)}  # fmt: skip
+
+        rival = {"way": "torch.amp", "compiled": False, "ratio": 1.0, "peak_bytes": 100, "syncs": 7}
+        return {
+            "step-bfloat16": {"rows": [step], "kernels": kernels},
+            "step-float16": {"rows": [step], "kernels": kernels},
+            "train-gpt2": {"rows": [rival, way("mezzo O1", 1.0, 90), way("mezzo O2", 1.25, 75 + 100 * worse)]},
+            "train-gpt2-compiled": {"rows": [way("mezzo O2", 0.1, 1), way("mezzo O2", 1.08, 1, compiled=True)]},
+            "train-tiny": {"rows": [way("mezzo O2 captured", 2.0, 1)]},
+            "edges": {"passed": 1, "failed": [{"test": "t", "message": "m"}] * (worse > 0), "skipped": {}},
+        }
+
+    reached, missed = ([goal.line(results(worse)) for goal in verdicts.GOALS] for worse in (0.0, 0.01))
+    assert [line for line in reached if not line.endswith("| reached |")] == []
+    assert [line for line in missed if not line.endswith("| **missed** |")] == []
+    assert [line for line in (goal.line({}) for goal in verdicts.GOALS) if "not measured" not in line] == []
+
+
+def test_where_no_test_passes_none_has_run(gpu):
+    assert gpu("verdicts")._failing({"edges": {"passed": 0, "failed": [], "skipped": {"no GPU": 9}}}) == math.inf
+
+
+def test_a_report_of_pytest_is_summed_up(gpu):
+    report = """<testsuites><testsuite>
+      <testcase classname="a" name="b"/><testcase classname="a" name="c"><failure message=" lost&#10;bits "/></testcase>
+      <testcase classname="a" name="d"><error message="no fixture"/></testcase>
+      <testcase classname="a" name="e"><skipped message="needs two"/></testcase>
+    </testsuite></testsuites>"""
+    assert gpu("edges").counted(report) == {
+        "passed": 1,
+        "failed": [{"test": "a::c", "message": "lost\nbits"}, {"test": "a::d", "message": "no fixture"}],
+        "skipped": {"needs two": 1},
+    }
+
+
+def test_variants_change_what_they_name(gpu):
+    variants, source_of = gpu("variants"), importlib.import_module("mezzo.step.kernels.triton_source")
+    from mezzo.step.storage import storage
+    from mezzo.step.update import rule
+
+    kind = rule("adamw"), storage("split", torch.bfloat16), (*[torch.bfloat16] * 2, torch.int16, *[torch.float32] * 2)
+    plain = source_of.update_source(*kind)
+    for change, hint in ((variants.wide, "16 if VECTOR > 1"), (variants.streamed, 'eviction_policy="evict_first"')):
+        assert plain.count(hint) == 0 < change(plain).count(hint)
+    executor_of, before = variants.executor_of, variants.executor_of.BLOCK
+    with variants._compiled_as(variants.Variant("wide", 2048, 4, variants.wide)):
+        assert (executor_of.BLOCK, executor_of._OPTIONS["num_warps"]) == (2048, 4)
+        assert source_of.update_source(*kind) == variants.wide(plain)
+    assert before == executor_of.BLOCK
