@@ -14,6 +14,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"mezzo-tests-{
 if "MEZZO_FAKE_CUDA" in os.environ:
     ctypes.CDLL(os.environ["MEZZO_FAKE_CUDA"])
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -21,6 +22,12 @@ from mezzo.cast import device
 from mezzo.cast.probe.child import CASES
 from mezzo.cast.probe.report import FORMATS, DeviceReport, FormatSupport
 
+from .gpus import FAKE, opened
+
+if FAKE:  # before anything asks torch for a device
+    from .fake_cuda.machine import plug_in
+
+    plug_in(Path(FAKE))
 if torch.backends.mkldnn.is_available():
     torch.ops.mkldnn._is_mkldnn_bf16_supported()  # oneDNN reads its limit here, whatever a test does to the environment
 
@@ -46,3 +53,18 @@ device._reports["cpu"] = DeviceReport(
     },
     needs_isa_limit=False,
 )  # fmt: skip
+
+
+@pytest.fixture
+def gpu():
+    """The CUDA device of this process, real or one that computes nothing; files named ``test_*_on_gpu.py`` see both."""
+    with opened() as device:
+        yield device
+
+
+@pytest.fixture
+def computing(gpu):
+    """A CUDA device, for tests of values, streams and memory, which the one that computes nothing has not."""
+    if not gpu.computes:
+        pytest.skip("needs a CUDA device that computes")
+    return gpu

@@ -1,16 +1,11 @@
 """In a process with the fake device ``case_*.py`` are collected; in any other only what starts such a process."""
 
-import os
-from pathlib import Path
-
 import pytest
 
-from .machine import Machine, plug_in
+from ..gpus import FAKE
+from .machine import Machine
 
-LIBRARY = os.environ.get("MEZZO_FAKE_CUDA")
-if LIBRARY:
-    plug_in(Path(LIBRARY))
-else:
+if not FAKE:
     collect_ignore_glob = ["case_*.py"]
 
 

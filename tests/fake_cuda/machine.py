@@ -67,14 +67,19 @@ def plug_in(library: Path, capability: int = 90) -> None:
     addresses: dict[int, int] = {}
 
     def data_ptr(tensor: Any) -> int:
-        """Addresses of storages of their own, which are aligned as the allocator aligns."""
         if not tensor.numel():
             return 0
-        storage = tensor.untyped_storage()._cdata
-        start = addresses.setdefault(storage, _ADDRESSES + (len(addresses) << 24))
-        return start + tensor.storage_offset() * tensor.element_size()
+        return storage_data_ptr(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+
+    def storage_data_ptr(storage: Any) -> int:
+        """Addresses of storages of their own, which are aligned as the allocator aligns."""
+        if storage.device.type == "cpu":
+            return real_data_ptr(storage)
+        return addresses.setdefault(storage._cdata, _ADDRESSES + (len(addresses) << 24))
 
     FakeTensor.data_ptr = data_ptr
+    real_data_ptr = torch.UntypedStorage.data_ptr
+    torch.UntypedStorage.data_ptr = storage_data_ptr  # type: ignore[method-assign]
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
     cuda.is_available = lambda: True

@@ -1,4 +1,6 @@
-"""Whole sessions on a CUDA device that computes nothing: each ``case_*.py`` here, in a process of its own.
+"""Whole sessions on a CUDA device that computes nothing: files of tests, each in a process of its own.
+
+They are each ``case_*.py`` here, and in every room each ``test_*_on_gpu.py``, whose tests run on a real GPU as well.
 
 torch can be told of such a device only while a process begins (:mod:`.machine`). To run one file or one case by hand:
 
@@ -19,7 +21,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CASES = sorted(path.stem for path in HERE.glob("case_*.py"))
+FILES = [*HERE.glob("case_*.py"), *HERE.parent.glob("*/test_*_on_gpu.py")]
+CASES = {path.stem: path for path in sorted(FILES)}
 
 
 def library() -> Path:
@@ -52,8 +55,8 @@ def test_on_a_device_that_computes_nothing(case, request):
     pytest.importorskip("triton", reason="needs Triton")
     slow = "slow" if request.config.getoption("markexpr") == "slow" else "not slow"
     command = [
-        sys.executable, "-m", "pytest", "-q", "-n0", "-o", "python_files=case_*.py", "-m", slow,
-        "-p", "no:cacheprovider", "--no-header", "--tb=short", "--show-capture=no", "-rN", str(HERE / f"{case}.py"),
+        sys.executable, "-m", "pytest", "-q", "-n0", "-o", "python_files=case_*.py test_*.py", "-m", slow,
+        "-p", "no:cacheprovider", "--no-header", "--tb=short", "--show-capture=no", "-rN", str(CASES[case]),
     ]  # fmt: skip
     kernels = Path(os.environ["XDG_CACHE_HOME"], "mezzo", "triton")
     surroundings = {**os.environ, "MEZZO_FAKE_CUDA": str(library()), "TRITON_CACHE_DIR": str(kernels)}

@@ -304,3 +304,31 @@ def test_a_finite_gradient_beyond_the_root_of_the_largest_number_counts_as_infin
 
 def test_without_gradients_there_are_no_norms(kernels):
     assert kernels.executor().norms([]).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_norms_do_not_depend_on_where_gradients_lie(kernels, dtype):
+    """Vectors and single elements are summed in one order: a resumed run finds the same norm at another address."""
+    gradient = on(kernels.device, [random((20_003,), 0, 1024.0).to(dtype)])[0]
+    executor, expected = kernels.executor(), gradient.double().norm()
+    found = []
+    for first in (0, 1, 3):
+        there = torch.empty(len(gradient) + first, dtype=dtype, device=kernels.device)[first:].copy_(gradient)
+        found += [executor.norms([there]) for _ in range(2)]
+    assert same_bits(found[:-1], found[1:])
+    torch.testing.assert_close(found[0].double()[0], expected, rtol=2**-20, atol=0.0)
+
+
+@pytest.mark.parametrize("state", [FP32, BF16])
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "lion"])
+def test_rows_that_no_batch_holds_are_updated_as_torch_updates_them(kernels, name, state):
+    """Zero gradients and moments: quotients and roots take their slow paths, and weights still decay."""
+    mine = made(kernels.device, name, "split", BF16, [(1100,), (3, 5)], state_dtype=state)
+    theirs, executor = moved(mine, kernels.device), kernels.executor()
+    update = executor.prepare(mine)
+    for number in range(2):
+        gradients = [torch.zeros_like(gradient) for gradient in on(kernels.device, gradients_of(mine, number, BF16))]
+        check = step(executor, mine, update, gradients, max_norm=1.0)
+        advance([theirs.step], check.found_inf)
+        pure_step(theirs, gradients, check)
+        assert same_bits(on("cpu", tensors_of(mine)), on("cpu", tensors_of(theirs)))

@@ -1,0 +1,89 @@
+"""Parts of ``make gpu`` where nothing is computed: their code for CUDA runs, and figures mean nothing."""
+
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from mezzo.bench import contenders, timing
+
+from .machine import Graph
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+class Event:
+    """An event of a clock that goes on by a millisecond each time one is recorded."""
+
+    now = 0
+
+    def record(self):
+        Event.now += 1
+        self.at = Event.now
+
+    def query(self):
+        return False
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+@pytest.fixture
+def measured(machine, monkeypatch):
+    """Measure a part on the fake device, dry."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    gpu = {name: importlib.import_module(f"gpu.{name}") for name in ("plan", "parts", "steps", "ceilings", "variants")}
+    monkeypatch.setattr(timing, "_event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU that computes nothing")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    monkeypatch.setattr(contenders.torch, "Generator", lambda _: types.SimpleNamespace(manual_seed=lambda seed: None))
+    monkeypatch.setattr(importlib.import_module("mezzo.session.capture"), "CudaGraph", lambda device: Graph(machine))
+
+    def on_device(call, device):
+        with machine.watched() as record:
+            call()
+        large = {name: [100.0] * record.triton.count(name) for name in record.triton}
+        return {**large, **{name: [2.0] * record.small.count(name) for name in record.small}}
+
+    for name in ("steps", "variants"):
+        monkeypatch.setattr(gpu[name], "on_device", on_device)
+    monkeypatch.setattr(gpu["variants"], "_same", lambda one, other: True)
+    for module in (gpu["steps"], importlib.import_module("mezzo.bench.step")):
+        monkeypatch.setattr(module, "shapes", lambda name: [(64, 64), (64,)])
+    plan = gpu["plan"].Plan(device=torch.device("cuda", 0), dry=True)
+    yield lambda part: gpu["parts"].PARTS[part].measure(plan)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gpu"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_steps_are_timed_by_events_and_their_kernels_listed(measured, dtype):
+    found = measured(f"step-{dtype}")
+    assert found["device"] == "cuda"
+    assert all(row["step_ms"] == 1.0 and row["ahead"] for row in found["rows"])
+    split, moments = found["kernels"]
+    assert split["large_us"] == {"squares": 100.0, "roots": 100.0, "adamw_split": 100.0}
+    assert 0 < split["small"] < 80
+    assert split["small_us"] == 2 * split["small"]
+    assert moments["name"].endswith("BF16 moments")
+
+
+def test_captured_steps_are_contenders_on_cuda(measured):
+    from mezzo.bench import bench_step
+
+    names = [next(iter(contenders.CONTENDERS)), *contenders.CAPTURED]
+    found = bench_step("200-tiny", device="cuda", repetitions=1, contenders=names)
+    assert [row.name for row in found.rows] == names
+    assert all(row.name.endswith("captured") for row in found.rows[1:])
+    assert "host ms" in [column.header for column in found.table().columns]
+
+
+def test_variants_are_compiled_for_the_device(measured):
+    rows = measured("variants")
+    assert not [row for row in rows if "error" in row]
+    assert {row["us"] for row in rows} == {100.0}
+    assert len(rows) == 4
