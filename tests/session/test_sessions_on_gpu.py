@@ -74,9 +74,9 @@ def test_a_session_has_no_mode_and_asks_nothing_of_the_cpu(gpu, monkeypatch, pol
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_launches_as_many_kernels_for_two_hundred_tensors_as_for_six(gpu, policy):
+def test_a_step_launches_as_many_kernels_for_two_hundred_tensors_as_for_few(gpu, policy):
     counts = []
-    for layers in (1, 50):
+    for layers in (1, 50 if gpu.computes else 6):
         loop = Loop(policy, layers=layers)
         for _ in range(FIRST):
             loop.train_step(*loop.batch)
