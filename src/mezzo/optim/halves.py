@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.saving import SavedOptimizer
 from mezzo.optim.state import EXTRAS
 from mezzo.step.storage import KAHAN, Storage
+from mezzo.step.whole import at_once
 
 __all__ = ["HalvesOptimizer", "Joined"]
 
@@ -87,10 +90,10 @@ class HalvesOptimizer(SavedOptimizer):
         **Cost**: the memory of the state; one kernel for each tensor of it.
         """
         options = (self.defaults, *self.param_groups)
-        self._joined = Joined(masters, [each["master"] for each in options])
-        if not masters:
-            for each in options:
-                each["master"] = None
+        joined = Joined(masters, [each["master"] for each in options])
+        without = [] if masters else [partial(setitem, each, "master", None) for each in options]
+        # Between the two, weights that are about to lose their masters would seem to have halves.
+        at_once(partial(setattr, self, "_joined", joined), *without)
         self._ready.clear()
         self._make_state()
 
