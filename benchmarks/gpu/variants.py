@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import mezzo.step.kernels.triton as executor_of
-import mezzo.step.kernels.triton_source as source_of
+import mezzo.step.executors.triton.launch as executor_of
+import mezzo.step.executors.triton.source as source_of
 from mezzo.bench.shapes import shapes
 from mezzo.bench.timing import Behind, copying, spread
 from mezzo.step.passes import Check, Cohort

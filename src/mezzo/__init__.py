@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 from mezzo import formats
 from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepare, promote
 from mezzo.errors import MezzoError, NumericsError, PolicyError, ScaleCollapsed, StateError, UnsupportedError
+from mezzo.optim.masters import MasterWeights
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.scale import LossScale
 from mezzo.session import MixedPrecision, Stats, Step, load, save
-from mezzo.step import MasterWeights
 
 if TYPE_CHECKING:
     from mezzo import numerics, optim

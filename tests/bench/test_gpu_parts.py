@@ -191,7 +191,7 @@ def test_a_report_of_pytest_is_summed_up(gpu):
 
 
 def test_variants_change_what_they_name(gpu):
-    variants, source_of = gpu("variants"), importlib.import_module("mezzo.step.kernels.triton_source")
+    variants, source_of = gpu("variants"), importlib.import_module("mezzo.step.executors.triton.source")
     from mezzo.step.storage import storage
     from mezzo.step.update import rule
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from mezzo import optim
 from mezzo.errors import PolicyError
-from mezzo.step.kernels import Blocked
+from mezzo.step.executors import Blocked
 
 from .test_optim import give_gradients, parameters, train
 

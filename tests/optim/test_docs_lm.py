@@ -10,8 +10,8 @@ from mezzo import Policy, optim
 from mezzo.recipes import get
 from mezzo.recipes.recipe import decayed_groups
 from mezzo.recipes.training import Run
-from mezzo.step.kernels import Blocked, Compiled
-from mezzo.step.kernels.cpp import Cpp
+from mezzo.step.executors import Blocked, Compiled
+from mezzo.step.executors.cpp.launch import Cpp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 

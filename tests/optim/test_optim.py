@@ -10,8 +10,8 @@ from torch import nn
 import mezzo
 from mezzo import optim
 from mezzo.errors import PolicyError, StateError, UnsupportedError
-from mezzo.step.kernels import Blocked
-from mezzo.step.kernels.cpp import Cpp
+from mezzo.step.executors import Blocked
+from mezzo.step.executors.cpp.launch import Cpp
 
 SHAPES = ((5, 7), (3,), (4, 2, 3), ())
 PAIRS = {

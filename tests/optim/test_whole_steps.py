@@ -8,8 +8,8 @@ from torch.nn import Parameter
 
 import mezzo
 from mezzo import PolicyError, UnsupportedError
-from mezzo.optim import executors
-from mezzo.step.kernels import cpp
+from mezzo.step.executors import choose
+from mezzo.step.executors.cpp import launch as cpp
 
 KINDS = {
     "AdamW": mezzo.optim.AdamW,
@@ -67,9 +67,9 @@ def test_whatever_is_refused_leaves_counts_and_moments_alone(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_its_compiler_an_optimizer_goes_on_block_by_block(kind, monkeypatch, caplog):
     """A gradient of another dtype needs another kernel, when the compiler may be gone."""
-    if not isinstance(executors.executor_for(torch.device("cpu"), 1 << 17), cpp.Cpp):
+    if not isinstance(choose.executor_for(torch.device("cpu"), 1 << 17), cpp.Cpp):
         pytest.skip("needs a C++ compiler")
-    executors._say.cache_clear()
+    choose._say.cache_clear()
     params, optimizer = optimizer_of(kind, torch.bfloat16, 1 << 16)
     others, other = optimizer_of(kind, torch.bfloat16, 1 << 16)
     for each in (params, others):

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mezzo.step.kernels import blocked
+from mezzo.step.executors import blocked
 
 __name__ = "torch.host_graph"  # a message names the innermost line that is not torch's
 

@@ -12,7 +12,7 @@ from mezzo import MixedPrecision, optim
 #: What changes models and optimizers; the rest only computes.
 WRITING = tuple(f"mezzo/{name}.py" for name in (
     "cast/modules", "cast/doors", "optim/halves", "optim/optimizer", "session/parts", "session/loop", "session/cluster",
-    "step/master",
+    "optim/masters",
 ))  # fmt: skip
 CASES = {
     "masters": ("O2,dtype=bfloat16,emulate=true", lambda params: torch.optim.SGD(params, lr=0.1)),

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from mezzo import MixedPrecision, optim
-from mezzo.step.kernels.blocked import Blocked
-from mezzo.step.kernels.cpp import Cpp
+from mezzo.step.executors.blocked import Blocked
+from mezzo.step.executors.cpp.launch import Cpp
 
 LOW = {"fp16": "dtype=float16,emulate=true", "bf16": "dtype=bfloat16,emulate=true"}
 POLICIES = {

@@ -15,8 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 import mezzo
 from mezzo import MixedPrecision, UnsupportedError, optim
 from mezzo.cast import device as devices
-from mezzo.optim import executors
-from mezzo.step.kernels import Blocked
+from mezzo.step.executors import Blocked, choose
 
 from ..fake_cuda.case_sessions import CASES, FIRST, OTHERS, Trained
 
@@ -125,21 +124,21 @@ def test_nor_do_those_of_any_other_combination(computing, policy, optimizer, way
 @pytest.fixture
 def no_compiler(monkeypatch):
     """A machine where Triton cannot build what launches its kernels."""
-    from mezzo.step.kernels.triton import Triton
+    from mezzo.step.executors.triton.launch import Triton
 
     def refuse(self, device):
         raise UnsupportedError("Triton cannot launch an optimizer kernel here", write="apt install gcc")
 
     monkeypatch.setattr(Triton, "require", refuse)
-    executors._triton.cache_clear()
+    choose._triton.cache_clear()
     yield
-    executors._triton.cache_clear()
+    choose._triton.cache_clear()
 
 
 @pytest.mark.parametrize("policy", ["O2,dtype=bfloat16", "O2,dtype=float16"])
 def test_without_a_compiler_steps_go_block_by_block_and_wait_for_nothing(gpu, no_compiler, caplog, policy):
     loop = Loop(policy, dropout=0.0)
-    assert isinstance(executors.executor_for(torch.device("cuda", 0), 10), Blocked)
+    assert isinstance(choose.executor_for(torch.device("cuda", 0), 10), Blocked)
     assert "run block by block" in caplog.text
     losses = [loop.train_step(*loop.batch)[0] for _ in range(FIRST)]
     with gpu.unread():

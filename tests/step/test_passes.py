@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mezzo.step.kernels import Blocked, Compiled
-from mezzo.step.kernels.cpp import Cpp
+from mezzo.step.executors import Blocked, Compiled
+from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.passes import advance, judge, updated
 from mezzo.step.storage import PLAIN
 from mezzo.step.update import rule

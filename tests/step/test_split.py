@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mezzo import NumericsError, PolicyError
-from mezzo.step.kernels.inplace import INPLACE, Scratch
+from mezzo.step.executors.inplace import INPLACE, Scratch
 from mezzo.step.split import decode, encode, flat, from_planes, halves, joined, to_planes
 from mezzo.step.storage import PLANES, SPLIT
 

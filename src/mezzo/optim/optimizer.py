@@ -18,12 +18,12 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.optim.checks import check_group, check_unchanged, ordered
 from mezzo.optim.edits import Edits, take_over
-from mezzo.optim.executors import executor_for, portable
 from mezzo.optim.halves import HalvesOptimizer, Joined
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import Group
 from mezzo.optim.state import as_stored, plain_state
 from mezzo.scale.transfer import moved
+from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.passes import Check, Cohort, Executor, NoKernel, Update
 from mezzo.step.runs import SHORT, packed, stands_alone
 from mezzo.step.storage import PLANES, Storage, storage

@@ -18,7 +18,7 @@ from mezzo.session.batch import Batch, Layout
 from mezzo.session.bound import Bound
 from mezzo.session.graph import CudaGraph, Graph
 from mezzo.session.recording import Elsewhere, Held, Noted, Run, current
-from mezzo.step.kernels.tables import uploaded_once
+from mezzo.step.executors.tables import uploaded_once
 
 __all__ = ["Captured", "capture"]
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError, nearest, some_of
+from mezzo.optim.masters import held_state
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
 from mezzo.session.checked import Checked
-from mezzo.step.master import held_state
 
 __all__ = [
     "check_loss",

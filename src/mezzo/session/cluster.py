@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import StateError, some_of
+from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
@@ -19,7 +20,6 @@ from mezzo.scale.transfer import moved
 from mezzo.session.gradients import dense, mark, multiplications, norms, not_finite
 from mezzo.session.unscaled import Unscaled
 from mezzo.session.window import Carried, Share, Window
-from mezzo.step.master import MasterWeights
 from mezzo.step.whole import Call, at_once
 
 __all__ = ["Cluster", "clusters", "give_gradient", "gradient_dtypes", "regrouped"]

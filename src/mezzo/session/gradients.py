@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.optim.executors import executor_for, portable
 from mezzo.scale.transfer import moved
+from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
 

@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.modules import Prepared
 from mezzo.cast.region import autocast
+from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
 from mezzo.session.exact import ExactLoading
 from mezzo.session.low import LowWeights
-from mezzo.step.master import MasterWeights
 
 __all__ = ["Parts", "plain_name"]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import StateError
+from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale import ScaleState
 from mezzo.scale.scaler import Scaler
@@ -22,7 +23,6 @@ from mezzo.scale.transfer import moved
 from mezzo.session.checked import Checked
 from mezzo.session.gradients import can_fold, multiplications, not_finite
 from mezzo.session.window import Share
-from mezzo.step.master import MasterWeights
 from mezzo.step.whole import Call, Piece, Work, at_once
 
 __all__ = ["Adapted", "Found", "Update", "adapt", "update"]

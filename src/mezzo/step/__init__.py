@@ -2,11 +2,7 @@
 
 ``update`` holds the rules as pure functions of an element, ``storage`` how a weight is kept (``split``: as a
 low-precision value and 16 remainder bits; ``rounding``: without them), ``passes`` the two passes of a step that join
-these, ``kernels`` the executors that carry the passes out, and ``master`` FP32 masters around any torch optimizer.
+these, and ``executors`` what carries the passes out.
 
 Knows nothing of policies' op rules, regions or loss scales' rules; it is handed gradients and a multiplier.
 """
-
-from mezzo.step.master import MasterWeights
-
-__all__ = ["MasterWeights"]

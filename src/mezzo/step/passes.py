@@ -1,7 +1,7 @@
 """The two passes of a step: one over the raw gradients that decides, one over everything else that updates.
 
 Between them go four numbers on the device, so that nothing waits for the host. What is in memory and how it is cut is
-the executors' business (:mod:`mezzo.step.kernels`); what happens to an element is said here, once.
+the executors' business (:mod:`mezzo.step.executors`); what happens to an element is said here, once.
 """
 
 from __future__ import annotations

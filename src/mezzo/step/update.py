@@ -1,6 +1,6 @@
 """Update rules as pure functions of one element: what AdamW, Adam, SGD and Lion do, and nothing about where.
 
-A rule knows neither storage formats nor loss scales nor devices; executors (:mod:`mezzo.step.kernels`) know no
+A rule knows neither storage formats nor loss scales nor devices; executors (:mod:`mezzo.step.executors`) know no
 particular rule. Each rule is written once, and runs unchanged in eager blocks and under ``torch.compile``.
 """
 

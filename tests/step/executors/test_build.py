@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
-from mezzo.step.kernels import build
+from mezzo.step.executors.cpp import build
 
 SOURCE = """
 #include <cstdint>

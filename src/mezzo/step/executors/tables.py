@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.kernels.emit import READABLE, stepped
+from mezzo.step.executors.emit import READABLE, stepped
 from mezzo.step.passes import Check, Cohort
 from mezzo.step.split import flat
 from mezzo.step.storage import Parts

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.kernels import triton_source as source
-from mezzo.step.kernels.emit import update_name
-from mezzo.step.kernels.tables import (
+from mezzo.step.executors.emit import update_name
+from mezzo.step.executors.tables import (
     Rows,
     addresses,
     as_table,
@@ -26,6 +25,7 @@ from mezzo.step.kernels.tables import (
     vector,
     where,
 )
+from mezzo.step.executors.triton import source
 from mezzo.step.passes import Check, Cohort, InPieces, Update
 from mezzo.step.rounding import keys, seeded
 from mezzo.step.storage import Parts
@@ -36,7 +36,7 @@ __all__ = ["Triton", "refuse_capture"]
 
 #: Elements that one program of pass 2 updates: four for each of 256 threads, so that FP32 tensors move 16 bytes at a
 #: time. A thread of AdamW then takes at most 48 registers on sm_90, and five programs fit a multiprocessor
-#: (tests/step/test_compiled_kernels.py); with eight elements it takes 70 to 80.
+#: (tests/step/executors/test_compiled_kernels.py); with eight elements it takes 70 to 80.
 BLOCK: Final = 1 << 10
 #: Elements whose squares one program of pass 1 sums, and so many of them at a time.
 CHUNK: Final = 1 << 14
@@ -60,7 +60,7 @@ _OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ft
 class Triton:
     """Two launches for pass 1, and one for pass 2 of each cohort, however many tensors there are.
 
-    Kernels are written from the rule and the storage (:mod:`mezzo.step.kernels.emit`), one for each set of dtypes;
+    Kernels are written from the rule and the storage (:mod:`mezzo.step.executors.emit`), one for each set of dtypes;
     each dtype among gradients takes a launch of its own. Weights with gaps, or whose states lie otherwise, are updated
     one by one with torch's operations.
 

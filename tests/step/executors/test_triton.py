@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo import UnsupportedError
-from mezzo.optim import executors, optimizer
-from mezzo.step.kernels import Blocked, emit
-from mezzo.step.kernels import triton as tables
-from mezzo.step.kernels import triton_source as source_of
-from mezzo.step.kernels.triton import Triton
+from mezzo.optim import optimizer
+from mezzo.step.executors import Blocked, choose, emit
+from mezzo.step.executors.triton import launch as tables
+from mezzo.step.executors.triton import source as source_of
+from mezzo.step.executors.triton.launch import Triton
 from mezzo.step.passes import advance, judge
 from mezzo.step.storage import FULL, KAHAN, PLAIN, PLANES, SPLIT, STOCHASTIC
 from mezzo.step.update import rule
 
-from .test_executors import (
+from .test_contract import (
     BF16,
     FP16,
     FP32,
@@ -417,19 +417,19 @@ def test_hopper_code_of_pass_1_moves_vectors(tmp_path, monkeypatch):
 @pytest.mark.parametrize("built, found, triton_s", [("13.0", True, True), ("13.0", False, False), (None, True, False)])
 def test_cuda_devices_take_triton_where_it_is(monkeypatch, built, found, triton_s):
     monkeypatch.setattr(torch.version, "cuda", built)
-    monkeypatch.setattr(executors.importlib.util, "find_spec", lambda name: found or None)
-    monkeypatch.setattr(executors, "_compiled", lambda *_: None)
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: found or None)
+    monkeypatch.setattr(choose, "_compiled", lambda *_: None)
     monkeypatch.setattr(Triton, "require", lambda self, device: None)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
-    executors._has_triton.cache_clear()
-    executors._triton.cache_clear()
+    choose._has_triton.cache_clear()
+    choose._triton.cache_clear()
     try:
-        assert isinstance(executors.executor_for(torch.device("cuda"), 10), Triton) is triton_s
-        assert isinstance(executors.executor_for(torch.device("cpu"), 10), Blocked)
-        assert executors.executor_for(torch.device("xpu"), 10) is None
+        assert isinstance(choose.executor_for(torch.device("cuda"), 10), Triton) is triton_s
+        assert isinstance(choose.executor_for(torch.device("cpu"), 10), Blocked)
+        assert choose.executor_for(torch.device("xpu"), 10) is None
     finally:
-        executors._has_triton.cache_clear()
-        executors._triton.cache_clear()
+        choose._has_triton.cache_clear()
+        choose._triton.cache_clear()
 
 
 def test_triton_is_tried_where_it_is_to_run(device, launches):
@@ -489,7 +489,7 @@ def test_whether_a_graph_is_captured_is_asked_on_the_tensors_device(monkeypatch,
 
 
 def test_the_executor_s_modules_import_triton_only_for_a_kernel():
-    code = "import sys, mezzo.step.kernels.triton; sys.exit('triton' in sys.modules)"
+    code = "import sys, mezzo.step.executors.triton.launch; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.kernels import Blocked
+from mezzo.step.executors import Blocked
 from mezzo.step.passes import Executor, NoKernel
 
 if TYPE_CHECKING:
-    from mezzo.step.kernels.compiled import Compiled
-    from mezzo.step.kernels.triton import Triton
+    from mezzo.step.executors.compiled import Compiled
+    from mezzo.step.executors.triton.launch import Triton
 
 __all__ = ["executor_for", "portable"]
 
@@ -63,7 +63,7 @@ def _blocked() -> Executor:
 @functools.cache
 def _cpp() -> Executor | None:
     """Return the executor whose kernels a C++ compiler makes, or None where there is none that can."""
-    from mezzo.step.kernels.cpp import Cpp
+    from mezzo.step.executors.cpp.launch import Cpp
 
     executor = Cpp()
     try:
@@ -76,14 +76,14 @@ def _cpp() -> Executor | None:
 
 @functools.cache
 def _compiled(device: torch.device) -> Executor:
-    from mezzo.step.kernels.compiled import Compiled
+    from mezzo.step.executors.compiled import Compiled
 
     return _working(Compiled(), device)
 
 
 @functools.cache
 def _triton(device: torch.device) -> Executor:
-    from mezzo.step.kernels.triton import Triton, refuse_capture
+    from mezzo.step.executors.triton.launch import Triton, refuse_capture
 
     refuse_capture(device, "the first step of all")  # nothing can be tried in a graph, and nothing is remembered
     return _working(Triton(), device)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.kernels.build import Kernel, built
-from mezzo.step.kernels.cpp_source import norm_source, update_source
-from mezzo.step.kernels.tables import (
+from mezzo.step.executors.cpp.build import Kernel, built
+from mezzo.step.executors.cpp.source import norm_source, update_source
+from mezzo.step.executors.tables import (
     Rows,
     addresses,
     as_table,

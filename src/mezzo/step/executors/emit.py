@@ -228,7 +228,7 @@ def _expression(node: fx.Node, known: Mapping[fx.Node, str], where: str, dialect
             f"no {dialect.name} for {operation}",
             where=f"{where}: {node.format_node()}",
             why="kernels are written from a table of the operations that updates consist of",
-            write=f"the compiled executor, or a line in {dialect.name}'s table beside mezzo.step.kernels.emit",
+            write=f"the compiled executor, or a line in {dialect.name}'s table beside mezzo.step.executors.emit",
         )
     among = sources[-1] if sources else dtype  # of `where` the last is a value, and the first a condition
     words = [

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.step.kernels import triton as tables
-from mezzo.step.kernels import triton_source as source_of
-from mezzo.step.kernels.emit import update_name
+from mezzo.step.executors.emit import update_name
+from mezzo.step.executors.triton import launch as tables
+from mezzo.step.executors.triton import source as source_of
 from mezzo.step.storage import FULL, KAHAN, PLAIN, SPLIT, STOCHASTIC
 from mezzo.step.update import rule
 

@@ -1,6 +1,6 @@
 """Storages spelled for speed in eager mode: in place on cache-sized blocks, no temporaries, no masks of bools.
 
-Each pair agrees bit for bit with its storage's ``read`` and ``write`` (tests/step/test_executors.py). What is slow in
+Each pair agrees bit for bit with its storage's ``read`` and ``write`` (``test_contract.py``). What is slow in
 eager mode is left out: ``where`` and comparisons take four times as long as an addition, an operation into a third
 tensor twice as long as one in place; 16-bit operations take half as long.
 """

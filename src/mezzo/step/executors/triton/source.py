@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from mezzo.step.kernels.emit import ALIKE, Dialect, key_lines, update_name, written
+from mezzo.step.executors.emit import ALIKE, Dialect, key_lines, update_name, written
 from mezzo.step.storage import Storage
 from mezzo.step.update import Rule
 

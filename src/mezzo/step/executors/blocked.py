@@ -9,8 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.step.kernels.inplace import INPLACE, Inplace, Scratch
-from mezzo.step.kernels.layout import Block, Task, norms, units
+from mezzo.step.executors.inplace import INPLACE, Inplace, Scratch
+from mezzo.step.executors.layout import Block, Task, norms, units
 from mezzo.step.passes import Check, Cohort, InPieces, Update, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.update import Native

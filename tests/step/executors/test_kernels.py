@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.step.kernels import Blocked
-from mezzo.step.kernels.cpp import Cpp
+from mezzo.step.executors import Blocked
+from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.passes import advance, judge, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.storage import PLAIN
 
-from . import test_executors as contract
-from .test_executors import BF16, CASES, FP16, FP32, cohort_of, gradients_of, random, same_bits, take, tensors_of
+from . import test_contract as contract
+from .test_contract import BF16, CASES, FP16, FP32, cohort_of, gradients_of, random, same_bits, take, tensors_of
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPES = [(2500,), (3, 5), (1024,), ()]  # whole blocks with and without a rest, and short ones
@@ -48,7 +48,7 @@ def kernels(request):
     pytest.importorskip("triton", reason="needs Triton")
     if request.param == "interpreted":
         request.getfixturevalue("interpreted")
-    from mezzo.step.kernels.triton import Triton
+    from mezzo.step.executors.triton.launch import Triton
 
     return Kernels(Triton, torch.device("cuda" if request.param == "cuda" else "cpu"))
 

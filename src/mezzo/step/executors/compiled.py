@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.kernels.layout import Block, Task, norms, pieces, units
+from mezzo.step.executors.layout import Block, Task, norms, pieces, units
 from mezzo.step.passes import Check, Cohort, InPieces, NoKernel, Update, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.storage import Storage

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mezzo import UnsupportedError, optim
-from mezzo.optim.executors import executor_for
+from mezzo.step.executors.choose import executor_for
 
 pytestmark = [
     pytest.mark.gpu,

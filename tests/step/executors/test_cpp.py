@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
-from mezzo.step.kernels import Blocked, build, cpp, cpp_source
-from mezzo.step.kernels.cpp import Cpp
+from mezzo.step.executors import Blocked
+from mezzo.step.executors.cpp import build
+from mezzo.step.executors.cpp import launch as cpp
+from mezzo.step.executors.cpp import source as cpp_source
+from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.passes import advance, judge
 from mezzo.step.storage import FULL, SPLIT
 from mezzo.step.update import rule
 
-from .test_executors import BF16, FP16, FP32, cohort_of, gradients_of, same_bits, take, tensors_of
+from .test_contract import BF16, FP16, FP32, cohort_of, gradients_of, same_bits, take, tensors_of
 
 WIDENED = """
 extern "C" void kernel(const uint16_t* from, float* to, int64_t count, int64_t start) {

@@ -7,9 +7,9 @@ import torch
 
 from mezzo import UnsupportedError
 from mezzo.step import split
-from mezzo.step.kernels import Blocked, Compiled, blocked, compiled, layout
-from mezzo.step.kernels.cpp import Cpp
-from mezzo.step.kernels.inplace import INPLACE, Scratch
+from mezzo.step.executors import Blocked, Compiled, blocked, compiled, layout
+from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.inplace import INPLACE, Scratch
 from mezzo.step.passes import Cohort, advance, judge, updated
 from mezzo.step.runs import packed
 from mezzo.step.storage import FULL, PLAIN, PLANES, SPLIT, storage

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError, optim
-from mezzo.optim import executors
-from mezzo.optim.executors import executor_for
-from mezzo.step.kernels import Blocked, Compiled, build, triton
-from mezzo.step.kernels.cpp import Cpp
+from mezzo.step.executors import Blocked, Compiled, choose
+from mezzo.step.executors.choose import executor_for
+from mezzo.step.executors.cpp import build
+from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.triton import launch as triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
@@ -19,7 +20,7 @@ LARGE = 1 << 22
 
 @pytest.fixture(autouse=True)
 def choose_anew():
-    caches = (executors._cpp, executors._compiled, executors._triton, executors._has_triton, build.built)
+    caches = (choose._cpp, choose._compiled, choose._triton, choose._has_triton, build.built)
     for each in caches:
         each.cache_clear()
     yield
@@ -84,7 +85,7 @@ def test_where_compiling_is_switched_off(monkeypatch, caplog):
 def cuda(monkeypatch):
     """A CUDA device that nothing is put on, for a torch that has Triton."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(executors.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(triton, "_is_capturing", lambda device: False)
     return torch.device("cuda", 0)
 

@@ -1,0 +1,1 @@
+"""Both passes on a GPU, in Triton: ``source`` writes the kernels, ``launch`` calls them."""
