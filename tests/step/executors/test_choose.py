@@ -42,7 +42,7 @@ def no_cpp(monkeypatch):
 
 @pytest.mark.usefixtures("no_cpp")
 def test_without_a_compiler_for_kernels_torch_s_is_asked_where_that_is_worth_its_time(caplog):
-    with caplog.at_level(logging.INFO, logger="mezzo.optim"):
+    with caplog.at_level(logging.INFO, logger="mezzo.step"):
         assert isinstance(executor_for(CPU, LARGE - 1), Blocked)
         assert isinstance(executor_for(CPU, LARGE), Compiled)
     (record,) = caplog.records
