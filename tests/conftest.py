@@ -18,9 +18,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from mezzo.cast import device
-from mezzo.cast.probe.child import CASES
-from mezzo.cast.probe.report import FORMATS, DeviceReport, FormatSupport
+from mezzo.cast.device import decide as device
+from mezzo.cast.device.child import CASES
+from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 
 from .gpus import FAKE, opened
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from mezzo import files
-from mezzo.cast import device
-from mezzo.cast.probe import children as probe_children
-from mezzo.cast.probe import trial as probe_trial
-from mezzo.cast.probe.report import FORMATS, DeviceReport, FormatSupport
+from mezzo.cast.device import decide as device
+from mezzo.cast.device import probing as probe_children
+from mezzo.cast.device import trial as probe_trial
+from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 from mezzo.errors import PolicyError, UnsupportedError
 
 BFLOAT16, FLOAT16, FLOAT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -530,8 +530,8 @@ def test_no_policy_kills_a_process_in_which_the_variable_is_not_set(tmp_path):
     program = """
         import os
         import torch
-        from mezzo.cast import device
-        from mezzo.cast.probe import child as probe_child
+        from mezzo.cast.device import decide as device
+        from mezzo.cast.device import child as probe_child
         from mezzo.errors import UnsupportedError
 
         x = torch.ones(2, 96, 96)
@@ -559,9 +559,9 @@ def test_no_policy_kills_a_process_in_which_the_variable_is_not_set(tmp_path):
 # the limit is in force is oneDNN's own answer: with it, it stops offering bfloat16.
 SIMULATED = """
     import os, signal, torch
-    from mezzo.cast import device
-    from mezzo.cast.probe import children as probe_children, trial as probe_trial
-    from mezzo.cast.probe.report import DeviceReport, FormatSupport
+    from mezzo.cast.device import decide as device
+    from mezzo.cast.device import probing as probe_children, trial as probe_trial
+    from mezzo.cast.device.report import DeviceReport, FormatSupport
 
     def die_unless_limited(*_):
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -675,7 +675,7 @@ def test_importing_starts_nothing_sets_nothing_and_touches_no_device(tmp_path):
             os.fork = refuse
         torch.cuda.is_available = torch.accelerator.current_accelerator = refuse
         environment, threads, state = dict(os.environ), torch.get_num_threads(), torch.get_rng_state()
-        import mezzo.cast.device
+        import mezzo.cast.device.decide
         assert dict(os.environ) == environment
         assert torch.get_num_threads() == threads
         assert torch.equal(torch.get_rng_state(), state)

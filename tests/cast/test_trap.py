@@ -43,9 +43,9 @@ PREFIX = """
     from torch import nn
     from torch.nn import functional as F
     import mezzo
-    from mezzo.cast import device
-    from mezzo.cast.probe import children
-    from mezzo.cast.probe.report import FORMATS, DeviceReport, FormatSupport
+    from mezzo.cast.device import decide as device
+    from mezzo.cast.device import probing as children
+    from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 
     def told(dtype):
         status = {torch.bfloat16: "crashes", torch.float16: "native"}.get(dtype, "unsupported")
@@ -279,7 +279,7 @@ def test_a_refused_policy_leaves_onednn_as_it_is(trap, tmp_path):
 def test_the_probe_finds_the_trap_and_its_cure(trap, tmp_path):
     program = """
     import torch
-    from mezzo.cast import device
+    from mezzo.cast.device import decide as device
     found = device.probe("cpu")
     print(found.needs_isa_limit, found.formats[torch.bfloat16].status, found.formats[torch.float16].status)
     print(device.protect().action)

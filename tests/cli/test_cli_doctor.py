@@ -11,9 +11,9 @@ from typing import get_args
 import pytest
 import torch
 
-from mezzo.cast import device
-from mezzo.cast.probe import children
-from mezzo.cast.probe.report import DeviceReport, FormatSupport
+from mezzo.cast.device import decide as device
+from mezzo.cast.device import probing as children
+from mezzo.cast.device.report import DeviceReport, FormatSupport
 from mezzo.cli import doctor as doctor_module
 from mezzo.cli import main
 

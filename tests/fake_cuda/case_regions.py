@@ -9,8 +9,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 import mezzo
 from mezzo import UnsupportedError
-from mezzo.cast import device as devices
 from mezzo.cast import plan, region
+from mezzo.cast.device import decide as devices
 
 LOW = ["float16", "bfloat16"]
 

@@ -14,7 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import mezzo
 from mezzo import MixedPrecision, UnsupportedError, optim
-from mezzo.cast import device as devices
+from mezzo.cast.device import decide as devices
 from mezzo.step.executors import Blocked, choose
 
 from ..fake_cuda.case_sessions import CASES, FIRST, OTHERS, Trained

@@ -3,7 +3,7 @@
 Decides nothing: every question "which precision?" is answered by :class:`mezzo.Policy`.
 """
 
-from mezzo.cast.modules import Prepared, prepare
+from mezzo.cast.model.prepare import Prepared, prepare
 from mezzo.cast.pins import fp32, low, promote
 from mezzo.cast.region import autocast, checkpoint_contexts
 

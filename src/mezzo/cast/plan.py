@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
-from mezzo.cast import device
+from mezzo.cast.device import decide as device
 from mezzo.cast.emulate import COMPOSED, EMULATED, RECURRENT
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions

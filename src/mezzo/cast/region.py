@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
-from mezzo.cast import device
 from mezzo.cast.carry import OPENED_BACKWARD, Differences, without_autocast
+from mezzo.cast.device import decide as device
 from mezzo.cast.plan import Handler, Plan, open_function, plan_for
 from mezzo.cast.recompute import Again, shadowed
 from mezzo.cast.weights import WeightCasts

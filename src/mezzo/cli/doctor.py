@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.cast import device
-from mezzo.cast.device import ISA_VARIABLE, DeviceReport, FormatSupport, Intention
-from mezzo.cast.probe import cache
-from mezzo.cast.probe.children import ISA_LIMIT, isa_setting
-from mezzo.cast.probe.report import name_of
+from mezzo.cast.device import cache
+from mezzo.cast.device import decide as device
+from mezzo.cast.device.decide import ISA_VARIABLE, DeviceReport, FormatSupport, Intention
+from mezzo.cast.device.probing import ISA_LIMIT, isa_setting
+from mezzo.cast.device.report import name_of
 from mezzo.cli.app import app
 from mezzo.policy.fields import LOW
 

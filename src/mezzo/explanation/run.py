@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mezzo.cast.modules import Prepared
+from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError, some_of
 from mezzo.explanation.calls import Decider

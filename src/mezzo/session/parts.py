@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast.modules import Prepared
+from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
 from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer

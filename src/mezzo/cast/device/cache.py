@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from mezzo import files
-from mezzo.cast.probe.child import CASES
-from mezzo.cast.probe.children import isa_setting
-from mezzo.cast.probe.report import FORMATS, DeviceReport
+from mezzo.cast.device.child import CASES
+from mezzo.cast.device.probing import isa_setting
+from mezzo.cast.device.report import FORMATS, DeviceReport
 
 __all__ = ["PROBE_VERSION", "Processor", "load", "processor", "store"]
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast.boundary import Boundary
-from mezzo.cast.entrance import Entrance, runs_backward
+from mezzo.cast.model.boundary import Boundary
+from mezzo.cast.model.entrance import Entrance, runs_backward
 
 __all__ = ["Door", "doors_of"]
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from mezzo.cast.probe.child import CASES, PREFIX, REFUSALS, TIMED_CASES, run_case, time_case
-from mezzo.cast.probe.report import FAST_ENOUGH, FORMATS, DeviceReport, FormatSupport, Status, name_of
+from mezzo.cast.device.child import CASES, PREFIX, REFUSALS, TIMED_CASES, run_case, time_case
+from mezzo.cast.device.report import FAST_ENOUGH, FORMATS, DeviceReport, FormatSupport, Status, name_of
 
 __all__ = [
     "ISA_LIMIT",

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast import device
-from mezzo.cast.boundary import CASTABLE, Boundary, WideNorm
-from mezzo.cast.doors import Door, doors_of
-from mezzo.cast.entrance import Entrance
+from mezzo.cast.device import decide as device
+from mezzo.cast.model.boundary import CASTABLE, Boundary, WideNorm
+from mezzo.cast.model.doors import Door, doors_of
+from mezzo.cast.model.entrance import Entrance
+from mezzo.cast.model.refusals import cannot_convert, require_module
 from mezzo.cast.pins import PIN
-from mezzo.cast.refusals import cannot_convert, require_module
 from mezzo.cast.region import autocast
 from mezzo.cast.weights import WeightCasts
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, printable, some_of

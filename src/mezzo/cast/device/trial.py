@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
-from mezzo.cast.probe.child import SIZES, leave_no_core, run_case
-from mezzo.cast.probe.children import how_it_ended
+from mezzo.cast.device.child import SIZES, leave_no_core, run_case
+from mezzo.cast.device.probing import how_it_ended
 
 __all__ = ["read_limit", "survives_here", "switch_onednn_off"]
 

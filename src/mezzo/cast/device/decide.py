@@ -19,11 +19,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mezzo.cast.probe import cache, children
-from mezzo.cast.probe.child import CASES
-from mezzo.cast.probe.children import ISA_VARIABLE, isa_setting
-from mezzo.cast.probe.report import FAST_ENOUGH, FORMATS, DeviceReport, FormatSupport, name_of
-from mezzo.cast.probe.trial import read_limit, survives_here, switch_onednn_off
+from mezzo.cast.device import cache
+from mezzo.cast.device import probing as children
+from mezzo.cast.device.child import CASES
+from mezzo.cast.device.probing import ISA_VARIABLE, isa_setting
+from mezzo.cast.device.report import FAST_ENOUGH, FORMATS, DeviceReport, FormatSupport, name_of
+from mezzo.cast.device.trial import read_limit, survives_here, switch_onednn_off
 from mezzo.errors import PolicyError, UnsupportedError, message, nearest
 
 __all__ = [

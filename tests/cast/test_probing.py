@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from mezzo.cast.probe import child as probe_child
-from mezzo.cast.probe import children as probe_children
-from mezzo.cast.probe.report import DeviceReport, FormatSupport
+from mezzo.cast.device import child as probe_child
+from mezzo.cast.device import probing as probe_children
+from mezzo.cast.device.report import DeviceReport, FormatSupport
 
 # A child that needs no torch. It follows the same protocol and suffers on command: `dies`, `hangs` and
 # `refuses` hold "dtype case" or "dtype"; the cure is a value of ONEDNN_MAX_CPU_ISA.

@@ -16,8 +16,8 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from mezzo.cast import device
-from mezzo.cast.entrance import Entrance
+from mezzo.cast.device import decide as device
+from mezzo.cast.model.entrance import Entrance
 from mezzo.cast.region import acting_keys, autocast
 from mezzo.errors import UnsupportedError, message
 from mezzo.policy import Policy, Rule, Treatment
