@@ -1,10 +1,10 @@
-"""Whole training steps: ``mezzo bench train``."""
+"""Whole training steps, as ``benchmarks/train.py`` times them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mezzo.bench import bench_train
+from training import bench_train
 
 from .plan import Plan
 

@@ -79,10 +79,9 @@ def test_what_cannot_be_measured():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("verb", ["step", "train"])
-def test_a_device_that_is_not_there(verb, capsys):
+def test_a_device_that_is_not_there(capsys):
     with pytest.raises(SystemExit) as done:
-        main(["bench", verb, "--device", "cuda"])
+        main(["bench", "step", "--device", "cuda"])
     assert done.value.code == 3
     assert "no CUDA device" in capsys.readouterr().err
 

@@ -16,9 +16,8 @@ FOLDER = ROOT / "benchmarks"
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu():
     """Modules of benchmarks/gpu by name."""
-    monkeypatch.syspath_prepend(str(FOLDER))
     yield lambda name: importlib.import_module(f"gpu.{name}")
     for name in [name for name in sys.modules if name.partition(".")[0] == "gpu"]:
         del sys.modules[name]

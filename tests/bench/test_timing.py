@@ -44,7 +44,6 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def harness(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.delitem(sys.modules, "harness", raising=False)
     import harness
 

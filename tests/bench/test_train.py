@@ -1,6 +1,7 @@
 """Whole training steps: every way trains alike, what is counted is right, nothing that does not train is timed."""
 
 import dataclasses
+import doctest
 import json
 import math
 import runpy
@@ -11,16 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-import mezzo
-from mezzo.bench import bench_train, ways
-from mezzo.bench import train as bench
-from mezzo.bench.events import counted, observe
-from mezzo.bench.nets import NETS, loss_of
-from mezzo.bench.train_result import TrainRow
-from mezzo.bench.ways import WAYS, Task
+import mezzo.bench
 from mezzo.cli import main
 from mezzo.errors import NumericsError, PolicyError, UnsupportedError
+from training import bench_train, events, ways
+from training import train as bench
+from training.events import counted, observe
+from training.nets import NETS, loss_of
+from training.result import TrainRow
+from training.ways import WAYS, Task
 
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 EVERYWHERE = ["fp32", "torch.amp", "mezzo O1", "mezzo O2"]
 
@@ -305,51 +307,64 @@ def test_a_device_without_counters():
         bench_train("64-tiny", size="least", device="meta")
 
 
-# Command and script ---------------------------------------------------------------------------------------
+# The command ----------------------------------------------------------------------------------------------
 
 
-def run(capsys, *words):
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", "train", *words])
-    return stopped.value.code, *capsys.readouterr()
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """Run benchmarks/train.py; returns what it printed, or why it stopped."""
+
+    def run(*words):
+        quick = ("--size", "least", "--device", "cpu", "--repetitions", "1", "--out", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", ["train.py", *quick, *words])
+        runpy.run_path(str(FOLDER / "train.py"), run_name="__main__")
+        return capsys.readouterr()
+
+    return run
 
 
-QUICK = ("--size", "least", "--device", "cpu", "--repetitions", "1", "--ways", "mezzo O1, mezzo O2")
-
-
-def test_the_command_prints_json(capsys):
-    code, out, _ = run(capsys, *QUICK, "--net", "gpt2-small", "--dtype", "float16", "--json")
+def test_the_command_prints_json_and_writes_one_dated_file(command, tmp_path):
+    out, err = command("--net", "gpt2-small", "64-tiny", "--ways", "mezzo O1, mezzo O2", "--dtype", "float16", "--json")
     printed = json.loads(out)
-    assert (code, printed["net"], printed["dtype"], printed["unit"]) == (0, "gpt2-small", "float16", "tokens")
-    assert [row["way"] for row in printed["rows"]] == EVERYWHERE
+    assert [result["net"] for result in printed] == ["gpt2-small", "64-tiny"]
+    assert (printed[0]["dtype"], printed[0]["unit"]) == ("float16", "tokens")
+    assert [row["way"] for row in printed[0]["rows"]] == EVERYWHERE
+    (written,) = tmp_path.iterdir()
+    assert written.name == f"train-cpu-{printed[0]['date']}.json"
+    assert json.loads(written.read_text()) == printed
+    assert f"written to {written}" in err
 
 
-def test_the_command_prints_a_table(capsys):
-    code, out, _ = run(capsys, *QUICK)
-    assert code == 0
+def test_the_command_prints_a_table(command):
+    out, _ = command("--net", "64-tiny")
     assert all(word in out for word in (*EVERYWHERE, "samples/s", "peak MiB", "aten calls", "10–90 %"))
 
 
-def test_the_command_refuses_unknown_ways(capsys):
-    code, out, err = run(capsys, *QUICK, "--ways", "O1")
-    assert (code, out) == (2, "")
-    assert "unknown way 'O1'" in err
-
-
-def test_the_script_writes_one_dated_file(monkeypatch, tmp_path, capsys):
-    folder = Path(__file__).parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
-    words = ["--nets", "64-tiny", "--ways", "mezzo O2", "--repetitions", "1", "--small", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["train.py", *words, "--no-compiled"])
-    runpy.run_path(str(folder / "train.py"), run_name="__main__")
-    (written,) = tmp_path.iterdir()
-    results = json.loads(written.read_text())
-    assert written.name == f"train-{results[0]['device']}-{results[0]['date']}.json"
-    assert [row["way"] for row in results[0]["rows"]] == ["fp32", "torch.amp", "mezzo O2"]
-    assert f"written to {written}" in capsys.readouterr().out.replace("\n", "")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--nets", "bert"])
+def test_the_command_says_what_it_does_not_know(command):
+    with pytest.raises(SystemExit, match=r"benchmarks/train.py: unknown way 'O1'(.|\n)*valid: fp32"):
+        command("--ways", "O1")
     with pytest.raises(SystemExit, match="unknown net 'bert'"):
-        runpy.run_path(str(folder / "train.py"), run_name="__main__")
+        command("--net", "bert")
+
+
+def test_the_verb_that_was_prints_the_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "train", "--net", "64-tiny", "--ways", "mezzo O1, mezzo O2", "--json"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "  python benchmarks/train.py --net 64-tiny --ways 'mezzo O1, mezzo O2' --json"
+    with pytest.raises(SystemExit):
+        main(["bench", "train", "--help"])
+    assert capsys.readouterr().out.splitlines()[-1] == "  python benchmarks/train.py --help"
+
+
+def test_the_package_holds_no_networks():
+    assert not [name for name in dir(mezzo.bench) if "train" in name]
+    assert {path.stem for path in Path(mezzo.bench.__path__[0]).glob("*.py")}.isdisjoint({"train", "nets", "ways"})
+
+
+def test_what_the_counter_s_docstring_shows():
+    assert doctest.testmod(events) == doctest.TestResults(failed=0, attempted=3)
 
 
 # Compiled, and on a GPU -----------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ class Event:
 @pytest.fixture
 def measured(machine, monkeypatch):
     """Measure a part on the fake device, dry."""
-    monkeypatch.syspath_prepend(str(FOLDER))
     gpu = {name: importlib.import_module(f"gpu.{name}") for name in ("plan", "parts", "steps", "ceilings", "variants")}
     monkeypatch.setattr(timing, "_event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)

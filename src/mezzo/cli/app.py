@@ -35,7 +35,6 @@ def _show_version(wanted: bool) -> None:
     mezzo formats float16           the numbers of a format
     mezzo doctor                    what this machine can do
     mezzo bench step                optimizer steps against torch.amp
-    mezzo bench train               training steps against torch.amp
     """
 )
 def _root(

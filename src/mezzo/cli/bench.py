@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from mezzo.bench import StepResult, TrainResult, bench_step, bench_train
-from mezzo.bench.facts import checked_device
-from mezzo.bench.nets import NETS
+from mezzo.bench import bench_step
 from mezzo.bench.shapes import SHAPES
-from mezzo.bench.ways import WAYS
 from mezzo.cli.app import app
 from mezzo.recipes.machine import default_device
 
@@ -46,49 +44,18 @@ def step(
     """
     with Console(stderr=True).status("stepping"):
         result = bench_step(shapes, dtype=dtype, device=device or default_device(), repetitions=repetitions)
-    _show(result, as_json)
-
-
-@bench.command("train")
-def train(
-    net: Annotated[str, typer.Option(help=f"What to train: {', '.join(NETS)}.")] = "64-tiny",
-    size: Annotated[
-        str | None, typer.Option(help="full, small or least; small on a CPU, full on a GPU.", show_default=False)
-    ] = None,
-    ways: Annotated[
-        str | None, typer.Option(help=f"Of {', '.join(WAYS)}; fp32 and torch.amp always run.", show_default="all")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the accelerator when there is one.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Rounds in which two take turns.")] = 15,
-    compiled: Annotated[bool, typer.Option(help="Time torch.compile(model) too; takes minutes.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
-) -> None:
-    """Time whole training steps, with throughput, peak memory, kernels and host syncs.
-
-    [bold]mezzo bench train[/bold]                                  64 layers too small to keep a device busy
-
-    [bold]mezzo bench train --net gpt2-small --ways "mezzo O1, mezzo O2"[/bold]
-
-    All ways start from the same weights and train on the same batch, each in turns with torch.amp; a way whose loss
-    does not follow that of FP32 is an error.
-    """
-    where = checked_device(device or default_device())
-    with Console(stderr=True).status("training"):
-        result = bench_train(
-            net,
-            size=size or ("small" if where.type == "cpu" else "full"),
-            dtype=dtype,
-            device=where,
-            repetitions=repetitions,
-            ways=None if ways is None else [way.strip() for way in ways.split(",")],
-            compiled=compiled,
-        )
-    _show(result, as_json)
-
-
-def _show(result: StepResult | TrainResult, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=1, ensure_ascii=False))
     else:
         Console(width=None if Console().is_terminal else 160).print(result.table())
+
+
+@bench.command(
+    "train",
+    hidden=True,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)
+def train(context: typer.Context) -> None:
+    """Print the command that does it since networks are no part of the package."""
+    typer.echo("mezzo bench train has moved out of the package; in a clone of mezzo's repository run")
+    typer.echo(f"  {shlex.join(['python', 'benchmarks/train.py', *context.args])}")

@@ -13,13 +13,14 @@ from typing import Final
 import torch
 
 import mezzo
-from mezzo.bench.events import SYNCS, Events, observe
 from mezzo.bench.facts import checked_device, facts
-from mezzo.bench.nets import NETS
 from mezzo.bench.timing import against, in_turns, seconds, spread
-from mezzo.bench.train_result import TrainResult, TrainRow, row_name
-from mezzo.bench.ways import WAYS, Task, Training
 from mezzo.errors import MezzoError, NumericsError, PolicyError, UnsupportedError, nearest
+
+from .events import SYNCS, Events, observe
+from .nets import NETS
+from .result import TrainResult, TrainRow, row_name
+from .ways import WAYS, Task, Training
 
 __all__ = ["bench_train", "check_trains"]
 
@@ -51,12 +52,12 @@ def bench_train(
     timed.
 
     Args:
-        net: A name of :data:`mezzo.bench.nets.NETS`.
+        net: A name of :data:`training.nets.NETS`.
         size: ``"full"`` for a GPU, ``"small"`` for two cores and a minute, ``"least"`` to see that everything runs.
         dtype: The low precision, ``"bfloat16"`` or ``"float16"``; the second with a dynamic loss scale.
         device: A CPU or a CUDA device.
         repetitions: Rounds.
-        ways: Names of :data:`mezzo.bench.ways.WAYS`; all when omitted. ``fp32``, whose loss the others must follow,
+        ways: Names of :data:`training.ways.WAYS`; all when omitted. ``fp32``, whose loss the others must follow,
             and ``torch.amp``, the rival, always run.
         compiled: Time each way with ``torch.compile(model)`` too, against torch.amp's compiled step; takes minutes.
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo import optim
-from mezzo.bench.nets import Batch, loss_of
 from mezzo.recipes.footprint import state_bytes
 from mezzo.session import MixedPrecision
+
+from .nets import Batch, loss_of
 
 __all__ = ["WAYS", "Task", "Training", "Way"]
 

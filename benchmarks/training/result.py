@@ -20,7 +20,7 @@ class TrainRow:
     """One way to train.
 
     Attributes:
-        way: A name of :data:`mezzo.bench.ways.WAYS`.
+        way: A name of :data:`training.ways.WAYS`.
         compiled: Whether the model went through ``torch.compile``.
         tf32: Whether FP32 products used TF32.
         against: What it took turns with.
@@ -33,7 +33,7 @@ class TrainRow:
             end of the first steps, above what there was before; of a captured way with the copy of weights and masters
             that a capture holds while it runs. On a CPU: weights, masters, optimizer state and
             batch, and what a step allocates beyond them.
-        calls: aten operators called: see :class:`mezzo.bench.events.Events`.
+        calls: aten operators called: see :class:`training.events.Events`.
         kernels: GPU kernels a step; None on a CPU.
         launches: What the host started on the GPU; None on a CPU.
         syncs: Host syncs a step, as ``syncs_are`` of the result has it.
