@@ -1,13 +1,11 @@
 """Ranges and operands against plain arithmetic."""
 
 import math
-from collections import OrderedDict
-from dataclasses import dataclass
 
 import pytest
 import torch
 
-from mezzo.numerics.measure import each_tensor, has_literal, is_finite, largest_in, needed, operands, range_of
+from mezzo.numerics.measure import has_literal, is_finite, largest_in, needed, operands, range_of
 
 aten = torch.ops.aten
 
@@ -166,18 +164,3 @@ def test_an_interrupt_is_no_refusal():
 
     with pytest.raises(KeyboardInterrupt):
         largest_in(torch.float32, Interrupted(), (torch.ones(1),), {}, [], 0)
-
-
-@dataclass
-class Point:
-    x: torch.Tensor
-    rest: list
-
-
-def test_tensors_in_containers():
-    a, b, c, d = (torch.tensor(float(number)) for number in range(4))
-    value = (a, {"b": [b, None, 3]}, Point(c, [d]), OrderedDict(e=a), "text", Point)
-    assert [(path, int(tensor)) for path, tensor in each_tensor(value)] == [
-        ("[0]", 0), ("[1]['b'][0]", 1), ("[2].x", 2), ("[2].rest[0]", 3), ("[3]['e']", 0),
-    ]  # fmt: skip
-    assert [path for path, _ in each_tensor(a)] == [""]

@@ -8,8 +8,9 @@ import torch
 
 from mezzo import NumericsError, PolicyError
 from mezzo.step.executors.inplace import INPLACE, Scratch
-from mezzo.step.split import decode, encode, flat, from_planes, halves, joined, to_planes
+from mezzo.step.split import decode, encode, from_planes, halves, joined, to_planes
 from mezzo.step.storage import PLANES, SPLIT
+from mezzo.tensors import flat
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW = [BF16, FP16]

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mezzo.tensors import LOW, tensors
+
 __all__ = [
     "Storages",
-    "dtype_name",
     "flops",
-    "has_fraction",
     "is_allocation",
     "is_cast",
     "is_view",
     "multiple_of",
     "product",
     "same_storage",
-    "tensors",
 ]
 
 _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
 
 Shape = tuple[tuple[str, int], ...]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Write a dtype as policies do: ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def has_fraction(dtype: torch.dtype) -> bool:
-    """Whether a dtype holds floating or complex numbers."""
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def is_cast(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
@@ -61,21 +50,9 @@ def is_allocation(kernel: Any) -> bool:
 
 def multiple_of(dtype: torch.dtype) -> int | None:
     """Return what dimensions should be multiples of in this format; ``None`` where it does not matter."""
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype in LOW:
         return 8
     return 16 if dtype in _FP8 else None
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among a call's arguments or results, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
 
 
 class Storages:

@@ -20,7 +20,8 @@ from torch.autograd.function import BackwardCFunction
 from mezzo.explanation import kernels
 from mezzo.explanation.calls import Call, Decider
 from mezzo.explanation.frames import Maker, kernel_name, maker, user_line
-from mezzo.explanation.kernels import Storages, dtype_name, tensors
+from mezzo.explanation.kernels import Storages
+from mezzo.tensors import dtype_name, tensors
 
 __all__ = ["LOSS", "Place", "Trace"]
 

@@ -11,13 +11,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.explanation.kernels import dtype_name
 from mezzo.explanation.trace import LOSS
 from mezzo.numerics import cures
 from mezzo.numerics.cures import Context
 from mezzo.numerics.measure import range_of
 from mezzo.numerics.origins import Origin
 from mezzo.numerics.overflow import Kind, Overflow
+from mezzo.tensors import dtype_name
 
 __all__ = ["arrived", "diagnose", "summed"]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mezzo.explanation.kernels import dtype_name, has_fraction, tensors
 from mezzo.numerics.overflow import Range
+from mezzo.tensors import dtype_name, has_fraction, tensors
 
 __all__ = [
     "Operand",
-    "each_tensor",
     "has_literal",
     "has_nan",
     "is_finite",
@@ -183,21 +181,3 @@ def needed(
             if magnitude is not None and math.isfinite(magnitude):
                 return magnitude, wider
     return magnitude, None
-
-
-# Containers -----------------------------------------------------------------------------------------
-
-
-def each_tensor(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested containers and dataclasses, in order, with where each stands."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from each_tensor(item, f"{path}[{key!r}]")
-    elif isinstance(value, (tuple, list)):
-        for number, item in enumerate(value):
-            yield from each_tensor(item, f"{path}[{number}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from each_tensor(getattr(value, field.name, None), f"{path}.{field.name}")

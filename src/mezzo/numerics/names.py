@@ -7,8 +7,8 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-from mezzo.explanation.kernels import tensors
-from mezzo.numerics.measure import each_tensor, is_finite
+from mezzo.numerics.measure import is_finite
+from mezzo.tensors import each_tensor, tensors
 
 __all__ = ["Edge", "Names", "Role", "edges", "numbered"]
 

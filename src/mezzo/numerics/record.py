@@ -19,10 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.explanation.frames import user_line
-from mezzo.explanation.kernels import dtype_name
 from mezzo.numerics.checks import is_checking
-from mezzo.numerics.measure import each_tensor
 from mezzo.numerics.untouched import RandomStates, devices_of
+from mezzo.tensors import dtype_name, each_tensor
 
 __all__ = ["Call", "Event", "Kept", "Recorder"]
 

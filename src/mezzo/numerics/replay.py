@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 from mezzo.explanation.frames import user_line
 from mezzo.numerics.causes import arrived, summed
 from mezzo.numerics.cures import Context
-from mezzo.numerics.measure import each_tensor, is_finite
+from mezzo.numerics.measure import is_finite
 from mezzo.numerics.names import Names
 from mezzo.numerics.overflow import Changed, Overflow
 from mezzo.numerics.record import Call, Event, Recorder
 from mezzo.numerics.search import Search, checked_models
 from mezzo.numerics.untouched import untouched
+from mezzo.tensors import each_tensor
 
 __all__ = ["Replay"]
 

@@ -17,13 +17,14 @@ from mezzo.explanation.modes import Calls, Watcher
 from mezzo.numerics.causes import diagnose
 from mezzo.numerics.checks import Checks
 from mezzo.numerics.cures import Context, highest_scale
-from mezzo.numerics.measure import each_tensor, is_finite
+from mezzo.numerics.measure import is_finite
 from mezzo.numerics.names import numbered
 from mezzo.numerics.origins import Origin
 from mezzo.numerics.overflow import Overflow
 from mezzo.numerics.untouched import gradients_aside, untouched
 from mezzo.numerics.watch import Watch
 from mezzo.policy import Policy
+from mezzo.tensors import each_tensor
 
 __all__ = ["Search", "checked_models", "locate"]
 

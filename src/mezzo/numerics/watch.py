@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mezzo.explanation.calls import Decider
 from mezzo.explanation.frames import kernel_name, user_line
-from mezzo.explanation.kernels import Storages, has_fraction, is_allocation, is_cast, is_view, same_storage, tensors
+from mezzo.explanation.kernels import Storages, is_allocation, is_cast, is_view, same_storage
 from mezzo.explanation.trace import LOSS, Place, Trace
 from mezzo.numerics.casting import casting_frames, function_around, is_emulation
 from mezzo.numerics.measure import (
@@ -34,6 +34,7 @@ from mezzo.numerics.origins import BOUNDED, SOFTMAX, Consumer, Origin
 from mezzo.numerics.overflow import Phase, Range
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
+from mezzo.tensors import has_fraction, tensors
 
 __all__ = ["Watch"]
 

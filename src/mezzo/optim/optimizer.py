@@ -22,13 +22,13 @@ from mezzo.optim.halves import HalvesOptimizer, Joined
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import Group
 from mezzo.optim.state import as_stored, plain_state
-from mezzo.scale.transfer import moved
 from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.passes import Check, Cohort, Executor, NoKernel, Update
 from mezzo.step.runs import SHORT, packed, stands_alone
 from mezzo.step.storage import PLANES, Storage, storage
 from mezzo.step.update import Rule, rule
 from mezzo.step.whole import Call, Piece, Work
+from mezzo.tensors import moved
 
 __all__ = ["Group", "OnePassOptimizer", "Params"]
 

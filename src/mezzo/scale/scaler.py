@@ -13,7 +13,7 @@ from mezzo.scale.config import LossScale
 from mezzo.scale.host import next_scale_on_host
 from mezzo.scale.rules import fitted, held, next_scale
 from mezzo.scale.state import ScaleState
-from mezzo.scale.transfer import moved
+from mezzo.tensors import moved
 
 __all__ = ["Scaler"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from mezzo.errors import NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale, ScaleState
 from mezzo.scale.config import as_float32
-from mezzo.scale.transfer import moved
 from mezzo.step.whole import Call, at_once
+from mezzo.tensors import moved
 
 __all__ = ["Accounts", "Outcome", "Stats"]
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.cast.region import autocast
-from mezzo.scale.transfer import moved
+from mezzo.tensors import moved
 
 __all__ = ["NormBuffers", "Remembering"]
 

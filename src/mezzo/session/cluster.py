@@ -16,11 +16,11 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
-from mezzo.scale.transfer import moved
 from mezzo.session.gradients import dense, mark, multiplications, norms, not_finite
 from mezzo.session.unscaled import Unscaled
 from mezzo.session.window import Carried, Share, Window
 from mezzo.step.whole import Call, at_once
+from mezzo.tensors import moved
 
 __all__ = ["Cluster", "clusters", "give_gradient", "gradient_dtypes", "regrouped"]
 

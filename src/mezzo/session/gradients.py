@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.scale.transfer import moved
 from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
+from mezzo.tensors import moved
 
 __all__ = ["alike", "can_fold", "dense", "lacks_momentum", "mark", "multiplications", "norms", "not_finite"]
 

@@ -19,11 +19,11 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale import ScaleState
 from mezzo.scale.scaler import Scaler
-from mezzo.scale.transfer import moved
 from mezzo.session.checked import Checked
 from mezzo.session.gradients import can_fold, multiplications, not_finite
 from mezzo.session.window import Share
 from mezzo.step.whole import Call, Piece, Work, at_once
+from mezzo.tensors import moved
 
 __all__ = ["Adapted", "Found", "Update", "adapt", "update"]
 

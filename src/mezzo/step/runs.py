@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.step.split import flat
+from mezzo.tensors import flat
 
 __all__ = ["SHORT", "packed", "run", "stands_alone"]
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mezzo.errors import NumericsError, PolicyError
 from mezzo.step.rounding import SIGN, nearest, one_nan
+from mezzo.tensors import flat
 
-__all__ = ["decode", "encode", "flat", "from_planes", "halves", "joined", "to_planes"]
+__all__ = ["decode", "encode", "from_planes", "halves", "joined", "to_planes"]
 
 _SMALLEST_NORMAL_FP16: Final = 2.0**-14
 #: The largest |weight| that each format's high half can stand for; BF16's is just below the midpoint to 2^128.
@@ -197,21 +198,6 @@ def from_planes(planes: Tensor, *, out: Tensor | None = None) -> Tensor:
     for low, high, remainder in _blocks(planes[0], planes[1], lo):
         remainder.copy_((high.short() << 8) | low)
     return lo
-
-
-def flat(*tensors: Tensor) -> tuple[Tensor, ...] | None:
-    """View tensors that lie in memory alike as vectors in memory order; None where they do not.
-
-    Element ``i`` of one vector belongs to element ``i`` of each other, whatever the common layout (channels last,
-    transposed), as long as it has neither gaps nor overlaps.
-    """
-    first = tensors[0]
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return tuple(tensor.detach().view(-1) for tensor in tensors)
-    dense = torch.empty_like(first, device="meta").stride() == first.stride()
-    if not dense or any(tensor.stride() != first.stride() for tensor in tensors):
-        return None
-    return tuple(t.detach().as_strided((t.numel(),), (1,), t.storage_offset()) for t in tensors)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

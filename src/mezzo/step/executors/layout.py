@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mezzo.step.passes import Cohort
 from mezzo.step.runs import SHORT, run
-from mezzo.step.split import flat
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
 from mezzo.step.whole import Call
+from mezzo.tensors import flat
 
 __all__ = ["Block", "Places", "Task", "Unit", "norms", "pieces", "squares", "units"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.emit import READABLE, stepped
 from mezzo.step.passes import Check, Cohort
-from mezzo.step.split import flat
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
 from mezzo.step.whole import Call
+from mezzo.tensors import flat
 
 __all__ = [
     "Rows",

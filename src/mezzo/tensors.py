@@ -1,0 +1,128 @@
+"""What all rooms say of tensors: dtypes and their names, tensors in containers, memory order, what was written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CASTABLE",
+    "LOW",
+    "described",
+    "dtype_name",
+    "each_tensor",
+    "flat",
+    "has_fraction",
+    "mark",
+    "moved",
+    "tensors",
+]
+
+#: The dtypes of low-precision weights and arithmetic.
+LOW: Final = (torch.float16, torch.bfloat16)
+#: The dtypes that a policy converts. FP64, integers and complex numbers stay what they are.
+CASTABLE: Final = (torch.float32, *LOW)
+
+
+# Dtypes -----------------------------------------------------------------------------------------------
+
+
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
+    """Write a dtype as policies do.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def has_fraction(dtype: torch.dtype) -> bool:
+    """Whether a dtype holds floating or complex numbers."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def described(tensor: Tensor) -> str:
+    """Write a tensor's dtype and shape.
+
+    Example:
+        >>> described(torch.zeros(4, 3))
+        'float32 [4, 3]'
+    """
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+# Containers -------------------------------------------------------------------------------------------
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts, such as a call's arguments, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def each_tensor(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested containers and dataclasses, such as a model's output, in order, with their paths."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from each_tensor(item, f"{path}[{key!r}]")
+    elif isinstance(value, (tuple, list)):
+        for number, item in enumerate(value):
+            yield from each_tensor(item, f"{path}[{number}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from each_tensor(getattr(value, field.name, None), f"{path}.{field.name}")
+
+
+# Memory -----------------------------------------------------------------------------------------------
+
+
+def mark(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written in place or given other memory.
+
+    What is written through ``.data`` leaves no trace. Tensors made in inference mode have no version, sparse and opaque
+    ones no address.
+    """
+    version = -1 if tensor.is_inference() else tensor._version
+    try:
+        return version, tensor.data_ptr()
+    except RuntimeError:
+        return version, 0
+
+
+def flat(*tensors: Tensor) -> tuple[Tensor, ...] | None:
+    """View tensors that lie in memory alike as vectors in memory order; None where they do not.
+
+    Element ``i`` of one vector belongs to element ``i`` of each other, whatever the common layout (channels last,
+    transposed), as long as it has neither gaps nor overlaps.
+    """
+    first = tensors[0]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tuple(tensor.detach().view(-1) for tensor in tensors)
+    dense = torch.empty_like(first, device="meta").stride() == first.stride()
+    if not dense or any(tensor.stride() != first.stride() for tensor in tensors):
+        return None
+    return tuple(t.detach().as_strided((t.numel(),), (1,), t.storage_offset()) for t in tensors)
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor on a device, without waiting unless it goes to the CPU.
+
+    There the host would read memory that nothing has arrived in yet: ``non_blocking=True`` returns at once.
+
+    References:
+        https://github.com/pytorch/pytorch/issues/86264
+    """
+    return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")

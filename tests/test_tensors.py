@@ -1,0 +1,62 @@
+"""What all rooms say of tensors."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from mezzo.tensors import each_tensor, mark, moved, tensors
+
+
+def test_what_is_there_already_is_not_copied():
+    number = torch.tensor(2.0)
+    assert moved(number, torch.device("cpu")) is number
+    assert moved(number, torch.device("cpu"), torch.float64).dtype == torch.float64
+
+
+def test_the_host_waits_for_what_it_is_to_read_and_no_device_does(monkeypatch):
+    waits = []
+    plain = torch.Tensor.to
+
+    def to(tensor, device, dtype, *, non_blocking):
+        waits.append((device.type, non_blocking))
+        return plain(tensor, device, dtype)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    moved(torch.tensor(2.0), torch.device("cpu"))
+    moved(torch.tensor(2.0), torch.device("meta"))
+    assert waits == [("cpu", False), ("meta", True)]
+
+
+@dataclass
+class Point:
+    x: torch.Tensor
+    rest: list
+
+
+def test_tensors_in_containers():
+    a, b, c, d = (torch.tensor(float(number)) for number in range(4))
+    value = (a, {"b": [b, None, 3]}, Point(c, [d]), OrderedDict(e=a), "text", Point)
+    assert [(path, int(tensor)) for path, tensor in each_tensor(value)] == [
+        ("[0]", 0), ("[1]['b'][0]", 1), ("[2].x", 2), ("[2].rest[0]", 3), ("[3]['e']", 0),
+    ]  # fmt: skip
+    assert [path for path, _ in each_tensor(a)] == [""]
+    assert [int(tensor) for tensor in tensors(({"b": [b, (None, a)]}, "text", Point(c, [d]), OrderedDict(e=c)))] == [
+        1,
+        0,
+        2,
+    ]
+
+
+def test_marks_tell_writing_and_other_memory():
+    weight = torch.zeros(3)
+    before = mark(weight)
+    weight.add_(1)
+    written = mark(weight)
+    weight.data = torch.ones(3)
+    assert len({before, written, mark(weight)}) == 3
+    with torch.inference_mode():
+        made = torch.zeros(3)
+    assert mark(made) == (-1, made.data_ptr())
+    sparse = torch.eye(2).to_sparse()
+    assert mark(sparse) == (sparse._version, 0)
