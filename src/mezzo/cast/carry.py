@@ -17,6 +17,7 @@ from mezzo.cast.plan import OPENED_BY_NAME, Handler, Plan, Traced, open_function
 from mezzo.cast.recompute import SWITCHES_GRADIENTS, RecomputedMode, saved_tensor_hooks
 from mezzo.cast.weights import WeightCasts
 from mezzo.errors import UnsupportedError
+from mezzo.tensors import CASTABLE, dtype_name, tensors
 
 __all__ = ["OPENED_BACKWARD", "Differences", "pinned_parameter", "without_autocast"]
 
@@ -26,7 +27,6 @@ _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported
 _INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
-_CASTABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 #: What begins a backward pass; torch.func differentiates by the last of them.
@@ -115,7 +115,7 @@ class Differences(RecomputedMode):
     def _plan_for(self, args: Any, kwargs: Any) -> Plan | None:
         if self.only is not None:
             return self.only
-        kinds = (x.device.type for x in _tensors((args, kwargs)))
+        kinds = (x.device.type for x in tensors((args, kwargs)))
         return next((self.plans[kind] for kind in kinds if kind in self.plans), None)
 
 
@@ -176,7 +176,7 @@ def _run(handler: Handler, plan: Plan | Traced, func: Any, args: Any, kwargs: An
         if handler.treatment != "low" or not any(words in str(error) for words in _NO_KERNEL):
             raise
         raise UnsupportedError(
-            f"{handler.op} has no kernel in {str(plan.dtype).removeprefix('torch.')}",
+            f"{handler.op} has no kernel in {dtype_name(plan.dtype)}",
             where=f"device {plan.device_type}",
             why=str(error).splitlines()[0],
             write=f'policy.fp32_math("{handler.op}")   # FP32 inside, low out; or policy.fp32("{handler.op}")',
@@ -185,7 +185,7 @@ def _run(handler: Handler, plan: Plan | Traced, func: Any, args: Any, kwargs: An
 
 def pinned_parameter(plan: Plan, args: Any, kwargs: Any) -> Tensor | None:
     """Return the first parameter among the arguments, or behind a view among them, that a rule speaks about."""
-    for x in _tensors((args, kwargs)):
+    for x in tensors((args, kwargs)):
         if id(x) in plan.pinned:
             return x
         if x._base is not None and id(x._base) in plan.pinned:
@@ -213,31 +213,20 @@ def _storage(x: Tensor) -> Any:
     return x.untyped_storage()._cdata
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a call's arguments, those in lists too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif type(value) in (tuple, list):
-        for item in value:
-            yield from _tensors(item)
-    elif type(value) is dict:
-        yield from _tensors(list(value.values()))
-
-
 def _floats(args: Any, kwargs: Any) -> list[Tensor]:
-    return [x for x in _tensors((args, kwargs)) if x.dtype in _CASTABLE]
+    return [x for x in tensors((args, kwargs)) if x.dtype in CASTABLE]
 
 
 def _all_low(value: Any, dtype: torch.dtype) -> bool:
     """Whether every number with a fraction is in the low dtype: what emulation is for."""
-    dtypes = {x.dtype for x in _tensors(value) if x.is_floating_point() or x.is_complex()}
+    dtypes = {x.dtype for x in tensors(value) if x.is_floating_point() or x.is_complex()}
     return dtypes == {dtype}
 
 
 def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> Any:
     """Cast floating tensors, those in lists too; float64, complex, integer and bool ones are never cast."""
     if isinstance(value, Tensor):
-        if value.dtype == dtype or value.dtype not in _CASTABLE:
+        if value.dtype == dtype or value.dtype not in CASTABLE:
             return value
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from mezzo.tensors import LOW
+
 __all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_dtypes_of_states"]
 
 
@@ -178,7 +180,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _is_low(value: Tensor) -> bool:
-    return value.dtype in (torch.float16, torch.bfloat16)
+    return value.dtype in LOW
 
 
 def _widen(value: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from mezzo.cast.weights import WeightCasts
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
+from mezzo.tensors import dtype_name
 
 __all__ = ["accumulation", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here"]
 
@@ -303,7 +304,7 @@ def accumulation(policy: Policy, plans: list[Plan]) -> Iterator[None]:
 def _require_off(policy: str) -> bool:
     """Refuse to be compiled where GEMMs may accumulate in reduced precision; Dynamo itself guards that it stays so."""
     flags = {"float16": "allow_fp16_reduced_precision_reduction", "bfloat16": "allow_bf16_reduced_precision_reduction"}
-    dtype = str(Policy.parse(policy).dtype).removeprefix("torch.")
+    dtype = dtype_name(Policy.parse(policy).dtype)
     if dtype in flags and dict(zip(flags, _reductions(), strict=True))[dtype][0]:
         raise UnsupportedError(
             "accumulate=fp32 cannot be carried out by a region inside a compiled function",

@@ -23,9 +23,10 @@ from mezzo.cast.device import cache
 from mezzo.cast.device import probing as children
 from mezzo.cast.device.child import CASES
 from mezzo.cast.device.probing import ISA_VARIABLE, isa_setting
-from mezzo.cast.device.report import FAST_ENOUGH, FORMATS, DeviceReport, FormatSupport, name_of
+from mezzo.cast.device.report import FAST_ENOUGH, FORMATS, DeviceReport, FormatSupport
 from mezzo.cast.device.trial import read_limit, survives_here, switch_onednn_off
 from mezzo.errors import PolicyError, UnsupportedError, message, nearest
+from mezzo.tensors import dtype_name
 
 __all__ = [
     "FAST_ENOUGH",
@@ -201,7 +202,7 @@ def protect(device_type: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Pr
     _require_device(device_type)
     _require_format(dtype)
     if dtype in FULL_PRECISION:
-        return Protection(action="none", reason=f"{name_of(dtype)} is safe everywhere")
+        return Protection(action="none", reason=f"{dtype_name(dtype)} is safe everywhere")
     if device_type != "cpu":
         support = _support(device_type, dtype)
         works = support.status == "native"
@@ -282,13 +283,13 @@ def will_emulate(dtype: torch.dtype, device_type: str = "cpu", emulate: Literal[
             write='emulate="auto"',
         )
     if dtype in FULL_PRECISION:
-        return Emulation(active=False, reason=f"{name_of(dtype)} is what emulation computes in")
+        return Emulation(active=False, reason=f"{dtype_name(dtype)} is what emulation computes in")
     if emulate is True and device_type == "cpu":
         return Emulation(active=True, reason="emulate=True asks for it")
     support = _support(device_type, dtype)
     if not support.can_hold:
         raise UnsupportedError(
-            f"{device_type} cannot hold {name_of(dtype)}",
+            f"{device_type} cannot hold {dtype_name(dtype)}",
             why=support.detail,
             write='dtype="float16" or dtype="bfloat16"',
         )
@@ -306,7 +307,7 @@ def will_emulate(dtype: torch.dtype, device_type: str = "cpu", emulate: Literal[
         return Emulation(active=True, reason=refusal)
     cure = f"\n{ISA_VARIABLE}={children.ISA_LIMIT} python …" if support.status == "crashes" else ""
     raise UnsupportedError(
-        f"{name_of(dtype)} cannot be computed natively on this {device_type}",
+        f"{dtype_name(dtype)} cannot be computed natively on this {device_type}",
         why=refusal,
         write=f'emulate="auto"{cure}',
     )
@@ -353,16 +354,16 @@ def _protect_cpu(dtype: torch.dtype) -> Protection:
     trouble = survives_here(dtype, cases)
     where = f"{ISA_VARIABLE}={own_setting}" if own_setting else f"no {ISA_VARIABLE}"
     if not trouble and sets_limit:
-        reason = f"{name_of(dtype)} crashes on this CPU, so mezzo has set {ISA_VARIABLE}={limit}"
+        reason = f"{dtype_name(dtype)} crashes on this CPU, so mezzo has set {ISA_VARIABLE}={limit}"
         return Protection(action="limit", reason=reason)
     if not trouble:
         return Protection(action="none", reason=f"with {where} a copy of this process survived it")
     if not sets_limit:
-        reason = f"{name_of(dtype)} crashes on this CPU ({support.detail}); with {where}, {trouble}"
+        reason = f"{dtype_name(dtype)} crashes on this CPU ({support.detail}); with {where}, {trouble}"
         return Protection(action="emulate", reason=reason)
     del os.environ[ISA_VARIABLE]
     reason = (
-        f"{name_of(dtype)} crashes on this CPU unless {ISA_VARIABLE}={limit} is set before oneDNN's first "
+        f"{dtype_name(dtype)} crashes on this CPU unless {ISA_VARIABLE}={limit} is set before oneDNN's first "
         f"use, and in this process that is too late or cannot be known: {trouble}"
     )
     return Protection(action="emulate", reason=reason)
@@ -373,7 +374,7 @@ def _go_without_onednn(dtype: torch.dtype, reason: str) -> None:
     cases = [case for case in CASES if case != "storage"]
     trouble = survives_here(dtype, cases, onednn=False)
     switch_onednn_off()
-    name = name_of(dtype)
+    name = dtype_name(dtype)
     text = message(
         "oneDNN is switched off in this process",
         where=f"every {name} product on the CPU, inside mezzo's regions and outside",
@@ -422,7 +423,7 @@ def _support(device_type: str, dtype: torch.dtype) -> FormatSupport:
 
 
 def _because(support: FormatSupport, device_type: str) -> str:
-    name = f"{name_of(support.dtype)} on this {device_type}"
+    name = f"{dtype_name(support.dtype)} on this {device_type}"
     if support.status == "unsupported":
         return f"{name} has no arithmetic ({support.detail})"
     ratio = "unknown" if support.speed_ratio is None else f"{support.speed_ratio:.2g} times float32's"
@@ -450,5 +451,5 @@ def _require_device(device_type: str) -> None:
 def _require_format(dtype: torch.dtype) -> None:
     known = (*FULL_PRECISION, *FORMATS)
     if dtype not in known:
-        names = ", ".join(name_of(known_dtype) for known_dtype in known)
+        names = ", ".join(dtype_name(known_dtype) for known_dtype in known)
         raise PolicyError(f"{dtype} is not a format that mezzo computes in", why=f"it knows {names}")

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from mezzo.cast.device.child import CASES, PREFIX, REFUSALS, TIMED_CASES, run_case, time_case
-from mezzo.cast.device.report import FAST_ENOUGH, FORMATS, DeviceReport, FormatSupport, Status, name_of
+from mezzo.cast.device.report import FAST_ENOUGH, FORMATS, DeviceReport, FormatSupport, Status
+from mezzo.tensors import dtype_name
 
 __all__ = [
     "ISA_LIMIT",
@@ -149,7 +150,7 @@ def accelerator_report(device_type: str, name: str, native: Mapping[torch.dtype,
             outcome = _try_accelerator(case, dtype, device_type)
             if native.get(dtype, True) is False and case == "gemm" and outcome.status == "native":
                 outcome = Outcome("unsupported", detail="torch only imitates it on this device")
-            outcomes[name_of(dtype), case] = outcome
+            outcomes[dtype_name(dtype), case] = outcome
             if outcome.status != "native":
                 break
     formats = {dtype: _summary(dtype, outcomes, outcomes) for dtype in FORMATS}
@@ -158,7 +159,7 @@ def accelerator_report(device_type: str, name: str, native: Mapping[torch.dtype,
 
 def _outcomes(setting: str | None) -> dict[Job, Outcome]:
     """Run every job, in as many children as it takes."""
-    jobs: list[Job] = [(name_of(dtype), case) for case in CASES for dtype in (torch.float32, *FORMATS)]
+    jobs: list[Job] = [(dtype_name(dtype), case) for case in CASES for dtype in (torch.float32, *FORMATS)]
     outcomes: dict[Job, Outcome] = {}
     tried_again: set[Job] = set()
     while jobs:
@@ -271,11 +272,11 @@ def _summary(
     dtype: torch.dtype, free: Mapping[Job, Outcome], timed: Mapping[Job, Outcome], note: str = ""
 ) -> FormatSupport:
     """Draw the conclusion for one format from the outcomes of its cases."""
-    tried = {case: free[name_of(dtype), case] for case in CASES if (name_of(dtype), case) in free}
+    tried = {case: free[dtype_name(dtype), case] for case in CASES if (dtype_name(dtype), case) in free}
     speeds: dict[str, float] = {}
-    if not any(key[0] == name_of(dtype) and outcome.status == "crashes" for key, outcome in timed.items()):
+    if not any(key[0] == dtype_name(dtype) and outcome.status == "crashes" for key, outcome in timed.items()):
         for case in TIMED_CASES:
-            base, own = timed.get(("float32", case)), timed.get((name_of(dtype), case))
+            base, own = timed.get(("float32", case)), timed.get((dtype_name(dtype), case))
             if base and own and base.seconds and own.seconds:
                 speeds[case] = base.seconds / own.seconds
     troubles = {

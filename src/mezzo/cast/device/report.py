@@ -10,7 +10,9 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
-__all__ = ["FAST_ENOUGH", "FORMATS", "DeviceReport", "FormatSupport", "Status", "name_of"]
+from mezzo.tensors import dtype_name
+
+__all__ = ["FAST_ENOUGH", "FORMATS", "DeviceReport", "FormatSupport", "Status"]
 
 T = TypeVar("T")  # Python 3.11 has no `def f[T]`
 
@@ -23,16 +25,6 @@ FORMATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 #: rounding of its operands and result, and native storage halves the memory, so a somewhat slower native
 #: product is still the better bargain; one that takes more than twice FP32's time no longer is.
 FAST_ENOUGH = 0.5
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Name a dtype without its module.
-
-    Example:
-        >>> name_of(torch.bfloat16)
-        'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +98,7 @@ class DeviceReport:
             "needs_isa_limit": self.needs_isa_limit,
             "formats": [
                 {
-                    "dtype": name_of(support.dtype),
+                    "dtype": dtype_name(support.dtype),
                     "status": support.status,
                     "fast": support.fast,
                     "speed_ratio": support.speed_ratio,
@@ -158,7 +150,7 @@ def _support(entry: Mapping[str, Any]) -> FormatSupport:
     found = set(support.cases.values())
     follows = next(status for status in ("crashes", "unsupported", "native") if status in found or status == "native")
     if found and support.status != follows:
-        raise TypeError(f"{name_of(support.dtype)} is said to be {support.status}, and its cases are {follows}")
+        raise TypeError(f"{dtype_name(support.dtype)} is said to be {support.status}, and its cases are {follows}")
     if support.fast != (support.speed_ratio is not None and support.speed_ratio >= FAST_ENOUGH):
         raise TypeError(f"fast is {support.fast} at {ratio} times FP32's speed")
     return support

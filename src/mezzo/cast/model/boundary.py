@@ -21,11 +21,10 @@ from mezzo.cast.model.entrance import Entrance
 from mezzo.cast.region import acting_keys, autocast
 from mezzo.errors import UnsupportedError, message
 from mezzo.policy import Policy, Rule, Treatment
+from mezzo.tensors import CASTABLE, dtype_name
 
-__all__ = ["CASTABLE", "Boundary", "WideNorm", "cast_floating"]
+__all__ = ["Boundary", "WideNorm", "cast_floating"]
 
-#: What is ever cast: float64, complex, integers and bools are not.
-CASTABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 #: How torch's kernels say that their operands differ in dtype.
 _TWO_DTYPES: Final = ("same dtype", "should be the same", "mixed dtype", "expected scalar type", "match weight dtype")
@@ -143,7 +142,7 @@ def _explain(error: BaseException | None, policy: Policy) -> None:
     """Add to torch's error about two dtypes where, under a policy that stores weights low, the second comes from."""
     if not isinstance(error, RuntimeError | ValueError) or not any(words in str(error) for words in _TWO_DTYPES):
         return
-    dtype = str(policy.param_dtype).removeprefix("torch.")
+    dtype = dtype_name(policy.param_dtype)
     note = message(
         f"mezzo: {policy.level} stores this model's weights in {dtype}, and torch computes nothing from two dtypes",
         why="a float32 tensor made inside the model, as by x.float(), meets them as they are; "

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import decide as device
-from mezzo.cast.model.boundary import CASTABLE, Boundary, WideNorm
+from mezzo.cast.model.boundary import Boundary, WideNorm
 from mezzo.cast.model.doors import Door, doors_of
 from mezzo.cast.model.entrance import Entrance
 from mezzo.cast.model.refusals import cannot_convert, require_module
@@ -26,6 +26,7 @@ from mezzo.cast.weights import WeightCasts
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, printable, some_of
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import functions
+from mezzo.tensors import CASTABLE, dtype_name
 
 __all__ = ["Prepared", "prepare"]
 
@@ -292,11 +293,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
 
 
 def _foreign_dtypes(model: nn.Module) -> Iterator[UnsupportedError]:
-    wrong = [
-        f"{name} ({str(p.dtype).removeprefix('torch.')})"
-        for name, p in model.named_parameters()
-        if p.dtype == torch.float64
-    ]
+    wrong = [f"{name} ({dtype_name(p.dtype)})" for name, p in model.named_parameters() if p.dtype == torch.float64]
     if wrong:
         yield UnsupportedError(
             "float64 parameters cannot be trained in mixed precision",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mezzo.cast import accumulators
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, some_of
 from mezzo.policy import Policy
+from mezzo.tensors import dtype_name
 
 __all__ = ["cannot_convert", "require_module"]
 
@@ -43,17 +44,17 @@ def cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor,
     moving = {t for t, d in params.items() if torch.float32 not in (t.dtype, d)}
     lost, inexact = _flags(converting, moving)
     if low := [t for t in converting if t in moving and (t.requires_grad or t in inexact)]:
-        targets = ", ".join(sorted({_name(converting[t]) for t in low}))
+        targets = ", ".join(sorted({dtype_name(converting[t]) for t in low}))
         yield UnsupportedError(
             f"parameters are already in a low precision that {policy.level} would change",
-            where=some_of([f"{names[t]} ({_name(t.dtype)})" for t in low]),
+            where=some_of([f"{names[t]} ({dtype_name(t.dtype)})" for t in low]),
             why=f"one 16-bit format does not hold what another does; the policy says {targets}",
             write="model.float() first, or a policy with the parameters' own dtype",
         )
     if overflowing := [t for t in converting if t in lost]:
         dtype = converting[overflowing[0]]
         yield UnsupportedError(
-            f"values do not fit {_name(dtype)}",
+            f"values do not fit {dtype_name(dtype)}",
             where=some_of([names[t] for t in overflowing]),
             why=f"they are beyond {torch.finfo(dtype).max:g} and would become infinite",
             write=f"policy.keep_fp32(params=[{names[overflowing[0]]!r}]), or dtype=bfloat16",
@@ -91,7 +92,3 @@ def _flags(converting: Mapping[Tensor, torch.dtype], moving: set[Tensor]) -> tup
     chosen = [t for t, is_so in zip(asked, found, strict=True) if is_so]
     num_lost = sum(found[: len(converting)])
     return set(chosen[:num_lost]), set(chosen[num_lost:])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
