@@ -95,7 +95,10 @@ def mark(tensor: Tensor) -> tuple[int, int]:
     What is written through ``.data`` leaves no trace. Tensors made in inference mode have no version, sparse and opaque
     ones no address.
     """
-    version = -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:
+        version = -1 if tensor.is_inference() else tensor._version
     try:
         return version, tensor.data_ptr()
     except RuntimeError:

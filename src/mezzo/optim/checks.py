@@ -17,11 +17,11 @@ from mezzo.errors import PolicyError, StateError, message, nearest, shown, some_
 from mezzo.optim.state import EXTRAS, WEIGHT_DTYPES
 from mezzo.step.storage import storage
 from mezzo.step.update import RULES
+from mezzo.tensors import CASTABLE, described, dtype_name
 
 __all__ = ["check_arguments", "check_group", "check_state", "check_unchanged", "in_host_memory", "ordered"]
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
-_WEIGHT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 #: Of the other halves that go with a weight of any low precision; a compensation has the weight's own.
 _ANY_WEIGHT: Final = (torch.int16, torch.uint8, torch.float32)
 #: Hyper-parameters, the least they may be, and what to write.
@@ -158,8 +158,8 @@ def _wrong_weights(params: Any) -> Iterator[PolicyError]:
     wrong = []
     for each in params if isinstance(params, (list, tuple)) else ():
         name, param = each if isinstance(each, tuple) else ("a parameter", each)
-        if isinstance(param, Tensor) and param.requires_grad and param.dtype not in _WEIGHT_DTYPES:
-            wrong.append(f"{name} ({_word(param.dtype)}, shape {tuple(param.shape)})")
+        if isinstance(param, Tensor) and param.requires_grad and param.dtype not in CASTABLE:
+            wrong.append(f"{name} ({dtype_name(param.dtype)}, shape {tuple(param.shape)})")
     if wrong:
         yield PolicyError(
             "weights in a format that no optimizer of mezzo's updates",
@@ -252,10 +252,9 @@ def _holds_numbers(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
-        kind = (
-            "quantized " if value.is_quantized else f"{_word(value.layout)} " if value.layout != torch.strided else ""
-        )
-        return f"a {kind}tensor, {_word(value.dtype)} {list(value.shape)}{' on meta' if value.is_meta else ''}"
+        layout = "" if value.layout == torch.strided else f"{dtype_name(value.layout)} "
+        kind = "quantized " if value.is_quantized else layout
+        return f"a {kind}tensor, {described(value)}{' on meta' if value.is_meta else ''}"
     return shown(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
 
 
@@ -283,7 +282,7 @@ def check_unchanged(param: Tensor, state: Mapping[str, Any], names: Iterable[str
         if name in EXTRAS and (param.dtype == torch.float32 or kept.dtype not in (*_ANY_WEIGHT, param.dtype)):
             raise StateError(
                 "a parameter was cast while the optimizer keeps the other half of its value",
-                where=f"shape {tuple(param.shape)}, now {_word(param.dtype)}, and its {name}",
+                where=f"shape {tuple(param.shape)}, now {dtype_name(param.dtype)}, and its {name}",
                 why="the FP32 value follows from both halves, and the cast took part of one",
                 write="model.to(the dtype it had), and then\n"
                 "held = optimizer.release(); model.float()\n"
@@ -295,7 +294,3 @@ def check_unchanged(param: Tensor, state: Mapping[str, Any], names: Iterable[str
                 where=f"{kept.device} → {param.device}, shape {tuple(param.shape)}",
                 write="model.to(device) before the optimizer is made, or optimizer.load_state_dict after it",
             )
-
-
-def _word(dtype: torch.dtype | torch.layout) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mezzo.step.storage import FULL
+from mezzo.tensors import mark
 
 __all__ = ["Edits", "take_over"]
 
@@ -24,11 +25,11 @@ class Edits:
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors as they are now."""
         for tensor in tensors:
-            self._seen[tensor] = tensor._version, tensor.data_ptr()
+            self._seen[tensor] = mark(tensor)
 
     def since(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return those that have changed; one never seen before has not."""
-        return [t for t in tensors if t in self._seen and self._seen[t] != (t._version, t.data_ptr())]
+        return [t for t in tensors if t in self._seen and self._seen[t] != mark(t)]
 
 
 @torch.no_grad()

@@ -17,10 +17,9 @@ from mezzo.optim.saving import SavedOptimizer
 from mezzo.optim.state import EXTRAS
 from mezzo.step.storage import KAHAN, Storage
 from mezzo.step.whole import at_once
+from mezzo.tensors import LOW
 
 __all__ = ["HalvesOptimizer", "Joined"]
-
-_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +67,7 @@ class HalvesOptimizer(SavedOptimizer):
         made: list[tuple[Tensor, Storage, Tensor, Tensor | None]] = []
         for group in self.param_groups:
             for param in group["params"]:
-                if param in originals and param.dtype in _LOW:
+                if param in originals and param.dtype in LOW:
                     form = self._storage(group, param)
                     made.append((param, form, *form.make(originals[param].float(), param.dtype, name_of(param))))
         for param, form, weight, extra in made:
@@ -108,7 +107,7 @@ class HalvesOptimizer(SavedOptimizer):
             param
             for group in self.param_groups
             for param in group["params"]
-            if param.dtype in _LOW
+            if param.dtype in LOW
             and (extra := self._storage(group, param).extra) in extras
             and ((self._joined is not None and param.requires_grad) or extra in self.state.get(param, {}))
         ]
@@ -166,7 +165,7 @@ class HalvesOptimizer(SavedOptimizer):
         **Cost**: 4 bytes a weight; a pass over the parameter.
         """
         for group in self.param_groups:
-            if any(param is each for each in group["params"]) and param.dtype in _LOW:
+            if any(param is each for each in group["params"]) and param.dtype in LOW:
                 form = self._storage(group, param)
                 extra = self.state.get(param, {}).get(form.extra) if form.extra else None
                 if extra is not None:
@@ -206,7 +205,7 @@ class HalvesOptimizer(SavedOptimizer):
         known = {param for group in self.param_groups for param in group["params"]}
         return {
             name: self.master_of(tensor) if tensor in known else tensor.detach().float()
-            if tensor.dtype in _LOW else tensor.detach()
+            if tensor.dtype in LOW else tensor.detach()
             for name, tensor in model.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor)
         }  # fmt: skip

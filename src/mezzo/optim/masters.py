@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.errors import PolicyError, StateError, message, some_of
 from mezzo.step.asked import is_asked_by_checkpoint, no_distributed_checkpoint
 from mezzo.step.whole import Call, at_once
+from mezzo.tensors import LOW, mark
 
 __all__ = ["MasterWeights", "held_state"]
 
-_LOW: Final = (torch.float16, torch.bfloat16)
 #: Where one launch casts many gradients to FP32.
 _LAUNCHING: Final = "cuda"
 #: Elements that it casts at most, but for the last gradient's: so that few low-precision ones wait for it.
@@ -122,7 +122,7 @@ class MasterWeights:
         made = [(place, param, _master_for(param, originals)) for place, param in enumerate(params) if _is_low(param)]
         for place, param, master in made:
             params[place] = self._master[param] = master
-            self._seen[param] = _mark(param)
+            self._seen[param] = mark(param)
             if param in self.optimizer.state:
                 self.optimizer.state[master] = _widen_state(self.optimizer.state[param])
                 del self.optimizer.state[param]
@@ -208,7 +208,7 @@ class MasterWeights:
         """Write every master, rounded to nearest even, into its parameter."""
         if self._master:
             torch._foreach_copy_(list(self._master), list(self._master.values()))
-            self._seen = {param: _mark(param) for param in self._master}
+            self._seen = {param: mark(param) for param in self._master}
 
     @torch.no_grad()
     def take_edits(self) -> None:
@@ -217,13 +217,13 @@ class MasterWeights:
         Element by element, on the device: a value that the master still rounds to keeps the master.
         """
         for param, master in self._master.items():
-            if _mark(param) != self._seen[param]:
+            if mark(param) != self._seen[param]:
                 self._take_edit(param, master)
 
     def _take_edit(self, param: Tensor, master: Tensor) -> None:
         kept = master.to(param.dtype) == param
         master.copy_(torch.where(kept, master, param.float()))
-        self._seen[param] = _mark(param)
+        self._seen[param] = mark(param)
 
     @torch.no_grad()
     def agree(self, param: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class MasterWeights:
             The master.
         """
         master = self._master[param]
-        if _mark(param) != self._seen[param]:
+        if mark(param) != self._seen[param]:
             self._take_edit(param, master)
         else:
             # The parameter's own bits, unless the master was changed. Through .data, for autograd sees no change then.
@@ -311,7 +311,7 @@ class MasterWeights:
             return {name: tensor.detach() for name, tensor in state.items()}
         self.take_edits()
         wide = {name: self._master.get(tensor, tensor).detach() for name, tensor in state.items()}
-        return {name: tensor.float() if tensor.dtype in _LOW else tensor for name, tensor in wide.items()}
+        return {name: tensor.float() if tensor.dtype in LOW else tensor for name, tensor in wide.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state and the masters, in the order of the parameter groups."""
@@ -394,7 +394,7 @@ def _is_cast_together(gradient: Tensor) -> bool:
     """Whether a gradient is one of many that one launch casts, which reads memory as it is."""
     return (
         gradient.device.type == _LAUNCHING
-        and gradient.dtype in _LOW  # FP32 moves without a copy
+        and gradient.dtype in LOW  # FP32 moves without a copy
         and gradient.layout == torch.strided
         and gradient.is_contiguous()
         and not gradient.is_neg()
@@ -426,17 +426,12 @@ def _cast_together(moving: list[tuple[Tensor, nn.Parameter, Tensor]]) -> None:
 
 
 def _is_low(param: Tensor) -> bool:
-    return param.dtype in _LOW
+    return param.dtype in LOW
 
 
 def _master_for(param: Tensor, originals: Mapping[Tensor, Tensor]) -> nn.Parameter:
     source = originals.get(param)
     return nn.Parameter(param.detach().float() if source is None else source, requires_grad=param.requires_grad)
-
-
-def _mark(param: Tensor) -> tuple[int, int]:
-    """Return what changes when a parameter is written in place or given other data."""
-    return param._version, param.data_ptr()
 
 
 def held_state(optimizer: Optimizer, params: Mapping[nn.Parameter, str]) -> list[str]:
@@ -458,4 +453,4 @@ def held_state(optimizer: Optimizer, params: Mapping[nn.Parameter, str]) -> list
 
 def _widen_state(state: dict[str, Any]) -> dict[str, Any]:
     """Widen low-precision state to FP32, which is exact; everything else stays."""
-    return {k: v.float() if isinstance(v, Tensor) and v.dtype in _LOW else v for k, v in state.items()}
+    return {k: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for k, v in state.items()}

@@ -28,12 +28,11 @@ from mezzo.step.runs import SHORT, packed, stands_alone
 from mezzo.step.storage import PLANES, Storage, storage
 from mezzo.step.update import Rule, rule
 from mezzo.step.whole import Call, Piece, Work
-from mezzo.tensors import moved
+from mezzo.tensors import LOW, moved
 
 __all__ = ["Group", "OnePassOptimizer", "Params"]
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True, eq=False)
@@ -245,7 +244,7 @@ class OnePassOptimizer(HalvesOptimizer):
             if group["master"] == "full"
             for param in group["params"]
             if "master" in (kept := self.state.get(param, {}))
-            and param.dtype in _LOW and kept["master"].shape == param.shape
+            and param.dtype in LOW and kept["master"].shape == param.shape
         ]  # fmt: skip
 
     def upload(self) -> None:

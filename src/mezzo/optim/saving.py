@@ -23,12 +23,11 @@ from mezzo.optim.state import (
 )
 from mezzo.step.storage import Storage
 from mezzo.step.update import Rule
+from mezzo.tensors import LOW
 
 __all__ = ["Group", "SavedOptimizer"]
 
 Group: TypeAlias = dict[str, Any]
-
-_LOW = (torch.float16, torch.bfloat16)
 
 
 class SavedOptimizer(Optimizer):
@@ -79,7 +78,7 @@ class SavedOptimizer(Optimizer):
         for group in self.param_groups:
             packed = plain_group(group)
             packed["params"] = [places.setdefault(id(param), len(places)) for param in group["params"]]
-            if any(param.dtype in _LOW for param in group["params"]):
+            if any(param.dtype in LOW for param in group["params"]):
                 packed[WEIGHT_DTYPES] = [str(param.dtype) for param in group["params"]]
             groups.append(packed)
         state = {

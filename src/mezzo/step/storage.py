@@ -17,6 +17,7 @@ from mezzo import errors
 from mezzo.errors import PolicyError
 from mezzo.step import split
 from mezzo.step.rounding import nearest, stochastic
+from mezzo.tensors import LOW
 
 __all__ = ["FULL", "KAHAN", "PLAIN", "PLANES", "SPLIT", "STOCHASTIC", "Parts", "Storage", "storage"]
 
@@ -194,7 +195,7 @@ def storage(
         )
     if dtype == torch.float32:
         return PLAIN
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in LOW:
         raise PolicyError(f"weights of {dtype}", why="weights are float32, float16 or bfloat16", write="model.float()")
     if master is None:
         return _WITHOUT_MASTER[rounding]

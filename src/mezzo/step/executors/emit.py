@@ -19,11 +19,9 @@ from mezzo.step.passes import updated
 from mezzo.step.rounding import key_of, noise
 from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
+from mezzo.tensors import LOW
 
-__all__ = ["ALIKE", "READABLE", "Dialect", "Lines", "key_lines", "stepped", "update_name", "written"]
-
-#: Dtypes of gradients that kernels read.
-READABLE: Final = (torch.float32, torch.float16, torch.bfloat16)
+__all__ = ["ALIKE", "Dialect", "Lines", "key_lines", "stepped", "update_name", "written"]
 
 #: What every language spells alike.
 ALIKE: Final[Mapping[str, str]] = MappingProxyType(
@@ -220,7 +218,7 @@ def _expression(node: fx.Node, known: Mapping[fx.Node, str], where: str, dialect
     template = dialect.operations.get(operation)
     if operation == "aten._to_copy.default" and sources[0] in dialect.widened:
         template = dialect.widened[sources[0]]
-    elif operation != "aten._to_copy.default" and any(each in (torch.float16, torch.bfloat16) for each in sources):
+    elif operation != "aten._to_copy.default" and any(each in LOW for each in sources):
         template = None  # arithmetic in low precision, of which no update consists
     options = {name for name, value in node.kwargs.items() if value is not None} - {"dtype", "layout", "device"}
     if template is None or options:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.emit import READABLE, stepped
+from mezzo.step.executors.emit import stepped
 from mezzo.step.passes import Check, Cohort
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
 from mezzo.step.whole import Call
-from mezzo.tensors import flat
+from mezzo.tensors import CASTABLE, flat
 
 __all__ = [
     "Rows",
@@ -154,7 +154,7 @@ def readable(gradient: Tensor) -> Tensor:
     """Return a gradient that kernels can read: any other dtype is what an update rounds to FP32 first anyway."""
     if gradient.requires_grad or gradient.is_neg():  # as a second derivative is; its memory holds it negated
         gradient = gradient.detach().resolve_neg()
-    return gradient if gradient.dtype in READABLE else gradient.to(torch.float32)
+    return gradient if gradient.dtype in CASTABLE else gradient.to(torch.float32)
 
 
 def vector(gradient: Tensor) -> Tensor:
