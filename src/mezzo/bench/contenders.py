@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import mezzo
 from mezzo import optim
 from mezzo.session import MixedPrecision
+from mezzo.tensors import dtype_name
 
 __all__ = ["CAPTURED", "CONTENDERS", "Contender", "Ready"]
 
@@ -166,7 +167,7 @@ def _captured(
 
 
 def _policy(level: str, dtype: torch.dtype) -> str:
-    return f"{level},dtype={str(dtype).removeprefix('torch.')},loss_scale=dynamic(init={_SCALE:g}),emulate=true"
+    return f"{level},dtype={dtype_name(dtype)},loss_scale=dynamic(init={_SCALE:g}),emulate=true"
 
 
 def _both(half: float, bfloat: float) -> Mapping[torch.dtype, float]:

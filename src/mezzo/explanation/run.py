@@ -25,6 +25,7 @@ from mezzo.explanation.findings import findings
 from mezzo.explanation.modes import watch_modules, watching_backward, watching_forward
 from mezzo.explanation.trace import Trace
 from mezzo.policy import Policy, Rule
+from mezzo.tensors import each_tensor
 
 __all__ = ["explain"]
 
@@ -250,7 +251,7 @@ def _checked_loss(value: Any) -> Tensor:
 
 
 def _starts(output: Any) -> list[Tensor]:
-    found = {id(x): x for x in _floating(output)}
+    found = {id(x): x for _, x in each_tensor(output) if x.is_floating_point()}
     if not found:
         raise PolicyError(
             "the model's output holds no floating tensor to start a backward pass from",
@@ -258,21 +259,6 @@ def _starts(output: Any) -> list[Tensor]:
             write="mezzo.explain(model, inputs, policy, loss=lambda output: …)   # a scalar",
         )
     return list(found.values())
-
-
-def _floating(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _floating(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _floating(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for each in dataclasses.fields(value):
-            yield from _floating(getattr(value, each.name, None))
 
 
 # After ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.explanation.frames import user_line
 from mezzo.numerics.checks import is_checking
 from mezzo.numerics.untouched import RandomStates, devices_of
-from mezzo.tensors import dtype_name, each_tensor
+from mezzo.tensors import dtype_name, each_tensor, mark
 
 __all__ = ["Call", "Event", "Kept", "Recorder"]
 
@@ -37,7 +37,7 @@ class Kept:
     @classmethod
     def of(cls, tensor: Tensor, name: str) -> Kept:
         """Keep a tensor as it is now."""
-        return cls(name, tensor, _mark(tensor))
+        return cls(name, tensor, mark(tensor))
 
     @property
     def is_changed(self) -> bool:
@@ -45,7 +45,7 @@ class Kept:
 
         Writes through ``.data``, and to tensors that were made in inference mode, are not seen: they count no version.
         """
-        return _mark(self.tensor) != self.mark
+        return mark(self.tensor) != self.mark
 
     def __str__(self) -> str:
         shape = "×".join(map(str, self.tensor.shape)) or "scalar"
@@ -184,11 +184,3 @@ def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[tuple[s
     for key, value in (*enumerate(args), *kwargs.items()):
         for path, tensor in each_tensor(value):
             yield f"input {key}{path}", tensor
-
-
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    version = -1 if tensor.is_inference() else tensor._version
-    try:
-        return version, tensor.data_ptr()
-    except RuntimeError:  # sparse and opaque tensors have no one address; in-place ops on them count as versions
-        return version, 0

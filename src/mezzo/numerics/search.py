@@ -24,7 +24,7 @@ from mezzo.numerics.overflow import Overflow
 from mezzo.numerics.untouched import gradients_aside, untouched
 from mezzo.numerics.watch import Watch
 from mezzo.policy import Policy
-from mezzo.tensors import each_tensor
+from mezzo.tensors import LOW, each_tensor
 
 __all__ = ["Search", "checked_models", "locate"]
 
@@ -226,4 +226,4 @@ class Search:
 
 def _wide(loss: Tensor) -> Tensor:
     """Widen a loss as a session does before it multiplies it with the scale."""
-    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+    return loss.float() if loss.dtype in LOW else loss

@@ -17,7 +17,7 @@ from mezzo.errors import NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale, ScaleState
 from mezzo.scale.config import as_float32
 from mezzo.step.whole import Call, at_once
-from mezzo.tensors import moved
+from mezzo.tensors import dtype_name, moved
 
 __all__ = ["Accounts", "Outcome", "Stats"]
 
@@ -311,7 +311,7 @@ class Accounts:
     def _look_at_weights(self) -> None:
         """Find out whether weights themselves are not finite: no later step can then succeed."""
         self._lost = []
-        weights = {f"{name} ({str(w.dtype).removeprefix('torch.')})": w for name, w in self._weights()}
+        weights = {f"{name} ({dtype_name(w.dtype)})": w for name, w in self._weights()}
         finite = [weight.isfinite().all() for weight in weights.values()]
         device = next((flag.device for flag in finite if flag.device.type != "cpu"), finite[0].device)
         self._ask(torch.stack([moved(flag, device) for flag in finite]), partial(self._tell_lost, list(weights)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_map, tree_unflatten
 
 from mezzo.errors import PolicyError
-from mezzo.session.form import described
+from mezzo.tensors import described
 
 __all__ = ["Batch", "Layout"]
 

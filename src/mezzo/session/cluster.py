@@ -20,7 +20,7 @@ from mezzo.session.gradients import dense, mark, multiplications, norms, not_fin
 from mezzo.session.unscaled import Unscaled
 from mezzo.session.window import Carried, Share, Window
 from mezzo.step.whole import Call, at_once
-from mezzo.tensors import moved
+from mezzo.tensors import LOW, moved
 
 __all__ = ["Cluster", "clusters", "give_gradient", "gradient_dtypes", "regrouped"]
 
@@ -295,7 +295,7 @@ class Cluster:
         """Yield the low-precision parameters whose optimizers, mezzo's, take FP32 gradients, with halves or without."""
         own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
         params = (param for optimizer in own for group in optimizer.param_groups for param in group["params"])
-        return (param for param in params if param.dtype in (torch.float16, torch.bfloat16))
+        return (param for param in params if param.dtype in LOW)
 
     def summed_in_fp32(self) -> Iterator[Any]:
         """Yield the low-precision parameters that hold FP32 gradients from a window's second backward pass on."""
@@ -321,7 +321,7 @@ class Cluster:
             gradients = None  # some are in another dtype now, and elsewhere
         left = self._left
         if window.carried is None or not window.carried.is_one:
-            left = {(g.data_ptr(), g._version) for g in gradients or dense(self._with_gradients())}
+            left = {mark(g) for g in gradients or dense(self._with_gradients())}
         self._left, self._unscaled, self.window = left, None, None
         self._narrow()
 

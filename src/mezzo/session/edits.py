@@ -66,5 +66,5 @@ class EditWatch:
 def _written(leaf: Tensor, before: tuple[int, int]) -> bool:
     if leaf.grad is None:
         return False
-    address, version = mark(leaf.grad)
-    return address == before[0] and version > before[1]
+    version, address = mark(leaf.grad)
+    return address == before[1] and version > before[0]

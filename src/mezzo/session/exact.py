@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import UnsupportedError, message
+from mezzo.tensors import dtype_name
 
 if TYPE_CHECKING:
     from mezzo.session.parts import Parts
@@ -46,7 +47,7 @@ class ExactLoading:
         parts = self._parts() if self._parts is not None else None
         if parts is not None and parts.policy.master_weights and not self._has_warned:
             self._has_warned = True
-            logger.warning("%s", _of_copies(str(parts.policy.dtype).removeprefix("torch."), bool(parts.masters)))
+            logger.warning("%s", _of_copies(dtype_name(parts.policy.dtype), bool(parts.masters)))
         return ExactLoading()
 
     def watch(self, models: list[nn.Module]) -> None:
@@ -99,7 +100,7 @@ class ExactLoading:
                 incoming = torch.where(exact.to(incoming.dtype) == incoming, exact, incoming.to(exact.dtype))
             if overflows(incoming, param.dtype):
                 raise UnsupportedError(
-                    f"values do not fit {str(param.dtype).removeprefix('torch.')}",
+                    f"values do not fit {dtype_name(param.dtype)}",
                     where=prefix + name,
                     why=f"they are beyond {torch.finfo(param.dtype).max:g} and would become infinite",
                     write=f"policy.keep_fp32(params=[{prefix + name!r}]), or dtype=bfloat16",

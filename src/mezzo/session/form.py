@@ -11,19 +11,15 @@ from torch import Tensor
 
 from mezzo.errors import PolicyError, shown
 from mezzo.policy import Policy
+from mezzo.tensors import described
 
-__all__ = ["STATE_VERSION", "described", "wrong_values"]
+__all__ = ["STATE_VERSION", "wrong_values"]
 
 #: Of the form of a session's state dict.
 STATE_VERSION: Final = 2
 
 #: Yields what is wrong with a value; the text says where it stands.
 Form = Callable[[Any, str], Iterator[str]]
-
-
-def described(tensor: Tensor) -> str:
-    """Describe a tensor as a state does, such as ``float32 [4, 3]``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def wrong_values(state: Any) -> list[str]:
@@ -130,7 +126,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_description(value: Any) -> bool:
-    """Whether a text is one of :func:`described`."""
+    """Whether a text is one of :func:`mezzo.tensors.described`."""
     found = re.fullmatch(r"(\w+) \[(\d+(, \d+)*)?\]", value) if isinstance(value, str) else None
     return found is not None and isinstance(getattr(torch, found[1], None), torch.dtype)
 

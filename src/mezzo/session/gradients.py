@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mezzo import tensors
 from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
-from mezzo.tensors import moved
+from mezzo.tensors import LOW, moved
 
 __all__ = ["alike", "can_fold", "dense", "lacks_momentum", "mark", "multiplications", "norms", "not_finite"]
 
@@ -38,7 +39,7 @@ def dense(params: list[Tensor]) -> list[Tensor]:
 def mark(gradient: Tensor) -> tuple[int, int]:
     """Return what tells one writing of a gradient from the next."""
     values = gradient._values() if gradient.is_sparse else gradient
-    return values.data_ptr(), values._version
+    return tensors.mark(values)
 
 
 def norms(
@@ -82,7 +83,7 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor:
         wide = (torch.view_as_real(value) for value in values)
         return torch.stack([torch.linalg.vector_norm(value, dtype=torch.float32) for value in wide])
     # torch's own norm of low precision takes three times as long on a CPU.
-    low = values[0].dtype in (torch.float16, torch.bfloat16)
+    low = values[0].dtype in LOW
     if (low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
         executor = executor_for(values[0].device, sum(value.numel() for value in values))
         try:

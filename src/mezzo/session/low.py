@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,10 +11,9 @@ from torch.optim import Optimizer
 from mezzo.errors import UnsupportedError, some_of
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
+from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["LowWeights"]
-
-_LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 class LowWeights:
@@ -60,7 +58,7 @@ class LowWeights:
         Raises:
             UnsupportedError: There are low-precision weights that would lose gradients or updates.
         """
-        if self._policy.param_dtype != torch.float32 or self._policy.master_weights or dtypes.isdisjoint(_LOW):
+        if self._policy.param_dtype != torch.float32 or self._policy.master_weights or dtypes.isdisjoint(LOW):
             return
         if not all(_keeps_halves(optimizer) for optimizer in self._optimizers):
             self._look(sum(len(optimizer.param_groups) for optimizer in self._optimizers))
@@ -89,7 +87,7 @@ class LowWeights:
 
     def _refuse_lost_updates(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         if params:
-            dtype = str(params[0].dtype).removeprefix("torch.")
+            dtype = dtype_name(params[0].dtype)
             half_spacing = torch.finfo(params[0].dtype).eps / 2
             rules = any(rule.treatment == "low" and rule.param for rule in self._policy.rules)
             raise UnsupportedError(
@@ -103,9 +101,7 @@ class LowWeights:
             )
 
     def _where(self, params: list[Tensor], optimizer: Optimizer) -> str:
-        named = (
-            f"{self._name_of(p)} ({str(p.dtype).removeprefix('torch.')}, {'×'.join(map(str, p.shape))})" for p in params
-        )
+        named = (f"{self._name_of(p)} ({dtype_name(p.dtype)}, {'×'.join(map(str, p.shape))})" for p in params)
         return f"{some_of(list(named), 1)}, optimizer {type(optimizer).__name__}"
 
 
@@ -120,5 +116,5 @@ def _low(optimizer: Optimizer) -> Iterator[tuple[Tensor, bool]]:
     for group in optimizer.param_groups:
         is_kept = isinstance(optimizer, OnePassOptimizer) and group["master"] is not None
         for param in group["params"]:
-            if param.dtype in _LOW:
+            if param.dtype in LOW:
                 yield param, is_kept

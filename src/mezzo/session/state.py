@@ -15,9 +15,10 @@ from mezzo.scale import LossScale, ScaleState
 from mezzo.session import foreign
 from mezzo.session.cluster import give_gradient, gradient_dtypes, regrouped
 from mezzo.session.exact import overflows
-from mezzo.session.form import STATE_VERSION, described, wrong_values
+from mezzo.session.form import STATE_VERSION, wrong_values
 from mezzo.session.parts import plain_name
 from mezzo.session.window import Window
+from mezzo.tensors import described, dtype_name
 
 if TYPE_CHECKING:
     from mezzo.session.loop import MixedPrecision
@@ -316,7 +317,7 @@ def _unfinished(session: MixedPrecision, state: Mapping[str, Any]) -> Iterator[s
         for name, param in session._parts.named_params():
             gradient, dtypes = state["gradients"].get(name), gradient_dtypes(param, summed_in_fp32=id(param) in wide)
             if gradient is not None and gradient.dtype not in dtypes:
-                fits = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                fits = " or ".join(dtype_name(dtype) for dtype in dtypes)
                 yield f"gradient of {name}: {described(gradient)} → {fits}"
         yield from (
             f"gradient of {name} in a master → no master" for name in state["master_gradients"] if name not in held
