@@ -17,9 +17,9 @@ from mezzo.cast.device import cache
 from mezzo.cast.device import decide as device
 from mezzo.cast.device.decide import ISA_VARIABLE, DeviceReport, FormatSupport, Intention
 from mezzo.cast.device.probing import ISA_LIMIT, isa_setting
-from mezzo.cast.device.report import name_of
 from mezzo.cli.app import app
 from mezzo.policy.fields import LOW
+from mezzo.tensors import dtype_name
 
 __all__ = ["doctor", "findings"]
 
@@ -129,7 +129,7 @@ def _table(report: DeviceReport) -> Table:
 def _row(report: DeviceReport, support: FormatSupport) -> tuple[str, ...]:
     ratio = support.speed_ratio
     return (
-        name_of(support.dtype),
+        dtype_name(support.dtype),
         "yes" if support.status == "native" else "no",
         "–" if ratio is None else f"{ratio:.2g}× {'fast' if support.fast else 'slow'}",
         "yes" if support.status == "crashes" else "no",

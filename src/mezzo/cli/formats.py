@@ -13,6 +13,7 @@ from rich.table import Table
 
 from mezzo.cli.app import app
 from mezzo.formats import FORMATS, Format, Landmark, by_name
+from mezzo.tensors import dtype_name
 
 __all__ = ["described", "formats"]
 
@@ -62,13 +63,14 @@ def described(number_format: Format, landmarks: bool = False) -> dict[str, Any]:
         Its fields under their own names; values that JSON lacks are the text ``inf``, ``-inf`` or ``nan``.
 
     Example:
-        >>> from mezzo.formats import FP16
+        >>> from mezzo.tensors import dtype_name
+    from mezzo.formats import FP16
         >>> described(FP16)["max"], described(FP16)["dtype"]
         (65504.0, 'float16')
     """
     fields: dict[str, Any] = {
         "name": number_format.name,
-        "dtype": None if number_format.dtype is None else str(number_format.dtype).removeprefix("torch."),
+        "dtype": None if number_format.dtype is None else dtype_name(number_format.dtype),
         "num_bits": number_format.num_bits,
         "exponent_bits": number_format.exponent_bits,
         "mantissa_bits": number_format.mantissa_bits,

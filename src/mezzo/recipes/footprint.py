@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from mezzo.tensors import tensors
 
 __all__ = ["SavedBytes", "StateBytes", "state_bytes"]
 
@@ -63,7 +65,7 @@ def state_bytes(model: nn.Module, masters: Iterable[Tensor], optimizer: Optimize
         weights=_fresh_bytes([*params, *model.buffers()], seen),
         gradients=_fresh_bytes((p.grad for p in [*params, *masters] if p.grad is not None), seen),
         masters=_fresh_bytes(masters, seen),
-        optimizer=_fresh_bytes(_tensors_in(optimizer.state), seen),
+        optimizer=_fresh_bytes(tensors(optimizer.state), seen),
     )
 
 
@@ -110,22 +112,11 @@ class SavedBytes:
         return tensor
 
 
-def _fresh_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+def _fresh_bytes(each: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
-    for tensor in tensors:
+    for tensor in each:
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
     return total
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors_in(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors_in(inner)

@@ -13,7 +13,7 @@ from mezzo.scale.config import LossScale
 from mezzo.scale.host import next_scale_on_host
 from mezzo.scale.rules import fitted, held, next_scale
 from mezzo.scale.state import ScaleState
-from mezzo.tensors import moved
+from mezzo.tensors import LOW, moved
 
 __all__ = ["Scaler"]
 
@@ -66,7 +66,7 @@ class Scaler:
         """Return the loss times the scale, at least in FP32, so that the product itself cannot overflow."""
         if not self.changes_gradients:
             return loss
-        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        wide = loss.float() if loss.dtype in LOW else loss
         return wide * moved(self.state.scale, loss.device)
 
     def update(self, found_inf: Tensor, *, made_with: Tensor | None = None, hold: Tensor | None = None) -> None:
