@@ -11,15 +11,17 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import _get_current_function_mode_stack
 
 from mezzo.cast.emulate import emulate, with_dtypes_of_states
+from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.plan import OPENED_BY_NAME, Handler, Plan, Traced, open_function, remember, traced
 from mezzo.cast.recompute import SWITCHES_GRADIENTS, RecomputedMode, saved_tensor_hooks
 from mezzo.cast.weights import WeightCasts
 from mezzo.errors import UnsupportedError
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
-__all__ = ["OPENED_BACKWARD", "Differences", "pinned_parameter", "without_autocast"]
+__all__ = ["OPENED_BACKWARD", "Differences", "acting_plan", "pinned_parameter", "without_autocast"]
 
 #: How torch says that it has no kernel for a dtype.
 _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
@@ -64,7 +66,11 @@ class Differences(RecomputedMode):
         self.shadows = 0  # how many regions inside this one are active
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if WATCHERS and func not in _DIFFERENTIATE:  # in a backward pass the user's own functions run too
+            return during("op", func, self._handle, func, args, kwargs or {})
+        return self._handle(func, args, kwargs or {})
+
+    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.shadows:
             return func(*args, **kwargs)
         # out= variants are never cast, and compiled code calls its products so; Python functions are still opened.
@@ -82,7 +88,7 @@ class Differences(RecomputedMode):
                 return func(*args, **kwargs)
         elif func is SWITCHES_GRADIENTS:
             self.outlive_reentrant()
-        plan = self._plan_for(args, kwargs)
+        plan = self.plan_for(args, kwargs)
         # With autocast switched off inside the region, or in the functions of a backward pass, nothing is cast.
         if plan is None or (plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
             return func(*args, **kwargs)
@@ -112,11 +118,22 @@ class Differences(RecomputedMode):
                 return OPENED_BY_NAME[found.opened](*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _plan_for(self, args: Any, kwargs: Any) -> Plan | None:
+    def plan_for(self, args: Any, kwargs: Any) -> Plan | None:
+        """Return the plan for the device of a call's tensors."""
         if self.only is not None:
             return self.only
         kinds = (x.device.type for x in tensors((args, kwargs)))
         return next((self.plans[kind] for kind in kinds if kind in self.plans), None)
+
+
+def acting_plan(args: Any, kwargs: Any) -> Plan | None:
+    """Return the plan of the innermost region for a call, where it acts."""
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+        if isinstance(mode, Differences) and not mode.shadows:
+            plan = mode.plan_for(args, kwargs)
+            acts = plan is not None and (not plan.autocast or torch.is_autocast_enabled(plan.device_type))
+            return plan if acts else None
+    return None
 
 
 def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
@@ -161,7 +178,8 @@ def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: 
         finally:
             torch.set_autocast_enabled(plan.device_type, enabled)
     if handler.keeps_states:
-        return with_dtypes_of_states(handler.op, given, out, plan.dtype)
+        states = (handler.op, given, out, plan.dtype)
+        return during("emulation", func, with_dtypes_of_states, *states) if WATCHERS else with_dtypes_of_states(*states)
     if handler.low_result:
         return _cast(out, plan.dtype)
     return _cast(out, back[0].dtype) if back else out
@@ -169,6 +187,8 @@ def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: 
 
 def _run(handler: Handler, plan: Plan | Traced, func: Any, args: Any, kwargs: Any) -> Any:
     if handler.emulated and _all_low((args, kwargs), plan.dtype):
+        if WATCHERS:
+            return during("emulation", func, emulate, handler.op, func, args, kwargs)
         return emulate(handler.op, func, args, kwargs)
     try:
         return func(*args, **kwargs)
@@ -230,8 +250,8 @@ def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> A
             return value
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
-            return value.to(dtype)
-        return casts.cast(value, dtype)
+            return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
+        return during("cast", dtype, casts.cast, value, dtype) if WATCHERS else casts.cast(value, dtype)
     if type(value) in (tuple, list):
         return type(value)([_cast(item, dtype, casts) for item in value])
     if type(value) is dict:

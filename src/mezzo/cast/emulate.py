@@ -10,7 +10,6 @@ Source: Micikevicius et al. 2018, §3.3; the error bound is that of an FP32 dot 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import LOW
 
 __all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_dtypes_of_states"]
@@ -48,23 +48,29 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     return EMULATED[name](function, *args, **kwargs)
 
 
-def _without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a backward pass without native autocast: where it begins inside a region, that is still on.
+def _emulated(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an autograd function's backward pass of one that is given the unpacked tensors as well.
 
-    It would cast the widened operands back, and compute natively what must not be computed so.
+    It runs without native autocast: where it begins inside a region, that is still on, would cast the widened operands
+    back, and compute natively what must not be computed so. To unpack the tensors a checkpoint may run code of the
+    model's, which is no emulation.
     """
 
-    @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
         kind = next((g.device.type for g in gradients if g is not None), None)
-        # Compiled code is differentiated without autocast already.
-        if kind is None or torch.compiler.is_compiling() or not torch.is_autocast_enabled(kind):
-            return backward(ctx, *gradients)
-        torch.set_autocast_enabled(kind, False)
+        if kind is None or torch.compiler.is_compiling():  # compiled code is differentiated without autocast already
+            return backward(ctx, ctx.saved_tensors, *gradients)
+        is_on = torch.is_autocast_enabled(kind)
+        if is_on:
+            torch.set_autocast_enabled(kind, False)
         try:
-            return backward(ctx, *gradients)
+            saved = ctx.saved_tensors
+            if WATCHERS:
+                return during("emulation", ctx, backward, ctx, saved, *gradients)
+            return backward(ctx, saved, *gradients)
         finally:
-            torch.set_autocast_enabled(kind, True)
+            if is_on:
+                torch.set_autocast_enabled(kind, True)
 
     return run
 
@@ -78,9 +84,9 @@ class _MatMul(torch.autograd.Function):
         return (a.float() @ b.float()).to(a.dtype)
 
     @staticmethod
-    @_without_autocast
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, b = ctx.saved_tensors
+    @_emulated
+    def backward(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = saved
         gradient = gradients[0].float()  # (..., n, m)
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
@@ -99,9 +105,9 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
     @staticmethod
-    @_without_autocast
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    @_emulated
+    def backward(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = saved
         gradient = gradients[0].float()  # (..., out)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -126,9 +132,9 @@ class _Convolution(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
-    @_without_autocast
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
+    @_emulated
+    def backward(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, weight = saved
         mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         wide = torch.ops.aten.convolution_backward(
             gradients[0].float(), x.float(), weight.float(), ctx.bias_sizes, *ctx.options, mask
@@ -153,12 +159,12 @@ class _Recomputed(torch.autograd.Function):
         return rounded
 
     @staticmethod
-    @_without_autocast
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    @_emulated
+    def backward(ctx: Any, saved: Any, *gradients: Any) -> tuple[Any, ...]:
         needed = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
         # Under create_graph the saved tensors stay connected, so that the result can be differentiated again.
         again = torch.is_grad_enabled()
-        operands = list(ctx.saved_tensors)
+        operands = list(saved)
         if not again:
             operands = [x.detach().requires_grad_(i in needed) for i, x in enumerate(operands)]
         with torch.enable_grad(), torch.random.fork_rng(devices=[], enabled=ctx.state is not None):

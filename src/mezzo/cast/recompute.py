@@ -12,6 +12,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -79,14 +80,20 @@ class RecomputedMode(TorchFunctionMode):
         """Do the same for a checkpoint with reentry, if it is one that is about to switch gradients off."""
         frame = sys._getframe(1)
         while frame.f_code.co_qualname != _REENTRANT or frame.f_globals.get("__name__") != _MODULE:
-            if frame.f_back is None or frame.f_code.co_name not in ("__torch_function__", "__init__", "__enter__"):
-                return  # somebody else's torch.no_grad()
+            is_mode_s = frame.f_code.co_name == "__torch_function__" or _is_ours(frame)
+            if frame.f_back is None or not (is_mode_s or frame.f_code.co_name in ("__init__", "__enter__")):
+                return  # the torch.no_grad() of other code
             frame = frame.f_back
         record: Any = frame.f_locals.get("ctx")
         if not callable(getattr(record, "run_function", None)):
             _report_unknown_torch()
         else:
             record.run_function = functools.partial(_run, Again(self), record.run_function)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether this package's code runs in a frame: between torch.no_grad and a mode that is the modes' own."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 class Again(contextlib.AbstractContextManager[None]):

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WeightCasts"]
+__all__ = ["WeightCasts", "is_further_use"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ class _FurtherUse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+def is_further_use(node: Any) -> bool:
+    """Whether an autograd node connects a cast with its parameter once more: its gradient is the parameter's."""
+    return getattr(node, "_forward_cls", None) is _FurtherUse
 
 
 class WeightCasts:

@@ -1,23 +1,17 @@
-"""Who asked: the op behind a torch function or kernel, the line of the user's code, mezzo's own casts.
-
-Read from the Python stack, so that nothing has to be patched and casts made in a backward pass are told apart too.
-"""
+"""Who asked: the op behind a torch function or kernel, the line of the user's code, mezzo's own casts."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
 
+from mezzo.cast.notes import notes
 from mezzo.errors import PolicyError
 from mezzo.policy.ops import resolve
 
-__all__ = ["LAST_FRAME", "Maker", "is_from", "kernel_name", "maker", "op_name", "user_line"]
-
-#: The module whose frame ends the search for the user's line: what called it is the explaining script, not the model.
-LAST_FRAME = "mezzo.explanation.run"
+__all__ = ["Maker", "here", "is_from", "kernel_name", "maker", "op_name", "user_line"]
 
 Maker = Literal["emulation", "cast", "region", "other"]
 
@@ -66,48 +60,36 @@ def _known(name: str) -> str | None:
         return None
 
 
-def user_line() -> str | None:
-    """Return ``file:line`` of the innermost code that is neither torch's nor mezzo's, inside the explained model.
+def user_line(until: int = 0) -> str | None:
+    """Return ``file:line`` of the innermost code that is neither torch's nor mezzo's.
 
     Code of mezzo's recipes counts as a user's. ``None`` where there is none: ``nn.Sequential`` of torch's layers runs
     no line of the user's.
+
+    Args:
+        until: The frame that runs the model, as :func:`here` names it. What called it is no line of the model's.
     """
-    for frame in _frames():
-        name = _module_of(frame)
-        if name == LAST_FRAME:
-            return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and id(frame) != until:
+        name = str(frame.f_globals.get("__name__", ""))
         if not is_from(name, "torch") and (not is_from(name, "mezzo") or is_from(name, "mezzo.recipes")):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
     return None
+
+
+def here() -> int:
+    """Name the frame that calls, for as long as it runs; it is not kept alive by its name."""
+    return id(sys._getframe(1))
 
 
 def maker() -> Maker:
     """Say who runs the current function or kernel: emulation, a cast of mezzo's, a region around it, or none."""
-    found: Maker = "other"
-    for frame in _frames():
-        name = _module_of(frame)
-        if name == "mezzo.cast.emulate":
-            return "emulation"
-        if is_from(name, "mezzo.cast"):
-            if "cast" in frame.f_code.co_name:
-                return "cast"
-            found = "region"
-        elif not is_from(name, "torch") and not is_from(name, "mezzo.explanation"):
-            break
-    return found
+    doing = notes()
+    inner = (note.kind for note in reversed(doing) if note.kind != "op")
+    return next(inner, "region" if doing else "other")
 
 
 def is_from(name: str, package: str) -> bool:
     """Whether a module belongs to a package."""
     return name == package or name.startswith(f"{package}.")
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mezzo.cast.notes import watched
 from mezzo.explanation.seam import opened_by_region
 from mezzo.explanation.trace import Place, Trace
 
@@ -27,7 +28,7 @@ _BACKWARD_FUNCTIONS: Final = (torch.autograd.grad, torch.autograd.backward, Tens
 def watching_forward(trace: Trace, model: nn.Module, inputs: Any) -> Iterator[None]:
     """Watch a forward pass inside the block, which lies inside the policy's region."""
     trace.begin_forward(model, inputs)
-    with Kernels(trace), Calls(trace):
+    with watched(), Kernels(trace), Calls(trace):
         yield
 
 
@@ -35,7 +36,7 @@ def watching_forward(trace: Trace, model: nn.Module, inputs: Any) -> Iterator[No
 def watching_backward(trace: Trace) -> Iterator[None]:
     """Watch a backward pass inside the block."""
     trace.begin_backward()
-    with Kernels(trace):
+    with watched(), Kernels(trace):
         yield
 
 

@@ -22,6 +22,7 @@ from mezzo.errors import PolicyError, UnsupportedError, some_of
 from mezzo.explanation.calls import Decider
 from mezzo.explanation.explanation import Cast, Explanation, Misaligned, Padding, Row
 from mezzo.explanation.findings import findings
+from mezzo.explanation.frames import here
 from mezzo.explanation.modes import watch_modules, watching_backward, watching_forward
 from mezzo.explanation.trace import Trace
 from mezzo.policy import Policy, Rule
@@ -97,7 +98,7 @@ def explain(
 def _traced(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, loss: Loss | None, devices: tuple[str, ...]
 ) -> Explanation:
-    trace = Trace(Decider(policy, _ruled(model, policy)), policy.dtype)
+    trace = Trace(Decider(policy, _ruled(model, policy)), policy.dtype, until=here())
     around = watch_modules(trace, model)
     handle = Prepared(model, policy)
     handle.release_originals()

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import _get_current_function_mode_stack
 
-from mezzo.cast.carry import Differences, pinned_parameter
-from mezzo.cast.plan import Plan, open_function
+from mezzo.cast.carry import acting_plan, pinned_parameter
+from mezzo.cast.plan import open_function
 from mezzo.explanation.frames import op_name
 from mezzo.policy import Treatment
 from mezzo.policy.ops import OPS
@@ -26,7 +25,7 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     Python functions are opened where the op table has no decision about the function as a whole; to them too it is
     all the same, unless an argument's class overrides torch functions.
     """
-    plan = _active_plan(args, kwargs)
+    plan = acting_plan(args, kwargs)
     if plan is not None:
         if pinned(args, kwargs) is not None or plan.handler(function) is not None:
             return None
@@ -40,21 +39,11 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 def pinned(args: Any, kwargs: Any) -> tuple[torch.Tensor, Treatment] | None:
     """Return the parameter among the arguments that a parameter rule speaks about, and its treatment."""
-    plan = _active_plan(args, kwargs)
+    plan = acting_plan(args, kwargs)
     if plan is None or not plan.pinned:
         return None
     param = pinned_parameter(plan, args, kwargs)
     return None if param is None else (param, plan.pinned[id(param)])
-
-
-def _active_plan(args: Any, kwargs: Any) -> Plan | None:
-    """Return the plan of the innermost region, where it acts."""
-    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
-        if isinstance(mode, Differences) and not mode.shadows:
-            plan = mode._plan_for(args, kwargs)
-            acts = plan is not None and (not plan.autocast or torch.is_autocast_enabled(plan.device_type))
-            return plan if acts else None
-    return None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -46,10 +46,12 @@ class Trace:
     Attributes:
         decider: Answers which treatment a call gets.
         dtype: The policy's compute dtype, as which emulated products count.
+        until: The frame beyond which no line is the model's; see :func:`~mezzo.explanation.frames.user_line`.
     """
 
     decider: Decider
     dtype: torch.dtype
+    until: int = 0
     rows: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     casts: Counter[tuple[str, ...]] = field(default_factory=Counter)
     cast_bytes: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -140,7 +142,7 @@ class Trace:
             if made_by == "region":  # one that the model's code entered, and which lies above this mode
                 call.cause = "a region that the model's own code enters decides here"
             if not call.hidden and not self._backward:
-                call.line = user_line()
+                call.line = user_line(self.until)
             place = Place(module, call)
             self.enter(place)
         return place
@@ -167,7 +169,7 @@ class Trace:
             if place.call is None and not self._backward and made_by in ("region", "other"):
                 # No torch function stands above: a C++ extension, or a scripted function.
                 alone = self.decider.call(kernel, args, kwargs, None if place.module == LOSS else place.module)
-                alone.line = user_line()
+                alone.line = user_line(self.until)
             call = alone or place.call
             if kernels.is_cast(kernel, args, out):
                 self._cast(args[0], out, place if alone is None else Place(place.module, alone), made_by)

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
+from mezzo.cast.weights import is_further_use
 from mezzo.numerics.measure import is_finite
 from mezzo.tensors import each_tensor, tensors
 
@@ -19,7 +20,7 @@ Edge = tuple[Any, int]
 #: Autograd nodes that hand on the gradient of the same numbers.
 _SAME_NUMBERS: Final = (
     "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Unsqueeze", "Squeeze", "ToCopy",
-    "Alias", "Clone", "Contiguous", "_FurtherUse",
+    "Alias", "Clone", "Contiguous",
 )  # fmt: skip
 
 
@@ -107,4 +108,5 @@ def _handed_on(node: Any) -> Edge | None:
     """Return where a node sends the gradient that it gets, if it only gives it another shape or format."""
     name = node.name().removesuffix("0").removesuffix("Backward")
     following = [edge for edge in node.next_functions if edge[0] is not None]
-    return following[0] if name in _SAME_NUMBERS and len(following) == 1 else None
+    hands_on = name in _SAME_NUMBERS or is_further_use(node)
+    return following[0] if hands_on and len(following) == 1 else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mezzo.explanation.frames import user_line
+from mezzo.explanation.frames import here
 from mezzo.numerics.causes import arrived, summed
 from mezzo.numerics.cures import Context
 from mezzo.numerics.measure import is_finite
@@ -86,7 +86,7 @@ class Replay:
 
         **Cost**: as :func:`locate`, once for each call and again for each of its backward passes that came later.
         """
-        search = _Replayed(self._models, self._region, float(loss_scale), user_line())
+        search = _Replayed(self._models, self._region, float(loss_scale))
         with untouched(self._models):
             for _, group in groupby(list(self._recorder.events), key=lambda event: id(event.call)):
                 if (found := search.look_at(list(group))) is not None:
@@ -108,9 +108,8 @@ class _Replayed:
         models: list[nn.Module],
         region: Callable[[], AbstractContextManager[Any]],
         scale: float,
-        outer: str | None,
     ) -> None:
-        self.models, self.region, self.scale, self.outer = models, region, scale, outer
+        self.models, self.region, self.scale = models, region, scale
         self.changed: dict[str, None] = {}
         self.late: Overflow | None = None
         self.sums: dict[Tensor, tuple[Tensor, int]] = {}
@@ -125,9 +124,7 @@ class _Replayed:
             self.changed.update(dict.fromkeys(changed))
             return None
         region = self.region()
-        search = Search(
-            self.models, getattr(region, "policy", None), scale=self.scale, outer=self.outer, instead=call.line
-        )
+        search = Search(self.models, getattr(region, "policy", None), scale=self.scale, until=here(), instead=call.line)
         with search.hooked():
             outputs = self._forward(search, call)
             if (found := self._begins_forward(search, call, outputs)) is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.cast.notes import watched
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
 from mezzo.explanation.modes import Calls, Watcher
@@ -120,7 +121,7 @@ class Search:
         models: The models.
         policy: Their policy, where it is known.
         scale: The loss scale.
-        outer: See :class:`Watch`.
+        until: See :class:`Watch`.
         instead: See :class:`Watch`.
     """
 
@@ -130,11 +131,11 @@ class Search:
         policy: Policy | None,
         *,
         scale: float,
-        outer: str | None = None,
+        until: int = 0,
         instead: str | None = None,
     ) -> None:
         self.models, self.policy, self.scale = models, policy, scale
-        self.watch = Watch(models, policy, outer=outer, instead=instead)
+        self.watch = Watch(models, policy, until=until, instead=instead)
         self.gradients: list[tuple[Tensor, Tensor]] = []  # of the last backward pass, by leaf
 
     @contextmanager
@@ -165,7 +166,7 @@ class Search:
 
     def forward(self, fn: Callable[[], Any]) -> Any:
         """Run a forward pass, watched."""
-        with Checks(self.watch), Calls(self.watch):
+        with watched(), Checks(self.watch), Calls(self.watch):
             return fn()
 
     def backward(self, starts: Sequence[Tensor], gradients: Sequence[Tensor], run: Backward) -> Overflow | None:
@@ -178,7 +179,7 @@ class Search:
         """
         self.watch.begin_backward()
         with gradients_aside(leaves := self._leaves(starts)):
-            with Checks(self.watch):
+            with watched(), Checks(self.watch):
                 run(starts, grad_tensors=gradients, retain_graph=True)
             self.gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
         origin = self.watch.first(gradient for _, gradient in self.gradients)

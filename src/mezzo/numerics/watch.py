@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
+from mezzo.cast.notes import notes
 from mezzo.explanation.calls import Decider
 from mezzo.explanation.frames import kernel_name, user_line
 from mezzo.explanation.kernels import Storages, is_allocation, is_cast, is_view, same_storage
 from mezzo.explanation.trace import LOSS, Place, Trace
-from mezzo.numerics.casting import casting_frames, function_around, is_emulation
 from mezzo.numerics.measure import (
     Operand,
     has_literal,
@@ -54,8 +55,8 @@ class Watch(Trace):
     Args:
         models: The models, which give modules and parameters their names.
         policy: The policy, where it is known.
-        outer: The user's line that asks for a replay, which says nothing about the step.
-        instead: The line to name in its place.
+        until: The frame beyond which no line is the step's; see :func:`~mezzo.explanation.frames.user_line`.
+        instead: The line to name where there is none.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Watch(Trace):
         models: Sequence[nn.Module],
         policy: Policy | None,
         *,
-        outer: str | None = None,
+        until: int = 0,
         instead: str | None = None,
     ) -> None:
-        super().__init__(Decider(policy or Policy.O0(), {}), torch.float32)
+        super().__init__(Decider(policy or Policy.O0(), {}), torch.float32, until)
         self.names = Names(models)
         self.origins: list[Origin] = []
         self.autocasts = False if policy is None else policy.autocast
-        self._outer, self._instead = outer, instead
+        self._instead = instead
         self._from, self._wide = Storages(), Storages()  # the number of an origin, as text
         self._copies = Storages()  # the names of what was cast
         self._arguments: dict[int, tuple[Place, dict[Edge, str]]] = {}
@@ -83,10 +84,10 @@ class Watch(Trace):
         place = super().begin(function, args, kwargs)
         with torch._C.DisableTorchFunction():
             assert place.call is not None
-            if (around := function_around()) is not None:
-                place.call = self.decider.call(around, args, kwargs, None if place.module == LOSS else place.module)
-            line = place.call.line or user_line()
-            place.call.line = self._instead if line == self._outer else line
+            if ops := [note.about for note in notes() if note.kind == "op"]:
+                # A region above this trace has taken apart what the user's code calls.
+                place.call = self.decider.call(ops[-1], args, kwargs, None if place.module == LOSS else place.module)
+            place.call.line = place.call.line or self._line()
             self._arguments[id(place)] = place, edges(args, kwargs)  # with the place, so that its id stays its own
             self.autocasts |= any(torch.is_autocast_enabled(kind) for kind in _kinds(args, kwargs))
         return place
@@ -94,11 +95,14 @@ class Watch(Trace):
     def finish(self, place: Place, out: Any) -> None:
         """End a call: there are no rows to count here."""
 
+    def _line(self) -> str | None:
+        return user_line(self.until) or self._instead
+
     def _where(self) -> Place:
         """Return where a kernel belongs, inside the backward passes that emulation runs within its own as well."""
-        for frame in casting_frames() if self._backward else ():
-            if is_emulation(frame) and frame.f_code.co_name == "backward":
-                number = frame.f_locals["ctx"]._sequence_nr()
+        for note in reversed(notes()) if self._backward else ():
+            if isinstance(node := note.about, BackwardCFunction):
+                number = node._sequence_nr()
                 found = bisect_right(self._timeline, number, key=lambda mark: mark[0])
                 return self._timeline[found - 1][1] if found else self._places[-1]
         return self._place()
@@ -189,8 +193,8 @@ class Watch(Trace):
             origin = self._add("made", kernel, result, read)
             origin.needed, origin.holds = needed(kernel, args, kwargs, read, position, result.dtype)
             return origin
-        last, frames = self._last, casting_frames()
-        is_emulated = any(is_emulation(frame) for frame in frames)
+        last, doing = self._last, {note.kind for note in notes()}
+        is_emulated = "emulation" in doing
         made_here = last is not None and same_storage(last.tensor, args[0])
         if last is not None and made_here and (is_emulated or last.where is self._identity()):
             # The call rounds its own result: what counts is what the result was computed from.
@@ -198,7 +202,7 @@ class Watch(Trace):
             origin.kernel = last.kernel
         else:
             origin = self._add("made", kernel, result, read)
-            self._name_cast(origin, args[0], by_mezzo=any("cast" in frame.f_code.co_name for frame in frames))
+            self._name_cast(origin, args[0], by_mezzo="cast" in doing)
         origin.needed, origin.holds = range_of(args[0], "").largest, args[0].dtype
         return origin
 
@@ -241,7 +245,7 @@ class Watch(Trace):
             module=place.module,
             op=bare if call is None else call.op,
             kernel="" if kernel is None else str(kernel._schema.name),
-            line=(self._instead or user_line()) if call is None else call.line,
+            line=self._line() if call is None else call.line,
             rule=None if call is None else call.decision.rule,
             dtype=tensor.dtype,
             tensor=range_of(tensor, _name(phase, bare)),

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from mezzo.cast.device import decide as device
 from mezzo.cast.model.entrance import Entrance
+from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.region import acting_keys, autocast
 from mezzo.errors import UnsupportedError, message
 from mezzo.policy import Policy, Rule, Treatment
@@ -181,17 +182,21 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         for seen, cast in made:
             if seen is leaf:
                 return cast
-        made.append((leaf, leaf.to(dtype)))
+        made.append((leaf, _to(leaf, dtype)))
         return made[-1][1]
 
     return pytree.tree_map(cast_leaf, value)
 
 
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
+
+
 def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.to(dtype) if leaf.dtype in CASTABLE else leaf
+        return leaf
     if isinstance(leaf, PackedSequence):
-        return leaf.to(dtype) if leaf.data.dtype in CASTABLE else leaf
+        return _to(leaf, dtype) if leaf.data.dtype in CASTABLE else leaf
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         names = [field.name for field in dataclasses.fields(leaf)]
         cast = {name: cast_floating(getattr(leaf, name), dtype) for name in names if hasattr(leaf, name)}

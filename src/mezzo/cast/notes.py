@@ -1,0 +1,63 @@
+"""What this room is doing at the moment, said for those who watch a pass: ``mezzo.explain`` and ``locate``.
+
+While a watcher is there, each function of torch that is carried out, each cast and each piece of emulated arithmetic
+is a note on a stack of its thread. Otherwise nothing is noted, and ``WATCHERS`` is all that is asked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal, NamedTuple
+
+__all__ = ["WATCHERS", "Kind", "Note", "during", "notes", "watched"]
+
+Kind = Literal["op", "cast", "emulation"]
+
+
+class Note(NamedTuple):
+    """One thing that is being done.
+
+    Attributes:
+        kind: ``op``: a region decides about a function of torch. ``cast``: a tensor is given the policy's dtype.
+            ``emulation``: a product is computed in FP32 from rounded operands.
+        about: The function that runs. Where emulation runs in a backward pass, the autograd node.
+    """
+
+    kind: Kind
+    about: Any
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+
+
+#: One entry for each watcher, in whatever thread: appending is atomic.
+WATCHERS: Final[list[None]] = []
+_STACK: Final = _Stack()
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Have notes taken inside the block."""
+    WATCHERS.append(None)
+    try:
+        yield
+    finally:
+        WATCHERS.pop()
+
+
+def during(kind: Kind, about: Any, run: Callable[..., Any], *args: Any) -> Any:
+    """Run a function under a note; only asked for while ``WATCHERS`` is not empty."""
+    _STACK.notes.append(Note(kind, about))
+    try:
+        return run(*args)
+    finally:
+        _STACK.notes.pop()
+
+
+def notes() -> list[Note]:
+    """Return what this thread is doing, outermost first."""
+    return _STACK.notes
