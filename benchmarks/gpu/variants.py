@@ -16,7 +16,7 @@ import mezzo.step.executors.triton.launch as executor_of
 import mezzo.step.executors.triton.source as source_of
 from mezzo.bench.shapes import shapes
 from mezzo.bench.timing import Behind, copying, spread
-from mezzo.step.passes import Check, Cohort
+from mezzo.step.passes import Cohort, Verdict
 from mezzo.step.storage import storage
 from mezzo.step.update import rule
 
@@ -116,7 +116,7 @@ class _Weights:
         )
         self.start = [tensor.clone() for tensor in self.tensors()]
         one = torch.ones((), device=device)
-        self.check = Check(norms=one, grad_norm=one, found_inf=one.eq(0), multiplier=one)
+        self.check = Verdict(norms=one, grad_norm=one, found_inf=one.eq(0), multiplier=one)
 
     def tensors(self) -> list[Tensor]:
         groups = zip(self.cohort.weights, self.cohort.extras, self.cohort.states, strict=True)

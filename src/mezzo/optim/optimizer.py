@@ -23,12 +23,12 @@ from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import Group
 from mezzo.optim.state import as_stored, plain_state
 from mezzo.step.executors.choose import executor_for, portable
-from mezzo.step.passes import Check, Cohort, Executor, NoKernel, Update
+from mezzo.step.passes import Cohort, Executor, NoKernel, Update, Verdict, counted
 from mezzo.step.runs import SHORT, packed, stands_alone
 from mezzo.step.storage import PLANES, Storage, storage
 from mezzo.step.update import Rule, rule
 from mezzo.step.whole import Call, Piece, Work
-from mezzo.tensors import LOW, moved
+from mezzo.tensors import LOW
 
 __all__ = ["Group", "OnePassOptimizer", "Params"]
 
@@ -56,9 +56,9 @@ class _Wanted:
 class OnePassOptimizer(HalvesOptimizer):
     """An optimizer whose step reads and writes everything once, and never asks the host whether to skip.
 
-    ``found_inf`` and ``grad_scale`` are attributes that :class:`mezzo.MixedPrecision` or ``torch.amp.GradScaler`` set
-    for a step, as for torch's fused optimizers: 0-d tensors, whether to skip, and what to divide gradients by.
-    Gradients themselves are never written.
+    :class:`mezzo.MixedPrecision` hands its verdict to :meth:`update`. ``torch.amp.GradScaler`` sets the attributes
+    ``found_inf`` and ``grad_scale`` for a step, as for torch's fused optimizers: 0-d tensors, whether to skip, and what
+    to divide gradients by. Gradients themselves are never written.
 
     Attributes:
         updates: How many steps were taken or skipped since the optimizer was made.
@@ -93,7 +93,8 @@ class OnePassOptimizer(HalvesOptimizer):
 
     def _start(self) -> None:
         self._under_way = Work()
-        self._prepared: tuple[Tensor | None, Work] | None = None
+        self._prepared: tuple[Verdict | None, Work] | None = None
+        self._verdict: Verdict | None = None  # of the step under way
         self.updates = 0
 
     @abstractmethod
@@ -123,7 +124,7 @@ class OnePassOptimizer(HalvesOptimizer):
     @_disable_dynamo  # addresses and kernels of its own are nothing to trace: torch.compile breaks the graph here
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, or none, as ``found_inf`` says.
+        """Update every parameter that has a gradient, or none, as the verdict or ``found_inf`` says.
 
         Args:
             closure: Evaluates the loss first, as torch's optimizers take it.
@@ -147,25 +148,36 @@ class OnePassOptimizer(HalvesOptimizer):
                 self._wanted(number)
             self._make_state()
             return loss
-        for_whom, self._prepared = self._prepared, None
-        found_inf = getattr(self, "found_inf", None)
-        if for_whom is None or for_whom[0] is not found_inf or found_inf is None:
-            for_whom = found_inf, self._work(found_inf, getattr(self, "grad_scale", None))
-        self._under_way = for_whom[1]
+        prepared, self._prepared = self._prepared, None
+        verdict, self._verdict = self._verdict, None
+        if prepared is None or prepared[0] is not verdict:
+            prepared = verdict, self._work(verdict)
+        self._under_way = prepared[1]
         self._under_way.finish()
         return loss
 
-    @torch.no_grad()
-    def prepare_step(self, found_inf: Tensor, grad_scale: Tensor | None, *, keep: bool) -> None:
-        """Raise all that the next step could refuse, and make ready what it needs; it is to be the next call.
+    def update(self, verdict: Verdict) -> None:
+        """Take a step, hooks and all, as a verdict says; what :meth:`prepare` of the same verdict kept is used.
 
         Args:
-            found_inf: What ``found_inf`` will be set to.
-            grad_scale: What ``grad_scale`` will be set to.
+            verdict: Of these gradients, as :func:`mezzo.step.passes.judge` returns it.
+        """
+        self._verdict = verdict
+        try:
+            self.step()
+        finally:
+            self._verdict = self._prepared = None
+
+    @torch.no_grad()
+    def prepare(self, verdict: Verdict, *, keep: bool) -> None:
+        """Raise all that :meth:`update` could refuse, and make ready what it needs; it is to be the next call.
+
+        Args:
+            verdict: What the update will be given.
             keep: Whether nobody writes to gradients until then; hooks of others before the step may.
         """
         self._refuse_half_way()
-        prepared = found_inf, self._work(found_inf, grad_scale)
+        prepared = verdict, self._work(verdict)
         hooks = len(self._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
         self._prepared = prepared if keep and hooks == 1 else None
 
@@ -183,26 +195,33 @@ class OnePassOptimizer(HalvesOptimizer):
                 write="model.load_state_dict(…) and optimizer.load_state_dict(…) of the last checkpoint",
             )
 
-    def _work(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> Work:
-        """Return a step as work of which nothing is done yet; whatever can be refused is refused here."""
+    def _work(self, verdict: Verdict | None) -> Work:
+        """Return a step as work of which nothing is done yet; whatever can be refused is refused here.
+
+        Args:
+            verdict: Of the gradients. Without one, ``found_inf`` and ``grad_scale`` are those of another library.
+        """
         wanted = [self._wanted(number) for number in range(len(self.param_groups))]
         self.take_edits()
         ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
         work = Work()
         counts: list[tuple[Tensor, Tensor]] = []
         for device in {each.cohort.step.device for each in ready}:
-            check = _check(device, found_inf, grad_scale)
-            here = [each for each in ready if each.cohort.step.device == device]
-            next_of = {id(each.cohort.step): (each.cohort.step, each.cohort.step + ~check.found_inf) for each in here}
+            here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
+            there = [each for each in ready if each.cohort.step.device == device]
+            next_of = {
+                id(each.cohort.step): (each.cohort.step, counted(each.cohort.step, here.found_inf)) for each in there
+            }
             counts += next_of.values()
-            for each in here:
+            for each in there:
                 gradients = [param.grad for param in each.params if param.grad is not None]
-                work.add(*self._pieces(each, gradients, check, next_of[id(each.cohort.step)][1]))
+                work.add(*self._pieces(each, gradients, here, next_of[id(each.cohort.step)][1]))
         params = [param for each in ready for param in each.params]
         updates = self.updates + 1
 
         def count() -> list[Call]:
-            # Kernels write past autograd, which is to tell whoever kept a cast of the weight, or saved it.
+            # Kernels write past autograd, whose version counters must tell the caches of casts, and graphs that saved
+            # a weight, that it has changed.
             increment_version(params)
             self._edits.see(self._with_masters())
             self._awaiting.clear()
@@ -211,13 +230,17 @@ class OnePassOptimizer(HalvesOptimizer):
         work.add(count)
         return work
 
-    def _pieces(self, ready: _Ready, gradients: list[Tensor], check: Check, step: Tensor) -> list[Piece]:
+    def _verdict_of_flags(self, device: torch.device) -> Verdict:
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        return Verdict.of_flags(found_inf, grad_scale, device)
+
+    def _pieces(self, ready: _Ready, gradients: list[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
         """Return a cohort's update, without kernels of its own where these cannot be built (any more)."""
         try:
-            return ready.update.pieces(gradients, check, step)
+            return ready.update.pieces(gradients, verdict, step)
         except NoKernel as error:
             ready.update = portable(error).prepare(ready.cohort)
-            return ready.update.pieces(gradients, check, step)
+            return ready.update.pieces(gradients, verdict, step)
 
     def _gradients(self) -> Iterator[Tensor]:
         params = (param for group in self.param_groups for param in group["params"])
@@ -380,14 +403,3 @@ class OnePassOptimizer(HalvesOptimizer):
     def _storage(self, group: Group, param: Tensor) -> Storage:
         planes = self._executor(param.device).planes(param.device)
         return storage(group["master"], param.dtype, rounding=group["rounding"], planes=planes)
-
-
-def _check(device: torch.device, found_inf: Tensor | None, divisor: Tensor | None) -> Check:
-    """Return what somebody else's first pass found, for one device."""
-    one = torch.ones((), dtype=torch.float32, device=device)
-    return Check(
-        norms=one.new_empty(0),
-        grad_norm=one,
-        found_inf=one.eq(0) if found_inf is None else moved(found_inf, device, torch.bool).reshape(()),
-        multiplier=one if divisor is None else moved(divisor, device, torch.float32).reciprocal(),
-    )

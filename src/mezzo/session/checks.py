@@ -14,7 +14,7 @@ from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, Uns
 from mezzo.optim.masters import held_state
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
-from mezzo.session.checked import Checked
+from mezzo.session.checked import Judged
 
 __all__ = [
     "check_loss",
@@ -285,14 +285,14 @@ def check_loss_id(loss_id: Any, num_losses: int) -> None:
         )
 
 
-def overflowed(checked: Checked, name_of: Callable[[Tensor], str]) -> NumericsError:
+def overflowed(judged: Judged, name_of: Callable[[Tensor], str]) -> NumericsError:
     """Build the error of ``on_overflow="raise"``; the host waits for the device."""
-    bad = [name_of(p) for p, ok in zip(checked.params, checked.each.isfinite().tolist(), strict=True) if not ok]
-    scales = sorted({float(share.scale) for share in checked.shares})
+    bad = [name_of(p) for p, ok in zip(judged.params, judged.verdict.norms.isfinite().tolist(), strict=True) if not ok]
+    scales = sorted({float(share.scale) for share in judged.shares})
     under = " and ".join(f"{scale:.6g}" for scale in scales if scale != 1.0)
     return NumericsError(
         "the gradients are not finite",
-        where=f"{len(bad)} of {len(checked.params)}: {some_of(bad)}" if bad else "their norm, once unscaled",
+        where=f"{len(bad)} of {len(judged.params)}: {some_of(bad)}" if bad else "their norm, once unscaled",
         why=f"an overflow{' under the loss scale ' + under if under else ''}; nothing was updated",
         write='on_overflow="explain", which says where it began; or on_overflow="skip" to go on',
     )

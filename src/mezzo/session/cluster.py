@@ -16,9 +16,10 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
-from mezzo.session.gradients import dense, mark, multiplications, norms, not_finite
+from mezzo.session.gradients import dense, mark, multiplications, norms
 from mezzo.session.unscaled import Unscaled
 from mezzo.session.window import Carried, Share, Window
+from mezzo.step.passes import judge
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import LOW, moved
 
@@ -253,8 +254,7 @@ class Cluster:
         over_scale = inverse(carried.scale)
         share = []
         if gradients:
-            norm, _ = norms(gradients, carried.scale.device)
-            found = not_finite(norm * over_scale)
+            found = judge(norms(gradients, carried.scale.device), over_scale).found_inf
             share = [Share(loss_id=carried.loss_id, scale=carried.scale, found_inf=found)]
         return None if carried.is_one else over_scale, share
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mezzo.session.accounts import Outcome
-from mezzo.session.checked import Checked
+from mezzo.session.checked import Judged
 from mezzo.session.cluster import Cluster
 from mezzo.session.recording import current
 from mezzo.session.result import Step
@@ -32,12 +32,12 @@ class Finishing:
 
     Args:
         session: The session.
-        checked: The gradients.
+        judged: The gradients.
         involved: The clusters that step.
     """
 
-    def __init__(self, session: MixedPrecision, checked: Checked, involved: list[Cluster]) -> None:
-        self._session, self._checked, self._involved = session, checked, involved
+    def __init__(self, session: MixedPrecision, judged: Judged, involved: list[Cluster]) -> None:
+        self._session, self._judged, self._involved = session, judged, involved
         self._scales_before = [scaler.remembering() for scaler in session._scalers]
         self._adapted: Adapted | None = None
         self._then: Callable[[], object] = dict
@@ -56,31 +56,31 @@ class Finishing:
         for cluster in self._involved:
             for masters in cluster.masters:
                 masters.drop_gradients()
-            cluster.close(self._checked.gradients if len(cluster.optimizers) == 1 else None)
+            cluster.close(self._judged.gradients if len(cluster.optimizers) == 1 else None)
         self._session._parts.exact.restored.clear()
         return []
 
     def _adapt(self) -> list[Call]:
         for restore in self._scales_before:  # an interrupt may have come in the middle
             restore()
-        self._adapted = adapt(self._session._scalers, self._checked, self._session._on_the_way)
+        self._adapted = adapt(self._session._scalers, self._judged, self._session._on_the_way)
         return []
 
     def _settle(self) -> list[Call]:
-        for share in self._checked.shares:
+        for share in self._judged.shares:
             self._session._on_the_way.pop(share.loss_id, None)
         if self._session._buffers is not None:
-            self._session._buffers.restore_where(self._checked.found_inf)
+            self._session._buffers.restore_where(self._judged.verdict.found_inf)
         self._session._forget_passes()
         return []
 
     def _note(self) -> list[Call]:
         adapted = self._known()
         outcome = Outcome(
-            skipped=self._checked.found_inf,
+            skipped=self._judged.verdict.found_inf,
             scales=adapted.after,
-            norms=self._checked.each,
-            params=self._checked.params,
+            norms=self._judged.verdict.norms,
+            params=self._judged.params,
             loss_failed=adapted.loss_failed,
         )
         if (run := current()) is not None:
@@ -101,11 +101,11 @@ class Finishing:
         adapted = self._known()
         before = _one_or_all(list(adapted.before.values()))
         return Step(
-            skipped=self._checked.found_inf,
+            skipped=self._judged.verdict.found_inf,
             # A graph writes the next scale into the memory of this one.
             scale=before if current() is None else before.clone(),
             next_scale=_one_or_all([after.scale for after in adapted.after.values()]),
-            grad_norm=self._checked.norm,
+            grad_norm=self._judged.verdict.grad_norm,
             overflow=overflow,
             check=self._session._accounts.check,
         )

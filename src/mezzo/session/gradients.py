@@ -17,7 +17,7 @@ from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
 from mezzo.tensors import LOW, moved
 
-__all__ = ["alike", "can_fold", "dense", "lacks_momentum", "mark", "multiplications", "norms", "not_finite"]
+__all__ = ["alike", "can_fold", "dense", "lacks_momentum", "mark", "multiplications", "norms"]
 
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
@@ -44,29 +44,27 @@ def mark(gradient: Tensor) -> tuple[int, int]:
 
 def norms(
     gradients: list[Tensor], device: torch.device, *, one_pass: bool = False, groups: Alike | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the 2-norm of all gradients together and that of each, accumulated in FP32, without a sync.
+) -> Tensor:
+    """Return the 2-norm of each gradient, accumulated in FP32, without a sync.
 
     Args:
         gradients: At least one dense tensor, of any floating or complex dtype, on any device.
-        device: Where the results go.
+        device: Where they go.
         one_pass: Whether mezzo's optimizers go on with them: then their executor reads these gradients too.
         groups: What :func:`alike` says of them, where it was asked before.
 
     Returns:
-        0-d and ``(len(gradients),)`` float32.
+        ``(len(gradients),)`` float32.
     """
     groups = alike(gradients) if groups is None else groups
     together = _read_together(groups) if one_pass else list(groups.values())
     if len(together) == 1:
-        each = moved(_norms_of_alike(gradients, one_pass), device)
-        return torch.linalg.vector_norm(each), each
+        return moved(_norms_of_alike(gradients, one_pass), device)
     found: dict[int, Tensor] = {}
     for group in together:
         theirs = moved(_norms_of_alike([gradients[i] for i in group], one_pass), device)
         found.update(zip(group, theirs.unbind(), strict=True))
-    each = torch.stack([found[i] for i in range(len(gradients))])
-    return torch.linalg.vector_norm(each), each
+    return torch.stack([found[i] for i in range(len(gradients))])
 
 
 def _read_together(groups: Alike) -> list[Sequence[int]]:
@@ -93,11 +91,6 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor:
     if values[0].dtype == torch.float64:
         return torch.stack(torch._foreach_norm(values, 2)).float()
     return torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
-
-
-def not_finite(norm: Tensor) -> Tensor:
-    """Return whether a 0-d tensor is infinite or NaN, as a 0-d bool; in two kernels."""
-    return (norm * 0).ne(0)
 
 
 def multiplications(gradients: list[Tensor], multiplier: Tensor) -> list[Call]:

@@ -22,7 +22,7 @@ from mezzo.session import state
 from mezzo.session.accounts import Accounts, Stats
 from mezzo.session.buffers import NormBuffers, Remembering
 from mezzo.session.capturable import refuse_host_arguments, refuse_raw_capture
-from mezzo.session.checked import Checked, check, together
+from mezzo.session.checked import Judged, check, together
 from mezzo.session.checks import (
     check_loss,
     check_loss_id,
@@ -40,11 +40,12 @@ from mezzo.session.closures import Before, Overflowed
 from mezzo.session.cluster import Cluster, clusters, regrouped
 from mezzo.session.edits import EditWatch
 from mezzo.session.finishing import Finishing
-from mezzo.session.gradients import multiplications, norms, not_finite
+from mezzo.session.gradients import multiplications, norms
 from mezzo.session.parts import Parts
 from mezzo.session.recording import current
 from mezzo.session.result import Step
 from mezzo.session.stepping import Found, Update, update
+from mezzo.step.passes import judge
 from mezzo.step.whole import Call, Piece, at_once
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ class MixedPrecision:
         inverse = scaler.state.inverse()
         unscaled = [g if g is None else g * inverse.to(g.device) for g in wide]
         if there := [g.detach() for g in unscaled if g is not None]:
-            found_inf = not_finite(norms(there, inverse.device)[0])
+            found_inf = judge(norms(there, inverse.device), None).found_inf
             before = self._on_the_way.get(loss_id)
             self._on_the_way[loss_id] = found_inf if before is None else before | found_inf
         return tuple(unscaled)
@@ -433,13 +434,12 @@ class MixedPrecision:
         alone = {o for cluster in involved if len(cluster.optimizers) == 1 for o in cluster.optimizers}
         check_numbers(stepping)
         self._look_for_edits(involved)
-        checked = check(involved, optimizers, self._device)
-        self._parts.refuse_low_gradients(checked.dtypes)
-        checked = checked if (run := current()) is None else run.seen(checked)
-        found = Found(checked.found_inf)
-        masters = self._parts.masters
-        pieces = update(self._update, checked, stepping, alone, self.max_grad_norm, found, masters)
-        return self._finished(checked, involved, found, schedulers, pieces)
+        judged = check(involved, optimizers, self._device, self.max_grad_norm)
+        self._parts.refuse_low_gradients(judged.dtypes)
+        judged = judged if (run := current()) is None else run.seen(judged)
+        found = Found(judged.verdict.found_inf)
+        pieces = update(self._update, judged, stepping, alone, found, self._parts.masters)
+        return self._finished(judged, involved, found, schedulers, pieces)
 
     def _look_for_edits(self, involved: list[Cluster]) -> None:
         """Take note of cleared gradients, and say it where code that writes to scaled ones may have meant to clip."""
@@ -449,10 +449,10 @@ class MixedPrecision:
         carrying = any(each is not None and not each.is_one for each in carried)
         self._edits.look(carrying=carrying and self.max_grad_norm is None)
 
-    def _located(self, replay: Replay, checked: Checked) -> Overflow | Changed | None:
+    def _located(self, replay: Replay, judged: Judged) -> Overflow | Changed | None:
         """Run the step's batches again, and say where the overflow began."""
         with torch.enable_grad():
-            return replay.locate(checked.shares[-1].scale)
+            return replay.locate(judged.shares[-1].scale)
 
     def _evaluated(
         self, closure: Callable[[], Any], optimizers: list[Optimizer], schedulers: list[Callable[[], Any]]
@@ -462,7 +462,7 @@ class MixedPrecision:
         (cluster,) = (c for c in self._clusters if optimizer in c.optimizers)
         check_numbers([optimizer])
         masters = self._parts.masters.get(id(optimizer))
-        evaluations: list[Checked] = []
+        evaluations: list[Judged] = []
         found: list[Found] = []
 
         @torch.no_grad()
@@ -470,13 +470,14 @@ class MixedPrecision:
             if cluster.window is None:
                 raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
             self._look_for_edits([cluster])
-            evaluations.append(check([cluster], [optimizer], self._device))
-            self._parts.refuse_low_gradients(evaluations[-1].dtypes)
-            if (factor := evaluations[-1].multiplier(self.max_grad_norm)) is not None:
-                at_once(*multiplications(evaluations[-1].gradients, factor))
+            judged = check([cluster], [optimizer], self._device, self.max_grad_norm)
+            evaluations.append(judged)
+            self._parts.refuse_low_gradients(judged.dtypes)
+            if not judged.verdict.is_one:
+                at_once(*multiplications(judged.gradients, judged.verdict.multiplier))
             cluster.close()
             self._parts.forget_casts()  # the optimizer is about to move the weights, through .data it may be
-            found.append(Found(evaluations[-1].found_inf))
+            found.append(Found(judged.verdict.found_inf))
             if found[-1]:
                 raise Overflowed
 
@@ -521,7 +522,7 @@ class MixedPrecision:
 
     def _finished(
         self,
-        checked: Checked,
+        judged: Judged,
         involved: list[Cluster],
         found: Found,
         schedulers: list[Callable[[], Any]],
@@ -529,14 +530,14 @@ class MixedPrecision:
     ) -> Step:
         """Do some pieces of work and all that ends a step, as one piece of work that is done whole."""
         # The host asks about the overflow only where it has to act on the answer.
-        overflow = self._located(self._replay, checked) if self._replay is not None and found else None
-        finishing = Finishing(self, checked, involved)
+        overflow = self._located(self._replay, judged) if self._replay is not None and found else None
+        finishing = Finishing(self, judged, involved)
         all_of_it = [*pieces, *finishing.pieces(found, schedulers)]
         self._update.begin(all_of_it, partial(_abandon, involved), self._undo.clear)
         self._update.run()
         step = finishing.step(overflow)
         if self.on_overflow == "raise" and found:
-            raise overflowed(checked, self._parts.name_of)
+            raise overflowed(judged, self._parts.name_of)
         return step
 
     def zero_grad(self, set_to_none: bool = True) -> None:

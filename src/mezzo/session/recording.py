@@ -18,7 +18,7 @@ from mezzo.cast.accumulators import marks
 from mezzo.errors import StateError, some_of
 from mezzo.session.accounts import Outcome
 from mezzo.session.capturable import check_capturable, unfinished
-from mezzo.session.checked import Checked
+from mezzo.session.checked import Judged
 
 if TYPE_CHECKING:
     from mezzo.session.loop import MixedPrecision
@@ -80,9 +80,9 @@ class Run:
                 raise Elsewhere(session._device)
             self._held[session] = Held(session, self._device)
 
-    def seen(self, checked: Checked) -> Checked:
-        """Return what a step goes on with: in a rehearsal, that it overflowed, so that nothing is written."""
-        return replace(checked, found_inf=torch.ones_like(checked.found_inf)) if self._rehearsing else checked
+    def seen(self, judged: Judged) -> Judged:
+        """Return what a step goes on with: in a rehearsal, that it is skipped, so that nothing is written."""
+        return replace(judged, verdict=judged.verdict.skipped()) if self._rehearsing else judged
 
     def note(self, session: MixedPrecision, outcome: Outcome) -> None:
         """Keep an outcome for the accounts, with its numbers."""

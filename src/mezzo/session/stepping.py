@@ -19,9 +19,10 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale import ScaleState
 from mezzo.scale.scaler import Scaler
-from mezzo.session.checked import Checked
-from mezzo.session.gradients import can_fold, multiplications, not_finite
+from mezzo.session.checked import Judged
+from mezzo.session.gradients import can_fold, multiplications
 from mezzo.session.window import Share
+from mezzo.step.passes import Verdict, not_finite
 from mezzo.step.whole import Call, Piece, Work, at_once
 from mezzo.tensors import moved
 
@@ -88,15 +89,17 @@ class Update(Work):
         return [self._stepped.clear]
 
     def steps(self, optimizer: Optimizer, masters: MasterWeights | None) -> list[Piece]:
-        """Return what steps with an optimizer, and rounds its masters into the model."""
-        if isinstance(optimizer, OnePassOptimizer):
-            return [partial(self._step_of_mezzo, optimizer, optimizer.updates)]
+        """Return what steps with an optimizer that is not mezzo's, and rounds its masters into the model."""
         return [partial(self._step_of_another, optimizer), partial(self._stepped_with, masters)]
+
+    def steps_of_mezzo(self, optimizer: OnePassOptimizer, verdict: Verdict) -> list[Piece]:
+        """Return what steps with one of mezzo's optimizers, or skips."""
+        return [partial(self._step_of_mezzo, optimizer, verdict, optimizer.updates)]
 
     def steps_on_device(
         self, optimizer: Optimizer, masters: MasterWeights | None, found_inf: Tensor, divisor: Tensor | None
     ) -> list[Piece]:
-        """Return the same for an optimizer whose kernels find out by themselves whether to skip.
+        """Return what steps with one of torch's fused optimizers, whose kernels find out by themselves whether to skip.
 
         Args:
             optimizer: One that :func:`mezzo.session.gradients.can_fold`.
@@ -111,10 +114,10 @@ class Update(Work):
 
         return [arm, *self.steps(optimizer, masters), partial(_disarm, optimizer)]
 
-    def _step_of_mezzo(self, optimizer: OnePassOptimizer, before: int) -> list[Call]:
+    def _step_of_mezzo(self, optimizer: OnePassOptimizer, verdict: Verdict, before: int) -> list[Call]:
         self._at = optimizer
         if optimizer.updates == before:  # or an interrupt came after it had finished
-            optimizer.step()
+            optimizer.update(verdict)
         self._came_back.args = ()
         return [partial(self._stepped.append, optimizer)]
 
@@ -189,10 +192,9 @@ class Update(Work):
 
 def update(
     writes: Update,
-    checked: Checked,
+    judged: Judged,
     optimizers: list[Optimizer],
     alone: set[Optimizer],
-    max_norm: float | None,
     found: Found,
     masters: Mapping[int, MasterWeights],
 ) -> list[Piece]:
@@ -203,34 +205,48 @@ def update(
 
     Args:
         writes: What does it.
-        checked: The gradients.
+        judged: The gradients.
         optimizers: Those that step.
         alone: Optimizers that share no gradient, which therefore may rewrite theirs.
-        max_norm: What to clip the norm of all gradients to.
         found: Whether to skip.
         masters: The masters of those optimizers that have any, by ``id``.
     """
-    writes.params = checked.params
+    writes.params = judged.params
+    verdict = judged.verdict
     on_device = {optimizer for optimizer in optimizers if can_fold(optimizer)}
     folding = on_device & alone
     pieces: list[Piece] = []
-    if len(folding) < len(optimizers) and (factor := checked.multiplier(max_norm)) is not None:
+    if len(folding) < len(optimizers) and not verdict.is_one:
         apart = {id(param) for optimizer in folding for group in optimizer.param_groups for param in group["params"]}
-        pairs = zip(checked.params, checked.gradients, strict=True)
-        gradients = [g for param, g in pairs if id(param) not in apart] if apart else checked.gradients
-        calls = multiplications(gradients, factor)
+        pairs = zip(judged.params, judged.gradients, strict=True)
+        gradients = [g for param, g in pairs if id(param) not in apart] if apart else judged.gradients
+        calls = multiplications(gradients, verdict.multiplier)
         pieces.append(lambda: calls)
-    divisor = checked.divisor(max_norm) if folding else None
-    flag = checked.found_inf.to(torch.float32)
+    flags: tuple[Tensor, Tensor | None] | None = None  # for torch's fused kernels
     for optimizer in optimizers:
-        own = divisor if optimizer in folding else None
+        its_masters = masters.get(id(optimizer))
         if isinstance(optimizer, OnePassOptimizer):
-            optimizer.prepare_step(flag, own, keep=optimizer in folding)
-        if optimizer in on_device:
-            pieces += writes.steps_on_device(optimizer, masters.get(id(optimizer)), flag, own)
+            its_verdict = verdict if optimizer in folding else verdict.applied()
+            optimizer.prepare(its_verdict, keep=optimizer in folding)
+            pieces += writes.steps_of_mezzo(optimizer, its_verdict)
+        elif optimizer in on_device:
+            flags = _flags(judged) if flags is None else flags
+            pieces += writes.steps_on_device(
+                optimizer, its_masters, flags[0], flags[1] if optimizer in folding else None
+            )
         elif not found:
-            pieces += writes.steps(optimizer, masters.get(id(optimizer)))
+            pieces += writes.steps(optimizer, its_masters)
     return pieces
+
+
+def _flags(judged: Judged) -> tuple[Tensor, Tensor | None]:
+    """Return a verdict as torch's fused optimizers take it: whether to skip, and what to divide gradients by."""
+    verdict = judged.verdict
+    if judged.is_clipped:
+        divisor: Tensor | None = verdict.multiplier.reciprocal()
+    else:  # the scale itself: its inverse is rounded, unless it is a power of two
+        divisor = judged.scale
+    return verdict.found_inf.to(torch.float32), divisor
 
 
 def _disarm(optimizer: Optimizer) -> list[Call]:
@@ -254,22 +270,22 @@ class Adapted:
     loss_failed: Tensor
 
 
-def adapt(scalers: list[Scaler], checked: Checked, on_the_way: Mapping[int, Tensor]) -> Adapted:
+def adapt(scalers: list[Scaler], judged: Judged, on_the_way: Mapping[int, Tensor]) -> Adapted:
     """Move the scale of each loss that took part, on the device.
 
     A loss that is not finite itself leaves its scale alone, unless gradients inside it overflowed on their way there.
 
     Args:
         scalers: The scale of each loss.
-        checked: What the check found.
+        judged: What was found.
         on_the_way: Whether gradients that a loss was computed from had overflowed, by loss.
     """
-    device = checked.norm.device
+    device = judged.verdict.found_inf.device
     failed = torch.zeros((), dtype=torch.bool, device=device)
     before, after = {}, {}
-    for loss_id, parts in _by_loss(checked.shares).items():
+    for loss_id, parts in _by_loss(judged.shares).items():
         scaler = scalers[loss_id]
-        of_these = [loss for number, loss in checked.losses if number == loss_id or not scaler.keeps_apart]
+        of_these = [loss for number, loss in judged.losses if number == loss_id or not scaler.keeps_apart]
         bad, overflowed = _not_finite(of_these, device), on_the_way.get(loss_id)
         if overflowed is not None:
             bad = bad & ~overflowed

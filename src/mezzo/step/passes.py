@@ -7,7 +7,7 @@ the executors' business (:mod:`mezzo.step.executors`); what happens to an elemen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,39 +18,80 @@ from mezzo.step.rounding import stochastic
 from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
 from mezzo.step.whole import Piece, Work
+from mezzo.tensors import moved
 
 __all__ = [
-    "Check",
     "Cohort",
     "Executor",
     "InPieces",
     "NoKernel",
     "Update",
+    "Verdict",
     "advance",
     "clip_coefficient",
+    "counted",
     "judge",
+    "not_finite",
     "updated",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Check:
-    """What pass 1 found out, as device tensors.
+class Verdict:
+    """What one pass over the gradients has decided of a step, as device tensors.
+
+    The session computes it once. Optimizers, masters, closures and captured graphs take it as it is.
 
     Attributes:
-        norms: (gradients,) float32: the 2-norm of each gradient as it is, still scaled.
-        grad_norm: 0-d float32: the 2-norm of all of them together, unscaled, before clipping.
+        norms: (gradients,) float32: the 2-norm of each gradient as it is, still scaled; empty where another library
+            has judged.
+        grad_norm: 0-d float32: the 2-norm of all of them together, unscaled, before clipping; NaN where another
+            library has judged.
         found_inf: 0-d bool: whether it is not finite, so that nothing may be written.
         multiplier: 0-d float32: clip coefficient / scale.
+        is_one: Whether the multiplier is 1 by construction, which the host knows: no scale, and nothing is clipped.
     """
 
     norms: Tensor
     grad_norm: Tensor
     found_inf: Tensor
     multiplier: Tensor
+    is_one: bool = False
+
+    @classmethod
+    def of_flags(cls, found_inf: Tensor | None, grad_scale: Tensor | None, device: torch.device) -> Verdict:
+        """Return the verdict of another library, in the words of torch's fused optimizers.
+
+        Args:
+            found_inf: Not zero to skip the step; ``None`` to take it.
+            grad_scale: What to divide the gradients by; ``None`` for nothing.
+            device: Where to.
+        """
+        one = torch.ones((), dtype=torch.float32, device=device)
+        return cls(
+            norms=one.new_empty(0),
+            grad_norm=one * torch.nan,
+            found_inf=one.eq(0) if found_inf is None else moved(found_inf, device, torch.bool).reshape(()),
+            multiplier=one if grad_scale is None else moved(grad_scale, device, torch.float32).reciprocal(),
+            is_one=grad_scale is None,
+        )
+
+    def on(self, device: torch.device) -> Verdict:
+        """Return what an update needs of it on another device. No host sync, unless that is the CPU."""
+        if self.found_inf.device == device:
+            return self
+        return replace(self, found_inf=moved(self.found_inf, device), multiplier=moved(self.multiplier, device))
+
+    def applied(self) -> Verdict:
+        """Return the verdict on the same gradients once they were multiplied in place."""
+        return self if self.is_one else replace(self, multiplier=torch.ones_like(self.multiplier), is_one=True)
+
+    def skipped(self) -> Verdict:
+        """Return the verdict that nothing is to be written, whatever the gradients are."""
+        return replace(self, found_inf=torch.ones_like(self.found_inf))
 
 
-def judge(norms: Tensor, inverse_scale: Tensor, *, max_norm: float | Tensor | None = None) -> Check:
+def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tensor | None = None) -> Verdict:
     r"""Finish pass 1: whether to update, and what to multiply gradients by.
 
     .. math:: n = \frac{1}{S} \sqrt{\sum_i n_i^2}, \qquad
@@ -62,7 +103,7 @@ def judge(norms: Tensor, inverse_scale: Tensor, *, max_norm: float | Tensor | No
     Args:
         norms: (gradients,) float32: 2-norms of the scaled gradients, as ``Executor.norms`` gives them; of sharded
             gradients the norms over all ranks.
-        inverse_scale: 0-d float32, 1/S.
+        inverse_scale: 0-d float32, 1/S; ``None`` for gradients that carry no scale.
         max_norm: Clip to this; a 0-d device tensor follows a schedule through a captured graph. None does not clip.
 
     Returns:
@@ -72,16 +113,25 @@ def judge(norms: Tensor, inverse_scale: Tensor, *, max_norm: float | Tensor | No
 
     Example:
         >>> import torch
-        >>> check = judge(torch.tensor([3.0, 4.0]) * 1024, torch.tensor(1 / 1024), max_norm=1.0)
-        >>> check.grad_norm, check.found_inf, check.multiplier * 1024
+        >>> verdict = judge(torch.tensor([3.0, 4.0]) * 1024, torch.tensor(1 / 1024), max_norm=1.0)
+        >>> verdict.grad_norm, verdict.found_inf, verdict.multiplier * 1024
         (tensor(5.), tensor(False), tensor(0.2000))
     """
-    grad_norm = torch.linalg.vector_norm(norms) * inverse_scale
+    grad_norm = torch.linalg.vector_norm(norms)
     multiplier = inverse_scale
+    if inverse_scale is not None:
+        # The norm of the scaled gradients times 1/S also finds an infinity that unscaling would make.
+        grad_norm = grad_norm * inverse_scale
     if max_norm is not None:
-        multiplier = inverse_scale * clip_coefficient(grad_norm, max_norm)
-    found_inf = ~torch.isfinite(grad_norm)
-    return Check(norms=norms, grad_norm=grad_norm, found_inf=found_inf, multiplier=multiplier.to(torch.float32))
+        clip = clip_coefficient(grad_norm, max_norm)
+        multiplier = clip if inverse_scale is None else inverse_scale * clip
+    return Verdict(
+        norms=norms,
+        grad_norm=grad_norm,
+        found_inf=not_finite(grad_norm),
+        multiplier=torch.ones_like(grad_norm) if multiplier is None else multiplier.to(torch.float32),
+        is_one=multiplier is None,
+    )
 
 
 def clip_coefficient(grad_norm: Tensor, max_norm: float | Tensor) -> Tensor:
@@ -89,10 +139,20 @@ def clip_coefficient(grad_norm: Tensor, max_norm: float | Tensor) -> Tensor:
     return torch.clamp(max_norm / (grad_norm + 1e-6), max=1.0)
 
 
+def not_finite(number: Tensor) -> Tensor:
+    """Return whether a 0-d tensor is infinite or NaN, as a 0-d bool; in two kernels."""
+    return (number * 0).ne(0)
+
+
+def counted(step: Tensor, found_inf: Tensor) -> Tensor:
+    """Return how many updates there were, given how many there were before this step. No host sync."""
+    return step + ~found_inf
+
+
 def advance(steps: Iterable[Tensor], found_inf: Tensor) -> None:
     """Count one update more in each 0-d int64 tensor, unless the step is skipped. No host sync."""
     for step in steps:
-        step.add_(~found_inf)
+        step.copy_(counted(step, found_inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,15 +196,15 @@ class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
 class Update(Protocol):
     """Pass 2 for one cohort."""
 
-    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+    def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
         """Return what updates every weight, extra and state in place, all that can be refused being refused first.
 
         Gradients (float32, or a low precision; in the order of the weights; any layout) are multiplied by
-        ``check.multiplier`` on the way, and never written. With ``check.found_inf`` nothing at all is written. Every
-        hyper-parameter is read from its tensor now, and ``step`` counts this step already.
+        ``verdict.multiplier`` on the way, and never written. With ``verdict.found_inf`` nothing at all is written.
+        Every hyper-parameter is read from its tensor now, and ``step`` counts this step already.
         """
 
-    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+    def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """Do it at once, where ``cohort.step`` counts this step."""
 
 
@@ -153,14 +213,14 @@ class InPieces:
 
     cohort: Cohort
 
-    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+    def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
         """See :class:`Update`."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor], check: Check) -> None:
+    def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """See :class:`Update`."""
-        Work(*self.pieces(gradients, check, self.cohort.step)).finish()
+        Work(*self.pieces(gradients, verdict, self.cohort.step)).finish()
 
 
 class Executor(Protocol):

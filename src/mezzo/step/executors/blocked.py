@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mezzo.step.executors.inplace import INPLACE, Inplace, Scratch
 from mezzo.step.executors.layout import Block, Task, norms, units
-from mezzo.step.passes import Check, Cohort, InPieces, Update, updated
+from mezzo.step.passes import Cohort, InPieces, Update, Verdict, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.update import Native
 from mezzo.step.whole import Call, Piece
@@ -69,7 +69,7 @@ class _Pure(InPieces):
         self.order = torch.arange(size, dtype=torch.int32, device=device)
 
     @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+    def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
         """See :class:`mezzo.step.passes.Update`."""
         if self.on_cpu and check.found_inf:  # here the flag is host memory
             return []
@@ -80,11 +80,11 @@ class _Pure(InPieces):
         return [partial(self.piece, task, scalars, check, seeds) for task in tasks]
 
     @torch.no_grad()
-    def piece(self, task: Task, scalars: Tensor, check: Check, seeds: Tensor) -> list[Call]:
+    def piece(self, task: Task, scalars: Tensor, check: Verdict, seeds: Tensor) -> list[Call]:
         block, gradient, back = task()
         return [*self.block(block, gradient, scalars, check, seeds), *back]
 
-    def block(self, block: Block, gradient: Tensor, scalars: Tensor, check: Check, seeds: Tensor) -> list[Call]:
+    def block(self, block: Block, gradient: Tensor, scalars: Tensor, check: Verdict, seeds: Tensor) -> list[Call]:
         weight = block.parts[0]
 
         def bits(slot: int) -> Tensor:
@@ -112,7 +112,7 @@ class _Native(InPieces):
         self.before: list[Tensor] | None = None  # what a block held that is being updated
 
     @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+    def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
         """See :class:`mezzo.step.passes.Update`."""
         if check.found_inf:
             return []
@@ -133,7 +133,7 @@ class _Native(InPieces):
         hypers: dict[str, float],
         step: Tensor,
         scalars: Tensor,
-        check: Check,
+        check: Verdict,
     ) -> list[Call]:
         block, gradient, back = task()
         if not block.vectors:

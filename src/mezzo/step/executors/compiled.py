@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.layout import Block, Task, norms, pieces, units
-from mezzo.step.passes import Check, Cohort, InPieces, NoKernel, Update, updated
+from mezzo.step.passes import Cohort, InPieces, NoKernel, Update, Verdict, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.storage import Storage
 from mezzo.step.update import Rule
@@ -108,7 +108,7 @@ class _CompiledUpdate(InPieces):
         self.no_key = torch.zeros((), dtype=torch.int32, device=cohort.step.device)
 
     @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+    def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
         """See :class:`mezzo.step.passes.Update`."""
         if self.on_cpu and check.found_inf:  # here the flag is host memory
             return []

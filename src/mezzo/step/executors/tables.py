@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.emit import stepped
-from mezzo.step.passes import Check, Cohort
+from mezzo.step.passes import Cohort, Verdict
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
 from mezzo.step.whole import Call
@@ -171,7 +171,7 @@ def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def update_alone(
-    cohort: Cohort, parts: Parts, states: States, gradient: Tensor, scalars: Tensor, check: Check, key: Tensor
+    cohort: Cohort, parts: Parts, states: States, gradient: Tensor, scalars: Tensor, check: Verdict, key: Tensor
 ) -> list[Call]:
     """Return what updates one weight with torch's operations, in its own shape, unless the step is skipped."""
     order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)

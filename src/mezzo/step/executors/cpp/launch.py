@@ -25,7 +25,7 @@ from mezzo.step.executors.tables import (
     vector,
     where,
 )
-from mezzo.step.passes import Check, Cohort, InPieces, NoKernel, Update
+from mezzo.step.passes import Cohort, InPieces, NoKernel, Update, Verdict
 from mezzo.step.rounding import keys
 from mezzo.step.storage import PLAIN
 from mezzo.step.update import rule
@@ -128,7 +128,7 @@ class _CppUpdate(InPieces):
             _kernel(update_source(cohort.rule, cohort.storage, dtypes))
 
     @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+    def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
         """See :class:`mezzo.step.passes.Update`."""
         cohort = self.cohort
         if not gradients:

@@ -26,7 +26,7 @@ from mezzo.step.executors.tables import (
     where,
 )
 from mezzo.step.executors.triton import source
-from mezzo.step.passes import Check, Cohort, InPieces, Update
+from mezzo.step.passes import Cohort, InPieces, Update, Verdict
 from mezzo.step.rounding import keys, seeded
 from mezzo.step.storage import Parts
 from mezzo.step.update import States
@@ -185,7 +185,7 @@ class _TritonUpdate(InPieces):
         self.others: dict[int, tuple[Parts, States]] = {}
 
     @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], check: Check, step: Tensor) -> list[Piece]:
+    def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
         """See :class:`mezzo.step.passes.Update`."""
         cohort = self.cohort
         gradients = [readable(gradient) for gradient in gradients]
