@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mezzo.session.capture import Captured
+from mezzo.session.capture.captured import Captured
 from mezzo.step.split import encode
 
 from .case_sessions import FIRST, Trained

@@ -208,7 +208,7 @@ def capturing() -> Iterator[None]:
 
 
 class Graph:
-    """A :class:`mezzo.session.graph.Graph` whose replays are written down, and do nothing.
+    """A :class:`mezzo.session.capture.cuda.Graph` whose replays are written down, and do nothing.
 
     Attributes:
         recorded: What the recorded run asked of the device.

@@ -145,7 +145,7 @@ def test_each_loss_has_an_account_of_its_scale():
 
 
 def test_a_line_for_each_change_of_scale_and_none_for_a_step(caplog):
-    caplog.set_level(logging.DEBUG, logger="mezzo.session.accounts")
+    caplog.set_level(logging.DEBUG, logger="mezzo.session.stats")
     model, amp = session("dynamic(init=4,interval=3,floor=1)")
     for event in "...XX....XXX.":
         iterate(model, amp, event)
@@ -160,7 +160,7 @@ def test_a_line_for_each_change_of_scale_and_none_for_a_step(caplog):
 
 
 def test_lines_name_the_loss_where_there_are_several(caplog):
-    caplog.set_level(logging.DEBUG, logger="mezzo.session.accounts")
+    caplog.set_level(logging.DEBUG, logger="mezzo.session.stats")
     model, amp = session("dynamic(init=0.3,backoff=0.5,floor=0.1,interval=9)", num_losses=2)
     for _ in range(2):
         amp.backward(model.loss(), loss_id=1)
@@ -175,7 +175,7 @@ def test_lines_name_the_loss_where_there_are_several(caplog):
 
 @pytest.mark.parametrize("rules", ["none", "1024"])
 def test_no_lines_where_no_scale_moves(rules, caplog):
-    caplog.set_level(logging.DEBUG, logger="mezzo.session.accounts")
+    caplog.set_level(logging.DEBUG, logger="mezzo.session.stats")
     model, amp = session(rules)
     for event in "..X.X":
         iterate(model, amp, event)
@@ -312,7 +312,7 @@ def test_a_scale_below_one_trains_exactly():
 @pytest.mark.parametrize("poison", [INF, -INF, NAN])
 @pytest.mark.parametrize("level", ["O0", "O1,emulate=true", "O2,emulate=true"])
 def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale(level, poison, caplog):
-    caplog.set_level(logging.WARNING, logger="mezzo.session.accounts")
+    caplog.set_level(logging.WARNING, logger="mezzo.session.stats")
     model, amp = session("dynamic(init=64,interval=3,hysteresis=2,skip_rate_limit=0.9)", level=level)
     iterate(model, amp)
     before = [scaler["scale"] for scaler in amp.state_dict()["loss_scales"]], amp.state_dict()["loss_scales"]
@@ -335,7 +335,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale(level, po
 
 @pytest.mark.parametrize("rules", ["none", "1024"])
 def test_a_failing_loss_is_told_without_a_dynamic_scale_too(rules, caplog):
-    caplog.set_level(logging.WARNING, logger="mezzo.session.accounts")
+    caplog.set_level(logging.WARNING, logger="mezzo.session.stats")
     model, amp = session(rules)
     assert bool(iterate(model, amp, "F").skipped)
     assert [record.getMessage() for record in caplog.records] == ["the loss of step 1 is not finite: skipped"]
@@ -366,7 +366,7 @@ MASTERS = {
 @pytest.mark.parametrize("masters", MASTERS)
 def test_a_weight_that_an_update_pushed_out_of_float16_is_named(masters, caplog):
     """Its gradient was finite, so nothing stopped the update; every loss after it is infinite."""
-    caplog.set_level(logging.WARNING, logger="mezzo.session.accounts")
+    caplog.set_level(logging.WARNING, logger="mezzo.session.stats")
     model = Weights("safe", "far")
     optimizer = MASTERS[masters](model.parameters())
     amp = MixedPrecision(model, optimizer, "O2,emulate=true,loss_scale=constant(1,patience=2)")
@@ -392,7 +392,7 @@ def test_a_weight_that_an_update_pushed_out_of_float16_is_named(masters, caplog)
 
 
 def test_weights_that_are_finite_are_not_blamed(caplog):
-    caplog.set_level(logging.WARNING, logger="mezzo.session.accounts")
+    caplog.set_level(logging.WARNING, logger="mezzo.session.stats")
     model, amp = session("constant(1,patience=2)", names=("a", "b"))
     for _ in range(2):
         step = iterate(model, amp, "F")
@@ -453,7 +453,7 @@ def penalise(model, amp, loss_id=0):
 
 def test_an_overflow_on_the_way_to_a_loss_counts_for_the_scale(caplog):
     """2**12 is too large on the way, 2**11 for the penalty's own gradient 2·w·scale, and 2**10 for nothing."""
-    caplog.set_level(logging.DEBUG, logger="mezzo.session.accounts")
+    caplog.set_level(logging.DEBUG, logger="mezzo.session.stats")
     model, amp = penalty_session()
     steps = []
     for _ in range(3):

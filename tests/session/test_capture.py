@@ -17,8 +17,8 @@ from torch.nn import functional
 import mezzo
 from mezzo import LossScale, MixedPrecision, Policy, PolicyError, ScaleCollapsed, StateError, UnsupportedError, optim
 from mezzo.optim import optimizer as one_pass
-from mezzo.session.capture import Captured
-from mezzo.session.graph import CudaGraph, _syncs_refused
+from mezzo.session.capture.captured import Captured
+from mezzo.session.capture.cuda import CudaGraph, _syncs_refused
 
 from .host_graph import HostGraph, Predicated
 
@@ -419,7 +419,7 @@ def test_what_python_decides_is_captured_anew_when_it_changes(change, bits, capl
         if number == 4:
             change(loop)
 
-    caplog.set_level("INFO", "mezzo.session.capture")
+    caplog.set_level("INFO", "mezzo.session.capture.captured")
     eager, captured, loop = both(lambda: Loop(make=OPTIMIZERS["sgd"]), batches(range(8)), between)
     assert bits(eager) == bits(captured)
     assert [graph.replays for graph in loop.graphs] == [5, 3]
@@ -1046,7 +1046,7 @@ def test_a_capture_puts_the_stream_back_on_its_own_device(monkeypatch):
 
 @pytest.mark.parametrize("worse", [(), ("_cuda_endAllocateToPool",), ("_cuda_releasePool", "throw-away")])
 def test_a_capture_that_failed_is_ended(monkeypatch, worse, caplog):
-    caplog.set_level("DEBUG", "mezzo.session.graph")
+    caplog.set_level("DEBUG", "mezzo.session.capture.cuda")
     driver = Driver(monkeypatch, ("graph", *worse))
     with pytest.raises(RuntimeError, match="previous error during capture"):
         driver.record(lambda: 7)
@@ -1090,7 +1090,7 @@ def test_on_a_machine_with_a_gpu_a_session_on_the_cpu_is_called_plainly(monkeypa
     class Elsewhere(HostGraph):
         device = torch.device("meta")
 
-    module = sys.modules["mezzo.session.capture"]
+    module = sys.modules["mezzo.session.capture.captured"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)

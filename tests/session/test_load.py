@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import mezzo
 from mezzo import StateError, UnsupportedError
-from mezzo.session import archive
+from mezzo.session.state import archive
 
 STATE = {"weight": torch.arange(5.0), "half": torch.tensor([1.5, 0.0]).half(), "step": 3, "names": ["a", "b"]}
 

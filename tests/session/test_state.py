@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from mezzo import LossScale, MixedPrecision, NumericsError, ScaleCollapsed, StateError
-from mezzo.session.window import Window
+from mezzo.session.window.window import Window
 
 DYNAMIC = "dynamic(init=1024,interval=3)"
 POLICIES = {

@@ -4,9 +4,9 @@ The order of the calls, the accumulation window and the state live here. How ops
 masters are kept is other rooms' business.
 """
 
-from mezzo.session.accounts import Stats
-from mezzo.session.checkpoint import load, save
-from mezzo.session.loop import MixedPrecision
 from mezzo.session.result import Step
+from mezzo.session.session import MixedPrecision
+from mezzo.session.state.checkpoint import load, save
+from mezzo.session.stats import Stats
 
 __all__ = ["MixedPrecision", "Stats", "Step", "load", "save"]

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mezzo.session.accounts import Outcome
-from mezzo.session.checked import Judged
-from mezzo.session.cluster import Cluster
-from mezzo.session.recording import current
+from mezzo.session.capture.recording import current
 from mezzo.session.result import Step
-from mezzo.session.stepping import Adapted, Found, adapt
+from mezzo.session.stats import Outcome
+from mezzo.session.update import Adapted, Found, adapt
+from mezzo.session.verdict import Judged
+from mezzo.session.window.group import Cluster
 from mezzo.step.whole import Call, Piece
 
 if TYPE_CHECKING:
     from mezzo.numerics import Changed, Overflow
-    from mezzo.session.loop import MixedPrecision
+    from mezzo.session.session import MixedPrecision
 
 __all__ = ["Finishing"]
 

@@ -10,7 +10,7 @@ from typing import Final
 from torch import Tensor
 
 from mezzo.errors import message
-from mezzo.session.gradients import mark
+from mezzo.step.gradients import mark
 
 __all__ = ["EditWatch"]
 

@@ -14,7 +14,7 @@ from mezzo.errors import UnsupportedError, message
 from mezzo.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from mezzo.session.parts import Parts
+    from mezzo.session.weights.weights import Parts
 
 __all__ = ["ExactLoading", "overflows"]
 

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, StateError, UnsupportedError
 from mezzo.optim.optimizer import OnePassOptimizer
-from mezzo.session.gradients import can_fold, lacks_momentum
+from mezzo.step.gradients import can_fold, lacks_momentum
 
 if TYPE_CHECKING:
-    from mezzo.session.loop import MixedPrecision
+    from mezzo.session.session import MixedPrecision
 
 __all__ = ["check_capturable", "refuse_host_arguments", "refuse_raw_capture", "unfinished"]
 

@@ -16,12 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.cast.accumulators import marks
 from mezzo.errors import StateError, some_of
-from mezzo.session.accounts import Outcome
-from mezzo.session.capturable import check_capturable, unfinished
-from mezzo.session.checked import Judged
+from mezzo.session.capture.refusals import check_capturable, unfinished
+from mezzo.session.stats import Outcome
+from mezzo.session.verdict import Judged
 
 if TYPE_CHECKING:
-    from mezzo.session.loop import MixedPrecision
+    from mezzo.session.session import MixedPrecision
 
 __all__ = ["Elsewhere", "Held", "Noted", "Run", "current"]
 

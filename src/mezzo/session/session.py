@@ -18,12 +18,11 @@ from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.optim.hypers import changes_nothing
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
-from mezzo.session import state
-from mezzo.session.accounts import Accounts, Stats
 from mezzo.session.buffers import NormBuffers, Remembering
-from mezzo.session.capturable import refuse_host_arguments, refuse_raw_capture
-from mezzo.session.checked import Judged, check, together
-from mezzo.session.checks import (
+from mezzo.session.capture.recording import current
+from mezzo.session.capture.refusals import refuse_host_arguments, refuse_raw_capture
+from mezzo.session.closures import Before, Overflowed
+from mezzo.session.refusals import (
     check_loss,
     check_loss_id,
     check_numbers,
@@ -36,15 +35,16 @@ from mezzo.session.checks import (
     unknown_reaction,
     wrong_norm,
 )
-from mezzo.session.closures import Before, Overflowed
-from mezzo.session.cluster import Cluster, clusters, regrouped
-from mezzo.session.edits import EditWatch
-from mezzo.session.finishing import Finishing
-from mezzo.session.gradients import multiplications, norms
-from mezzo.session.parts import Parts
-from mezzo.session.recording import current
 from mezzo.session.result import Step
-from mezzo.session.stepping import Found, Update, update
+from mezzo.session.state import saved as state
+from mezzo.session.stats import Accounts, Stats
+from mezzo.session.step import Finishing
+from mezzo.session.update import Found, Update, update
+from mezzo.session.verdict import Judged, check, together
+from mezzo.session.weights.weights import Parts
+from mezzo.session.window.edits import EditWatch
+from mezzo.session.window.group import Cluster, clusters, regrouped
+from mezzo.step.gradients import multiplications, norms
 from mezzo.step.passes import judge
 from mezzo.step.whole import Call, Piece, at_once
 

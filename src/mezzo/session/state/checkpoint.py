@@ -14,7 +14,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from mezzo.errors import MezzoError, StateError, UnsupportedError
 from mezzo.files import opened, whole
-from mezzo.session import archive
+from mezzo.session.state import archive
 
 __all__ = ["load", "save"]
 

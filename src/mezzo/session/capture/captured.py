@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError
-from mezzo.session.batch import Batch, Layout
-from mezzo.session.bound import Bound
-from mezzo.session.graph import CudaGraph, Graph
-from mezzo.session.recording import Elsewhere, Held, Noted, Run, current
+from mezzo.session.capture.batch import Batch, Layout
+from mezzo.session.capture.cuda import CudaGraph, Graph
+from mezzo.session.capture.recording import Elsewhere, Held, Noted, Run, current
+from mezzo.session.capture.replay_guard import Bound
 from mezzo.step.executors.tables import uploaded_once
 
 __all__ = ["Captured", "capture"]

@@ -16,9 +16,9 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
-from mezzo.session.gradients import dense, mark, multiplications, norms
-from mezzo.session.unscaled import Unscaled
-from mezzo.session.window import Carried, Share, Window
+from mezzo.session.window.unscaled import Unscaled
+from mezzo.session.window.window import Carried, Share, Window
+from mezzo.step.gradients import dense, mark, multiplications, norms
 from mezzo.step.passes import judge
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import LOW, moved

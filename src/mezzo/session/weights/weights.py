@@ -16,8 +16,8 @@ from mezzo.cast.region import autocast
 from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
-from mezzo.session.exact import ExactLoading
-from mezzo.session.low import LowWeights
+from mezzo.session.state.load_hooks import ExactLoading
+from mezzo.session.weights.low import LowWeights
 
 __all__ = ["Parts", "plain_name"]
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from mezzo.errors import StateError
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale.state import inverse
-from mezzo.session.cluster import Cluster
-from mezzo.session.gradients import alike, dense, norms
-from mezzo.session.window import Share
+from mezzo.session.window.group import Cluster
+from mezzo.session.window.window import Share
+from mezzo.step.gradients import alike, dense, norms
 from mezzo.step.passes import Verdict, judge
 
 __all__ = ["Judged", "check", "together"]

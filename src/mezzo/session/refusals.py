@@ -14,7 +14,7 @@ from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, Uns
 from mezzo.optim.masters import held_state
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.policy import Policy
-from mezzo.session.checked import Judged
+from mezzo.session.verdict import Judged
 
 __all__ = [
     "check_loss",

@@ -12,16 +12,16 @@ from torch import Tensor
 from mezzo.errors import StateError, printable, shown, some_of
 from mezzo.policy import Policy
 from mezzo.scale import LossScale, ScaleState
-from mezzo.session import foreign
-from mezzo.session.cluster import give_gradient, gradient_dtypes, regrouped
-from mezzo.session.exact import overflows
-from mezzo.session.form import STATE_VERSION, wrong_values
-from mezzo.session.parts import plain_name
-from mezzo.session.window import Window
+from mezzo.session.state import other_scalers
+from mezzo.session.state.load_hooks import overflows
+from mezzo.session.state.schema import STATE_VERSION, wrong_values
+from mezzo.session.weights.weights import plain_name
+from mezzo.session.window.group import give_gradient, gradient_dtypes, regrouped
+from mezzo.session.window.window import Window
 from mezzo.tensors import described, dtype_name
 
 if TYPE_CHECKING:
-    from mezzo.session.loop import MixedPrecision
+    from mezzo.session.session import MixedPrecision
 
 __all__ = ["STATE_VERSION", "load", "saved"]
 
@@ -103,7 +103,7 @@ def load(session: MixedPrecision, state: Any) -> None:
             where=f"after {open_windows[0].micro_batches} backward pass(es) since the last step",
             write="amp.step() or amp.zero_grad() first",
         )
-    if (scales := foreign.loss_scales(state, session.policy, len(session._scalers))) is not None:
+    if (scales := other_scalers.loss_scales(state, session.policy, len(session._scalers))) is not None:
         _load_scales(session, scales)
         own = session._accounts.state_dict()
         session._accounts.load_state_dict(own, session._scale_tensors(), continued=False)

@@ -10,11 +10,11 @@ from torch.autograd.graph import increment_version
 
 from mezzo.errors import StateError
 from mezzo.optim.optimizer import OnePassOptimizer
-from mezzo.session.capturable import unfinished
+from mezzo.session.capture.refusals import unfinished
 
 if TYPE_CHECKING:
-    from mezzo.session.loop import MixedPrecision
-    from mezzo.session.recording import Held
+    from mezzo.session.capture.recording import Held
+    from mezzo.session.session import MixedPrecision
 
 __all__ = ["Bound"]
 

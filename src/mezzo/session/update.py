@@ -19,9 +19,9 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import OnePassOptimizer
 from mezzo.scale import ScaleState
 from mezzo.scale.scaler import Scaler
-from mezzo.session.checked import Judged
-from mezzo.session.gradients import can_fold, multiplications
-from mezzo.session.window import Share
+from mezzo.session.verdict import Judged
+from mezzo.session.window.window import Share
+from mezzo.step.gradients import can_fold, multiplications
 from mezzo.step.passes import Verdict, not_finite
 from mezzo.step.whole import Call, Piece, Work, at_once
 from mezzo.tensors import moved
@@ -102,7 +102,7 @@ class Update(Work):
         """Return what steps with one of torch's fused optimizers, whose kernels find out by themselves whether to skip.
 
         Args:
-            optimizer: One that :func:`mezzo.session.gradients.can_fold`.
+            optimizer: One that :func:`mezzo.step.gradients.can_fold`.
             masters: Its masters.
             found_inf: 0-d float32: 1 to skip.
             divisor: 0-d float32: what its kernel divides the gradients by; ``None`` for nothing.
