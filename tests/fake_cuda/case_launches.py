@@ -12,12 +12,12 @@ from .machine import Graph
 #: By policy and optimizer: mezzo's own launches, and so many of torch's beside them. One a cohort writes the count of
 #: steps, which is computed first: a step that is refused half-way has not counted.
 LAUNCHES = {
-    ("O1 bf16", "split"): (["squares", "roots", "adamw_plain"], 36),
-    ("O1 fp16", "split"): (["squares", "roots", "adamw_plain"], 69),
-    ("O3 bf16", "moments"): (["squares", "roots", "adamw_plain"], 36),  # no masters: plain BF16 weights
-    ("O2 bf16", "split"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 52),  # norms stay in FP32
-    ("O2 bf16", "moments"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 52),
-    ("O2 bf16", "Lion"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 40),
+    ("O1 bf16", "split"): (["squares", "roots", "adamw_plain"], 30),
+    ("O1 fp16", "split"): (["squares", "roots", "adamw_plain"], 64),
+    ("O3 bf16", "moments"): (["squares", "roots", "adamw_plain"], 30),  # no masters: plain BF16 weights
+    ("O2 bf16", "split"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 46),  # norms stay in FP32
+    ("O2 bf16", "moments"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 46),
+    ("O2 bf16", "Lion"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 34),
     ("O2 fp16", "fused AdamW"): ([], 57),
 }
 
@@ -50,7 +50,7 @@ def test_a_step_launches_no_more_for_many_tensors_than_for_few(machine, policy, 
 def test_gradients_that_moved_are_uploaded_once_for_both_passes(machine):
     record = one_step(machine, Trained("O1 bf16", "split", layers=3))
     assert len(record.uploads) <= 1
-    assert not [each for each in record.pinned if "triton.py" not in each]
+    assert not [each for each in record.pinned if "triton/launch.py" not in each]
 
 
 def test_masters_get_their_gradients_by_one_launch(machine):

@@ -281,7 +281,7 @@ def adapt(scalers: list[Scaler], judged: Judged, on_the_way: Mapping[int, Tensor
         on_the_way: Whether gradients that a loss was computed from had overflowed, by loss.
     """
     device = judged.verdict.found_inf.device
-    failed = torch.zeros((), dtype=torch.bool, device=device)
+    failures = []
     before, after = {}, {}
     for loss_id, parts in _by_loss(judged.shares).items():
         scaler = scalers[loss_id]
@@ -289,11 +289,12 @@ def adapt(scalers: list[Scaler], judged: Judged, on_the_way: Mapping[int, Tensor
         bad, overflowed = _not_finite(of_these, device), on_the_way.get(loss_id)
         if overflowed is not None:
             bad = bad & ~overflowed
-        failed = bad if len(scalers) == 1 else failed | bad
+        failures.append(bad)
         for scale, found_inf in parts:
             found_inf = found_inf if overflowed is None else found_inf | overflowed
             scaler.update(found_inf, made_with=scale, hold=found_inf & bad)
         before[loss_id], after[loss_id] = parts[-1][0], scaler.state
+    failed = failures[0] if len(failures) == 1 else torch.stack(failures).any()
     return Adapted(before=before, after=after, loss_failed=failed)
 
 
