@@ -9,15 +9,15 @@ from mezzo.step.split import encode
 from .case_sessions import FIRST, Trained
 from .machine import Graph
 
-#: By policy and optimizer: mezzo's own launches, and so many of torch's beside them. One a cohort writes the count of
+#: By policy and optimizer: mezzo's own launches, and so many small ones beside them. One a cohort writes the count of
 #: steps, which is computed first: a step that is refused half-way has not counted.
 LAUNCHES = {
-    ("O1 bf16", "split"): (["squares", "roots", "adamw_plain"], 30),
-    ("O1 fp16", "split"): (["squares", "roots", "adamw_plain"], 64),
-    ("O3 bf16", "moments"): (["squares", "roots", "adamw_plain"], 30),  # no masters: plain BF16 weights
-    ("O2 bf16", "split"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 46),  # norms stay in FP32
-    ("O2 bf16", "moments"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 46),
-    ("O2 bf16", "Lion"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 34),
+    ("O1 bf16", "split"): (["squares", "roots", "adamw_plain"], 18),
+    ("O1 fp16", "split"): (["squares", "roots", "adamw_plain"], 52),
+    ("O3 bf16", "moments"): (["squares", "roots", "adamw_plain"], 18),  # no masters: plain BF16 weights
+    ("O2 bf16", "split"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 22),  # norms stay in FP32
+    ("O2 bf16", "moments"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 22),
+    ("O2 bf16", "Lion"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 22),
     ("O2 fp16", "fused AdamW"): ([], 57),
 }
 

@@ -27,6 +27,8 @@ from typing import Any
 
 __all__ = ["Graph", "Machine", "Record", "capturing", "plug_in"]
 
+#: Names of mezzo's kernels for a step's few shared numbers.
+SHARED = {"scalars"}
 _ADDRESSES = 0x7F00_0000_0000
 _SOURCES = Path("src", "mezzo")
 
@@ -44,13 +46,17 @@ class Record:
 
     @property
     def triton(self) -> list[str]:
-        """The launches of mezzo's own kernels, by name."""
-        return [name.removeprefix("triton.") for name in self.kernels if name.startswith("triton.")]
+        """The launches of mezzo's kernels over whole tensors, by name."""
+        return [name.removeprefix("triton.") for name in self.kernels if self._is_large(name)]
 
     @property
     def small(self) -> list[str]:
-        """The launches beside them."""
-        return [name for name in self.kernels if not name.startswith("triton.")]
+        """The launches beside them, mezzo's for a few numbers included."""
+        return [name for name in self.kernels if not self._is_large(name)]
+
+    @staticmethod
+    def _is_large(name: str) -> bool:
+        return name.startswith("triton.") and name.removeprefix("triton.") not in SHARED
 
 
 def plug_in(library: Path, capability: int = 90) -> None:

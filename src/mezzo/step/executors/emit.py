@@ -21,7 +21,7 @@ from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
 from mezzo.tensors import LOW
 
-__all__ = ["ALIKE", "Dialect", "Lines", "key_lines", "stepped", "update_name", "written"]
+__all__ = ["ALIKE", "Dialect", "Lines", "expression", "key_lines", "stepped", "update_name", "written"]
 
 #: What every language spells alike.
 ALIKE: Final[Mapping[str, str]] = MappingProxyType(
@@ -41,6 +41,12 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
+_CAST: Final = ("dtype", "layout", "device")
+_CLAMP: Final = "aten.clamp.default"
+_COPY: Final = "aten._to_copy.default"
+#: What torch computes in the dtype of the result, whatever that of an argument is.
+_PROMOTING: Final = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
@@ -49,7 +55,9 @@ class Dialect:
     Args:
         name: Of the language.
         types: What elements are called, in memory and in between.
-        operations: A template for each aten operation: its arguments by number, and ``dtype``, the result's.
+        operations: A template for each aten operation: its arguments by number, and ``dtype``, the result's. One that
+                is spelled otherwise for a dtype, or with an option, has a line of its own: ``aten.div.Tensor of
+                torch.float64``, ``aten.add.Tensor, alpha=-1``.
         widened: A template from a stored low-precision element to FP32.
         narrowed: A template from an FP32 value on a low format's grid to the element to store; of the other dtypes
             what ``_to_copy`` makes.
@@ -160,7 +168,7 @@ def key_lines(dialect: Dialect) -> tuple[list[str], str]:
             known[node] = next(given)
         elif node.op != "output":
             known[node] = f"key_{node.name}"
-            value, kind = _expression(node, known, "the random keys", dialect), dialect.types[torch.int32]
+            value, kind = expression(node, known, "the random keys", dialect), dialect.types[torch.int32]
             lines.append(dialect.assigned.format(type=kind, name=known[node], value=value))
     return lines, list(known.values())[-1]
 
@@ -198,7 +206,7 @@ def _body(
             known[node] = next(given)
         elif node.op == "output":
             for target, dtype, value in zip(names[1:], dtypes, node.args[0], strict=True):
-                copied = dialect.operations["aten._to_copy.default"]
+                copied = dialect.operations[_COPY]
                 stored = dialect.narrowed.get(dtype, copied).format(known[value], dtype=dialect.types[dtype])
                 lines.append(dialect.stored.format(target=target, value=stored))
         elif str(node.target) == "aten.unbind.int":
@@ -207,21 +215,38 @@ def _body(
             known[node] = rule.numbers[node.args[1]]
         else:
             known[node] = node.name
-            value, dtype = _expression(node, known, f"the update rule {rule.name}", dialect), node.meta["val"].dtype
+            value, dtype = expression(node, known, f"the update rule {rule.name}", dialect), node.meta["val"].dtype
             lines.append(dialect.assigned.format(type=dialect.types[dtype], name=node.name, value=value))
     return lines
 
 
-def _expression(node: fx.Node, known: Mapping[fx.Node, str], where: str, dialect: Dialect) -> str:
+def expression(node: fx.Node, known: Mapping[fx.Node, str], where: str, dialect: Dialect) -> str:
+    """Write one operation.
+
+    Args:
+        node: Of a traced graph.
+        known: What its arguments are called.
+        where: Whose operation it is, for errors.
+        dialect: The language.
+
+    Raises:
+        UnsupportedError: The operation is not in the language's table.
+    """
     operation, dtype = str(node.target), node.meta["val"].dtype
-    sources = [arg.meta["val"].dtype for arg in node.args if isinstance(arg, fx.Node)]
-    template = dialect.operations.get(operation)
-    if operation == "aten._to_copy.default" and sources[0] in dialect.widened:
+    args = node.args
+    if operation == _CLAMP and len(args) < 3:
+        operation, args = "aten.clamp_min.default", args[:2]
+    elif operation == _CLAMP and args[1] is None:
+        operation, args = "aten.clamp_max.default", (args[0], args[2])
+    sources = [arg.meta["val"].dtype for arg in args if isinstance(arg, fx.Node)]
+    options = {name: value for name, value in node.kwargs.items() if value is not None and name not in _CAST}
+    spelling = ", ".join([operation, *(f"{name}={value}" for name, value in options.items())])
+    template = dialect.operations.get(f"{spelling} of {dtype}", dialect.operations.get(spelling))
+    if operation == _COPY and sources[0] in dialect.widened:
         template = dialect.widened[sources[0]]
-    elif operation != "aten._to_copy.default" and any(each in LOW for each in sources):
+    elif operation != _COPY and any(each in LOW for each in sources):
         template = None  # arithmetic in low precision, of which no update consists
-    options = {name for name, value in node.kwargs.items() if value is not None} - {"dtype", "layout", "device"}
-    if template is None or options:
+    if template is None:
         raise UnsupportedError(
             f"no {dialect.name} for {operation}",
             where=f"{where}: {node.format_node()}",
@@ -229,8 +254,14 @@ def _expression(node: fx.Node, known: Mapping[fx.Node, str], where: str, dialect
             write=f"the compiled executor, or a line in {dialect.name}'s table beside mezzo.step.executors.emit",
         )
     among = sources[-1] if sources else dtype  # of `where` the last is a value, and the first a condition
-    words = [
-        known[arg] if isinstance(arg, fx.Node) else dialect.literal(arg, among) if isinstance(arg, int | float) else ""
-        for arg in node.args
-    ]
-    return template.format(*words, dtype=dialect.types.get(dtype, ""))
+    among = dtype if operation == "aten.masked_fill.Scalar" else among
+
+    def word(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            source = arg.meta["val"].dtype
+            if operation in _PROMOTING and source != dtype:
+                return dialect.operations[_COPY].format(known[arg], dtype=dialect.types[dtype])
+            return known[arg]
+        return dialect.literal(arg, among) if isinstance(arg, int | float) else ""
+
+    return template.format(*map(word, args), dtype=dialect.types.get(dtype, ""))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -26,10 +25,11 @@ from mezzo.step.executors.tables import (
     where,
 )
 from mezzo.step.executors.triton import source
+from mezzo.step.executors.triton.shared import Shared
 from mezzo.step.passes import Cohort, InPieces, Update, Verdict
 from mezzo.step.rounding import keys, seeded
 from mezzo.step.storage import Parts
-from mezzo.step.update import States
+from mezzo.step.update import Rule, States
 from mezzo.step.whole import Call, Piece
 
 __all__ = ["Triton", "refuse_capture"]
@@ -80,6 +80,7 @@ class Triton:
         self._kept: list[object] = []
         self._latest: _Latest = {}
         self._known: dict[tuple[object, ...], _Norms] = {}
+        self.shared = Shared()
 
     def require(self, device: torch.device) -> None:
         """Launch the kernels of pass 1 on a device.
@@ -120,7 +121,7 @@ class Triton:
 
     def prepare(self, cohort: Cohort) -> Update:
         """See :class:`mezzo.step.passes.Executor`."""
-        return _TritonUpdate(cohort, self._kept, self._latest)
+        return _TritonUpdate(cohort, self.shared, self._kept, self._latest)
 
 
 class _Norms:
@@ -155,7 +156,7 @@ class _Norms:
             self.kept.append((self.lengths, self.spans, self.launches))
         text, first = source.norm_source(), 0
         squares, roots = source.jitted(text, "squares"), source.jitted(text, "roots")
-        with _on(self.device):
+        with source.on(self.device):
             for dtype, chunks in self.launches:
                 if len(chunks):
                     kind = {"TYPE": source.element_type(dtype), "BITS": dtype == torch.bfloat16}
@@ -174,8 +175,8 @@ class _Norms:
 class _TritonUpdate(InPieces):
     """Pass 2 for one cohort: a launch for each set of dtypes in it, which is one unless somebody mixed them."""
 
-    def __init__(self, cohort: Cohort, kept: list[object], latest: _Latest) -> None:
-        self.cohort, self.kept = cohort, kept
+    def __init__(self, cohort: Cohort, shared: Shared, kept: list[object], latest: _Latest) -> None:
+        self.cohort, self.shared, self.kept = cohort, shared, kept
         self.tensors = stored(cohort)
         self.device = cohort.step.device
         self.addresses = _Addresses(len(cohort.weights), self.device, kept, latest)
@@ -192,7 +193,13 @@ class _TritonUpdate(InPieces):
         self.follow(gradients)
         if _is_capturing(self.device):
             self.kept.append((self.rows, self.launches))
-        scalars = cohort.rule.scalars(cohort.hypers, step)
+        vectors = [
+            gradient if index in self.others else laid_out(gradient, weight)
+            for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
+        ]
+        table = self.addresses.of(vectors)
+        hypers = [cohort.hypers[name] for name in cohort.rule.hypers]
+        (scalars,) = self.shared(_scalars, (cohort.rule,), [step, *hypers])
         alone: list[Piece] = []
         if self.others:
             seeds = keys(step, len(gradients), cohort.seed)
@@ -200,11 +207,6 @@ class _TritonUpdate(InPieces):
                 partial(update_alone, cohort, *their, gradients[at], scalars, check, seeds[at])
                 for at, their in self.others.items()
             ]
-        vectors = [
-            gradient if index in self.others else laid_out(gradient, weight)
-            for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
-        ]
-        table = self.addresses.of(vectors)
         shared = (scalars, check.multiplier, check.found_inf, step, seeded(cohort.seed))
         calls: list[Call] = [
             partial(kernel[(len(chunks),)], table, self.rows, chunks, *shared, BLOCK=BLOCK, **_OPTIONS)
@@ -308,6 +310,10 @@ class _Addresses:
         _release([self.table])
 
 
+def _scalars(rule: Rule, step: Tensor, *hypers: Tensor) -> tuple[Tensor]:
+    return (rule.scalars(dict(zip(rule.hypers, hypers, strict=True)), step),)
+
+
 def _uploaded(table: Tensor, device: torch.device) -> Tensor:
     """Bring a table to the device without waiting; torch reuses the pinned memory only after the copy."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
@@ -320,15 +326,10 @@ def _release(tables: Sequence[Tensor]) -> None:
             table.record_stream(torch.cuda.current_stream(table.device))
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def _is_capturing(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
-    with _on(device):  # torch asks the current device's stream
+    with source.on(device):  # torch asks the current device's stream
         return torch.cuda.is_current_stream_capturing()
 
 

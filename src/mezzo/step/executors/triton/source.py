@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import linecache
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,7 @@ from mezzo.step.executors.emit import ALIKE, Dialect, key_lines, update_name, wr
 from mezzo.step.storage import Storage
 from mezzo.step.update import Rule
 
-__all__ = ["TRITON", "element_type", "jitted", "norm_source", "update_source"]
+__all__ = ["TRITON", "element_type", "jitted", "norm_source", "on", "update_source"]
 
 #: What kernels call the dtypes of elements in memory. BF16 is moved as its bits, which are FP32's upper half: exact
 #: both ways, since values to store are on BF16's grid already, and the sign of a NaN stays.
@@ -217,12 +218,33 @@ def element_type(dtype: torch.dtype) -> Any:
     return getattr(importlib.import_module("triton.language"), _TYPES[dtype].removeprefix("tl."))
 
 
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one, on which Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _library(interpreted: bool) -> Any:
+    """Return CUDA's mathematical functions; Triton's interpreter has none, and gets NumPy's."""
+    if not interpreted:
+        return importlib.import_module("triton.language.extra.libdevice")
+    numpy, inside = importlib.import_module("numpy"), importlib.import_module("triton.runtime.interpreter")
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            value = function(*(arg.handle.data for arg in args))
+            return inside.tl.core.tensor(inside.TensorHandle(value, args[0].handle.dtype), args[0].type)
+
+        return call
+
+    return SimpleNamespace(pow=of(numpy.power), rsqrt=of(lambda value: 1 / numpy.sqrt(value)))
+
+
 @cache
 def _scope(source: str, interpreted: bool) -> dict[str, Any]:
     triton: Any = importlib.import_module("triton")
     # Triton reads a kernel's text with `inspect`, which asks linecache; an entry without a time is never dropped.
     file = f"<mezzo kernel {hash((source, interpreted)):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope = {"__name__": __name__, "triton": triton, "tl": triton.language}
+    scope = {"__name__": __name__, "triton": triton, "tl": triton.language, "libdevice": _library(interpreted)}
     exec(compile(source, file, "exec"), scope)
     return scope
