@@ -12,7 +12,7 @@ from mezzo.scale import LossScale
 from mezzo.session import MixedPrecision, Stats, Step, load, save
 
 if TYPE_CHECKING:
-    from mezzo import numerics, optim
+    from mezzo import numerics, optim, overflow
     from mezzo.explanation import Explanation, explain
     from mezzo.session.capture import Captured, capture
 
@@ -47,6 +47,7 @@ __all__ = [
     "low",
     "numerics",
     "optim",
+    "overflow",
     "prepare",
     "promote",
     "save",
@@ -63,6 +64,6 @@ def __getattr__(name: str) -> Any:
         from mezzo.session import capture as module
 
         return getattr(module, name)
-    if name in ("integrations", "numerics", "optim"):
+    if name in ("integrations", "numerics", "optim", "overflow"):
         return importlib.import_module(f"mezzo.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

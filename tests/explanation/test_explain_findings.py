@@ -9,7 +9,7 @@ from torch.nn import functional
 import mezzo
 from mezzo import Policy, Rule
 from mezzo.explanation import Padding, explain
-from mezzo.explanation.calls import Decider
+from mezzo.trace.calls import Decider
 
 LOW = Policy.O1("bfloat16", emulate=False)
 

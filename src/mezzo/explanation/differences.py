@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from mezzo.trace.trace import MODEL
 
 if TYPE_CHECKING:
     from mezzo.explanation.explanation import Explanation
 
-__all__ = ["MODEL", "Difference", "differences"]
-
-#: How the model itself is called where people read, for its path is empty.
-MODEL: Final = "(model)"
+__all__ = ["Difference", "differences"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

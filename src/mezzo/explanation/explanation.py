@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Self
 
 from mezzo.errors import PolicyError, StateError
 from mezzo.explanation.differences import Difference, differences
-from mezzo.explanation.document import Document
+from mezzo.trace.document import Document
 
 __all__ = ["Cast", "Explanation", "Finding", "FindingKind", "Misaligned", "Padding", "Row"]
 

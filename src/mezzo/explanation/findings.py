@@ -10,10 +10,10 @@ from typing import Final, Protocol
 import torch
 from torch import nn
 
-from mezzo.explanation.differences import MODEL
 from mezzo.explanation.explanation import Finding, Row
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, resolve
+from mezzo.trace.trace import MODEL
 
 __all__ = ["COMPOSITES", "Seen", "findings"]
 

@@ -19,14 +19,14 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError, some_of
-from mezzo.explanation.calls import Decider
 from mezzo.explanation.explanation import Cast, Explanation, Misaligned, Padding, Row
 from mezzo.explanation.findings import findings
-from mezzo.explanation.frames import here
-from mezzo.explanation.modes import watch_modules, watching_backward, watching_forward
-from mezzo.explanation.trace import Trace
 from mezzo.policy import Policy, Rule
 from mezzo.tensors import each_tensor
+from mezzo.trace.calls import Decider
+from mezzo.trace.frames import here
+from mezzo.trace.modes import watch_modules, watching_backward, watching_forward
+from mezzo.trace.trace import Trace
 
 __all__ = ["explain"]
 

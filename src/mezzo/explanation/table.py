@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.errors import printable
-from mezzo.explanation.differences import MODEL
 from mezzo.explanation.explanation import Cast, Explanation, Finding, Misaligned, Row
+from mezzo.trace.trace import MODEL
 
 __all__ = ["byte_text", "difference_table", "differences_json", "plain", "renderables"]
 

@@ -1,11 +1,5 @@
-"""Watching numbers: where a training step first went beyond its formats, why, and what to write instead.
+"""Evidence about numbers; so far the search for the first that is not finite, which lives in :mod:`mezzo.overflow`."""
 
-It watches and reports. Policies, scales and weights are other rooms' business, and the training loop is the session's,
-which calls this room and is not known here.
-"""
-
-from mezzo.numerics.overflow import Changed, Overflow, Range
-from mezzo.numerics.replay import Replay
-from mezzo.numerics.search import locate
+from mezzo.overflow import Changed, Overflow, Range, Replay, locate
 
 __all__ = ["Changed", "Overflow", "Range", "Replay", "locate"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mezzo.numerics import Changed, Overflow
+    from mezzo.overflow import Changed, Overflow
 
 __all__ = ["Step"]
 
@@ -64,7 +64,7 @@ class Step:
     def overflow(self) -> Overflow | Changed | None:
         """Where the overflow began, with ``on_overflow="explain"``; ``None`` for a step that was taken.
 
-        :class:`mezzo.numerics.Changed` names inputs that were changed in place since, so that nothing could be rerun.
+        :class:`mezzo.overflow.Changed` names inputs that were changed in place since, so that nothing could be rerun.
         """
         return self._overflow
 

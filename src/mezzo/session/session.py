@@ -49,7 +49,7 @@ from mezzo.step.passes import judge
 from mezzo.step.whole import Call, Piece, at_once
 
 if TYPE_CHECKING:
-    from mezzo.numerics import Changed, Overflow, Replay
+    from mezzo.overflow import Changed, Overflow, Replay
 
 __all__ = ["MixedPrecision"]
 
@@ -147,7 +147,7 @@ class MixedPrecision:
             self._replay = self._watched() if on_overflow == "explain" else None
 
     def _watched(self) -> Replay:
-        from mezzo.numerics import Replay
+        from mezzo.overflow import Replay
 
         return Replay(self._models, region=self._parts.region)
 

@@ -19,7 +19,7 @@ from mezzo.session.window.group import Cluster
 from mezzo.step.whole import Call, Piece
 
 if TYPE_CHECKING:
-    from mezzo.numerics import Changed, Overflow
+    from mezzo.overflow import Changed, Overflow
     from mezzo.session.session import MixedPrecision
 
 __all__ = ["Finishing"]

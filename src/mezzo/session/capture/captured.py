@@ -193,7 +193,7 @@ class Captured(Generic[R]):
 
     def _record(self, graph: Graph, leaves: list[Any]) -> _Recorded[R]:
         """Rehearse and record, leaving everything as it was."""
-        from mezzo.numerics.untouched import RandomStates
+        from mezzo.trace.sandbox import RandomStates
 
         self._batch = self._batch or Batch(self._layout, self._layout.nest(leaves), graph.device)
         self._batch.take(leaves)
@@ -297,7 +297,7 @@ def _is_of_inductor_s_graphs(error: BaseException) -> bool:
 
 def _users_line(error: BaseException) -> str:
     """Return the innermost line that is neither torch's nor mezzo's."""
-    from mezzo.explanation.frames import is_from
+    from mezzo.trace.frames import is_from
 
     lines = [
         f"{frame.f_code.co_filename}:{number}"

@@ -10,7 +10,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import mezzo
-from mezzo.numerics import locate
+from mezzo.overflow import locate
 
 FP16 = "O1,dtype=float16,emulate=true"
 

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.cast.notes import watched
-from mezzo.explanation.seam import opened_by_region
-from mezzo.explanation.trace import Place, Trace
+from mezzo.trace.seam import opened_by_region
+from mezzo.trace.trace import Place, Trace
 
 __all__ = ["watch_modules", "watching_backward", "watching_forward"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.numerics import locate
-from mezzo.numerics.record import Kept, Recorder
+from mezzo.overflow import locate
+from mezzo.overflow.calls import Kept, Recorder
 
 
 def events(recorder):

@@ -1,6 +1,6 @@
 """What one forward and backward pass did: which call asked for which kernels, in which module, and every cast.
 
-Told by the modes of :mod:`mezzo.explanation.modes`. In the backward pass the running autograd node says where, by its
+Told by the modes of :mod:`mezzo.trace.modes`. In the backward pass the running autograd node says where, by its
 sequence number: the numbers that nodes got while a module or a call ran are noted here.
 """
 
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from mezzo.explanation import kernels
-from mezzo.explanation.calls import Call, Decider
-from mezzo.explanation.frames import Maker, kernel_name, maker, user_line
-from mezzo.explanation.kernels import Storages
 from mezzo.tensors import dtype_name, tensors
+from mezzo.trace import kernels
+from mezzo.trace.calls import Call, Decider
+from mezzo.trace.frames import Maker, kernel_name, maker, user_line
+from mezzo.trace.kernels import Storages
 
-__all__ = ["LOSS", "Place", "Trace"]
+__all__ = ["LOSS", "MODEL", "Place", "Trace"]
 
+#: How the model itself is called where people read, for its path is empty.
+MODEL: Final = "(model)"
 #: The module path of what the loss function does.
 LOSS: Final = "(loss)"
 
@@ -46,7 +48,7 @@ class Trace:
     Attributes:
         decider: Answers which treatment a call gets.
         dtype: The policy's compute dtype, as which emulated products count.
-        until: The frame beyond which no line is the model's; see :func:`~mezzo.explanation.frames.user_line`.
+        until: The frame beyond which no line is the model's; see :func:`~mezzo.trace.frames.user_line`.
     """
 
     decider: Decider

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.numerics import locate
+from mezzo.overflow import locate
 
 POLICIES = (
     "O1,dtype=bfloat16,emulate=true,norms=fp32_math",

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo import Policy, PolicyError
-from mezzo.numerics import locate
+from mezzo.overflow import locate
 
 FP16 = "O1,dtype=float16,emulate=true"
 POLICIES = [

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError
-from mezzo.explanation.frames import kernel_name, op_name
-from mezzo.explanation.kernels import Storages, is_allocation, is_cast, is_view
-from mezzo.explanation.seam import pinned
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.tensors import dtype_name, has_fraction, tensors
+from mezzo.trace.frames import kernel_name, op_name
+from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
+from mezzo.trace.seam import pinned
 
 __all__ = ["Call", "Decider"]
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.explanation.frames import user_line
-from mezzo.numerics.checks import is_checking
-from mezzo.numerics.untouched import RandomStates, devices_of
+from mezzo.overflow.checks import is_checking
 from mezzo.tensors import dtype_name, each_tensor, mark
+from mezzo.trace.frames import user_line
+from mezzo.trace.sandbox import RandomStates, devices_of
 
 __all__ = ["Call", "Event", "Kept", "Recorder"]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.numerics.checks import Checks
-from mezzo.numerics.watch import Watch
+from mezzo.overflow.checks import Checks
+from mezzo.overflow.watch import Watch
 
 
 @pytest.fixture

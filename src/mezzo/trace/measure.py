@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mezzo.numerics.overflow import Range
 from mezzo.tensors import dtype_name, has_fraction, tensors
 
 __all__ = [
     "Operand",
+    "Range",
     "has_literal",
     "has_nan",
     "is_finite",
@@ -24,6 +24,7 @@ __all__ = [
     "needed",
     "operands",
     "range_of",
+    "shape_text",
 ]
 
 #: In-place kernels that do not read what they write to, which may be memory that nothing was written to before.
@@ -46,6 +47,53 @@ class Operand:
     name: str
     tensor: Tensor
     argument: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Where the numbers of one tensor lie, in the range of its format.
+
+    Attributes:
+        name: What the tensor is: a parameter's path, ``output``, ``gradient of input 0``, a kernel's argument.
+        dtype: Its format.
+        shape: Its shape.
+        smallest: Smallest magnitude that is not zero; ``None`` where all finite numbers are zero.
+        largest: Largest finite magnitude.
+        num_zeros: How many zeros.
+        num_inf: How many infinities.
+        num_nan: How many NaN.
+        share: ``largest`` as a share of the format's largest number.
+        headroom: Powers of two between ``largest`` and the format's largest number; ``None`` for zeros only.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float | None
+    largest: float
+    num_zeros: int
+    num_inf: int
+    num_nan: int
+    share: float
+    headroom: float | None
+
+    def __str__(self) -> str:
+        text = f"{self.name} ({self.dtype}, {shape_text(self.shape)}): "
+        if self.headroom is None:
+            return f"{text}{'all zero' if self.num_zeros else 'no finite number'}{self._non_finite(', ')}"
+        text += f"|x| from {self.smallest:.4g} to {self.largest:.4g}, "
+        text += f"{100 * self.share:.3g} % of the range, " if self.share > 1e-4 else ""
+        zeros = f", {self.num_zeros} zeros" if self.num_zeros else ""
+        return f"{text}{self.headroom:.3g} powers of two left{zeros}{self._non_finite(', ')}"
+
+    def _non_finite(self, before: str) -> str:
+        counts = ((self.num_inf, "inf"), (self.num_nan, "nan"))
+        return "".join(f"{before}{count} {word}" for count, word in counts if count)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Write a shape: ``4×3``."""
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from mezzo.cast.carry import acting_plan, pinned_parameter
 from mezzo.cast.plan import open_function
-from mezzo.explanation.frames import op_name
 from mezzo.policy import Treatment
 from mezzo.policy.ops import OPS
+from mezzo.trace.frames import op_name
 
 __all__ = ["opened_by_region", "pinned"]
 

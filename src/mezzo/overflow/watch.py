@@ -17,12 +17,17 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from mezzo.cast.notes import notes
-from mezzo.explanation.calls import Decider
-from mezzo.explanation.frames import kernel_name, user_line
-from mezzo.explanation.kernels import Storages, is_allocation, is_cast, is_view, same_storage
-from mezzo.explanation.trace import LOSS, Place, Trace
-from mezzo.numerics.measure import (
+from mezzo.overflow.origins import BOUNDED, SOFTMAX, Consumer, Origin
+from mezzo.overflow.report import Phase
+from mezzo.policy import Policy
+from mezzo.policy.ops import OPS
+from mezzo.tensors import has_fraction, tensors
+from mezzo.trace.calls import Decider
+from mezzo.trace.frames import kernel_name, user_line
+from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view, same_storage
+from mezzo.trace.measure import (
     Operand,
+    Range,
     has_literal,
     has_nan,
     is_finite,
@@ -30,12 +35,8 @@ from mezzo.numerics.measure import (
     needed,
     range_of,
 )
-from mezzo.numerics.names import Edge, Names, edges
-from mezzo.numerics.origins import BOUNDED, SOFTMAX, Consumer, Origin
-from mezzo.numerics.overflow import Phase, Range
-from mezzo.policy import Policy
-from mezzo.policy.ops import OPS
-from mezzo.tensors import has_fraction, tensors
+from mezzo.trace.names import Edge, Names, edges
+from mezzo.trace.trace import LOSS, Place, Trace
 
 __all__ = ["Watch"]
 
@@ -55,7 +56,7 @@ class Watch(Trace):
     Args:
         models: The models, which give modules and parameters their names.
         policy: The policy, where it is known.
-        until: The frame beyond which no line is the step's; see :func:`~mezzo.explanation.frames.user_line`.
+        until: The frame beyond which no line is the step's; see :func:`~mezzo.trace.frames.user_line`.
         instead: The line to name where there is none.
     """
 

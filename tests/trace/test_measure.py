@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mezzo.numerics.measure import has_literal, is_finite, largest_in, needed, operands, range_of
+from mezzo.trace.measure import has_literal, is_finite, largest_in, needed, operands, range_of
 
 aten = torch.ops.aten
 

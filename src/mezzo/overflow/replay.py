@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mezzo.explanation.frames import here
-from mezzo.numerics.causes import arrived, summed
-from mezzo.numerics.cures import Context
-from mezzo.numerics.measure import is_finite
-from mezzo.numerics.names import Names
-from mezzo.numerics.overflow import Changed, Overflow
-from mezzo.numerics.record import Call, Event, Recorder
-from mezzo.numerics.search import Search, checked_models
-from mezzo.numerics.untouched import untouched
+from mezzo.overflow.calls import Call, Event, Recorder
+from mezzo.overflow.causes import arrived, summed
+from mezzo.overflow.cures import Context
+from mezzo.overflow.report import Changed, Overflow
+from mezzo.overflow.search import Search, checked_models
 from mezzo.tensors import each_tensor
+from mezzo.trace.frames import here
+from mezzo.trace.measure import is_finite
+from mezzo.trace.names import Names
+from mezzo.trace.sandbox import untouched
 
 __all__ = ["Replay"]
 
@@ -43,7 +43,7 @@ class Replay:
 
     Example:
         >>> import mezzo, torch
-        >>> from mezzo.numerics import Replay
+        >>> from mezzo.overflow import Replay
         >>> model = torch.nn.Linear(4, 1)
         >>> prepared = mezzo.prepare(model, "O1,emulate=true")
         >>> replay = Replay(model, region=prepared.autocast)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo.numerics.cures import highest_scale, power
+from mezzo.overflow.cures import highest_scale, power
 
 
 @given(

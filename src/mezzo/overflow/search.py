@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from mezzo.cast.notes import watched
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
-from mezzo.explanation.modes import Calls, Watcher
-from mezzo.numerics.causes import diagnose
-from mezzo.numerics.checks import Checks
-from mezzo.numerics.cures import Context, highest_scale
-from mezzo.numerics.measure import is_finite
-from mezzo.numerics.names import numbered
-from mezzo.numerics.origins import Origin
-from mezzo.numerics.overflow import Overflow
-from mezzo.numerics.untouched import gradients_aside, untouched
-from mezzo.numerics.watch import Watch
+from mezzo.overflow.causes import diagnose
+from mezzo.overflow.checks import Checks
+from mezzo.overflow.cures import Context, highest_scale
+from mezzo.overflow.origins import Origin
+from mezzo.overflow.report import Overflow
+from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, each_tensor
+from mezzo.trace.measure import is_finite
+from mezzo.trace.modes import Calls, Watcher
+from mezzo.trace.names import numbered
+from mezzo.trace.sandbox import gradients_aside, untouched
 
 __all__ = ["Search", "checked_models", "locate"]
 
@@ -67,7 +67,7 @@ def locate(
 
     Example:
         >>> import mezzo, torch
-        >>> from mezzo.numerics import locate
+        >>> from mezzo.overflow import locate
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
         >>> policy = mezzo.Policy.O1("float16", emulate=True)
         >>> def fn():

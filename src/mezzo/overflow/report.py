@@ -6,58 +6,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from mezzo.errors import StateError, message, printable
-from mezzo.explanation.differences import MODEL
-from mezzo.explanation.document import Document
+from mezzo.trace.document import Document
+from mezzo.trace.measure import Range, shape_text
+from mezzo.trace.trace import MODEL
 
-__all__ = ["Changed", "Kind", "Overflow", "Phase", "Range"]
+__all__ = ["Changed", "Kind", "Overflow", "Phase"]
 
 Phase = Literal["forward", "backward"]
 Kind = Literal[
     "range", "scale", "zero", "domain", "unbounded", "masked", "written", "input", "parameter", "buffer", "loss",
     "accumulation",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """Where the numbers of one tensor lie, in the range of its format.
-
-    Attributes:
-        name: What the tensor is: a parameter's path, ``output``, ``gradient of input 0``, a kernel's argument.
-        dtype: Its format.
-        shape: Its shape.
-        smallest: Smallest magnitude that is not zero; ``None`` where all finite numbers are zero.
-        largest: Largest finite magnitude.
-        num_zeros: How many zeros.
-        num_inf: How many infinities.
-        num_nan: How many NaN.
-        share: ``largest`` as a share of the format's largest number.
-        headroom: Powers of two between ``largest`` and the format's largest number; ``None`` for zeros only.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    smallest: float | None
-    largest: float
-    num_zeros: int
-    num_inf: int
-    num_nan: int
-    share: float
-    headroom: float | None
-
-    def __str__(self) -> str:
-        text = f"{self.name} ({self.dtype}, {_shape(self.shape)}): "
-        if self.headroom is None:
-            return f"{text}{'all zero' if self.num_zeros else 'no finite number'}{self._non_finite(', ')}"
-        text += f"|x| from {self.smallest:.4g} to {self.largest:.4g}, "
-        text += f"{100 * self.share:.3g} % of the range, " if self.share > 1e-4 else ""
-        zeros = f", {self.num_zeros} zeros" if self.num_zeros else ""
-        return f"{text}{self.headroom:.3g} powers of two left{zeros}{self._non_finite(', ')}"
-
-    def _non_finite(self, before: str) -> str:
-        counts = ((self.num_inf, "inf"), (self.num_nan, "nan"))
-        return "".join(f"{before}{count} {word}" for count, word in counts if count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +83,7 @@ class Overflow(Document):
 
     def __str__(self) -> str:
         place = " ".join(filter(None, (self.module or MODEL, self.op)))
-        tensor = f"{self.tensor.name} ({self.tensor.dtype}, {_shape(self.tensor.shape)})"
+        tensor = f"{self.tensor.name} ({self.tensor.dtype}, {shape_text(self.tensor.shape)})"
         counts = ((self.tensor.num_inf, "inf"), (self.tensor.num_nan, "nan"))
         lines = [
             f"{place}{f' ({self.kernel})' if self.kernel else ''}, {tensor}: "
@@ -153,10 +112,6 @@ class Changed:
             why="changed in place after the model had used it, so that a replay would compute another step",
             write="x = x + 1 in place of x += 1, until amp.step(); or mezzo.numerics.locate(fn, model)",
         )
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "scalar"
 
 
 def _range(item: dict[str, Any]) -> Range:

@@ -11,12 +11,11 @@ from typing import Final
 from torch import nn
 
 from mezzo.errors import PolicyError
-from mezzo.explanation.differences import MODEL
-from mezzo.explanation.trace import LOSS
-from mezzo.numerics.origins import Origin
+from mezzo.overflow.origins import Origin
 from mezzo.policy import Policy, Rule
 from mezzo.policy.fields import FIELDS, level_fields
 from mezzo.scale import LossScale
+from mezzo.trace.trace import LOSS, MODEL
 
 __all__ = ["Context", "highest_scale", "power", "scale", "wider"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from mezzo.numerics.measure import operands
-from mezzo.numerics.watch import Watch
+from mezzo.overflow.watch import Watch
+from mezzo.trace.measure import operands
 
 __all__ = ["Checks", "is_checking"]
 

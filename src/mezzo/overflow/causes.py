@@ -11,13 +11,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.explanation.trace import LOSS
-from mezzo.numerics import cures
-from mezzo.numerics.cures import Context
-from mezzo.numerics.measure import range_of
-from mezzo.numerics.origins import Origin
-from mezzo.numerics.overflow import Kind, Overflow
+from mezzo.overflow import cures
+from mezzo.overflow.cures import Context
+from mezzo.overflow.origins import Origin
+from mezzo.overflow.report import Kind, Overflow
 from mezzo.tensors import dtype_name
+from mezzo.trace.measure import range_of
+from mezzo.trace.trace import LOSS
 
 __all__ = ["arrived", "diagnose", "summed"]
 

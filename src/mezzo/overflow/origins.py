@@ -7,10 +7,11 @@ from typing import Final, Literal
 
 import torch
 
-from mezzo.numerics.names import Role
-from mezzo.numerics.overflow import Phase, Range
+from mezzo.overflow.report import Phase
 from mezzo.policy import Rule
 from mezzo.policy.ops import NORMS, OPS
+from mezzo.trace.measure import Range
+from mezzo.trace.names import Role
 
 __all__ = ["BOUNDED", "SOFTMAX", "Consumer", "Origin"]
 

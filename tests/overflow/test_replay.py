@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.numerics import Changed, Replay, locate
+from mezzo.overflow import Changed, Replay, locate
 
 FP16 = "O1,dtype=float16,emulate=true"
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import mezzo
 from mezzo import Policy
-from mezzo.numerics import locate
+from mezzo.overflow import locate
 
 
 class Attention(nn.Module):

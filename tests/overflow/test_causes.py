@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.numerics import locate
+from mezzo.overflow import locate
 
 FP16 = "O1,dtype=float16,emulate=true"
 

@@ -8,8 +8,8 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 
 from mezzo.cast.weights import is_further_use
-from mezzo.numerics.measure import is_finite
 from mezzo.tensors import each_tensor, tensors
+from mezzo.trace.measure import is_finite
 
 __all__ = ["Edge", "Names", "Role", "edges", "numbered"]
 
