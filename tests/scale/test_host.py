@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.scale import LossScale, next_scale
-from mezzo.scale.host import next_scale_on_host
-from mezzo.scale.rules import held
+from mezzo.scale.rules import held, next_scale_on_host
 from mezzo.scale.scaler import Scaler
 
 CONFIGS = st.builds(

@@ -1,8 +1,8 @@
 """Loss scaling: the rules as values and pure functions, and the tensors that hold their state.
 
-Here belong the arithmetic of the scale and its counters. What a skipped step does to weights, and whether
-a collapsed scale raises, is decided by ``mezzo.step`` and ``mezzo.session``. Nothing here reads a tensor
-from the host, but for ``state_dict``; nothing here imports a room above ``mezzo.errors``.
+Here belong the arithmetic of the scale and its counters. What a skipped step does to weights, and whether a collapsed
+scale raises, is decided by ``mezzo.session``. Only ``state_dict`` reads from an accelerator; a state on the CPU
+moves in Python's numbers.
 """
 
 from mezzo.scale.config import LossScale

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 
 from mezzo.errors import PolicyError, nearest, shown
-from mezzo.scale.checks import LOWEST, problems, unknown_fields
+from mezzo.scale.fields import LOWEST, problems, read, unknown_fields, write
 from mezzo.scale.state import ScaleState
-from mezzo.scale.text import read, write
 
 __all__ = ["PRESETS", "LossScale", "allowed_skips", "as_float32"]
 
@@ -73,8 +72,7 @@ class LossScale:
     skip_rate_limit: float | None = None
 
     def __post_init__(self) -> None:
-        found = list(problems(self))
-        if found:
+        if found := list(problems(self._values(), _DEFAULTS)):
             raise PolicyError.together(found)
 
     @classmethod
@@ -98,17 +96,17 @@ class LossScale:
     @classmethod
     def dynamic(
         cls,
-        init: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 2000,
-        hysteresis: int = 1,
-        refill: str = "backoff",
-        floor: float = 1.0,
-        ceiling: float | None = 2.0**24,
-        patience: int | None = None,
-        growth_offset: int = 0,
-        skip_rate_limit: float | None = None,
+        init: float = init,
+        growth: float = growth,
+        backoff: float = backoff,
+        interval: int = interval,
+        hysteresis: int = hysteresis,
+        refill: str = refill,
+        floor: float = floor,
+        ceiling: float | None = ceiling,
+        patience: int | None = patience,
+        growth_offset: int = growth_offset,
+        skip_rate_limit: float | None = skip_rate_limit,
     ) -> LossScale:
         """Return a scale that backs off after overflows and grows after clean steps.
 
@@ -118,19 +116,8 @@ class LossScale:
             >>> LossScale.dynamic(2**10, interval=100).init
             1024
         """
-        return cls(
-            init=init,
-            growth=growth,
-            backoff=backoff,
-            interval=interval,
-            hysteresis=hysteresis,
-            refill=refill,
-            floor=floor,
-            ceiling=ceiling,
-            patience=patience,
-            growth_offset=growth_offset,
-            skip_rate_limit=skip_rate_limit,
-        )
+        fields = {name: value for name, value in locals().items() if name != "cls"}
+        return cls(**fields)
 
     @classmethod
     def like(cls, system: str, **overrides: Any) -> LossScale:
@@ -159,8 +146,7 @@ class LossScale:
                 why=nearest(shown(system), PRESETS),
                 write='LossScale.like("torch")',
             )
-        unknown = list(unknown_fields(overrides, where=f"LossScale.like({system!r}, …)"))
-        if unknown:
+        if unknown := list(unknown_fields(overrides, where=f"LossScale.like({system!r}, …)")):
             raise PolicyError.together(unknown)
         return dataclasses.replace(PRESETS[system], **overrides)
 
@@ -244,12 +230,13 @@ class LossScale:
         return cls(**read(text))
 
     def __str__(self) -> str:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in defaults if name != "mode"}
-        return write(self.mode, {name: value for name, value in values.items() if value != defaults[name]})
+        return write(self._values(), _DEFAULTS)
 
     def __repr__(self) -> str:
         return f"LossScale.parse({str(self)!r})"
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _DEFAULTS}
 
     def start(self, device: torch.device | str = "cpu") -> ScaleState:
         """Return the state before the first step.
@@ -279,6 +266,9 @@ class LossScale:
             window=torch.zeros(window, dtype=torch.bool, device=device),
             **{name: torch.full((), n, dtype=torch.int64, device=device) for name, n in counts.items()},
         )
+
+
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({each.name: each.default for each in dataclasses.fields(LossScale)})
 
 
 def as_float32(value: float) -> float:

@@ -6,6 +6,8 @@ The reference is plain Python in tests/scale/test_rules.py; other executors must
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, allowed_skips, as_float32
 from mezzo.scale.state import ScaleState
 
-__all__ = ["LossScale", "ScaleState", "collapsed", "fitted", "held", "next_scale"]
+__all__ = ["LossScale", "ScaleState", "collapsed", "fitted", "held", "next_scale", "next_scale_on_host"]
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
@@ -70,39 +72,91 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
     if config.mode == "constant":
         return dataclasses.replace(state, floor_overflows=(state.floor_overflows + 1) * found)
 
-    # Scalars enter through kernel arguments (masked_fill, clamp, mul), never through torch.where, which
-    # would copy them from host memory to the device.
-    budget = torch.add(state.budget, found, alpha=-1).clamp_(min=0)
-    exhausted = budget == 0
     window = fitted(state.window, config)
+    is_frequent: Tensor | None = None
     if config.skip_rate_limit is not None:
         window = torch.cat((window[1:], found.reshape(1)))
-        exhausted |= window.sum() > allowed_skips(config.skip_rate_limit, config.interval)
-    backs_off = found & exhausted
-    if config.skip_rate_limit is not None:
-        window = window & ~backs_off
-
-    clean_steps = (state.clean_steps + 1).masked_fill_(found, -config.growth_offset)
-    grows = clean_steps >= config.interval  # an overflow leaves at most 0, and the interval is at least 1
-    events = {"backoff": backs_off, "clean": ~found, "growth": grows}
-    for name in config.refill.split("+"):
-        budget = budget.masked_fill_(events[name], config.hysteresis)
-
-    wide = state.scale.double()
-    lower = (wide * config.backoff).clamp_(min=config.floor)
-    higher = wide * config.growth
-    if config.ceiling is None:
-        higher = torch.where(higher < ROUNDS_TO_INFINITY, higher, wide)
-    else:
-        higher = higher.clamp_(max=config.ceiling)
-    stuck = found & (state.scale <= as_float32(config.floor))
+        is_frequent = window.sum() > allowed_skips(config.skip_rate_limit, config.interval)
+    values = (state.scale.double(), state.clean_steps, state.budget, state.floor_overflows)
+    backs_off, scale, clean_steps, budget, floor_overflows = _moved(values, found, is_frequent, config)
     return ScaleState(
-        scale=torch.where(backs_off, lower, torch.where(grows, higher, wide)).float(),
-        clean_steps=clean_steps.masked_fill_(grows, 0),
+        scale=scale.float(),
+        clean_steps=clean_steps,
         budget=budget,
-        floor_overflows=(state.floor_overflows + 1) * stuck,
-        window=window,
+        floor_overflows=floor_overflows,
+        window=window if config.skip_rate_limit is None else window.masked_fill(backs_off, False),
     )
+
+
+def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) -> ScaleState:
+    """Return what :func:`next_scale` returns, bit for bit, for a state on the CPU.
+
+    Python's numbers are quicker there than kernels of one element: about a fifth of the time.
+
+    Args:
+        state: A state on the CPU.
+        found_inf: Whether the step's gradients held an infinity or a NaN.
+        config: The rules.
+    """
+    if config.mode != "dynamic" or config.skip_rate_limit is not None or state.window.numel():
+        return next_scale(state, torch.tensor(found_inf), config)
+    tensors = (state.scale, state.clean_steps, state.budget, state.floor_overflows)
+    values = [tensor.numpy().item() for tensor in tensors]  # numpy asks nothing of a device
+    _, scale, *counts = _moved(values, found_inf, None, config)
+    clean_steps, budget, floor_overflows = map(torch.tensor, counts)
+    return ScaleState(
+        scale=torch.tensor(scale, dtype=torch.float32),
+        clean_steps=clean_steps,
+        budget=budget,
+        floor_overflows=floor_overflows,
+        window=state.window,
+    )
+
+
+def _moved(values: Sequence[Any], found: Any, is_frequent: Any, config: LossScale) -> tuple[Any, Any, Any, Any, Any]:
+    """Spell the rule of a dynamic scale once, for 0-d tensors and for Python's numbers.
+
+    Args:
+        values: Scale (in float64), clean steps, budget and overflows at the floor, as in :class:`ScaleState`.
+        found: Whether this step overflowed.
+        is_frequent: Whether more steps were skipped than ``skip_rate_limit`` allows, where there is one.
+        config: The rules.
+
+    Returns:
+        Whether the scale backs off, and the four values after the step.
+    """
+    scale, clean_steps, budget, floor_overflows = values
+    fewer = torch.add(budget, found, alpha=-1) if isinstance(budget, Tensor) else budget - found
+    budget = _bounded(fewer, least=0)
+    is_exhausted = budget == 0
+    backs_off = found & (is_exhausted if is_frequent is None else is_exhausted | is_frequent)
+    clean_steps = _chosen(found, -config.growth_offset, clean_steps + 1)
+    grows = clean_steps >= config.interval  # an overflow leaves at most 0, and the interval is at least 1
+    events = {"backoff": backs_off, "growth": grows}
+    for name in config.refill.split("+"):
+        budget = _chosen(found == 0 if name == "clean" else events[name], config.hysteresis, budget)
+
+    lower, higher = _bounded(scale * config.backoff, least=config.floor), scale * config.growth
+    if config.ceiling is None:
+        higher = _chosen(higher < ROUNDS_TO_INFINITY, higher, scale)
+    else:
+        higher = _bounded(higher, most=config.ceiling)
+    stuck = found & (scale <= as_float32(config.floor))
+    scale = _chosen(backs_off, lower, _chosen(grows, higher, scale))
+    return backs_off, scale, _chosen(grows, 0, clean_steps), budget, (floor_overflows + 1) * stuck
+
+
+def _chosen(condition: Any, one: Any, other: Any) -> Any:
+    if not isinstance(condition, Tensor):
+        return one if condition else other
+    # Numbers enter through kernel arguments: torch.where would copy them from host memory to the device.
+    return torch.where(condition, one, other) if isinstance(one, Tensor) else other.masked_fill(condition, one)
+
+
+def _bounded(value: Any, *, least: float | None = None, most: float | None = None) -> Any:
+    if isinstance(value, Tensor):
+        return value.clamp(least, most)
+    return max(value, least) if most is None else min(value, most)
 
 
 def held(before: ScaleState, after: ScaleState, hold: Tensor) -> ScaleState:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.host import next_scale_on_host
-from mezzo.scale.rules import fitted, held, next_scale
+from mezzo.scale.rules import fitted, held, next_scale, next_scale_on_host
 from mezzo.scale.state import ScaleState
 from mezzo.tensors import LOW, moved
 
