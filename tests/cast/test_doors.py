@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.policy.lists import torch_version
+from mezzo.policy.ops.lists import torch_version
 
 LOW = ["O2,dtype=bfloat16,emulate=true", "O2,dtype=float16,emulate=true", "O3,dtype=bfloat16,emulate=false"]
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from mezzo import Policy, PolicyError, Rule
 from mezzo.cast.plan import plan_for
 from mezzo.policy import lists
-from mezzo.policy.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS
 from mezzo.policy.ops import NORMS, OPS, TREATMENTS, VIEWS, callables, functions, is_in_place, matching, resolve
+from mezzo.policy.ops.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS
 
 torch_itself = runpy.run_path(str(Path(__file__).with_name("cuda_on_cpu.py")))
 
@@ -22,7 +22,7 @@ torch_itself = runpy.run_path(str(Path(__file__).with_name("cuda_on_cpu.py")))
 
 @pytest.mark.parametrize("device, key, count", [("cuda", "AutocastCUDA", 118), ("cpu", "AutocastCPU", 124)])
 def test_the_lists_are_those_of_the_installed_torch(device, key, count):
-    """By overload. When this fails, torch changed its lists: note the version in ``policy/lists.py``."""
+    """By overload. When this fails, torch changed its lists: note the version in ``policy/ops/lists.py``."""
     registered = torch_itself["registrations"](key)
     assert len(registered) >= count
     listed = set(lists.registered(device))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mezzo import Policy, PolicyError
-from mezzo.policy.lists import torch_version
 from mezzo.policy.ops import OPS, resolve
+from mezzo.policy.ops.lists import torch_version
 
 # Where the portable lists give another dtype than CUDA's autocast, on purpose. Rows without a low kernel on CUDA are
 # not repeated: CUDA raises, and so does the simulation, except on empty inputs.

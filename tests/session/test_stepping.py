@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import MixedPrecision, NumericsError
-from mezzo.policy.lists import torch_version
+from mezzo.policy.ops.lists import torch_version
 
 EPS = 2.0**-23
 INF, NAN = float("inf"), float("nan")

@@ -7,8 +7,8 @@ from typing import Final, Literal
 import torch
 
 from mezzo.errors import PolicyError
+from mezzo.policy.ops.table import Op, Treatment
 from mezzo.policy.rules import Decision
-from mezzo.policy.table import Op, Treatment
 
 __all__ = ["from_table"]
 

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 
 from mezzo.errors import PolicyError, shown
-from mezzo.policy.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS, synonyms_of
-from mezzo.policy.table import OPS, VIEWS
+from mezzo.policy.ops.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS, synonyms_of
+from mezzo.policy.ops.table import OPS, VIEWS
 
 __all__ = ["System", "callables", "functions", "is_in_place", "matching", "out_of_place", "resolve", "written_form"]
 

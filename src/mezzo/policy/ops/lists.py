@@ -1,6 +1,6 @@
 """Other people's op lists, as they wrote them: torch's autocast registrations, apex, Fleet and Paddle.
 
-Facts only. What mezzo makes of them stands in :mod:`mezzo.policy.table`; ``tests/policy/test_ops.py`` compares
+Facts only. What mezzo makes of them stands in :mod:`mezzo.policy.ops.table`; ``tests/policy/test_ops.py`` compares
 torch's lists with what the installed torch has registered, overload by overload.
 
 A name may carry the torch versions that have it: ``rms_norm>=2.12``, ``qr<2.14``.
