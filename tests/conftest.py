@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from mezzo.cast.device import decide as device
+from mezzo.cast.device import decide
 from mezzo.cast.device.child import CASES
 from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 
@@ -40,19 +40,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "mezzo"))
 # What is fast decides what `emulate="auto"` does, and is a clock's answer: on a busy machine, or an older one, tests
 # would run in other arithmetic. In the tests' own process BF16 is fast and FP16 slow; tests of the probe forget it.
 _SPEEDS = {torch.bfloat16: 1.0, torch.float16: 0.1}
-device._reports["cpu"] = DeviceReport(
+decide._reports["cpu"] = DeviceReport(
     device_type="cpu",
     name="a CPU as the tests are told",
     formats={
         dtype: FormatSupport(
-            dtype=dtype, status="native" if dtype in _SPEEDS else "unsupported", fast=_SPEEDS.get(dtype, 0.0) >= 0.5,
-            speed_ratio=_SPEEDS.get(dtype), cases=dict.fromkeys(CASES, "native") if dtype in _SPEEDS else
-            {"storage": "native", "convolution": "unsupported"}, speeds={}, detail="",
+            dtype=dtype,
+            cases=dict.fromkeys(CASES, "native")
+            if dtype in _SPEEDS
+            else {"storage": "native", "convolution": "unsupported"},
+            speeds={"gemm": _SPEEDS[dtype]} if dtype in _SPEEDS else {},
+            detail="",
         )
         for dtype in FORMATS
     },
     needs_isa_limit=False,
-)  # fmt: skip
+)
 
 
 @pytest.fixture

@@ -43,18 +43,16 @@ PREFIX = """
     from torch import nn
     from torch.nn import functional as F
     import mezzo
-    from mezzo.cast.device import decide as device
-    from mezzo.cast.device import probing as children
+    from mezzo.cast.device import probing
     from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 
     def told(dtype):
         status = {torch.bfloat16: "crashes", torch.float16: "native"}.get(dtype, "unsupported")
         cases = {"gemm": status, "matmul": status, "attention": status}
-        return FormatSupport(dtype=dtype, status=status, fast=status == "crashes", cases=cases, speeds={}, detail="",
-                             speed_ratio=2.0 if status == "crashes" else None)
+        return FormatSupport(dtype=dtype, cases=cases, speeds={"gemm": 2.0} if status == "crashes" else {}, detail="")
 
     found = DeviceReport(device_type="cpu", name="", formats={d: told(d) for d in FORMATS}, needs_isa_limit=True)
-    children.cpu_report = lambda name: (found, False)
+    probing.cpu_report = lambda name: (found, False)
 
     def session(model, level="O1", kind=torch.optim.SGD):
         return mezzo.MixedPrecision(model, kind(model.parameters(), lr=0.1), f"{level},dtype=bfloat16" + EMULATE)
@@ -279,10 +277,10 @@ def test_a_refused_policy_leaves_onednn_as_it_is(trap, tmp_path):
 def test_the_probe_finds_the_trap_and_its_cure(trap, tmp_path):
     program = """
     import torch
-    from mezzo.cast.device import decide as device
-    found = device.probe("cpu")
+    from mezzo.cast.device import arithmetic, probe
+    found = probe("cpu")
     print(found.needs_isa_limit, found.formats[torch.bfloat16].status, found.formats[torch.float16].status)
-    print(device.protect().action)
+    print(arithmetic(torch.bfloat16).action)
     x = torch.ones(256, 256, dtype=torch.bfloat16)
     x @ x
     """

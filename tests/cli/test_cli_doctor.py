@@ -11,18 +11,14 @@ from typing import get_args
 import pytest
 import torch
 
-from mezzo.cast.device import decide as device
-from mezzo.cast.device import probing as children
-from mezzo.cast.device.report import DeviceReport, FormatSupport
+from mezzo.cast.device import Action, DeviceReport, FormatSupport, decide, probing
 from mezzo.cli import doctor as doctor_module
 from mezzo.cli import main
 
 
 def support(dtype, status, ratio, detail):
-    return FormatSupport(
-        dtype=dtype, status=status, fast=ratio is not None and ratio >= 0.5, speed_ratio=ratio,
-        cases={"gemm": status}, speeds={}, detail=detail,
-    )  # fmt: skip
+    speeds = {} if ratio is None else {"matmul": ratio}
+    return FormatSupport(dtype=dtype, cases={"gemm": status}, speeds=speeds, detail=detail)
 
 
 CRASHING = DeviceReport(
@@ -43,8 +39,7 @@ CRASHING = DeviceReport(
 
 @pytest.fixture(autouse=True)
 def crashing(monkeypatch, tmp_path):
-    monkeypatch.setattr(device, "_reports", {})
-    monkeypatch.setattr(device, "_protections", {})
+    monkeypatch.setattr(decide, "_reports", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
@@ -54,7 +49,7 @@ def crashing(monkeypatch, tmp_path):
         probed.append(name)
         return CRASHING, True
 
-    monkeypatch.setattr(children, "cpu_report", cpu_report)
+    monkeypatch.setattr(probing, "cpu_report", cpu_report)
     return probed
 
 
@@ -116,14 +111,14 @@ def test_a_limit_in_the_environment_is_shown(capsys, monkeypatch):
 
 
 def test_every_intention_has_its_words():
-    assert set(doctor_module.WHAT_MEZZO_DOES) == {*get_args(device.Intention), "unused"}
+    assert set(doctor_module.WHAT_MEZZO_DOES) == {*get_args(Action), "unused"}
 
 
 def test_on_a_gpu_the_header_states_tf32(capsys, monkeypatch):
     present = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: present)
     gpu = DeviceReport(device_type="cuda", name="a GPU", formats=dict(CRASHING.formats), needs_isa_limit=False)
-    monkeypatch.setattr(device, "_accelerator", lambda _: gpu)
+    monkeypatch.setattr(decide, "_accelerator", lambda _: gpu)
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="ieee"))
     monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision="tf32"))
     out = run(capsys)
@@ -131,6 +126,7 @@ def test_on_a_gpu_the_header_states_tf32(capsys, monkeypatch):
     assert "cuda: a GPU" in out
 
 
+@pytest.mark.slow  # the probe itself is run for real in tests/cast/test_device.py
 def test_the_real_thing_without_the_variable(tmp_path):
     environment = {key: value for key, value in os.environ.items() if not key.endswith("MAX_CPU_ISA")}
     done = subprocess.run(

@@ -1,13 +1,12 @@
 """What the op table decides on each device: what regions really do there, said with the reason."""
 
-import types
-
 import pytest
 import torch
 
 import mezzo
 from mezzo import Policy, PolicyError
 from mezzo.cast import plan as plans
+from mezzo.cast.device import Choice
 from mezzo.policy.ops import OPS, functions
 
 BF16 = Policy.O1("bfloat16", emulate=False)
@@ -25,8 +24,7 @@ POLICIES = {
 def any_device(monkeypatch):
     """Plan for devices that are not here, as if they had the arithmetic; such plans are not kept."""
     caches = [each for each in vars(plans).values() if hasattr(each, "cache_clear")]
-    monkeypatch.setattr(plans.device, "will_emulate", lambda *_: types.SimpleNamespace(active=False))
-    monkeypatch.setattr(plans.device, "protect", lambda *_: types.SimpleNamespace(action="native"))
+    monkeypatch.setattr(plans, "arithmetic", lambda *_: Choice(action="native", reason="as if it had"))
     for cache in caches:
         cache.cache_clear()
     yield plans.plan_for

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mezzo import files
-from mezzo.cast.device.decide import probe
+from mezzo.cast.device import probe
 from mezzo.errors import PolicyError, UnsupportedError
 
 __all__ = ["checked_device", "facts", "write_dated"]

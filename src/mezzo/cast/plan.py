@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
-from mezzo.cast.device import decide as device
+from mezzo.cast.device import arithmetic
 from mezzo.cast.emulate import COMPOSED, EMULATED, RECURRENT
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
@@ -114,12 +114,7 @@ def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
 @functools.lru_cache(maxsize=256)
 def _plan_for(policy: Policy, device_type: str, module: str | None, _reasons: tuple[str, ...]) -> Plan:
     """Make a plan; reasons take no part in comparing policies, but a ban says its own."""
-    emulated = device.will_emulate(policy.dtype, device_type, policy.emulate).active
-    if policy.dtype != torch.float32:
-        # Where the kernel would kill the process, guard() has set the limit or asks for emulation instead. Emulated or
-        # not: C++ callers compute natively, and so does what uses low-precision weights outside a region.
-        must = device.guard(device_type, policy.dtype).action == "emulate"
-        emulated = emulated or (must and policy.emulate is not False)
+    emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
     # A module pinned to FP32 gets FP32 inputs at its boundary: inside, nothing has to be cast.
     whole = _whole_module(policy, module)
     native_autocast = policy.autocast and whole not in ("fp32", "fp32_math", "native", "promote")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
 from mezzo.cast.carry import OPENED_BACKWARD, Differences, without_autocast
-from mezzo.cast.device import decide as device
+from mezzo.cast.device import default_kinds
 from mezzo.cast.plan import Handler, Plan, open_function, plan_for
 from mezzo.cast.recompute import Again, shadowed
 from mezzo.cast.weights import WeightCasts
@@ -260,7 +260,7 @@ _RESOLVED: Final[dict[str, _Resolved]] = {}
 
 def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> str:
     value = Policy.of(policy)
-    kinds = (device_type,) if device_type else device.default_kinds()
+    kinds = (device_type,) if device_type else default_kinds()
     key = f"{value} {[rule.reason for rule in value.rules]} on {'+'.join(kinds)}"
     if key not in _RESOLVED:
         _RESOLVED[key] = _Resolved(value, kinds, tuple(plan_for(value, kind) for kind in kinds))

@@ -13,10 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.cast.device import cache
-from mezzo.cast.device import decide as device
-from mezzo.cast.device.decide import ISA_VARIABLE, DeviceReport, FormatSupport, Intention
-from mezzo.cast.device.probing import ISA_LIMIT, isa_setting
+from mezzo.cast import device
+from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, cache, isa_setting
 from mezzo.cli.app import app
 from mezzo.policy.fields import LOW
 from mezzo.tensors import dtype_name
@@ -26,7 +24,7 @@ __all__ = ["doctor", "findings"]
 #: Wide enough for every column in one line where no terminal sets the width, so that `grep` works.
 PLAIN_WIDTH = 160
 
-WHAT_MEZZO_DOES: dict[Intention | Literal["unused"], str] = {
+WHAT_MEZZO_DOES: dict[Action | Literal["unused"], str] = {
     "native": "compute natively",
     "limit": f"set {ISA_VARIABLE}={ISA_LIMIT}, then compute natively",
     "emulate": "emulate in FP32",
@@ -101,9 +99,9 @@ def findings(reports: list[DeviceReport]) -> dict[str, Any]:
     }
 
 
-def _intention(report: DeviceReport, support: FormatSupport) -> Intention | Literal["unused"]:
+def _intention(report: DeviceReport, support: FormatSupport) -> Action | Literal["unused"]:
     """Say what mezzo will do with a format; one that no policy can ask for is measured all the same."""
-    return device.intention(report, support.dtype) if support.dtype in LOW else "unused"
+    return device.intended(report, support.dtype) if support.dtype in LOW else "unused"
 
 
 def _tf32() -> dict[str, bool] | None:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import signal
-import time
-import warnings
 from collections.abc import Iterable
 
 import torch
 
-from mezzo.cast.device.child import SIZES, leave_no_core, run_case
-from mezzo.cast.device.probing import how_it_ended
+from mezzo.cast.device.child import SIZES, in_copy, run_case
 
 __all__ = ["read_limit", "survives_here", "switch_onednn_off"]
 
@@ -47,7 +41,7 @@ def survives_here(dtype: torch.dtype, cases: Iterable[str], *, onednn: bool = Tr
 
     Args:
         dtype: The format.
-        cases: Keys of ``child.CASES``.
+        cases: Some of ``child.CASES``.
         onednn: Whether the copy may use oneDNN; without it torch falls back on its own kernels.
 
     Returns:
@@ -56,50 +50,16 @@ def survives_here(dtype: torch.dtype, cases: Iterable[str], *, onednn: bool = Tr
     Cost:
         A fork and some 20 ms.
     """
-    if not hasattr(os, "fork"):
-        return "this platform cannot copy a process to find out"
-    try:
-        with warnings.catch_warnings():
-            # Python warns of threads that a fork leaves behind. The copy needs none of them; should it
-            # wait for one all the same, the time limit ends it.
-            warnings.simplefilter("ignore")
-            child = os.fork()
-    except OSError as fault:
-        return f"this process could not be copied to find out ({fault})"
-    if child == 0:
-        _try_and_exit(dtype, tuple(cases), onednn)
-    return _end_of(child)
 
-
-def _try_and_exit(dtype: torch.dtype, cases: tuple[str, ...], onednn: bool) -> None:
-    code = 1
-    try:
-        faulthandler.disable()  # a death here is an answer, not something to report on stderr
-        for deadly in (signal.SIGILL, signal.SIGSEGV):
-            signal.signal(deadly, signal.SIG_DFL)
-        leave_no_core()
-        torch.set_num_threads(1)  # the threads of the pool were not copied
+    def work() -> None:
+        torch.set_num_threads(1)  # the threads of the pool are not copied
         if not onednn:
             switch_onednn_off()
         for case in cases:
             run_case(case, dtype, "cpu", SIZES if onednn else SIZES[:1])  # without oneDNN a large product takes seconds
-        code = 0
-    finally:
-        os._exit(code)  # no exit handlers, no flushing of buffers that belong to the parent
 
-
-def _end_of(child: int) -> str:
-    deadline = time.monotonic() + TRIAL_TIMEOUT_S
     try:
-        while True:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                code = os.waitstatus_to_exitcode(status)
-                return f"a copy of this process that tried it {how_it_ended(code)}" if code else ""
-            if time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                return f"a copy of this process that tried it did not finish in {TRIAL_TIMEOUT_S:.3g} s"
-            time.sleep(0.005)
-    except ChildProcessError:
-        return "somebody else collected the exit status of the copy of this process that tried it"
+        _, ended = in_copy(work, TRIAL_TIMEOUT_S)
+    except OSError as fault:
+        return f"this process could not be copied to find out ({fault})"
+    return ended.trouble and f"a copy of this process that tried it {ended.trouble}"

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from mezzo.cast.device import decide as device
+from mezzo.cast.device import Kinds
 from mezzo.cast.model.entrance import Entrance
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.region import acting_keys, autocast
@@ -42,7 +42,7 @@ class Boundary:
         policy: Policy,
         path: str,
         params: Iterable[tuple[Tensor, Treatment]],
-        kinds: device.Kinds,
+        kinds: Kinds,
         *,
         inputs: torch.dtype | str | None = None,
         outputs: torch.dtype | str | None = None,

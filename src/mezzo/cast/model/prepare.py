@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast.device import decide as device
+from mezzo.cast.device import Kinds
 from mezzo.cast.model.boundary import Boundary, WideNorm
 from mezzo.cast.model.doors import Door, doors_of
 from mezzo.cast.model.entrance import Entrance
@@ -116,7 +116,7 @@ class Prepared:
         self._doors: list[Door] = []
         self.entrance = Entrance()
         # Planning the regions may find that the device cannot honour the policy: before anything is changed.
-        self.kinds = device.Kinds((*model.parameters(), *model.buffers()))
+        self.kinds = Kinds((*model.parameters(), *model.buffers()))
         self._boundaries = _boundaries(model, policy, self.kinds, self.entrance)
         pins = any(boundary.pinned() for _, boundary in self._boundaries[:1])
         self._is_traceable = not pins and not any(rule.matches_module("") for rule in policy.rules)
@@ -374,9 +374,7 @@ class _Pins:
                 yield tensor, treatment
 
 
-def _boundaries(
-    model: nn.Module, policy: Policy, kinds: device.Kinds, entrance: Entrance
-) -> list[tuple[nn.Module, Boundary]]:
+def _boundaries(model: nn.Module, policy: Policy, kinds: Kinds, entrance: Entrance) -> list[tuple[nn.Module, Boundary]]:
     """Find the modules at whose boundary something changes, the model itself first."""
     low = policy.param_dtype != torch.float32
     deciding = [
@@ -415,7 +413,7 @@ def _boundaries(
 
 
 def _doors(
-    model: nn.Module, policy: Policy, params: Iterable[tuple[Tensor, Treatment]], kinds: device.Kinds
+    model: nn.Module, policy: Policy, params: Iterable[tuple[Tensor, Treatment]], kinds: Kinds
 ) -> Iterator[tuple[str, nn.Module, Callable[[], Boundary]]]:
     """Find the submodules that can be called by themselves, with what makes the boundary of such a call."""
     holding: set[str] = set()
