@@ -9,7 +9,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import mezzo
 from mezzo import UnsupportedError
-from mezzo.cast import plan, region
+from mezzo.cast import differences, region
 from mezzo.cast.device import decide
 
 LOW = ["float16", "bfloat16"]
@@ -21,7 +21,7 @@ def asked(monkeypatch):
     found = []
     plain = decide.probe
     monkeypatch.setattr(decide, "probe", lambda kind="cpu", **kw: found.append(kind) or plain(kind, **kw))
-    plan._plan_for.cache_clear()  # or an earlier test has asked
+    differences._find.cache_clear()  # or an earlier test has asked
     return found
 
 
@@ -53,9 +53,9 @@ def test_a_session_on_the_gpu_has_no_mode_and_asks_nothing_of_the_cpu(machine, a
 
 def test_a_model_on_the_cpu_has_no_plan_for_the_gpu(machine, monkeypatch):
     planned = []
-    plain = region.plan_for
+    plain = region.find_differences
     monkeypatch.setattr(
-        region, "plan_for", lambda policy, kind, *rest: planned.append(kind) or plain(policy, kind, *rest)
+        region, "find_differences", lambda policy, kind, *rest: planned.append(kind) or plain(policy, kind, *rest)
     )
     _, amp = session("O1,dtype=bfloat16,emulate=true", "cpu")
     assert amp.autocast().device_types == ("cpu",)

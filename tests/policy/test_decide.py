@@ -5,7 +5,7 @@ import torch
 
 import mezzo
 from mezzo import Policy, PolicyError
-from mezzo.cast import plan as plans
+from mezzo.cast import differences
 from mezzo.cast.device import Choice
 from mezzo.policy.ops import OPS, functions
 
@@ -22,12 +22,12 @@ POLICIES = {
 
 @pytest.fixture
 def any_device(monkeypatch):
-    """Plan for devices that are not here, as if they had the arithmetic; such plans are not kept."""
-    caches = [each for each in vars(plans).values() if hasattr(each, "cache_clear")]
-    monkeypatch.setattr(plans, "arithmetic", lambda *_: Choice(action="native", reason="as if it had"))
+    """Find differences on devices that are not here, as if they had the arithmetic; such ones are not kept."""
+    caches = [each for each in vars(differences).values() if hasattr(each, "cache_clear")]
+    monkeypatch.setattr(differences, "arithmetic", lambda *_: Choice(action="native", reason="as if it had"))
     for cache in caches:
         cache.cache_clear()
-    yield plans.plan_for
+    yield differences.find_differences
     for cache in caches:
         cache.cache_clear()
 

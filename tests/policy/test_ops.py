@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from mezzo import Policy, PolicyError, Rule
-from mezzo.cast.plan import plan_for
+from mezzo.cast.differences import find_differences
 from mezzo.policy import lists
 from mezzo.policy.ops import NORMS, OPS, TREATMENTS, VIEWS, callables, functions, is_in_place, matching, resolve
 from mezzo.policy.ops.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS
@@ -147,7 +147,7 @@ def test_composites_let_a_rule_on_a_part_in(name):
     for part in OPS[name].parts:
         assert part in function.__code__.co_names
         hides = any(word.startswith("has_torch_function") for word in function.__code__.co_names)
-        opened = plan_for(Policy.O1("bfloat16", emulate=False).fp32_math(part), "cpu").opened
+        opened = find_differences(Policy.O1("bfloat16", emulate=False).fp32_math(part), "cpu").opened
         assert (function in opened) is hides
 
 
@@ -158,8 +158,8 @@ def test_norms_are_the_ops_the_paper_computes_in_fp32():
 
 
 def test_rows_that_change_nothing_leave_no_handler():
-    plan = plan_for(Policy.O1("bfloat16", emulate=False), "cpu")
-    handled = {handler.op for handler in plan.handlers.values()}
+    found = find_differences(Policy.O1("bfloat16", emulate=False), "cpu")
+    handled = {handler.op for handler in found.handlers.values()}
     silent = {op.name for op in OPS.values() if {op.portable, op.cuda, op.cpu} == {"native"}}
     assert len(silent) > 250
     assert handled & silent == set()

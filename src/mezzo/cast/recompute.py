@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from mezzo.cast.plan import Plan
-from mezzo.cast.weights import WeightCasts
+from mezzo.cast.differences import Differences
+from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import message
 
 __all__ = ["SWITCHES_GRADIENTS", "Again", "RecomputedMode", "saved_tensor_hooks", "shadowed"]
@@ -42,12 +42,12 @@ class RecomputedMode(TorchFunctionMode):
     """A function mode that acts again where torch recomputes what has run under it.
 
     Attributes:
-        plans: What it does on each device.
+        per_device: What it does on each device.
         casts: Where its weight casts are kept.
         shadows: How many regions inside this one are active.
     """
 
-    plans: dict[str, Plan]
+    per_device: dict[str, Differences]
     casts: WeightCasts
     shadows: int
 
@@ -102,7 +102,7 @@ class Again(contextlib.AbstractContextManager[None]):
     def __init__(self, mode: RecomputedMode) -> None:
         # The mode itself belongs to the region, and must not live longer.
         kind: Callable[..., RecomputedMode] = type(mode)
-        self._make = functools.partial(kind, list(mode.plans.values()), mode.casts)
+        self._make = functools.partial(kind, list(mode.per_device.values()), mode.casts)
         self._casts = mode.casts
         self._entered: list[contextlib.ExitStack] = []
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
-from mezzo.cast.carry import OPENED_BACKWARD, Differences, without_autocast
 from mezzo.cast.device import default_kinds
-from mezzo.cast.plan import Handler, Plan, open_function, plan_for
+from mezzo.cast.differences import Differences, Handler, find_differences, open_function
+from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, without_autocast
 from mezzo.cast.recompute import Again, shadowed
-from mezzo.cast.weights import WeightCasts
+from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
@@ -68,7 +68,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         resolved = _RESOLVED[_resolve(policy, device_type)]
         self.policy = resolved.policy
         self.device_types = resolved.device_types
-        self._plans = list(resolved.plans)
+        self._per_device = list(resolved.per_device)
         self._casts: WeightCasts | None = None  # of its own, for as long as it is entered
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 
@@ -92,7 +92,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         """
         region = cls.__new__(cls)
         region.policy, region.device_types, region._entered, region._casts = policy, device_types, [], casts
-        region._plans = [plan_for(policy, kind, module, tuple(pinned.items())) for kind in device_types]
+        region._per_device = [find_differences(policy, kind, module, tuple(pinned.items())) for kind in device_types]
         return region
 
     def with_wide_norm(self) -> autocast:
@@ -100,26 +100,26 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         handler = Handler(op="batch_norm", treatment="native", wide_weights=True)
         wide = dict.fromkeys((*functions("batch_norm"), *functions("instance_norm")), handler)
         region = self._recreate_cm()
-        region._plans = [
-            dataclasses.replace(plan, handlers={**plan.handlers, **wide}, key=f"{plan.key}, wide norms")
-            for plan in self._plans
+        region._per_device = [
+            dataclasses.replace(each, handlers={**each.handlers, **wide}, key=f"{each.key}, wide norms")
+            for each in self._per_device
         ]
         return region
 
     @property
     def emulated(self) -> bool:
         """Whether GEMMs and convolutions compute in FP32 from rounded operands on any of the devices."""
-        return any(plan.emulated for plan in self._plans)
+        return any(each.emulated for each in self._per_device)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """What :func:`acting_keys` is inside the region."""
-        return tuple(plan.key for plan in self._plans)
+        return tuple(each.key for each in self._per_device)
 
     @property
     def has_differences(self) -> bool:
         """Whether entering the region changes anything but ``torch.autocast``'s own state."""
-        return any(plan.handlers or plan.pinned for plan in self._plans)
+        return any(each.handlers or each.pinned for each in self._per_device)
 
     def run_backward(self, tensor: Tensor, **kwargs: Any) -> None:
         """Run a backward pass whose activation checkpoints are recomputed under this region's differences.
@@ -132,10 +132,10 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             tensor: What to differentiate.
             **kwargs: As ``torch.autograd.backward`` takes them.
         """
-        with accumulation(self.policy, self._plans), shadowed(), without_autocast(self._plans):
+        with accumulation(self.policy, self._per_device), shadowed(), without_autocast(self._per_device):
             if self.has_differences:
                 casts = WeightCasts() if self._casts is None else self._casts
-                with casts.region(continues=True), Differences(self._plans, casts, recomputing=True):
+                with casts.region(continues=True), PolicyMode(self._per_device, casts, recomputing=True):
                     OPENED_BACKWARD(tensor, **kwargs)
             else:
                 torch.autograd.backward(tensor, **kwargs)
@@ -148,16 +148,16 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             inputs: By what.
             **kwargs: As ``torch.autograd.grad`` takes them.
         """
-        with accumulation(self.policy, self._plans), shadowed(), without_autocast(self._plans):
+        with accumulation(self.policy, self._per_device), shadowed(), without_autocast(self._per_device):
             if not self.has_differences:
                 return torch.autograd.grad(outputs, inputs, **kwargs)
             casts = WeightCasts() if self._casts is None else self._casts
-            with casts.region(continues=True), Differences(self._plans, casts, recomputing=True):
+            with casts.region(continues=True), PolicyMode(self._per_device, casts, recomputing=True):
                 found: tuple[Tensor, ...] = _OPENED_GRAD(outputs, inputs, **kwargs)
                 return found
 
     def __enter__(self) -> autocast:
-        active = _active(self.policy, self._plans, self._casts)
+        active = _active(self.policy, self._per_device, self._casts)
         active.__enter__()
         self._entered.append(active)
         return self
@@ -168,10 +168,10 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     def _recreate_cm(self) -> autocast:
         """Give each call of a decorated function a region of its own, so that threads do not share one."""
         fresh = type(self).__new__(type(self))
-        fresh.policy, fresh.device_types, fresh._plans, fresh._entered = (
+        fresh.policy, fresh.device_types, fresh._per_device, fresh._entered = (
             self.policy,
             self.device_types,
-            self._plans,
+            self._per_device,
             [],
         )
         fresh._casts = self._casts
@@ -179,26 +179,26 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 
 
 @contextlib.contextmanager
-def _active(policy: Policy, plans: list[Plan], casts: WeightCasts | None) -> Iterator[None]:
+def _active(policy: Policy, per_device: list[Differences], casts: WeightCasts | None) -> Iterator[None]:
     """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
-    with accumulation(policy, plans), _native(plans), shadowed() as around:
-        if not any(plan.handlers or plan.pinned for plan in plans):
+    with accumulation(policy, per_device), _native(per_device), shadowed() as around:
+        if not any(each.handlers or each.pinned for each in per_device):
             yield
             return
         if casts is None:
             casts = around[-1].casts if around else WeightCasts()
-        with casts.region(), Differences(plans, casts):
+        with casts.region(), PolicyMode(per_device, casts):
             yield
 
 
 @contextlib.contextmanager
-def _native(plans: list[Plan]) -> Iterator[None]:
+def _native(per_device: list[Differences]) -> Iterator[None]:
     """Enter torch's own autocast for each device."""
-    with plans[0].native():
-        if len(plans) == 1:
+    with per_device[0].native():
+        if len(per_device) == 1:
             yield
         else:
-            with _native(plans[1:]):
+            with _native(per_device[1:]):
                 yield
 
 
@@ -227,7 +227,7 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
         torch.float32
     """
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    modes = [mode for mode in active if isinstance(mode, Differences) and not mode.shadows]
+    modes = [mode for mode in active if isinstance(mode, PolicyMode) and not mode.shadows]
     if not modes:
         return contextlib.nullcontext(), contextlib.nullcontext()
     return contextlib.nullcontext(), Again(modes[-1])
@@ -236,22 +236,22 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
 def acting_keys() -> tuple[str, ...]:
     """Return what names the differences of the innermost active region, the same for regions that do the same."""
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    modes = [mode for mode in active if isinstance(mode, Differences) and not mode.shadows]
+    modes = [mode for mode in active if isinstance(mode, PolicyMode) and not mode.shadows]
     return modes[-1].keys if modes else ()
 
 
 def emulates_here(device_type: str) -> bool:
     """Whether the innermost active region emulates arithmetic on a device."""
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    modes = [mode for mode in active if isinstance(mode, Differences) and device_type in mode.plans]
-    return bool(modes) and modes[-1].plans[device_type].emulated
+    modes = [mode for mode in active if isinstance(mode, PolicyMode) and device_type in mode.per_device]
+    return bool(modes) and modes[-1].per_device[device_type].emulated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Resolved:
     policy: Policy
     device_types: tuple[str, ...]
-    plans: tuple[Plan, ...]
+    per_device: tuple[Differences, ...]
 
 
 #: A memo of what regions resolve to; torch.compile can guard what it finds in a global, and by a text.
@@ -263,7 +263,7 @@ def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -
     kinds = (device_type,) if device_type else default_kinds()
     key = f"{value} {[rule.reason for rule in value.rules]} on {'+'.join(kinds)}"
     if key not in _RESOLVED:
-        _RESOLVED[key] = _Resolved(value, kinds, tuple(plan_for(value, kind) for kind in kinds))
+        _RESOLVED[key] = _Resolved(value, kinds, tuple(find_differences(value, kind) for kind in kinds))
     return key
 
 
@@ -273,19 +273,19 @@ _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def accumulation(policy: Policy, plans: list[Plan]) -> Iterator[None]:
+def accumulation(policy: Policy, per_device: list[Differences]) -> Iterator[None]:
     """Forbid reduced-precision accumulation inside CUDA's GEMMs while ``policy.accumulate`` is ``fp32``.
 
     The flags are torch's own and process-wide; they are put back on exit, with what the user said of split-k.
 
     Args:
         policy: What is asked for.
-        plans: Of the devices that are covered: without CUDA among them nothing is touched.
+        per_device: Of the devices that are covered: without CUDA among them nothing is touched.
 
     Raises:
         UnsupportedError: Entered inside a compiled function, which cannot set them, while they allow it.
     """
-    covered = any(plan.device_type == "cuda" for plan in plans)
+    covered = any(each.device_type == "cuda" for each in per_device)
     if not covered or policy.accumulate != "fp32" or not torch.cuda.is_available():
         yield
         return

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-from mezzo.cast.weights import is_further_use
+from mezzo.cast.weight_casts import is_further_use
 from mezzo.tensors import each_tensor, tensors
 from mezzo.trace.measure import is_finite
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mezzo.cast.carry import acting_plan, pinned_parameter
-from mezzo.cast.plan import open_function
+from mezzo.cast.differences import open_function
+from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.policy import Treatment
 from mezzo.policy.ops import OPS
 from mezzo.trace.frames import op_name
@@ -25,11 +25,11 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     Python functions are opened where the op table has no decision about the function as a whole; to them too it is
     all the same, unless an argument's class overrides torch functions.
     """
-    plan = acting_plan(args, kwargs)
-    if plan is not None:
-        if pinned(args, kwargs) is not None or plan.handler(function) is not None:
+    differences = acting_differences(args, kwargs)
+    if differences is not None:
+        if pinned(args, kwargs) is not None or differences.handler(function) is not None:
             return None
-        if (opened := plan.opened.get(function)) is not None:
+        if (opened := differences.opened.get(function)) is not None:
             return opened
     if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
         return None
@@ -39,11 +39,11 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 def pinned(args: Any, kwargs: Any) -> tuple[torch.Tensor, Treatment] | None:
     """Return the parameter among the arguments that a parameter rule speaks about, and its treatment."""
-    plan = acting_plan(args, kwargs)
-    if plan is None or not plan.pinned:
+    differences = acting_differences(args, kwargs)
+    if differences is None or not differences.pinned:
         return None
-    param = pinned_parameter(plan, args, kwargs)
-    return None if param is None else (param, plan.pinned[id(param)])
+    param = pinned_parameter(differences, args, kwargs)
+    return None if param is None else (param, differences.pinned[id(param)])
 
 
 @functools.lru_cache(maxsize=1024)

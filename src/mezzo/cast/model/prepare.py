@@ -22,7 +22,7 @@ from mezzo.cast.model.entrance import Entrance
 from mezzo.cast.model.refusals import cannot_convert, require_module
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import autocast
-from mezzo.cast.weights import WeightCasts
+from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, printable, some_of
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import functions

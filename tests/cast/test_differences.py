@@ -1,4 +1,4 @@
-"""What a plan carries besides its handlers: torch's own autocast, and what torch.compile asks it."""
+"""What differences carry besides handlers: torch's own autocast, and what torch.compile asks it."""
 
 import pytest
 import torch

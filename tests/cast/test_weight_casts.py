@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo.cast.weights import WeightCasts
+from mezzo.cast.weight_casts import WeightCasts
 
 
 class Casts(TorchDispatchMode):

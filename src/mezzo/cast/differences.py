@@ -21,7 +21,16 @@ from mezzo.cast.emulate import COMPOSED, EMULATED, RECURRENT
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
-__all__ = ["OPENED", "OPENED_BY_NAME", "Handler", "Plan", "Traced", "open_function", "plan_for", "remember", "traced"]
+__all__ = [
+    "OPENED_BY_NAME",
+    "Differences",
+    "Handler",
+    "Traced",
+    "find_differences",
+    "open_function",
+    "remember",
+    "traced",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +47,7 @@ class Handler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Differences:
     """The resolved differences between a policy and torch on one device."""
 
     device_type: str
@@ -61,7 +70,7 @@ class Plan:
         return self.handlers.get(function)
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
-        """Return torch's own autocast in the state this plan was made for."""
+        """Return torch's own autocast in the state these differences are from."""
         if not self.autocast:
             return torch.autocast(self.device_type, enabled=False)
         own = torch.autocast(self.device_type, dtype=self.dtype)
@@ -69,12 +78,12 @@ class Plan:
         return _with_plain_backward(own) if differs and not torch.compiler.is_compiling() else own
 
 
-def plan_for(
+def find_differences(
     policy: Policy,
     device_type: str,
     module: str | None = None,
     pinned: tuple[tuple[int, Treatment], ...] = (),
-) -> Plan:
+) -> Differences:
     """Find the functions that a policy treats differently from torch on this device.
 
     Args:
@@ -88,9 +97,11 @@ def plan_for(
     """
     if not any(rule.module is not None for rule in policy.rules):
         module = None  # it is all the same then, and planned once
-    plan = _plan_for(policy, device_type, module, tuple(rule.reason for rule in policy.rules))
-    # Parameters come and go (torch.func.functional_call brings others for one call): such plans are not kept.
-    return dataclasses.replace(plan, pinned=dict(pinned), key=f"{plan.key} with {pinned}") if pinned else plan
+    differences = _find(policy, device_type, module, tuple(rule.reason for rule in policy.rules))
+    # Parameters come and go (torch.func.functional_call brings others for one call): such ones are not kept.
+    if not pinned:
+        return differences
+    return dataclasses.replace(differences, pinned=dict(pinned), key=f"{differences.key} with {pinned}")
 
 
 @contextlib.contextmanager
@@ -112,8 +123,8 @@ def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_for(policy: Policy, device_type: str, module: str | None, _reasons: tuple[str, ...]) -> Plan:
-    """Make a plan; reasons take no part in comparing policies, but a ban says its own."""
+def _find(policy: Policy, device_type: str, module: str | None, _reasons: tuple[str, ...]) -> Differences:
+    """Find them; reasons take no part in comparing policies, but a ban says its own."""
     emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
     # A module pinned to FP32 gets FP32 inputs at its boundary: inside, nothing has to be cast.
     whole = _whole_module(policy, module)
@@ -155,13 +166,13 @@ def _plan_for(policy: Policy, device_type: str, module: str | None, _reasons: tu
     if handlers:  # the mode runs anyway: products go through it too, so that their weights are cast once
         for op, handler in alike.items():
             handlers.update(dict.fromkeys(functions(op), handler))
-    plan = Plan(
+    differences = Differences(
         device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         handlers=handlers, opened=_concerned(handlers), pinned={},
         key=f"{policy} in {module!r} on {device_type}{', emulated' if emulated else ''}",
     )  # fmt: skip
-    remember(plan)  # here too, for a region that is first entered while torch.compile traces
-    return plan
+    remember(differences)  # here too, for a region that is first entered while torch.compile traces
+    return differences
 
 
 @functools.lru_cache(maxsize=1024)
@@ -173,7 +184,7 @@ def _of_operator(operator: OpOverload[..., Any] | OpOverloadPacket[..., Any]) ->
 
 
 class Traced(NamedTuple):
-    """What a compiled graph needs to know of a plan and a function."""
+    """What a compiled graph needs to know of differences and a function."""
 
     dtype: torch.dtype
     device_type: str
@@ -182,21 +193,24 @@ class Traced(NamedTuple):
     opened: str  # its name in OPENED_BY_NAME, or nothing
 
 
-#: The plans that a mode was made for, by key: what torch.compile asks for while it traces.
-_PLANS: Final[dict[str, Plan]] = {}
+#: The differences that a mode was made for, by key: what torch.compile asks for while it traces.
+_KNOWN: Final[dict[str, Differences]] = {}
 
 
-def remember(plan: Plan) -> str:
-    """Make a plan known to :func:`traced`, and return its key."""
-    if plan.key not in _PLANS:  # setdefault would have compiled code guard the whole dict, and compile anew as it grows
-        _PLANS[plan.key] = plan
-    return plan.key
+def remember(differences: Differences) -> str:
+    """Make differences known to :func:`traced`, and return their key."""
+    if (
+        differences.key not in _KNOWN
+    ):  # setdefault would have compiled code guard the whole dict, and compile anew as it grows
+        _KNOWN[differences.key] = differences
+    return differences.key
 
 
 def traced(key: str, function: Callable[..., Any]) -> Traced:
-    """Look a function up in a plan, as a constant of the graph: it is guarded by the plan's key alone."""
-    plan = _PLANS[key]
-    return Traced(plan.dtype, plan.device_type, plan.autocast, plan.handler(function), _name(plan.opened.get(function)))
+    """Look a function up in differences, as a constant of the graph: it is guarded by their key alone."""
+    own = _KNOWN[key]
+    opened = _name(own.opened.get(function))
+    return Traced(own.dtype, own.device_type, own.autocast, own.handler(function), opened)
 
 
 # What torch._dynamo.assume_constant_result sets, without a second of imports.

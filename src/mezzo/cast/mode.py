@@ -1,4 +1,4 @@
-"""Carrying a plan out: the function mode that handles what a policy treats differently from torch."""
+"""The function mode that carries out what a policy treats differently from torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 
+from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
 from mezzo.cast.emulate import emulate, with_dtypes_of_states
 from mezzo.cast.notes import WATCHERS, during
-from mezzo.cast.plan import OPENED_BY_NAME, Handler, Plan, Traced, open_function, remember, traced
 from mezzo.cast.recompute import SWITCHES_GRADIENTS, RecomputedMode, saved_tensor_hooks
-from mezzo.cast.weights import WeightCasts
+from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import UnsupportedError
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
-__all__ = ["OPENED_BACKWARD", "Differences", "acting_plan", "pinned_parameter", "without_autocast"]
+__all__ = ["OPENED_BACKWARD", "PolicyMode", "acting_differences", "pinned_parameter", "without_autocast"]
 
 #: How torch says that it has no kernel for a dtype.
 _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
@@ -36,13 +36,13 @@ _DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, tor
 
 
 @contextlib.contextmanager
-def without_autocast(plans: Iterable[Plan]) -> Iterator[None]:
-    """Switch native autocast off where plans have it on, for a backward pass.
+def without_autocast(per_device: Iterable[Differences]) -> Iterator[None]:
+    """Switch native autocast off where a region has it on, for a backward pass.
 
     Under it C++ would cast FP32 operands of the backward pass to low precision: those of products that a policy keeps
     in FP32, and those of emulated ones.
     """
-    on = [plan.device_type for plan in plans if plan.autocast and torch.is_autocast_enabled(plan.device_type)]
+    on = [each.device_type for each in per_device if each.autocast and torch.is_autocast_enabled(each.device_type)]
     for kind in on:
         torch.set_autocast_enabled(kind, False)
     try:
@@ -52,17 +52,17 @@ def without_autocast(plans: Iterable[Plan]) -> Iterator[None]:
             torch.set_autocast_enabled(kind, True)
 
 
-class Differences(RecomputedMode):
+class PolicyMode(RecomputedMode):
     """Handle the functions a policy treats differently, and open Python functions that call them."""
 
-    def __init__(self, plans: list[Plan], casts: WeightCasts, *, recomputing: bool = False) -> None:
+    def __init__(self, per_device: list[Differences], casts: WeightCasts, *, recomputing: bool = False) -> None:
         super().__init__()
         self.casts = casts
         self.recomputing = recomputing  # in a backward pass
-        self.plans = {plan.device_type: plan for plan in plans}
-        self.only = plans[0] if len(plans) == 1 else None
-        self.keys = tuple(plan.key for plan in plans)
-        self.key = remember(plans[0]) if len(plans) == 1 and not plans[0].pinned else ""
+        self.per_device = {each.device_type: each for each in per_device}
+        self.only = per_device[0] if len(per_device) == 1 else None
+        self.keys = tuple(each.key for each in per_device)
+        self.key = remember(per_device[0]) if len(per_device) == 1 and not per_device[0].pinned else ""
         self.shadows = 0  # how many regions inside this one are active
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,30 +84,30 @@ class Differences(RecomputedMode):
                 return self._trace(func, args, kwargs)
         elif func in _DIFFERENTIATE:
             # A pass that begins inside the region is to compute as one that begins after it.
-            with without_autocast(self.plans.values()):
+            with without_autocast(self.per_device.values()):
                 return func(*args, **kwargs)
         elif func is SWITCHES_GRADIENTS:
             self.outlive_reentrant()
-        plan = self.plan_for(args, kwargs)
+        here = self.differences(args, kwargs)
         # With autocast switched off inside the region, or in the functions of a backward pass, nothing is cast.
-        if plan is None or (plan.autocast and not torch.is_autocast_enabled(plan.device_type)):
+        if here is None or (here.autocast and not torch.is_autocast_enabled(here.device_type)):
             return func(*args, **kwargs)
-        handler = plan.handlers.get(func)
+        handler = here.handlers.get(func)
         if handler is None and isinstance(func, _OPERATORS):
-            handler = plan.handler(func)
-        if (handler or plan.pinned) and not compiling and saved_tensor_hooks(False) is not None:
+            handler = here.handler(func)
+        if (handler or here.pinned) and not compiling and saved_tensor_hooks(False) is not None:
             self.outlive()  # an activation checkpoint's
-        if plan.pinned and (param := pinned_parameter(plan, args, kwargs)) is not None:
-            return _read_pinned(param, plan, self.casts, func, args, kwargs)
+        if here.pinned and (param := pinned_parameter(here, args, kwargs)) is not None:
+            return _read_pinned(param, here, self.casts, func, args, kwargs)
         if handler is not None:
-            return _carry_out(handler, plan, self.casts, func, args, kwargs)
-        if (opened := plan.opened.get(func)) is not None:
+            return _carry_out(handler, here, self.casts, func, args, kwargs)
+        if (opened := here.opened.get(func)) is not None:
             with self:
                 return opened(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do the same for a graph, which then depends on the plan's key and on no table of it."""
+        """Do the same for a graph, which then depends on the key of the differences and on no table of theirs."""
         found = traced(self.key, func)
         if found.autocast and not torch.is_autocast_enabled(found.device_type):
             return func(*args, **kwargs)
@@ -118,25 +118,27 @@ class Differences(RecomputedMode):
                 return OPENED_BY_NAME[found.opened](*args, **kwargs)
         return func(*args, **kwargs)
 
-    def plan_for(self, args: Any, kwargs: Any) -> Plan | None:
-        """Return the plan for the device of a call's tensors."""
+    def differences(self, args: Any, kwargs: Any) -> Differences | None:
+        """Return the differences for the device of a call's tensors."""
         if self.only is not None:
             return self.only
         kinds = (x.device.type for x in tensors((args, kwargs)))
-        return next((self.plans[kind] for kind in kinds if kind in self.plans), None)
+        return next((self.per_device[kind] for kind in kinds if kind in self.per_device), None)
 
 
-def acting_plan(args: Any, kwargs: Any) -> Plan | None:
-    """Return the plan of the innermost region for a call, where it acts."""
+def acting_differences(args: Any, kwargs: Any) -> Differences | None:
+    """Return the differences of the innermost region for a call, where it acts."""
     for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
-        if isinstance(mode, Differences) and not mode.shadows:
-            plan = mode.plan_for(args, kwargs)
-            acts = plan is not None and (not plan.autocast or torch.is_autocast_enabled(plan.device_type))
-            return plan if acts else None
+        if isinstance(mode, PolicyMode) and not mode.shadows:
+            here = mode.differences(args, kwargs)
+            acts = here is not None and (not here.autocast or torch.is_autocast_enabled(here.device_type))
+            return here if acts else None
     return None
 
 
-def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
+def _carry_out(
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
+) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
     # In-place and out= variants are never cast, as in torch.autocast.
     if kwargs.get("out") is not None:
@@ -144,7 +146,7 @@ def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: 
     target: torch.dtype | None = None
     match handler.treatment:
         case "low":
-            target = plan.dtype
+            target = here.dtype
         case "fp32" | "fp32_math":
             if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
                 return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
@@ -168,25 +170,25 @@ def _carry_out(handler: Handler, plan: Plan | Traced, casts: WeightCasts, func: 
         else:
             args, kwargs = _cast(args, target, casts), kwargs and _cast(kwargs, target, casts)
     if torch.compiler.is_compiling():
-        with torch.autocast(plan.device_type, enabled=False):
-            out = _run(handler, plan, func, args, kwargs)
+        with torch.autocast(here.device_type, enabled=False):
+            out = _run(handler, here, func, args, kwargs)
     else:  # the same, without the cost of entering a context for each op
-        enabled = torch.is_autocast_enabled(plan.device_type)
-        torch.set_autocast_enabled(plan.device_type, False)
+        enabled = torch.is_autocast_enabled(here.device_type)
+        torch.set_autocast_enabled(here.device_type, False)
         try:
-            out = _run(handler, plan, func, args, kwargs)
+            out = _run(handler, here, func, args, kwargs)
         finally:
-            torch.set_autocast_enabled(plan.device_type, enabled)
+            torch.set_autocast_enabled(here.device_type, enabled)
     if handler.keeps_states:
-        states = (handler.op, given, out, plan.dtype)
+        states = (handler.op, given, out, here.dtype)
         return during("emulation", func, with_dtypes_of_states, *states) if WATCHERS else with_dtypes_of_states(*states)
     if handler.low_result:
-        return _cast(out, plan.dtype)
+        return _cast(out, here.dtype)
     return _cast(out, back[0].dtype) if back else out
 
 
-def _run(handler: Handler, plan: Plan | Traced, func: Any, args: Any, kwargs: Any) -> Any:
-    if handler.emulated and _all_low((args, kwargs), plan.dtype):
+def _run(handler: Handler, here: Differences | Traced, func: Any, args: Any, kwargs: Any) -> Any:
+    if handler.emulated and _all_low((args, kwargs), here.dtype):
         if WATCHERS:
             return during("emulation", func, emulate, handler.op, func, args, kwargs)
         return emulate(handler.op, func, args, kwargs)
@@ -196,34 +198,34 @@ def _run(handler: Handler, plan: Plan | Traced, func: Any, args: Any, kwargs: An
         if handler.treatment != "low" or not any(words in str(error) for words in _NO_KERNEL):
             raise
         raise UnsupportedError(
-            f"{handler.op} has no kernel in {dtype_name(plan.dtype)}",
-            where=f"device {plan.device_type}",
+            f"{handler.op} has no kernel in {dtype_name(here.dtype)}",
+            where=f"device {here.device_type}",
             why=str(error).splitlines()[0],
             write=f'policy.fp32_math("{handler.op}")   # FP32 inside, low out; or policy.fp32("{handler.op}")',
         ) from error
 
 
-def pinned_parameter(plan: Plan, args: Any, kwargs: Any) -> Tensor | None:
+def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None:
     """Return the first parameter among the arguments, or behind a view among them, that a rule speaks about."""
     for x in tensors((args, kwargs)):
-        if id(x) in plan.pinned:
+        if id(x) in here.pinned:
             return x
-        if x._base is not None and id(x._base) in plan.pinned:
+        if x._base is not None and id(x._base) in here.pinned:
             return x._base
     return None
 
 
-def _read_pinned(param: Tensor, plan: Plan, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
+def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
     Without autocast (O2, O3) the result goes back to the compute dtype, as for a pinned module; views and
     properties of the parameter itself stay what they are.
     """
-    handler = Handler(op="", treatment=plan.pinned[id(param)])
-    out = _carry_out(handler, plan, casts, func, args, kwargs)
-    if plan.autocast or not isinstance(out, Tensor) or _storage(out) == _storage(param):
+    handler = Handler(op="", treatment=here.pinned[id(param)])
+    out = _carry_out(handler, here, casts, func, args, kwargs)
+    if here.autocast or not isinstance(out, Tensor) or _storage(out) == _storage(param):
         return out
-    return _cast(out, plan.dtype)
+    return _cast(out, here.dtype)
 
 
 def _storage(x: Tensor) -> Any:
