@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from mezzo import Policy, PolicyError, Rule
 from mezzo.cast.differences import find_differences
-from mezzo.policy import lists
-from mezzo.policy.ops import NORMS, OPS, TREATMENTS, VIEWS, callables, functions, is_in_place, matching, resolve
+from mezzo.policy.ops import NORMS, OPS, TREATMENTS, VIEWS, callables, functions, is_in_place, lists, matching, resolve
 from mezzo.policy.ops.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS
 
 torch_itself = runpy.run_path(str(Path(__file__).with_name("cuda_on_cpu.py")))

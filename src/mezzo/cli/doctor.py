@@ -16,8 +16,7 @@ from rich.text import Text
 from mezzo.cast import device
 from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, cache, isa_setting
 from mezzo.cli.app import app
-from mezzo.policy.fields import LOW
-from mezzo.tensors import dtype_name
+from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["doctor", "findings"]
 

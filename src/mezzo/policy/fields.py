@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 
-from mezzo.errors import PolicyError, nearest, shown
-from mezzo.policy.rules import Rule, format_rules, rule_keys
+from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, shown
+from mezzo.policy.rules import Rule, format_rules, parse_rules, rule_keys
 from mezzo.scale import LossScale
+from mezzo.tensors import LOW, dtype_name
 
 __all__ = [
-    "FIELDS",
-    "LEVELS",
-    "LONGEST_TEXT",
-    "LOW",
-    "Level",
-    "as_dtype",
-    "coerce",
-    "impossible_combinations",
-    "level_fields",
-    "show",
-    "split",
-    "text_of",
-    "unknown_key",
-    "wrong_value",
-    "wrong_values",
-]
-
-if TYPE_CHECKING:
-    from mezzo.policy.policy import Policy
+    "FIELDS", "LEVELS", "Level", "as_dtype", "coerce", "default_dtype", "impossible_combinations", "level_fields",
+    "read", "show", "text_of", "wrong_values",
+]  # fmt: skip
 
 Level = Literal["O0", "O1", "O2", "O3"]
 #: The optimisation levels, in the field's numbering (apex).
@@ -41,8 +26,6 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float32": torch.float32, "fp32": torch.float32, "float": torch.float32,
 }  # fmt: skip
-#: The dtypes that a policy can compute in below FP32.
-LOW: Final = (torch.float16, torch.bfloat16)
 _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "level": LEVELS,
     "accumulate": ("fp32", "native"),
@@ -58,12 +41,12 @@ FIELDS: Final = (
     "lists", "norms", "emulate",
 )  # fmt: skip
 #: Of a policy's text, in characters: a real one has hundreds.
-LONGEST_TEXT: Final = 100_000
+_LONGEST_TEXT: Final = 100_000
 _NAMES: Final = ("level", "dtype", *FIELDS, "rules")
 
 
 def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
-    """Build the table of DESIGN §4: what each level sets."""
+    """Return what a level sets."""
     low = level in ("O2", "O3")
     scale: LossScale = LossScale.none()
     if dtype == torch.float16 and level != "O0":
@@ -84,14 +67,17 @@ def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def wrong_values(policy: Policy) -> Iterator[PolicyError]:
+def default_dtype(level: str) -> str:
+    """Return the dtype that a level computes in where none is named."""
+    return "float32" if level == "O0" else "float16"
+
+
+def wrong_values(values: Mapping[str, Any]) -> Iterator[PolicyError]:
     """Yield an error for each field whose value has the wrong type or is outside its vocabulary."""
-    for name in _NAMES:
-        if problem := wrong_value(name, getattr(policy, name)):
-            yield problem
+    return (problem for name, value in values.items() if (problem := _wrong_value(name, value)))
 
 
-def wrong_value(name: str, value: Any) -> PolicyError | None:
+def _wrong_value(name: str, value: Any) -> PolicyError | None:
     """Return the error for one field's value, if it is wrong."""
     if name in ("dtype", "param_dtype", "output_dtype"):
         known = isinstance(value, torch.dtype) and value in _DTYPES.values()
@@ -113,60 +99,65 @@ def wrong_value(name: str, value: Any) -> PolicyError | None:
 def _too_many(rules: tuple[Rule, ...]) -> PolicyError | None:
     """Refuse rules that no text could hold: a session's state has its policy as text."""
     length = len(format_rules(rules)) + 1000  # the other fields take less
-    if length <= LONGEST_TEXT:
+    if length <= _LONGEST_TEXT:
         return None
     return PolicyError(
         f"{len(rules):,} rules are too many",
-        why=f"their text has {length:,} characters, and a policy's at most {LONGEST_TEXT:,}",
+        why=f"their text has {length:,} characters, and a policy's at most {_LONGEST_TEXT:,}",
         write="globs, such as modules=['blocks.*'], in place of names",
     )
 
 
-def impossible_combinations(policy: Policy) -> Iterator[PolicyError]:
-    """Yield an error, with its reason, for each combination that cannot be carried out."""
-    low, level = policy.param_dtype in LOW, policy.level
-    name, params = text_of(policy.dtype), text_of(policy.param_dtype)
-    if level == "O0" and policy.dtype != torch.float32:
+def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
+    """Yield an error, with its reason, for each combination that cannot be carried out.
+
+    Args:
+        values: The value of every field; none is wrong by itself.
+    """
+    level, dtype, param_dtype, scale = (values[name] for name in ("level", "dtype", "param_dtype", "loss_scale"))
+    low, is_fp32, name = param_dtype in LOW, dtype == torch.float32, dtype_name(dtype)
+    if level == "O0" and not is_fp32:
         yield PolicyError(f"O0 cannot compute in {name}", why="O0 is the FP32 reference", write=f"O1,dtype={name}")
-    if level != "O0" and policy.dtype == torch.float32:
+    if level != "O0" and is_fp32:
         yield PolicyError(
             f"{level} cannot compute in float32", why="nothing would be mixed", write="O0, or dtype=bfloat16"
         )
-    if policy.dtype == torch.float32 and policy.autocast:
+    if is_fp32 and values["autocast"]:
         yield PolicyError(
             f"{level} with dtype=float32 cannot autocast",
             why="autocast casts to a low-precision dtype",
             write="O1",
         )
-    if low and policy.param_dtype != policy.dtype:
+    if low and param_dtype != dtype:
         yield PolicyError(
-            f"weights cannot be {params} while ops compute in {name}",
+            f"weights cannot be {dtype_name(param_dtype)} while ops compute in {name}",
             why="each use would cast between two 16-bit formats, which is as lossy as both together",
             write=f"param_dtype={name} or param_dtype=float32",
         )
-    if level != "O0" and policy.dtype in LOW and not low and not policy.autocast:
+    if level != "O0" and dtype in LOW and not low and not values["autocast"]:
         yield PolicyError(
             f"{level} with float32 weights and no autocast has nothing in {name}",
             why="neither the weights nor the ops would be low precision",
             write=f"autocast=true, or param_dtype={name}",
         )
-    if policy.master_weights and not low:
+    if values["master_weights"] and not low:
         yield PolicyError(
             "master weights need low-precision weights",
             why="float32 weights are their own masters",
-            write=f"O2,dtype={name if policy.dtype in LOW else 'float16'}, or master_weights=false",
+            write=f"O2,dtype={name if dtype in LOW else 'float16'}, or master_weights=false",
         )
-    if not policy.keep_batchnorm_fp32 and not low:
+    if not values["keep_batchnorm_fp32"] and not low:
         yield PolicyError(
             "keep_batchnorm_fp32=false has no effect on float32 weights",
             why="only weights stored in low precision can take batch norm with them",
             write="O3, or O2,keep_batchnorm_fp32=false",
         )
-    yield from _contradictions(policy.rules)
-    if policy.param_dtype == torch.float16 and not policy.master_weights and not _keeps_gradients(policy.loss_scale):
+    yield from _contradictions(values["rules"])
+    changes_gradients = scale.mode == "dynamic" or (scale.mode == "constant" and scale.init != 1.0)
+    if param_dtype == torch.float16 and not values["master_weights"] and changes_gradients:
         yield PolicyError(
             "fp16 gradients cannot be unscaled in fp16",
-            where=f"{level},dtype=float16,master_weights=false,loss_scale={policy.loss_scale}",
+            where=f"{level},dtype=float16,master_weights=false,loss_scale={scale}",
             why="dividing them by the scale in float16 flushes small ones to zero; FP32 masters take them in FP32",
             write="O2,dtype=float16   # keeps FP32 masters; or loss_scale=1",
         )
@@ -186,10 +177,6 @@ def _contradictions(rules: tuple[Rule, ...]) -> Iterator[PolicyError]:
             )
 
 
-def _keeps_gradients(scale: LossScale) -> bool:
-    return scale.mode == "none" or (scale.mode == "constant" and scale.init == 1.0)
-
-
 # Values and their text ----------------------------------------------------------------------------
 
 
@@ -197,7 +184,7 @@ def coerce(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Turn text and shorthand into the fields' own types; unknown fields are errors."""
     for name in fields:
         if name not in _NAMES:
-            raise unknown_key(name)
+            raise _unknown_key(name)
     converters: dict[str, Callable[[Any], Any]] = {
         "dtype": lambda value: as_dtype("dtype", value),
         "param_dtype": lambda value: as_dtype("param_dtype", value),
@@ -230,7 +217,7 @@ def _as_boolean(value: Any) -> Any:
 def text_of(value: Any) -> str:
     """Write one value as a policy's text has it."""
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -241,7 +228,54 @@ def show(value: Any) -> str:
     return (format_rules(value) or "no rules") if isinstance(value, tuple) else text_of(value)
 
 
-def split(text: str) -> list[str]:
+def read(text: str) -> tuple[Level, str, dict[str, Any]]:
+    """Read a policy's text; see :meth:`mezzo.Policy.parse`.
+
+    Returns:
+        The level, the dtype, and the other fields that the text has.
+    """
+    if len(text) > _LONGEST_TEXT:
+        raise PolicyError(
+            f"policy {shown(text)} is too long",
+            why=f"a policy's text has at most {_LONGEST_TEXT:,} characters",
+            write="globs, such as fp32_module=blocks.*, in place of names; or Policy.load(path)",
+        )
+    level, *items = _split(text)
+    if level not in LEVELS:
+        raise PolicyError(
+            f"policy {shown(text)}: unknown level {shown(level)}",
+            why=nearest(level, LEVELS),
+            write='a level first, such as "O1,dtype=bfloat16"',
+        )
+    problems: list[PolicyError] = []
+    fields: dict[str, Any] = {}
+    rules: list[Rule] = []
+    for item in items:
+        if len(problems) == MOST_PROBLEMS:
+            break  # each takes a look through a vocabulary
+        key, equals, value = item.partition("=")
+        try:
+            if not equals or not value:
+                raise PolicyError(f"{shown(item)} is not key=value", write=f"{key}=…")
+            if key in fields:
+                raise PolicyError(f"the key {key!r} stands twice", write=f"one {key}=…")
+            if key in rule_keys():
+                rules += parse_rules(key, value)
+            elif key not in ("dtype", *FIELDS):
+                raise _unknown_key(key)
+            elif problem := _wrong_value(key, coerce({key: value})[key]):
+                raise problem
+            else:
+                fields[key] = value
+        except PolicyError as problem:
+            problems.append(problem)
+    if problems:
+        raise PolicyError(f"policy {shown(text)}: {PolicyError.together(problems)}")
+    dtype = fields.pop("dtype", default_dtype(level))
+    return level, dtype, {**fields, "rules": tuple(rules)}
+
+
+def _split(text: str) -> list[str]:
     """Split at commas outside parentheses, so that a loss scale's text can hold some."""
     parts, begin, depth = [], 0, 0
     text = "".join(text.split())
@@ -253,7 +287,7 @@ def split(text: str) -> list[str]:
     return [*parts, text[begin:]]
 
 
-def unknown_key(key: str) -> PolicyError:
+def _unknown_key(key: str) -> PolicyError:
     """Build the error for a key that no policy has."""
     words = ("dtype", *FIELDS, *rule_keys())
     why = nearest(key, words)

@@ -10,26 +10,12 @@ from typing import Any, Literal, Self
 
 import torch
 
-from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, printable, shown
+from mezzo.errors import PolicyError, printable, shown
+from mezzo.policy import fields
 from mezzo.policy.decide import from_table
-from mezzo.policy.fields import (
-    FIELDS,
-    LEVELS,
-    LONGEST_TEXT,
-    Level,
-    as_dtype,
-    coerce,
-    impossible_combinations,
-    level_fields,
-    show,
-    split,
-    text_of,
-    unknown_key,
-    wrong_value,
-    wrong_values,
-)
+from mezzo.policy.fields import LEVELS, Level
 from mezzo.policy.ops import OPS, out_of_place, resolve, written_form
-from mezzo.policy.rules import Decision, Rule, format_rules, parse_rules, rule_keys
+from mezzo.policy.rules import Decision, Rule, format_rules
 from mezzo.scale import LossScale
 
 __all__ = ["LEVELS", "Policy"]
@@ -89,7 +75,8 @@ class Policy:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        if problems := [*wrong_values(self)] or [*impossible_combinations(self)]:
+        values = self._values()
+        if problems := [*fields.wrong_values(values)] or [*fields.impossible_combinations(values)]:
             raise PolicyError.together(problems)
 
     # Levels -----------------------------------------------------------------------------------------
@@ -116,8 +103,11 @@ class Policy:
 
     @classmethod
     def _of(cls, level: Level, dtype: str | torch.dtype, overrides: Mapping[str, Any]) -> Self:
-        fields = level_fields(level, as_dtype("dtype", dtype))
-        return cls(**fields | coerce({"level": level, **overrides}))
+        defaults = fields.level_fields(level, fields.as_dtype("dtype", dtype))
+        return cls(**defaults | fields.coerce({"level": level, **overrides}))
+
+    def _values(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
 
     def evolve(self, **overrides: Any) -> Self:
         """Return a policy with some fields replaced; dtypes and loss scales may be given as text.
@@ -125,7 +115,7 @@ class Policy:
         Raises:
             PolicyError: An unknown field, or as the constructor.
         """
-        return dataclasses.replace(self, **coerce(overrides))
+        return dataclasses.replace(self, **fields.coerce(overrides))
 
     # Rules ------------------------------------------------------------------------------------------
 
@@ -246,9 +236,9 @@ class Policy:
 
     def __str__(self) -> str:
         """Write the level, the dtype, every field that differs from the level's, and the rules."""
-        default = level_fields(self.level, self.dtype)
-        parts: list[str] = [self.level, *([] if self.level == "O0" else [f"dtype={text_of(self.dtype)}"])]
-        parts += [f"{name}={text_of(getattr(self, name))}" for name in FIELDS if getattr(self, name) != default[name]]
+        values, default = self._values(), fields.level_fields(self.level, self.dtype)
+        parts: list[str] = [self.level, *([] if self.level == "O0" else [f"dtype={fields.text_of(self.dtype)}"])]
+        parts += [f"{name}={fields.text_of(values[name])}" for name in fields.FIELDS if values[name] != default[name]]
         return ",".join([*parts, *([format_rules(self.rules)] if self.rules else [])])
 
     @classmethod
@@ -264,45 +254,7 @@ class Policy:
         """
         if not isinstance(text, str):
             raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,dtype=bfloat16")')
-        if len(text) > LONGEST_TEXT:
-            raise PolicyError(
-                f"policy {shown(text)} is too long",
-                why=f"a policy's text has at most {LONGEST_TEXT:,} characters",
-                write="globs, such as fp32_module=blocks.*, in place of names; or Policy.load(path)",
-            )
-        level, *items = split(text)
-        if level not in LEVELS:
-            raise PolicyError(
-                f"policy {shown(text)}: unknown level {shown(level)}",
-                why=nearest(level, LEVELS),
-                write='a level first, such as "O1,dtype=bfloat16"',
-            )
-        problems: list[PolicyError] = []
-        fields: dict[str, str] = {}
-        rules: list[Rule] = []
-        for item in items:
-            if len(problems) == MOST_PROBLEMS:
-                break  # each takes a look through a vocabulary
-            key, equals, value = item.partition("=")
-            try:
-                if not equals or not value:
-                    raise PolicyError(f"{shown(item)} is not key=value", write=f"{key}=…")
-                if key in fields:
-                    raise PolicyError(f"the key {key!r} stands twice", write=f"one {key}=…")
-                if key in rule_keys():
-                    rules += parse_rules(key, value)
-                elif key in ("dtype", *FIELDS):
-                    if problem := wrong_value(key, coerce({key: value})[key]):
-                        raise problem
-                    fields[key] = value
-                else:
-                    raise unknown_key(key)
-            except PolicyError as problem:
-                problems.append(problem)
-        if problems:
-            raise PolicyError(f"policy {shown(text)}: {PolicyError.together(problems)}")
-        dtype = fields.pop("dtype", "float32" if level == "O0" else "float16")
-        return cls._of(level, dtype, {**fields, "rules": tuple(rules)})
+        return cls._of(*fields.read(text))
 
     @classmethod
     def of(cls, value: Policy | str | os.PathLike[str]) -> Policy:
@@ -324,10 +276,11 @@ class Policy:
 
     def differences(self, other: Policy) -> tuple[str, ...]:
         """List the fields in which two policies differ, as ``field: this → other``."""
+        mine, theirs = self._values(), other._values()
         return tuple(
-            f"{field.name}: {show(getattr(self, field.name))} → {show(getattr(other, field.name))}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+            f"{name}: {fields.show(value)} → {fields.show(theirs[name])}"
+            for name, value in mine.items()
+            if value != theirs[name]
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -337,7 +290,7 @@ class Policy:
         """
         from mezzo.policy import toml
 
-        toml.save(self, path)
+        toml.save(self._values(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -349,8 +302,7 @@ class Policy:
         from mezzo.policy import toml
 
         try:
-            level, dtype, fields = toml.load(path)
-            return cls._of(level, dtype, fields)
+            return cls._of(*toml.load(path))
         except PolicyError as problem:
             if printable(os.fspath(path)) in str(problem):
                 raise

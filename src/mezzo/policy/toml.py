@@ -6,13 +6,13 @@ import json
 import os
 import re
 import tomllib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from mezzo import files
 from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, shown
-
-if TYPE_CHECKING:
-    from mezzo.policy.policy import Policy
+from mezzo.policy.fields import FIELDS, LEVELS, default_dtype, text_of
+from mezzo.policy.rules import Rule
 
 __all__ = ["load", "save"]
 
@@ -23,15 +23,13 @@ _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
 _RULE_KEYS = ("treatment", "op", "module", "param", "reason")
 
 
-def save(policy: Policy, path: str | os.PathLike[str]) -> None:
-    """Write a policy; see :meth:`mezzo.Policy.save`."""
-    from mezzo.policy.fields import FIELDS, text_of
-
+def save(values: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the fields of a policy; see :meth:`mezzo.Policy.save`."""
     lines = ["# A mezzo policy: what precision each op, module and parameter gets.", f"version = {_VERSION}"]
     for name in ("level", "dtype", *FIELDS):
-        value = getattr(policy, name)
+        value = values[name]
         lines.append(f"{name} = {text_of(value) if isinstance(value, bool) else _quoted(text_of(value))}")
-    for rule in policy.rules:
+    for rule in values["rules"]:
         lines += ["", "[[rules]]"]
         lines += [f"{key} = {_quoted(getattr(rule, key))}" for key in _RULE_KEYS if getattr(rule, key)]
     try:
@@ -50,9 +48,6 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, Any, dict[str, Any]]:
     Returns:
         The level, the dtype, and the other fields.
     """
-    from mezzo.policy.fields import FIELDS, LEVELS
-    from mezzo.policy.rules import Rule
-
     try:
         with files.opened(path) as file:
             data = file.read(_MOST_BYTES + 1)
@@ -70,18 +65,14 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, Any, dict[str, Any]]:
             f"{shown(os.fspath(path))} is not a policy file", why="its values are nested hundreds deep"
         ) from None
 
-    problems: list[PolicyError] = []
-    for key in table:
-        if key not in (words := ("version", "level", "dtype", *FIELDS, "rules")) and len(problems) < MOST_PROBLEMS:
-            problems.append(PolicyError(f"unknown key {shown(key)}", where=os.fspath(path), why=nearest(key, words)))
+    problems = _unknown_keys(table, ("version", "level", "dtype", *FIELDS, "rules"), where=os.fspath(path))
     rules = table.pop("rules", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise PolicyError("rules is not an array of tables", where=os.fspath(path), write="[[rules]]")
     for number, rule in enumerate(rules, start=1):
         where = f"{os.fspath(path)}, rule {number}"
-        for key in rule:
-            if key not in _RULE_KEYS and len(problems) < MOST_PROBLEMS:
-                problems.append(PolicyError(f"unknown key {shown(key)}", where=where, why=nearest(key, _RULE_KEYS)))
+        if len(problems) < MOST_PROBLEMS:
+            problems += _unknown_keys(rule, _RULE_KEYS, where)
         if "treatment" not in rule:
             problems.append(PolicyError("the rule has no treatment", where=where, write='treatment = "fp32"'))
     if table.get("level") not in LEVELS:
@@ -92,8 +83,13 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, Any, dict[str, Any]]:
     if problems:
         raise PolicyError.together(problems)
     level = table.pop("level")
-    dtype = table.pop("dtype", "float32" if level == "O0" else "float16")
+    dtype = table.pop("dtype", default_dtype(level))
     return level, dtype, table | {"rules": tuple(Rule(**rule) for rule in rules)}
+
+
+def _unknown_keys(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> list[PolicyError]:
+    unknown = [key for key in table if key not in known][:MOST_PROBLEMS]  # each takes a look through a vocabulary
+    return [PolicyError(f"unknown key {shown(key)}", where=where, why=nearest(key, known)) for key in unknown]
 
 
 def _with_short_keys(text: str) -> str:
