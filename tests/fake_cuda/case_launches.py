@@ -12,13 +12,13 @@ from .machine import Graph
 #: By policy and optimizer: mezzo's own launches, and so many small ones beside them. One a cohort writes the count of
 #: steps, which is computed first: a step that is refused half-way has not counted.
 LAUNCHES = {
-    ("O1 bf16", "split"): (["squares", "roots", "adamw_plain"], 18),
-    ("O1 fp16", "split"): (["squares", "roots", "adamw_plain"], 52),
-    ("O3 bf16", "moments"): (["squares", "roots", "adamw_plain"], 18),  # no masters: plain BF16 weights
-    ("O2 bf16", "split"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 22),  # norms stay in FP32
-    ("O2 bf16", "moments"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 22),
-    ("O2 bf16", "Lion"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 22),
-    ("O2 fp16", "fused AdamW"): ([], 57),
+    ("O1 bf16", "split"): (["squares", "roots", "adamw_plain"], 6),
+    ("O1 fp16", "split"): (["squares", "roots", "adamw_plain"], 7),
+    ("O3 bf16", "moments"): (["squares", "roots", "adamw_plain"], 6),  # no masters: plain BF16 weights
+    ("O2 bf16", "split"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 7),  # norms stay in FP32
+    ("O2 bf16", "moments"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 7),
+    ("O2 bf16", "Lion"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 7),
+    ("O2 fp16", "fused AdamW"): ([], 13),
 }
 
 

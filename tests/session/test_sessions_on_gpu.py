@@ -25,8 +25,8 @@ pytestmark = [
 ]
 
 POLICIES = [f"{level},dtype={dtype}" for level in ("O1", "O2") for dtype in ("float16", "bfloat16")]
-#: At most so many launches in one ``amp.step()`` of mezzo's AdamW, whatever the number of tensors; FP16 checks a scale.
-LAUNCHES = {"O1,dtype=float16": 75, "O1,dtype=bfloat16": 42, "O2,dtype=float16": 95, "O2,dtype=bfloat16": 60}
+#: At most so many launches in one ``amp.step()`` of mezzo's AdamW, whatever the number of tensors; FP16 has a scale.
+LAUNCHES = {"float16": 10, "bfloat16": 9}
 
 
 class Loop:
@@ -82,7 +82,7 @@ def test_a_step_launches_as_many_kernels_for_two_hundred_tensors_as_for_few(gpu,
         loop.amp.zero_grad()
         counts.append(len(names))
     assert counts[0] == counts[1]
-    assert 3 <= counts[0] <= LAUNCHES[policy], names
+    assert 3 <= counts[0] <= LAUNCHES[policy.partition("dtype=")[2]], names
 
 
 def test_torch_s_own_graph_around_a_step_is_refused(gpu):

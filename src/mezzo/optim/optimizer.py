@@ -22,7 +22,7 @@ from mezzo.optim.halves import HalvesOptimizer, Joined
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import Group
 from mezzo.optim.state import as_stored, plain_state
-from mezzo.step.executors.choose import executor_for, portable
+from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.passes import Cohort, Executor, NoKernel, Update, Verdict, counted
 from mezzo.step.runs import SHORT, packed, stands_alone
 from mezzo.step.storage import PLANES, Storage, storage
@@ -205,17 +205,19 @@ class OnePassOptimizer(HalvesOptimizer):
         self.take_edits()
         ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
         work = Work()
-        counts: list[tuple[Tensor, Tensor]] = []
+        steps: list[Tensor] = []
+        counts: list[Tensor] = []
         for device in {each.cohort.step.device for each in ready}:
             here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
             there = [each for each in ready if each.cohort.step.device == device]
-            next_of = {
-                id(each.cohort.step): (each.cohort.step, counted(each.cohort.step, here.found_inf)) for each in there
-            }
-            counts += next_of.values()
+            before = {id(each.cohort.step): each.cohort.step for each in there}
+            after = shared(counted, (), [here.found_inf, *before.values()])
+            steps += before.values()
+            counts += after
+            next_of = dict(zip(before, after, strict=True))
             for each in there:
                 gradients = [param.grad for param in each.params if param.grad is not None]
-                work.add(*self._pieces(each, gradients, here, next_of[id(each.cohort.step)][1]))
+                work.add(*self._pieces(each, gradients, here, next_of[id(each.cohort.step)]))
         params = [param for each in ready for param in each.params]
         updates = self.updates + 1
 
@@ -225,7 +227,8 @@ class OnePassOptimizer(HalvesOptimizer):
             increment_version(params)
             self._edits.see(self._with_masters())
             self._awaiting.clear()
-            return [*(partial(step.copy_, new) for step, new in counts), partial(setattr, self, "updates", updates)]
+            written = [partial(torch._foreach_copy_, steps, counts)] if steps else []
+            return [*written, partial(setattr, self, "updates", updates)]
 
         work.add(count)
         return work

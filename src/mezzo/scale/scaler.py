@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from mezzo.scale.state import ScaleState
 from mezzo.tensors import LOW, moved
 
 __all__ = ["Scaler"]
+
+Pure: TypeAlias = Callable[..., Sequence[Tensor]]
+Compute: TypeAlias = Callable[[Pure, tuple[Hashable, ...], Sequence[Tensor]], Sequence[Tensor]]
+
+
+def _one_by_one(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return function(*given, *tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,8 @@ class Scaler:
     Args:
         config: The rules.
         device: Where the state lives.
+        compute: How pure functions of a few tensors are computed: called with one of them, its first arguments, and
+            the tensors.
 
     Attributes:
         config: The rules.
@@ -45,8 +54,9 @@ class Scaler:
         in_graph: Whether the state's tensors are a captured graph's, which its next replay overwrites.
     """
 
-    def __init__(self, config: LossScale, device: torch.device | str) -> None:
+    def __init__(self, config: LossScale, device: torch.device | str, compute: Compute = _one_by_one) -> None:
         self.config = config
+        self._compute = compute
         self.state = config.start(device)
         self.in_graph = False
         self._last: _Judged | None = None
@@ -81,17 +91,31 @@ class Scaler:
         if self.config.mode == "none":
             return
         known = _on_host if self.state.scale.device.type == "cpu" and not self.in_graph else _as_it_is
-        no = torch.zeros_like(found_inf)
-        back = known(no if hold is None else hold)
+        no = torch.zeros_like(found_inf) if hold is None else hold
+        if made_with is None:
+            made_with = self.state.scale
+        has_window = self.state.window.numel() or self.config.skip_rate_limit is not None
+        if made_with is self.state.scale and known is _as_it_is and not has_window:
+            self._move_on(found_inf, no)
+            return
+        back = known(no)
         overflowed, last = known(found_inf) & ~back, self._last
-        if made_with is None or made_with is self.state.scale:
+        if made_with is self.state.scale:
             self._judge(_Judged(self.state, overflowed, back), back)
         elif last is not None and made_with is last.before.scale:
             overflowed, back = last.overflowed | overflowed, last.held | back
             self._judge(_Judged(last.before, overflowed, back), back & ~overflowed)
         else:
             overflowed = overflowed & (known(self.state.scale) >= known(made_with))
-            self._judge(_Judged(self.state, overflowed, known(no)), ~overflowed)
+            self._judge(_Judged(self.state, overflowed, known(torch.zeros_like(found_inf))), ~overflowed)
+
+    def _move_on(self, found_inf: Tensor, hold: Tensor) -> None:
+        """Follow the rules on a device, in one launch where it can be."""
+        before = self.state
+        numbers = [before.scale, before.clean_steps, before.budget, before.floor_overflows]
+        overflowed, *after = self._compute(_moved_on, (self.config,), [*numbers, found_inf, hold])
+        self._last = _Judged(before, overflowed, hold)
+        self.state = _state_of(after, before.window)
 
     def _judge(self, judged: _Judged, stays: Any) -> None:
         """Follow the rules from the state before, or stay there."""
@@ -159,6 +183,22 @@ class Scaler:
             StateError: Not the state of a loss scale.
         """
         self.hold(ScaleState.from_state_dict(state, device=self.state.scale.device), in_graph=False)
+
+
+def _moved_on(config: LossScale, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Return whether gradients overflowed, and the numbers of the next state, which are none of those before."""
+    *state, found_inf, hold = numbers
+    before = _state_of(state, state[0].new_empty(0, dtype=torch.bool))
+    overflowed = found_inf & ~hold
+    after = held(before, next_scale(before, overflowed, config), hold)
+    return overflowed, after.scale, after.clean_steps, after.budget, after.floor_overflows
+
+
+def _state_of(numbers: Sequence[Tensor], window: Tensor) -> ScaleState:
+    scale, clean_steps, budget, floor_overflows = numbers
+    return ScaleState(
+        scale=scale, clean_steps=clean_steps, budget=budget, floor_overflows=floor_overflows, window=window
+    )
 
 
 def _on_host(tensor: Tensor) -> Any:

@@ -44,6 +44,7 @@ from mezzo.session.verdict import Judged, check, together
 from mezzo.session.weights.weights import Parts
 from mezzo.session.window.edits import EditWatch
 from mezzo.session.window.group import Cluster, clusters, regrouped
+from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import multiplications, norms
 from mezzo.step.passes import judge
 from mezzo.step.whole import Call, Piece, at_once
@@ -132,7 +133,7 @@ class MixedPrecision:
         self._evaluating: Optimizer | None = None  # with a closure
         self._undo: list[Callable[[], None]] = []  # of an evaluation, until its step counts
         first = next(self.master_params())
-        self._scalers = [Scaler(self.policy.loss_scale, device or first.device) for _ in range(num_losses)]
+        self._scalers = [Scaler(self.policy.loss_scale, device or first.device, shared) for _ in range(num_losses)]
         self._buffers = NormBuffers(self._models) if restore_buffers else None
         self._edits = EditWatch()
         self._on_the_way: dict[int, Tensor] = {}  # whether grad() overflowed since the last step, by loss

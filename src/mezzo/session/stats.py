@@ -16,6 +16,7 @@ from torch import Tensor
 from mezzo.errors import NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale, ScaleState
 from mezzo.scale.config import as_float32
+from mezzo.step.executors.choose import shared
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import dtype_name, moved
 
@@ -220,7 +221,7 @@ class Accounts:
 
     def packed(self, outcome: Outcome) -> Tensor:
         """Return what the host wants to know of an outcome as one vector of its device."""
-        numbers = torch.stack([number.to(torch.float32) for number in outcome.numbers()])
+        (numbers,) = shared(_packed, (), outcome.numbers())
         return numbers if self._config.patience is None else torch.cat((numbers, outcome.norms))
 
     def _send(self) -> None:
@@ -397,6 +398,10 @@ class Accounts:
                 )
                 for scale, saved in zip(self._scales, state["scales"], strict=True)
             ]
+
+
+def _packed(*numbers: Tensor) -> tuple[Tensor]:
+    return (torch.stack([number.to(torch.float32) for number in numbers]),)
 
 
 def _take(noted: _Noted) -> None:

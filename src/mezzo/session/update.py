@@ -21,10 +21,11 @@ from mezzo.scale import ScaleState
 from mezzo.scale.scaler import Scaler
 from mezzo.session.verdict import Judged
 from mezzo.session.window.window import Share
+from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import can_fold, multiplications
 from mezzo.step.passes import Verdict, not_finite
 from mezzo.step.whole import Call, Piece, Work, at_once
-from mezzo.tensors import moved
+from mezzo.tensors import LOW, moved
 
 __all__ = ["Adapted", "Found", "Update", "adapt", "update"]
 
@@ -286,13 +287,12 @@ def adapt(scalers: list[Scaler], judged: Judged, on_the_way: Mapping[int, Tensor
     for loss_id, parts in _by_loss(judged.shares).items():
         scaler = scalers[loss_id]
         of_these = [loss for number, loss in judged.losses if number == loss_id or not scaler.keeps_apart]
-        bad, overflowed = _not_finite(of_these, device), on_the_way.get(loss_id)
-        if overflowed is not None:
-            bad = bad & ~overflowed
-        failures.append(bad)
+        loss, overflowed = _one_of(of_these, device), on_the_way.get(loss_id)
         for scale, found_inf in parts:
-            found_inf = found_inf if overflowed is None else found_inf | overflowed
-            scaler.update(found_inf, made_with=scale, hold=found_inf & bad)
+            flags = [found_inf] if overflowed is None else [found_inf, overflowed]
+            bad, found, hold = shared(_told, (), [loss, *flags])
+            scaler.update(found, made_with=scale, hold=hold)
+        failures.append(bad)
         before[loss_id], after[loss_id] = parts[-1][0], scaler.state
     failed = failures[0] if len(failures) == 1 else torch.stack(failures).any()
     return Adapted(before=before, after=after, loss_failed=failed)
@@ -311,11 +311,20 @@ def _by_loss(shares: Iterable[Share]) -> dict[int, list[tuple[Tensor, Tensor]]]:
     return found
 
 
-def _not_finite(losses: list[Tensor], device: torch.device) -> Tensor:
-    """Return whether any loss is not finite, 0-d on a device, without a sync."""
+def _one_of(losses: list[Tensor], device: torch.device) -> Tensor:
+    """Return a 0-d tensor of a device that is finite where all losses are, without a sync."""
     if len(losses) == 1:
-        return moved(not_finite(losses[0]).reshape(()), device)
+        loss = losses[0].reshape(())
+        return moved(loss, device, torch.float32 if loss.dtype in LOW else loss.dtype)
     # In float64 only where a loss is: on float32 it would be infinite above 3.4e38.
     dtype = torch.float64 if any(loss.dtype == torch.float64 for loss in losses) else torch.float32
     there = [moved(loss.reshape(()), device, dtype) for loss in losses]
-    return (torch.stack(there) * 0).ne(0).any()
+    return (torch.stack(there) * 0).sum()
+
+
+def _told(loss: Tensor, found_inf: Tensor, on_the_way: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return whether a loss itself failed, whether its gradients overflowed, and whether its scale is to stay."""
+    failed = not_finite(loss)
+    if on_the_way is not None:
+        failed, found_inf = failed & ~on_the_way, found_inf | on_the_way
+    return failed, found_inf, found_inf & failed

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from mezzo.errors import StateError
 from mezzo.optim.optimizer import OnePassOptimizer
-from mezzo.scale.state import inverse
 from mezzo.session.window.group import Cluster
 from mezzo.session.window.window import Share
+from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, dense, norms
-from mezzo.step.passes import Verdict, judge
+from mezzo.step.passes import Verdict, decided
 
 __all__ = ["Judged", "check", "together"]
 
@@ -80,7 +80,10 @@ def check(
     groups = alike(gradients)
     one_pass = all(isinstance(o, OnePassOptimizer) for o in stepping)
     each = norms(gradients, device, one_pass=one_pass, groups=groups)
-    verdict = judge(each, None if scale is None else inverse(scale), max_norm=max_norm)
+    numbers: list[Tensor | float] = [] if scale is None else [scale]
+    numbers += [] if max_norm is None else [float(max_norm)]
+    found = shared(decided, (scale is not None, max_norm is not None), [each, *numbers])
+    verdict = Verdict(norms=each, grad_norm=found[0], found_inf=found[1], multiplier=found[2], is_one=not numbers)
     if one is not None:
         shares = [Share(loss_id=one.loss_id, scale=one.scale, found_inf=verdict.found_inf)]
     elif not (shares := [share for window in windows for share in window.settled]):

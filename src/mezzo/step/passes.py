@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
+from mezzo.scale.state import inverse
 from mezzo.step.rounding import stochastic
 from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
@@ -30,6 +31,7 @@ __all__ = [
     "advance",
     "clip_coefficient",
     "counted",
+    "decided",
     "judge",
     "not_finite",
     "updated",
@@ -136,7 +138,8 @@ def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tens
 
 def clip_coefficient(grad_norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """Return what ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm by, its epsilon included."""
-    return torch.clamp(max_norm / (grad_norm + 1e-6), max=1.0)
+    # As torch divides a number by a tensor, spelled out: a kernel that takes the number as a tensor divides so, too.
+    return torch.clamp((grad_norm + 1e-6).reciprocal() * max_norm, max=1.0)
 
 
 def not_finite(number: Tensor) -> Tensor:
@@ -144,15 +147,31 @@ def not_finite(number: Tensor) -> Tensor:
     return (number * 0).ne(0)
 
 
-def counted(step: Tensor, found_inf: Tensor) -> Tensor:
+def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`judge` finds out, as a function of tensors and numbers alone.
+
+    Args:
+        is_scaled: Whether the gradients carry a scale.
+        is_clipped: Whether their norm is clipped.
+        norms: 2-norms of the gradients.
+        *numbers: The scale, where there is one, and then what to clip to.
+
+    Returns:
+        ``grad_norm``, ``found_inf`` and ``multiplier`` of a :class:`Verdict`.
+    """
+    verdict = judge(norms, inverse(numbers[0]) if is_scaled else None, max_norm=numbers[-1] if is_clipped else None)
+    return verdict.grad_norm, verdict.found_inf, verdict.multiplier
+
+
+def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:
     """Return how many updates there were, given how many there were before this step. No host sync."""
-    return step + ~found_inf
+    return tuple(step + ~found_inf for step in steps)
 
 
 def advance(steps: Iterable[Tensor], found_inf: Tensor) -> None:
     """Count one update more in each 0-d int64 tensor, unless the step is skipped. No host sync."""
     for step in steps:
-        step.copy_(counted(step, found_inf))
+        step.copy_(counted(found_inf, step)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors import Blocked
+from mezzo.step.executors.scalars import Pure, one_by_one
 from mezzo.step.passes import Executor, NoKernel
 
 if TYPE_CHECKING:
     from mezzo.step.executors.compiled import Compiled
     from mezzo.step.executors.triton.launch import Triton
 
-__all__ = ["executor_for", "portable"]
+__all__ = ["executor_for", "portable", "shared"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,20 @@ def executor_for(device: torch.device, elements: int) -> Executor:
         cpp = _cpp() if elements >= _WORTH_CPP else None
         return cpp or (_compiled(device) if elements >= _WORTH_COMPILING else _blocked())
     return _triton(device) if device.type == "cuda" and _has_triton() else _compiled(device)
+
+
+def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]) -> Sequence[Tensor]:
+    """Compute some of the few numbers that all of a step shares: in one launch, where kernels can be written.
+
+    Args:
+        function: Pure: without a branch on values, from 0-d tensors, vectors and numbers to tensors.
+        given: Its first arguments; code is written for each set of them.
+        tensors: The others: of one device, the first a tensor.
+    """
+    device = tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
+    if device.type != "cuda" or not _has_triton():
+        return function(*given, *tensors)
+    return _shared_on(device)(function, given, tensors)
 
 
 def portable(error: NoKernel) -> Executor:
@@ -87,6 +104,19 @@ def _triton(device: torch.device) -> Executor:
 
     refuse_capture(device, "the first step of all")  # nothing can be tried in a graph, and nothing is remembered
     return _working(Triton(), device)
+
+
+@functools.cache
+def _shared_on(device: torch.device) -> Callable[..., Sequence[Tensor]]:
+    from mezzo.step.executors.triton.launch import Triton
+
+    executor = Triton()
+    try:
+        executor.require(device)
+    except UnsupportedError as error:
+        logger.info("the few numbers that a step shares are computed one by one on %s, since %s", device, error)
+        return one_by_one
+    return executor.shared
 
 
 def _working(executor: Compiled | Triton, device: torch.device) -> Executor:

@@ -16,17 +16,27 @@ from torch import Tensor, fx
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.emit import Dialect, expression
 
-__all__ = ["Kind", "Pure", "Spelled", "spelled"]
+__all__ = ["Kind", "Pure", "Spelled", "kind", "one_by_one", "spelled"]
 
 #: From what stays the same, and tensors, to tensors: without side effects, and without a branch on values.
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]
-#: What code depends on of a tensor: its dtype and how many dimensions it has, 0 or 1.
-Kind: TypeAlias = tuple[torch.dtype, int]
+#: What code depends on of an argument: its dtype, and 0 or 1 dimensions; or FP32 and none for a Python number.
+Kind: TypeAlias = tuple[torch.dtype, int | None]
 
 _STACK: Final = "aten.stack.default"
 _UNBIND: Final = "aten.unbind.int"
 _ITEM: Final = "<built-in function getitem>"
 _COPY: Final = "aten._to_copy.default"
+
+
+def kind(value: Tensor | float) -> Kind:
+    """Return what code depends on of an argument."""
+    return (value.dtype, value.dim()) if isinstance(value, Tensor) else (torch.float32, None)
+
+
+def one_by_one(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]) -> Sequence[Tensor]:
+    """Compute a function as it is, by torch's operations."""
+    return function(*given, *tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +72,7 @@ class Spelled:
 
 
 def spelled(function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind], dialect: Dialect) -> Spelled:
-    """Write a function of 0-d tensors, and of vectors of which it takes the norm.
+    """Write a function of numbers, 0-d tensors, and vectors of which it takes the norm.
 
     Args:
         function: Called with ``given`` and then the tensors.
@@ -113,7 +123,7 @@ def _of_vectors(node: fx.Node, where: str) -> UnsupportedError:
 def _traced(function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> fx.Graph:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    ones = [torch.ones((2,) * dimensions, dtype=dtype, device="cpu") for dtype, dimensions in kinds]
+    ones = [torch.ones((2,) * (dimensions or 0), dtype=dtype, device="cpu") for dtype, dimensions in kinds]
     pure: Callable[..., Any] = torch.func.functionalize(lambda *tensors: tuple(function(*given, *tensors)))
     with torch.no_grad():
         graph: fx.Graph = make_fx(pure, tracing_mode="fake")(*ones).graph

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.scalars import Kind, Pure, Spelled, spelled
+from mezzo.step.executors.scalars import Kind, Pure, Spelled, kind, spelled
 from mezzo.step.executors.triton.source import TRITON, jitted, on
 
 __all__ = ["Shared", "shared_source"]
@@ -32,6 +32,8 @@ _OWN: Final = {
     "aten.bitwise_not.default of torch.bool": "{0} == 0",
     "aten.clamp_min.default": "tl.where({0} < {1}, {1}, {0})",
     "aten.clamp_max.default": "tl.where({0} > {1}, {1}, {0})",
+    "aten.bitwise_or.Tensor": "{0} | {1}",
+    "aten.ones_like.default of torch.float32": "1.0",
     "aten.masked_fill.Scalar": "tl.where({1}, {2}, {0})",
     "aten.rsub.Scalar": "tl.sub({1}, {0}, sanitize_overflow=False)",
     "aten.reciprocal.default": "tl.div_rn(1.0, {0})",
@@ -94,19 +96,23 @@ def shared_source(name: str, function: Spelled, kinds: Sequence[Kind]) -> str:
     """
     vectors = [each for each, (_, dimensions) in zip(function.names, kinds, strict=True) if dimensions]
     lengths = [f"{each}_length" for each in vectors]
-    pointers = [f"{each}_at" for each in function.names]
-    lines = [f"{each} = tl.load({each}_at)" for each in function.names if each not in vectors]
+    numbers = [each for each, (_, dimensions) in zip(function.names, kinds, strict=True) if dimensions is None]
+    given = [each if each in numbers else f"{each}_at" for each in function.names]
+    lines = [f"{each} = tl.load({each}_at)" for each in function.names if each not in (*vectors, *numbers)]
     lines += function.body
+    results: list[str] = []
     for place, result in enumerate(function.results):
         if result.given is None:
-            pointers.append(f"result{place}")
+            results.append(f"result{place}")
             for at, value in enumerate(result.values):
                 lines.append(NUMBERS.stored.format(target=f"result{place} + {at}", value=value))
+    pointers = [each for each in (*given, *results) if each not in numbers]
+    arguments = ", ".join([*given, *results, *lengths])
     return (_TOTAL if vectors else "") + _FUNCTION.format(
         name=name,
         lengths=lengths,
         pointers=pointers,
-        arguments=", ".join([*pointers, *lengths]),
+        arguments=arguments,
         lines="\n    ".join(lines),
     )
 
@@ -125,8 +131,7 @@ class _Kernel:
         vectors = [place for place, (_, dimensions) in enumerate(kinds) if dimensions]
         return cls(found, jitted(shared_source(name, found, kinds), name), vectors)
 
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        device = tensors[0].device
+    def __call__(self, tensors: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
         found = [
             tensors[each.given]
             if each.given is not None
@@ -146,7 +151,9 @@ class Shared:
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], _Kernel | None] = {}
 
-    def __call__(self, function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def __call__(
+        self, function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]
+    ) -> Sequence[Tensor]:
         """Return what a function makes of tensors of one device: in one launch, or by torch's operations.
 
         Args:
@@ -154,10 +161,10 @@ class Shared:
             given: Its first arguments.
             tensors: The others; vectors without gaps.
         """
-        device = tensors[0].device
-        kinds = [(tensor.dtype, tensor.dim()) for tensor in tensors]
-        if any(tensor.device != device for tensor in tensors):
-            return tuple(function(*given, *tensors))
+        kinds = [kind(tensor) for tensor in tensors]
+        devices = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
+        if len(devices) > 1:
+            return function(*given, *tensors)
         key = (function, given, *kinds)
         if key not in self._known:
             try:
@@ -166,4 +173,4 @@ class Shared:
                 logger.debug("%s goes operation by operation, since %s", function.__name__, error)
                 self._known[key] = None
         kernel = self._known[key]
-        return tuple(function(*given, *tensors)) if kernel is None else kernel(tensors)
+        return function(*given, *tensors) if kernel is None else kernel(tensors, devices.pop())
