@@ -15,10 +15,7 @@ MOST_LINES = 400
 MOST_FILES = 14
 
 # What does not fit yet. These lists only get shorter.
-LONG_FILES = set(
-    "cast/device/decide.py cast/model/prepare.py formats.py optim/masters.py session/accounts.py session/cluster.py "
-    "session/loop.py".split()
-)
+LONG_FILES = set("formats.py optim/masters.py session/accounts.py session/cluster.py session/loop.py".split())
 FULL_FOLDERS = {"session"}
 CLASSES_TWICE = set("Block Call Check Lines Outcome Rule Run Update Watcher _Norms".split())
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import mezzo
 from mezzo import Policy, PolicyError, StateError, UnsupportedError
-from mezzo.cast.model.boundary import cast_floating
+from mezzo.cast.nested import cast_floating
 
 LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -21,7 +21,14 @@ from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import UnsupportedError
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
-__all__ = ["OPENED_BACKWARD", "PolicyMode", "acting_differences", "pinned_parameter", "without_autocast"]
+__all__ = [
+    "OPENED_BACKWARD",
+    "PolicyMode",
+    "acting_differences",
+    "acting_modes",
+    "pinned_parameter",
+    "without_autocast",
+]
 
 #: How torch says that it has no kernel for a dtype.
 _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
@@ -55,7 +62,7 @@ def without_autocast(per_device: Iterable[Differences]) -> Iterator[None]:
 class PolicyMode(RecomputedMode):
     """Handle the functions a policy treats differently, and open Python functions that call them."""
 
-    def __init__(self, per_device: list[Differences], casts: WeightCasts, *, recomputing: bool = False) -> None:
+    def __init__(self, per_device: Sequence[Differences], casts: WeightCasts, *, recomputing: bool = False) -> None:
         super().__init__()
         self.casts = casts
         self.recomputing = recomputing  # in a backward pass
@@ -126,14 +133,18 @@ class PolicyMode(RecomputedMode):
         return next((self.per_device[kind] for kind in kinds if kind in self.per_device), None)
 
 
+def acting_modes() -> list[PolicyMode]:
+    """Return the modes of the active regions, the innermost last, without those that another one replaces."""
+    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [mode for mode in active if isinstance(mode, PolicyMode) and not mode.shadows]
+
+
 def acting_differences(args: Any, kwargs: Any) -> Differences | None:
     """Return the differences of the innermost region for a call, where it acts."""
-    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
-        if isinstance(mode, PolicyMode) and not mode.shadows:
-            here = mode.differences(args, kwargs)
-            acts = here is not None and (not here.autocast or torch.is_autocast_enabled(here.device_type))
-            return here if acts else None
-    return None
+    modes = acting_modes()
+    here = modes[-1].differences(args, kwargs) if modes else None
+    acts = here is not None and (not here.autocast or torch.is_autocast_enabled(here.device_type))
+    return here if acts else None
 
 
 def _carry_out(

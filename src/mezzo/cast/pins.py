@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mezzo.cast.model.boundary import cast_floating
+from mezzo.cast.nested import cast_floating
 from mezzo.cast.region import autocast, emulates_here
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy, Rule, Treatment

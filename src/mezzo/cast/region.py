@@ -11,17 +11,16 @@ import contextlib
 import dataclasses
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ContextDecorator
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
 
 from mezzo.cast.device import default_kinds
 from mezzo.cast.differences import Differences, Handler, find_differences, open_function
-from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, without_autocast
+from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting_modes, without_autocast
 from mezzo.cast.recompute import Again, shadowed
 from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import UnsupportedError
@@ -29,10 +28,79 @@ from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 from mezzo.tensors import dtype_name
 
-__all__ = ["accumulation", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here"]
+__all__ = ["Region", "accumulation", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here"]
 
 #: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.
 _OPENED_GRAD: Final = open_function(cast(types.FunctionType, torch.autograd.grad))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """All that a region is.
+
+    Attributes:
+        policy: The policy that is carried out.
+        per_device: What it changes on each device that is covered.
+        casts: Where weight casts are kept; those of the region around it, or its own for as long as it is entered,
+            where there is none.
+        on_entry: What is called whenever the region is entered.
+    """
+
+    policy: Policy
+    per_device: tuple[Differences, ...]
+    casts: WeightCasts | None = None
+    on_entry: Callable[[], object] | None = None
+
+    @classmethod
+    def inside(
+        cls,
+        policy: Policy,
+        module: str,
+        pinned: Mapping[int, Treatment],
+        device_types: tuple[str, ...],
+        casts: WeightCasts | None = None,
+    ) -> Region:
+        """Make the region of one module of a prepared model.
+
+        Args:
+            policy: The model's policy.
+            module: Path of the module, for rules that name one.
+            pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
+            device_types: The devices to cover.
+            casts: Where weight casts are kept.
+        """
+        found = tuple([find_differences(policy, kind, module, tuple(pinned.items())) for kind in device_types])
+        return cls(policy=policy, per_device=found, casts=casts)
+
+    def with_wide_norm(self) -> Region:
+        """Return this region with batch norm's weights widened to the FP32 of its statistics, for the call only."""
+        handler = Handler(op="batch_norm", treatment="native", wide_weights=True)
+        wide = dict.fromkeys((*functions("batch_norm"), *functions("instance_norm")), handler)
+        per_device = tuple(
+            dataclasses.replace(each, handlers={**each.handlers, **wide}, key=f"{each.key}, wide norms")
+            for each in self.per_device
+        )
+        return dataclasses.replace(self, per_device=per_device)
+
+    @property
+    def device_types(self) -> tuple[str, ...]:
+        """The devices that are covered."""
+        return tuple(each.device_type for each in self.per_device)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether GEMMs and convolutions compute in FP32 from rounded operands on any of the devices."""
+        return any(each.emulated for each in self.per_device)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What :func:`acting_keys` is inside the region."""
+        return tuple(each.key for each in self.per_device)
+
+    @property
+    def has_differences(self) -> bool:
+        """Whether entering the region changes anything but ``torch.autocast``'s own state."""
+        return any(each.handlers or each.pinned for each in self.per_device)
 
 
 class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
@@ -65,61 +133,35 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     def __init__(self, policy: Policy | str | os.PathLike[str], device_type: str | None = None) -> None:
         if isinstance(policy, Policy) and torch.compiler.is_compiling():
             policy = str(policy)  # which Dynamo reads field by field, and so guards: an equal policy compiles nothing
-        resolved = _RESOLVED[_resolve(policy, device_type)]
-        self.policy = resolved.policy
-        self.device_types = resolved.device_types
-        self._per_device = list(resolved.per_device)
-        self._casts: WeightCasts | None = None  # of its own, for as long as it is entered
+        self.region: Region = _RESOLVED[_resolve(policy, device_type)]
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     @classmethod
-    def inside(
-        cls,
-        policy: Policy,
-        module: str,
-        pinned: Mapping[int, Treatment],
-        device_types: tuple[str, ...],
-        casts: WeightCasts | None = None,
-    ) -> autocast:
-        """Make the region of one module of a prepared model.
+    def of(cls, region: Region) -> autocast:
+        """Return what enters a region."""
+        made = cls.__new__(cls)
+        made.region, made._entered = region, []
+        return made
 
-        Args:
-            policy: The model's policy.
-            module: Path of the module, for rules that name one.
-            pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
-            device_types: The devices to cover.
-            casts: Where weight casts are kept; those of the region around it, or its own, when omitted.
-        """
-        region = cls.__new__(cls)
-        region.policy, region.device_types, region._entered, region._casts = policy, device_types, [], casts
-        region._per_device = [find_differences(policy, kind, module, tuple(pinned.items())) for kind in device_types]
-        return region
+    @property
+    def policy(self) -> Policy:
+        """The policy that is carried out."""
+        return self.region.policy
 
-    def with_wide_norm(self) -> autocast:
-        """Return this region with batch norm's weights widened to the FP32 of its statistics, for the call only."""
-        handler = Handler(op="batch_norm", treatment="native", wide_weights=True)
-        wide = dict.fromkeys((*functions("batch_norm"), *functions("instance_norm")), handler)
-        region = self._recreate_cm()
-        region._per_device = [
-            dataclasses.replace(each, handlers={**each.handlers, **wide}, key=f"{each.key}, wide norms")
-            for each in self._per_device
-        ]
-        return region
+    @property
+    def device_types(self) -> tuple[str, ...]:
+        """The devices that are covered."""
+        return self.region.device_types
 
     @property
     def emulated(self) -> bool:
         """Whether GEMMs and convolutions compute in FP32 from rounded operands on any of the devices."""
-        return any(each.emulated for each in self._per_device)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """What :func:`acting_keys` is inside the region."""
-        return tuple(each.key for each in self._per_device)
+        return self.region.emulated
 
     @property
     def has_differences(self) -> bool:
         """Whether entering the region changes anything but ``torch.autocast``'s own state."""
-        return any(each.handlers or each.pinned for each in self._per_device)
+        return self.region.has_differences
 
     def run_backward(self, tensor: Tensor, **kwargs: Any) -> None:
         """Run a backward pass whose activation checkpoints are recomputed under this region's differences.
@@ -132,11 +174,9 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             tensor: What to differentiate.
             **kwargs: As ``torch.autograd.backward`` takes them.
         """
-        with accumulation(self.policy, self._per_device), shadowed(), without_autocast(self._per_device):
-            if self.has_differences:
-                casts = WeightCasts() if self._casts is None else self._casts
-                with casts.region(continues=True), PolicyMode(self._per_device, casts, recomputing=True):
-                    OPENED_BACKWARD(tensor, **kwargs)
+        with _backward(self.region) as differs:
+            if differs:
+                OPENED_BACKWARD(tensor, **kwargs)
             else:
                 torch.autograd.backward(tensor, **kwargs)
 
@@ -148,16 +188,12 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             inputs: By what.
             **kwargs: As ``torch.autograd.grad`` takes them.
         """
-        with accumulation(self.policy, self._per_device), shadowed(), without_autocast(self._per_device):
-            if not self.has_differences:
-                return torch.autograd.grad(outputs, inputs, **kwargs)
-            casts = WeightCasts() if self._casts is None else self._casts
-            with casts.region(continues=True), PolicyMode(self._per_device, casts, recomputing=True):
-                found: tuple[Tensor, ...] = _OPENED_GRAD(outputs, inputs, **kwargs)
-                return found
+        with _backward(self.region) as differs:
+            found: tuple[Tensor, ...] = (_OPENED_GRAD if differs else torch.autograd.grad)(outputs, inputs, **kwargs)
+            return found
 
     def __enter__(self) -> autocast:
-        active = _active(self.policy, self._per_device, self._casts)
+        active = _active(self.region)
         active.__enter__()
         self._entered.append(active)
         return self
@@ -167,32 +203,40 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 
     def _recreate_cm(self) -> autocast:
         """Give each call of a decorated function a region of its own, so that threads do not share one."""
-        fresh = type(self).__new__(type(self))
-        fresh.policy, fresh.device_types, fresh._per_device, fresh._entered = (
-            self.policy,
-            self.device_types,
-            self._per_device,
-            [],
-        )
-        fresh._casts = self._casts
-        return fresh
+        return autocast.of(self.region)
 
 
 @contextlib.contextmanager
-def _active(policy: Policy, per_device: list[Differences], casts: WeightCasts | None) -> Iterator[None]:
+def _active(region: Region) -> Iterator[None]:
     """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
-    with accumulation(policy, per_device), _native(per_device), shadowed() as around:
-        if not any(each.handlers or each.pinned for each in per_device):
+    if region.on_entry is not None:
+        region.on_entry()
+    with accumulation(region.policy, region.per_device), _native(region.per_device), shadowed() as around:
+        if not region.has_differences:
             yield
             return
+        casts = region.casts
         if casts is None:
             casts = around[-1].casts if around else WeightCasts()
-        with casts.region(), PolicyMode(per_device, casts):
+        with casts.region(), PolicyMode(region.per_device, casts):
             yield
 
 
 @contextlib.contextmanager
-def _native(per_device: list[Differences]) -> Iterator[None]:
+def _backward(region: Region) -> Iterator[bool]:
+    """Run what a backward pass runs in; whether it has a mode, which goes on with the casts of the forward pass."""
+    own = region.per_device
+    with accumulation(region.policy, own), shadowed(), without_autocast(own):
+        if not region.has_differences:
+            yield False
+            return
+        casts = WeightCasts() if region.casts is None else region.casts
+        with casts.region(continues=True), PolicyMode(own, casts, recomputing=True):
+            yield True
+
+
+@contextlib.contextmanager
+def _native(per_device: tuple[Differences, ...]) -> Iterator[None]:
     """Enter torch's own autocast for each device."""
     with per_device[0].native():
         if len(per_device) == 1:
@@ -226,8 +270,7 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
         >>> x.grad.dtype
         torch.float32
     """
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    modes = [mode for mode in active if isinstance(mode, PolicyMode) and not mode.shadows]
+    modes = acting_modes()
     if not modes:
         return contextlib.nullcontext(), contextlib.nullcontext()
     return contextlib.nullcontext(), Again(modes[-1])
@@ -235,27 +278,18 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
 
 def acting_keys() -> tuple[str, ...]:
     """Return what names the differences of the innermost active region, the same for regions that do the same."""
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    modes = [mode for mode in active if isinstance(mode, PolicyMode) and not mode.shadows]
+    modes = acting_modes()
     return modes[-1].keys if modes else ()
 
 
 def emulates_here(device_type: str) -> bool:
     """Whether the innermost active region emulates arithmetic on a device."""
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    modes = [mode for mode in active if isinstance(mode, PolicyMode) and device_type in mode.per_device]
+    modes = [mode for mode in acting_modes() if device_type in mode.per_device]
     return bool(modes) and modes[-1].per_device[device_type].emulated
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Resolved:
-    policy: Policy
-    device_types: tuple[str, ...]
-    per_device: tuple[Differences, ...]
-
-
 #: A memo of what regions resolve to; torch.compile can guard what it finds in a global, and by a text.
-_RESOLVED: Final[dict[str, _Resolved]] = {}
+_RESOLVED: Final[dict[str, Region]] = {}
 
 
 def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> str:
@@ -263,7 +297,7 @@ def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -
     kinds = (device_type,) if device_type else default_kinds()
     key = f"{value} {[rule.reason for rule in value.rules]} on {'+'.join(kinds)}"
     if key not in _RESOLVED:
-        _RESOLVED[key] = _Resolved(value, kinds, tuple(find_differences(value, kind) for kind in kinds))
+        _RESOLVED[key] = Region(policy=value, per_device=tuple(find_differences(value, kind) for kind in kinds))
     return key
 
 
@@ -273,7 +307,7 @@ _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def accumulation(policy: Policy, per_device: list[Differences]) -> Iterator[None]:
+def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterator[None]:
     """Forbid reduced-precision accumulation inside CUDA's GEMMs while ``policy.accumulate`` is ``fp32``.
 
     The flags are torch's own and process-wide; they are put back on exit, with what the user said of split-k.

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mezzo.cast.region import autocast
 from mezzo.tensors import moved
 
-__all__ = ["NormBuffers", "Remembering"]
+__all__ = ["NormBuffers"]
 
 
 class NormBuffers:
@@ -55,29 +54,3 @@ class NormBuffers:
     def recall(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Put back these after a skipped step, and no others: what :meth:`remembered` returned."""
         self._saved = list(pairs)
-
-
-class Remembering(autocast):
-    """A region that remembers the statistics whenever it is entered, be it made once and entered for each batch."""
-
-    _buffers: NormBuffers
-
-    @classmethod
-    def around(cls, region: autocast, buffers: NormBuffers) -> Remembering:
-        """Return a region like another, which remembers.
-
-        Args:
-            region: The region; it is not to be entered any more.
-            buffers: What remembers.
-        """
-        made = cls.__new__(cls)
-        vars(made).update(vars(region), _buffers=buffers)
-        return made
-
-    def __enter__(self) -> Remembering:
-        self._buffers.remember()
-        super().__enter__()
-        return self
-
-    def _recreate_cm(self) -> Remembering:
-        return self.around(super()._recreate_cm(), self._buffers)

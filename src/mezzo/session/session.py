@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.optim.hypers import changes_nothing
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
-from mezzo.session.buffers import NormBuffers, Remembering
+from mezzo.session.buffers import NormBuffers
 from mezzo.session.capture.recording import current
 from mezzo.session.capture.refusals import refuse_host_arguments, refuse_raw_capture
 from mezzo.session.closures import Before, Overflowed
@@ -238,7 +239,9 @@ class MixedPrecision:
         """Return the region to run the forward pass and the loss in."""
         self._require_open("autocast")
         plain = self._parts.region()
-        return plain if self._buffers is None else Remembering.around(plain, self._buffers)
+        if self._buffers is None:
+            return plain
+        return region.autocast.of(dataclasses.replace(plain.region, on_entry=self._buffers.remember))
 
     def backward(
         self,

@@ -1,4 +1,4 @@
-"""What stands against converting a model, found before anything is changed."""
+"""What stands against preparing a model, found before anything is changed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.cast import accumulators
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, some_of
-from mezzo.policy import Policy
+from mezzo.cast.model.boundaries import stored_tensors
+from mezzo.cast.model.boundary import Boundary
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
+from mezzo.policy import Policy, Rule
+from mezzo.policy.ops import functions
 from mezzo.tensors import dtype_name
 
-__all__ = ["cannot_convert", "require_module"]
+__all__ = ["decided_storage", "out_of_reach", "require_module"]
 
+#: Modules whose forward is one call into C++, and the ops that a rule would not find there.
+_ATOMIC: Final[dict[type[nn.Module], frozenset[str]]] = {
+    nn.RNNBase: frozenset({"linear", "addmm", "mm", "tanh", "sigmoid", "relu", "mul", "add"}),
+    nn.RNNCellBase: frozenset({"linear", "addmm", "mm", "tanh", "sigmoid", "relu", "mul", "add"}),
+    # With need_weights=False attention is one fused call; with weights its softmax is reached.
+    nn.MultiheadAttention: frozenset({"softmax"}),
+}
+_NEVER_CALLED: Final = (nn.modules.linear.NonDynamicallyQuantizableLinear,)
 _CONVERTS_NOTHING: Final = "O1 without rules for parameters, which converts nothing"
 
 
@@ -28,7 +40,124 @@ def require_module(model: Any) -> None:
         )
 
 
-def cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor, torch.dtype]) -> Iterator[MezzoError]:
+def decided_storage(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
+    """Decide every tensor's storage, or raise all that stands against it.
+
+    Returns:
+        The dtype for each floating parameter and each buffer that a policy converts.
+    """
+    if any(
+        isinstance(getattr(hook, "__self__", None), Boundary)
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+    ):
+        raise StateError(
+            "the model is prepared already",
+            where=type(model).__name__,
+            write="handle.remove() (or session.close()) before preparing it again;\n"
+            "of a copy, by copy.deepcopy or pickle: build the model anew and load_state_dict(copy.state_dict())",
+        )
+    problems: list[MezzoError] = [*_uninitialized(model), *_foreign_dtypes(model), *_idle_rules(model, policy)]
+    if problems:
+        raise type(problems[0]).together(problems)
+    storage: dict[Tensor, torch.dtype] = {}
+    deciding: dict[Tensor, tuple[Rule | None, str]] = {}
+    for tensor, path, module in stored_tensors(model):
+        is_norm = isinstance(module, _NormBase)
+        if is_norm and not isinstance(tensor, nn.Parameter):
+            continue  # running statistics stay FP32
+        dtype, rule = policy.storage(path, path.rpartition(".")[0], is_norm=is_norm)
+        before = deciding.get(tensor, (None, ""))
+        if rule is not None and before[0] is not None and storage[tensor] != dtype:
+            problems.append(
+                PolicyError(
+                    f"the tied parameter {path} is given two storage dtypes",
+                    where=f"{before[1]} by {before[0]}, {path} by {rule}",
+                    write="one rule that matches both paths",
+                )
+            )
+        if tensor not in storage or rule is not None:
+            storage[tensor], deciding[tensor] = dtype, (rule, path)
+    # FP32 policies store nothing anew: a model that came in low precision keeps what it has.
+    storage = {t: dtype for t, dtype in storage.items() if policy.param_dtype != torch.float32 or deciding[t][0]}
+    converting = {tensor: dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
+    if converting:
+        problems += _cannot_convert(model, policy, converting)
+    if problems:
+        raise type(problems[0]).together(problems)
+    return storage
+
+
+def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
+    """Say which rules cannot reach inside composites that torch runs as one kernel."""
+    for rule in policy.rules:
+        for kind, parts in _ATOMIC.items():
+            inside = sorted(set(rule.ops) & parts)
+            paths = [path for path, module in model.named_modules() if isinstance(module, kind)]
+            if inside and paths:
+                yield (
+                    f"the rule {rule} does not reach {', '.join(inside)} inside {some_of(paths)}: torch runs "
+                    f"{kind.__name__} as one function; mezzo explain shows what it does"
+                )
+
+
+def _foreign_dtypes(model: nn.Module) -> Iterator[UnsupportedError]:
+    wrong = [f"{name} ({dtype_name(p.dtype)})" for name, p in model.named_parameters() if p.dtype == torch.float64]
+    if wrong:
+        yield UnsupportedError(
+            "float64 parameters cannot be trained in mixed precision",
+            where=some_of(wrong),
+            why="they are never cast, so every op that reads them would run in their own precision",
+            write="model.float() first, or leave this model outside mezzo",
+        )
+
+
+def _uninitialized(model: nn.Module) -> Iterator[UnsupportedError]:
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        yield UnsupportedError(
+            "lazy parameters have no values yet",
+            where=some_of(lazy),
+            why="there is nothing to store in the policy's dtype, and no shape for a master",
+            write="model(one_batch) first, then prepare it",
+        )
+
+
+def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    modules = [name for name, _ in named]
+    tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    for rule in policy.rules:
+        if rule.module is not None and not any(rule.matches_module(name) for name in modules):
+            yield PolicyError(
+                f"the module glob {rule.module!r} matches no module",
+                where=f"rule {rule}",
+                why=nearest(rule.module, modules[:20]),
+            )
+        # Attention reads this projection's weight, and never calls it: a rule on the module would do nothing.
+        silent = [name for name, m in named if rule.matches_module(name) and isinstance(m, _NEVER_CALLED)]
+        if silent and not any(rule.matches_module(name.rpartition(".")[0]) for name in silent):
+            yield PolicyError(
+                f"the module glob {rule.module!r} matches a module that is never called",
+                where=some_of(silent),
+                why="attention reads its weight directly, so nothing would enter its region",
+                write=f"module={silent[0].rpartition('.')[0]!r}, or param={silent[0] + '.weight'!r}",
+            )
+        if rule.op is not None and not any("::" in op or functions(op) for op in (*rule.ops, rule.op)):
+            yield PolicyError(
+                f"the op glob {rule.op!r} matches no op that could be cast",
+                where=f"rule {rule}",
+                write="mezzo ops 'conv*' lists them",
+            )
+        if rule.param is not None and not any(rule.matches_param(name) for name in tensors):
+            yield PolicyError(
+                f"the parameter glob {rule.param!r} matches no parameter or buffer",
+                where=f"rule {rule}",
+                why=nearest(rule.param, tensors[:20]),
+            )
+
+
+def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor, torch.dtype]) -> Iterator[MezzoError]:
     """Yield all that stands against giving tensors other dtypes.
 
     Args:

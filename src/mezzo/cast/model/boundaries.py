@@ -1,0 +1,141 @@
+"""At the boundaries of which of a model's modules something is cast, and which can be called by themselves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from mezzo.cast.device import Kinds
+from mezzo.cast.model.boundary import Boundary
+from mezzo.cast.model.entrance import Entrance
+from mezzo.policy import Policy, Rule, Treatment
+from mezzo.tensors import CASTABLE
+
+__all__ = ["boundaries", "callable_alone", "stored_tensors"]
+
+
+def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
+    """Yield each floating parameter and persistent buffer under every path it has, with its owner."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        persistent = (
+            (name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
+        )
+        for name, tensor in (*module._parameters.items(), *persistent):
+            if tensor is not None and tensor.dtype in CASTABLE:
+                yield tensor, f"{prefix}.{name}" if prefix else name, module
+
+
+@dataclass(frozen=True)
+class RuledParams:
+    """Parameters under a rule, by where they stand: whatever tensor stands there when a region begins is meant.
+
+    ``torch.func.functional_call`` puts other tensors there for one call.
+    """
+
+    places: tuple[tuple[nn.Module, str, Treatment], ...]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Treatment]]:
+        for owner, name, treatment in self.places:
+            tensor = owner._parameters.get(name, owner._buffers.get(name))
+            if tensor is not None:
+                yield tensor, treatment
+
+
+def boundaries(model: nn.Module, policy: Policy, kinds: Kinds, entrance: Entrance) -> list[tuple[nn.Module, Boundary]]:
+    """Find the modules at whose boundary something changes, the model itself first."""
+    low = policy.param_dtype != torch.float32
+    deciding = [
+        (tensor, module, path.rpartition(".")[2], policy.storage(path, path.rpartition(".")[0])[1])
+        for tensor, path, module in stored_tensors(model)
+    ]
+    ruled = {tensor: rule for tensor, *_, rule in deciding if rule is not None}
+    # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
+    shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
+    params = RuledParams(tuple((owner, name, ruled[t].treatment) for t, owner, name, _ in deciding if t in shared))
+    found = []
+    widens = low and not policy.keep_batchnorm_fp32
+    at = functools.partial(Boundary, policy=policy, params=params, kinds=kinds)
+    root = at(
+        path="", inputs=policy.dtype if low else None, outputs=policy.output_dtype, entrance=entrance if low else None,
+        widens_norm=widens and isinstance(model, _NormBase),
+    )  # fmt: skip
+    if low or policy.output_dtype is not None or params:
+        found.append((model, root))
+    for path, module in model.named_modules():
+        if not path or not _has_forward(module):
+            continue
+        # Containers are never called, so the region around a module is that of the nearest one that is.
+        around = _nearest_called(model, path)
+        whole, above = _module_rule(policy, path), _module_rule(policy, around)
+        ops_differ = any(
+            rule.op is not None and rule.matches_module(path) != rule.matches_module(around) for rule in policy.rules
+        )
+        if whole is not above or ops_differ:
+            inputs, outputs = _casts(policy, whole.treatment if whole is not above and whole else None)
+            found.append((module, at(path=path, inputs=inputs, outputs=outputs, rule=whole)))
+        elif isinstance(module, _NormBase) and widens:
+            found.append((module, at(path=path, widens_norm=True)))
+    return found
+
+
+def callable_alone(
+    model: nn.Module, policy: Policy, params: Iterable[tuple[Tensor, Treatment]], kinds: Kinds
+) -> Iterator[tuple[str, nn.Module, Callable[[], Boundary]]]:
+    """Find the submodules that can be called by themselves, with what makes the boundary of such a call."""
+    holding: set[str] = set()
+    for _, path, _ in stored_tensors(model):
+        while path := path.rpartition(".")[0]:
+            holding.add(path)
+    for path, module in model.named_modules():
+        # Parametrizations run where a weight is read, by whoever reads it.
+        if path not in holding or not _has_forward(module) or "parametrizations" in path.split("."):
+            continue
+        rule = _module_rule(policy, path)
+        wide = rule is not None and rule.treatment in ("fp32", "fp32_math")
+        inputs = torch.float32 if wide else policy.dtype
+        make = functools.partial(
+            Boundary, policy=policy, path=path, params=params, kinds=kinds, inputs=inputs, outputs=policy.output_dtype
+        )
+        yield path, module, make
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # Of a TorchScript module's class the method cannot be asked for, only looked up.
+    return getattr(inspect.getattr_static(type(module), "forward"), "__name__", "") != "_forward_unimplemented"
+
+
+def _nearest_called(model: nn.Module, path: str) -> str:
+    """Return the path of the nearest module around this one that has a forward of its own."""
+    path = path.rpartition(".")[0]
+    while path and not _has_forward(model.get_submodule(path)):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _module_rule(policy: Policy, path: str) -> Rule | None:
+    """Return the rule that treats a module as a whole, if one does."""
+    return next((rule for rule in policy.rules if rule.op is None and path and rule.matches_module(path)), None)
+
+
+def _casts(policy: Policy, treatment: Treatment | None) -> tuple[torch.dtype | str | None, torch.dtype | str | None]:
+    """Say what a module's inputs and outputs are cast to; a word where the inputs themselves decide."""
+    match treatment:
+        case "fp32":
+            return torch.float32, None if policy.autocast else policy.dtype
+        case "fp32_math":
+            return torch.float32, "input"
+        case "low":
+            return policy.dtype, None
+        case "promote":
+            return "widest", None
+        case _:
+            return None, None
