@@ -56,28 +56,66 @@ def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     target, old = regular_or_new(path)
     _remove_abandoned(target)
-    beside, descriptor = _created_beside(target, 0o666 if old is None else 0o600)
-    file = _File(descriptor, target)
+    with _beside(target, 0o666 if old is None else 0o600) as descriptor:
+        file = _File(descriptor, target)
+        try:
+            stream = io.BufferedWriter(file)
+            yield stream
+            stream.flush()
+            if old is not None:
+                _hand_on(old, descriptor)
+        except Exception as error:
+            if file.fault is not None and file.fault is not error:
+                raise file.fault from error  # what a serializer says of a failed write is no help
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+@contextlib.contextmanager
+def _beside(target: Path, mode: int, folder: int | None = None) -> Iterator[int]:
+    """Create a file beside another, which takes its name and place when the block ends and the disk has it.
+
+    Args:
+        target: The other file.
+        mode: Of the new one.
+        folder: The open folder of both, where its path may lead elsewhere meanwhile.
+
+    Yields:
+        The new file's descriptor. If the block raises, the file is gone.
+    """
+    place = str(target) if folder is None else target.name
+    beside, descriptor = _created(os.path.join(os.path.dirname(place), f".{_label(target)}"), mode, folder)
     try:
-        stream = io.BufferedWriter(file)
-        yield stream
-        stream.flush()
-        if old is not None:
-            _hand_on(old, descriptor)
+        yield descriptor
         os.fsync(descriptor)
-        os.replace(beside, target)
+        os.replace(beside, place, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.unlink(beside)
+            os.unlink(beside, dir_fd=folder)
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:
             error.filename = str(target)
-        if file.fault is not None and file.fault is not error and isinstance(error, Exception):
-            raise file.fault from error  # what a serializer says of a failed write is no help
         raise
     finally:
-        with contextlib.suppress(OSError):
-            file.close()
-    _flush_folder(target.parent)
+        os.close(descriptor)
+    with contextlib.suppress(OSError):  # the rename itself, where the system lets a folder be synced
+        above = os.open(target.parent, os.O_RDONLY) if folder is None else os.dup(folder)
+        try:
+            os.fsync(above)
+        finally:
+            os.close(above)
+
+
+def _created(start: str, mode: int, folder: int | None) -> tuple[str, int]:
+    """Create a file that nobody else writes to, locked for as long as it is open."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+    while True:
+        name = f"{start}.{secrets.token_hex(4)}.partial"
+        descriptor = os.open(name, flags, mode, dir_fd=folder)
+        if folder is not None or not _lock(descriptor) or os.path.exists(name):
+            return name, descriptor
+        os.close(descriptor)  # taken for abandoned, and removed, before it was locked
 
 
 def is_partial(name: str) -> bool:
@@ -160,7 +198,7 @@ class _File(io.FileIO):
     """A file that names itself in the errors of its writes, and remembers the first."""
 
     def __init__(self, descriptor: int, target: Path) -> None:
-        super().__init__(descriptor, "r+")
+        super().__init__(descriptor, "r+", closefd=False)
         self.fault: OSError | None = None
         self._target = str(target)
 
@@ -185,16 +223,6 @@ def _hand_on(old: os.stat_result, descriptor: int) -> None:
     else:  # another group would get what the old file's group had
         mode &= ~stat.S_IRWXG
     os.fchmod(descriptor, mode)
-
-
-def _created_beside(target: Path, mode: int) -> tuple[Path, int]:
-    """Create a file that nobody else writes to, locked for as long as it is open."""
-    while True:
-        beside = target.with_name(f".{_label(target)}.{secrets.token_hex(4)}.partial")
-        descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), mode)
-        if not _lock(descriptor) or beside.exists():
-            return beside, descriptor
-        os.close(descriptor)  # taken for abandoned, and removed, before it was locked
 
 
 def _remove_abandoned(target: Path) -> None:
@@ -222,16 +250,6 @@ def _lock(descriptor: int, *, wait: bool = True) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             return True
     return False
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make the rename itself durable, where the system lets a folder be synced."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # The cache ----------------------------------------------------------------------------------------------------
@@ -288,22 +306,12 @@ def keep(name: str, data: bytes) -> None:
         RuntimeError: As :func:`cache_folder`.
     """
     path = cache_folder() / name
-    with _trusted(path.parent, make=True) as folder:
-        beside = f".{path.name}.{secrets.token_hex(4)}.partial"
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(beside, flags, 0o600, dir_fd=folder)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(beside, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(beside, dir_fd=folder)
-            raise
-        with contextlib.suppress(OSError):
-            os.fsync(folder)
+    with (
+        _trusted(path.parent, make=True) as folder,
+        _beside(path, 0o600, folder) as descriptor,
+        open(descriptor, "wb", closefd=False) as file,
+    ):
+        file.write(data)
 
 
 @contextlib.contextmanager

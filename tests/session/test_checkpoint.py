@@ -124,7 +124,7 @@ def test_the_file_is_on_the_disk_before_it_is_renamed(path, monkeypatch):
     calls = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append(kind(descriptor)), fsync(descriptor)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
+    monkeypatch.setattr(os, "replace", lambda *paths, **at: (calls.append("rename"), replace(*paths, **at)))
     mezzo.save(NEW, path)
     assert calls == ["file", "rename", "folder"]
 
