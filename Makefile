@@ -4,25 +4,39 @@ PYTHON ?= python3
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+VERSIONS := $(VENV)/constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VERSIONS) --editable
+# One environment, filled in two steps: what the demo needs, and the rest of what the tests and checks need.
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format bench gpu clean
+.NOTPARALLEL:
+.PHONY: help demo test test-all check lint format bench gpu clean
 
 help:  ## list the commands
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-$(READY): pyproject.toml constraints.txt
+$(VERSIONS): constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[dev]'
-	touch $(READY)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VERSIONS)
 
-demo: $(READY)  ## train a real model in FP32 and in mixed precision, side by side
+$(DEMO): pyproject.toml $(VERSIONS)
+	$(INSTALL) '.[demo]'
+	touch $(DEMO)
+
+$(READY): pyproject.toml $(VERSIONS)
+	$(INSTALL) '.[dev]'
+	touch $(DEMO) $(READY)
+
+demo: $(DEMO)  ## train a real model in FP32 and in mixed precision, side by side
 	$(BIN)/mezzo compare digits-cnn --out runs/demo --overwrite
 
 test: $(READY)  ## run every test that needs neither GPU nor minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not slow'
+
+test-all: $(READY)  ## run every test that needs no GPU, those that take minutes too
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 lint: $(READY)  ## format, lint, types, import contract
 	$(BIN)/ruff format --check .
@@ -36,7 +50,7 @@ format: $(READY)  ## rewrite the code as ruff wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## print ratios against torch.amp on this machine
+bench: $(DEMO)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/session.py
 	$(BIN)/python benchmarks/scaler.py
 	$(BIN)/python benchmarks/engine.py

@@ -2,6 +2,9 @@
 
 import re
 import runpy
+import shutil
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,10 +43,27 @@ def test_relative_links_lead_somewhere():
 
 
 def test_make_targets_named_in_the_readme_exist():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"`?make ([a-z]+)", (ROOT / "README.md").read_text()))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert named <= targets
     assert {"demo", "test"} <= named
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_installs_for_the_demo_what_it_needs_and_nothing_twice(tmp_path):
+    def installed(target):
+        command = ["make", "-n", target, f"VENV={tmp_path}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return re.findall(r"--editable '\.\[(\w+)\]'", done.stdout)
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {re.match(r"[\w-]+", needed)[0] for needed in extras["demo"]} == {"scikit-learn", "matplotlib"}
+    assert (installed("demo"), installed("test")) == (["demo"], ["dev"])
+    (tmp_path / "constraints.txt").touch()
+    (tmp_path / ".demo").touch()
+    assert (installed("demo"), installed("test")) == ([], ["dev"])
+    (tmp_path / ".ready").touch()
+    assert (installed("demo"), installed("test"), installed("lint")) == ([], [], [])
 
 
 def test_the_readme_s_figures_are_those_of_committed_results():
