@@ -1,6 +1,7 @@
 """Set-up that must happen before torch is imported."""
 
 import ctypes
+import dataclasses
 import os
 import tempfile
 from pathlib import Path
@@ -56,6 +57,23 @@ decide._reports["cpu"] = DeviceReport(
     },
     needs_isa_limit=False,
 )
+
+
+@pytest.fixture(scope="session")
+def emulated():
+    """A processor on which neither 16-bit format is fast: both are emulated, which costs what FP32 does everywhere."""
+    told = decide._reports["cpu"]
+    slow = {
+        dtype: dataclasses.replace(support, speeds=dict.fromkeys(support.speeds, 0.1))
+        for dtype, support in told.formats.items()
+    }
+    return dataclasses.replace(told, formats=slow)
+
+
+@pytest.fixture
+def emulating(emulated, monkeypatch):
+    """On such a processor; for tests that train, as products in BF16 take ten times as long where they are not fast."""
+    monkeypatch.setitem(decide._reports, "cpu", emulated)
 
 
 @pytest.fixture

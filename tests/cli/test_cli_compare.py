@@ -16,6 +16,8 @@ from mezzo.policy import Policy
 from mezzo.recipes import compare, get
 from mezzo.recipes.comparison import DEFAULT_POLICIES
 
+pytestmark = pytest.mark.usefixtures("emulating")
+
 
 @pytest.fixture
 def mezzo(capsys, tmp_path, monkeypatch):
@@ -31,7 +33,7 @@ def mezzo(capsys, tmp_path, monkeypatch):
     return run
 
 
-SHORT = ("digits-cnn", "--policies", "O0; O2,dtype=bfloat16", "--steps", "8")
+SHORT = ("digits-cnn", "--policies", "O0; O2,dtype=bfloat16", "--steps", "4")
 
 
 def test_a_comparison_prints_the_table_and_writes_the_run(mezzo, tmp_path):
@@ -42,14 +44,14 @@ def test_a_comparison_prints_the_table_and_writes_the_run(mezzo, tmp_path):
     assert "arithmetic" in head
     rows = [line.split()[0] for line in lines if line.startswith(("O0 ", "O2,"))]
     assert rows == ["O0", "O2,dtype=bfloat16"]
-    assert "8 steps, seed 0" in out
+    assert "4 steps, seed 0" in out
     assert "layout: channels-last (NHWC) in every policy but O0, which is contiguous (NCHW)" in out
     assert "\x1b" not in out + err  # nothing is animated or coloured when not a terminal
     run = tmp_path / "here" / "run"
     assert sorted(child.name for child in run.iterdir()) == ["curves.png", "metrics.jsonl", "summary.json"]
     progress = err.splitlines()
     assert [line.split(":")[0] for line in progress[:2]] == ["O0", "O2,dtype=bfloat16"]
-    assert "finished, 8 steps in " in progress[0]
+    assert "finished, 4 steps in " in progress[0]
     assert ", test accuracy " in progress[0]
     assert progress[-1] == "run directory: here/run"
 
@@ -59,7 +61,7 @@ def test_json_is_the_summary_and_nothing_else_on_stdout(mezzo, tmp_path):
     assert code == 0
     printed = json.loads(out)
     assert printed == json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (printed["seed"], printed["steps"]) == (5, 8)
+    assert (printed["seed"], printed["steps"]) == (5, 4)
     assert [row["policy"] for row in printed["rows"]] == ["O0", "O2,dtype=bfloat16"]
 
 
@@ -171,7 +173,7 @@ def test_the_default_policies_are_those_of_the_comparison():
 
 
 def test_ctrl_c_sums_up_what_there_is_and_exits_130(tmp_path):
-    words = ["compare", "digits-cnn", "--policies", "O0; O1,dtype=bfloat16", "--steps", "12", "--out", "run"]
+    words = ["compare", "digits-cnn", "--policies", "O0; O1,dtype=float16,emulate=true", "--steps", "3", "--out", "run"]
     # The second policy never ends: its steps wait, so that the signal finds it at work.
     code = (
         "import signal, time; from mezzo.cli import main; from mezzo.recipes import training\n"
@@ -179,7 +181,7 @@ def test_ctrl_c_sums_up_what_there_is_and_exits_130(tmp_path):
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "step = training.Run._step\n"
         "def slow(self, number, **kw):\n"
-        "    if self.policy.level == 'O1' and number == 5: print('ready', flush=True); time.sleep(100)\n"
+        "    if self.policy.level == 'O1' and number == 3: print('ready', flush=True); time.sleep(100)\n"
         "    return step(self, number, **kw)\n"
         "training.Run._step = slow\n"
         f"main({words!r})"
@@ -191,13 +193,13 @@ def test_ctrl_c_sums_up_what_there_is_and_exits_130(tmp_path):
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
-    assert "(interrupted at step 4)" in out
+    assert "(interrupted at step 2)" in out
     assert out.rstrip().splitlines()[-1] == "interrupted"
     assert "Traceback" not in err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] is True
-    assert [(row["status"], row["steps"]) for row in summary["rows"]] == [("finished", 12), ("interrupted", 4)]
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 16
+    assert [(row["status"], row["steps"]) for row in summary["rows"]] == [("finished", 3), ("interrupted", 2)]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
     assert (tmp_path / "run" / "curves.png").exists()
 
 

@@ -8,6 +8,8 @@ import pytest
 from mezzo.cli import main
 from mezzo.cli.train import train
 
+pytestmark = pytest.mark.usefixtures("emulating")
+
 
 @pytest.fixture
 def mezzo(capsys, tmp_path, monkeypatch):

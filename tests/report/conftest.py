@@ -1,16 +1,22 @@
-"""A small finished run of the real thing, and a summary written by hand."""
+"""A small finished run of the real thing, narrower, and a summary written by hand."""
 
+import dataclasses
 import json
+from unittest import mock
 
 import pytest
 
+from mezzo.cast.device import decide
 from mezzo.recipes import compare, get
+from mezzo.recipes.digits_cnn import DigitsNet
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory):
+def finished_run(emulated, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "run"
-    compare(get("digits-cnn"), ["O0", "O1,dtype=float16", "O2,dtype=bfloat16"], steps=12, out=directory)
+    narrow = dataclasses.replace(get("digits-cnn"), build=lambda seed: DigitsNet(width=8))
+    with mock.patch.dict(decide._reports, cpu=emulated):
+        compare(narrow, ["O0", "O1,dtype=float16", "O2,dtype=bfloat16"], steps=12, out=directory)
     return directory
 
 
