@@ -72,10 +72,10 @@ def test_a_real_one_goes_to_json_and_back(make, name, policy):
         ("{", "not JSON"),
         ("[]", "it names no version"),
         ("{}", "it names no version"),
-        ('{"version": 1}', "a field is wrong: 'rows'"),
+        ('{"version": 1}', "a field is wrong: .*'rows'"),
         (EMPTY.to_json().replace('"policy"', '"polcy"'), "a field is wrong: .*polcy"),
         (EXPLANATION.to_json().replace('"op"', '"opp"'), "a field is wrong: .*opp"),
-        (EXPLANATION.to_json().replace('"M",', '"M", 8,'), "a field is wrong: too many values"),
+        (EXPLANATION.to_json().replace('"M",', '"M", 8,'), "a field is wrong: .* longer"),
     ],
 )
 def test_what_is_no_explanation(text, why):

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.overflow import locate
-from mezzo.overflow.calls import Kept, Recorder
+from mezzo.overflow.calls import Kept, CallKeeper
 
 
-def events(recorder):
-    return ["forward" if event.task is None else "backward" for event in recorder.events]
+def events(keeper):
+    return ["forward" if event.task is None else "backward" for event in keeper.events]
 
 
 @pytest.fixture
@@ -24,57 +24,57 @@ def model():
 
 
 @pytest.fixture
-def recorder(model):
-    return Recorder([model])
+def keeper(model):
+    return CallKeeper([model])
 
 
-def test_both_passes_are_kept_until_cleared(model, recorder):
+def test_both_passes_are_kept_until_cleared(model, keeper):
     model(torch.ones(1, 2)).sum().backward()
     model(torch.ones(1, 2)).sum().backward()
-    assert events(recorder) == ["forward", "backward"] * 2
-    recorder.clear()
-    assert events(recorder) == []
+    assert events(keeper) == ["forward", "backward"] * 2
+    keeper.clear()
+    assert events(keeper) == []
 
 
-def test_a_forward_pass_that_waits_survives_clearing(model, recorder):
+def test_a_forward_pass_that_waits_survives_clearing(model, keeper):
     """``zero_grad`` between forward and backward is what many loops do."""
     loss = model(torch.ones(1, 2)).sum()
-    recorder.clear()
-    assert events(recorder) == ["forward"]
+    keeper.clear()
+    assert events(keeper) == ["forward"]
     loss.backward(retain_graph=True)
-    recorder.clear()
-    assert events(recorder) == []
+    keeper.clear()
+    assert events(keeper) == []
     loss.backward()  # once more, after it was forgotten
-    assert events(recorder) == ["forward", "backward"]
+    assert events(keeper) == ["forward", "backward"]
 
 
-def test_nothing_piles_up_in_an_evaluation(model, recorder):
+def test_nothing_piles_up_in_an_evaluation(model, keeper):
     for _ in range(5):
         model(torch.ones(1, 2))
-    assert len(recorder.events) == 1  # the last one's graph is dropped with the next
+    assert len(keeper.events) == 1  # the last one's graph is dropped with the next
     with torch.no_grad():
         for _ in range(5):
             model(torch.ones(1, 2))
-    assert len(recorder.events) == 1
-    recorder.clear()
+    assert len(keeper.events) == 1
+    keeper.clear()
     with torch.inference_mode():
         model(torch.ones(1, 2))
-    assert not recorder.events
+    assert not keeper.events
 
 
-def test_inputs_and_output_gradients_live_until_cleared(model, recorder):
+def test_inputs_and_output_gradients_live_until_cleared(model, keeper):
     x = torch.ones(1, 2)
     kept = weakref.ref(x)
     loss = model(x).sum()
     loss.backward()
-    gradient = weakref.ref(recorder.events[1].call.arrivals[recorder.events[1].task][0].tensor)
-    assert recorder.events[0].call.inputs[0].tensor is x
-    assert recorder.events[0].call.args[0] is x  # no copy
+    gradient = weakref.ref(keeper.events[1].call.arrivals[keeper.events[1].task][0].tensor)
+    assert keeper.events[0].call.inputs[0].tensor is x
+    assert keeper.events[0].call.args[0] is x  # no copy
     del x, loss
     gc.collect()
     assert kept() is not None
     assert gradient() is not None
-    recorder.clear()
+    keeper.clear()
     gc.collect()
     assert kept() is None
     assert gradient() is None
@@ -97,10 +97,10 @@ def test_no_kernel_is_added(model):
 
     step()
     without = step()
-    recorder = Recorder([model])
+    keeper = CallKeeper([model])
     assert step() == without
-    assert recorder.events
-    recorder.remove()
+    assert keeper.events
+    keeper.remove()
     assert step() == without
 
 
@@ -114,47 +114,47 @@ def test_a_bare_model_s_parameter_as_output_gathers_no_hooks():
             return self.scale
 
     model = Scale()
-    recorder = Recorder([model])
+    keeper = CallKeeper([model])
     for _ in range(3):
         (model() * 2).backward()
-        assert events(recorder) == ["forward", "backward"]
-        recorder.clear()
+        assert events(keeper) == ["forward", "backward"]
+        keeper.clear()
     assert not model.scale._backward_hooks
 
 
-def test_after_an_exception_it_goes_on(model, recorder):
+def test_after_an_exception_it_goes_on(model, keeper):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(1, 3))
     model(torch.ones(1, 2)).sum().backward()
-    assert events(recorder) == ["forward", "backward"]
+    assert events(keeper) == ["forward", "backward"]
 
 
-def test_a_search_is_not_recorded(model, recorder):
+def test_a_search_is_not_recorded(model, keeper):
     assert locate(lambda: model(torch.ones(1, 2)).sum(), model) is None
-    assert not recorder.events
+    assert not keeper.events
 
 
-def test_copies_of_the_model_are_watched_by_nobody(model, recorder):
+def test_copies_of_the_model_are_watched_by_nobody(model, keeper):
     model(torch.ones(1, 2, requires_grad=True) * 2).sum().backward()
     twin = copy.deepcopy(model)
     restored = pickle.loads(pickle.dumps(model))
-    before = len(recorder.events)
+    before = len(keeper.events)
     for other in (twin, restored):
         other(torch.ones(1, 2)).sum().backward()
-    assert len(recorder.events) == before
+    assert len(keeper.events) == before
     model(torch.ones(1, 2)).sum().backward()
-    assert len(recorder.events) == before + 2
+    assert len(keeper.events) == before + 2
 
 
 def test_a_compiled_model_is_recorded_and_a_compiled_function_is_not(model):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    recorder = Recorder([compiled])
+    keeper = CallKeeper([compiled])
     compiled(torch.ones(1, 2)).sum().backward()
-    assert events(recorder) == ["forward", "backward"]
-    recorder.remove()
-    recorder = Recorder([model])
+    assert events(keeper) == ["forward", "backward"]
+    keeper.remove()
+    keeper = CallKeeper([model])
     torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)(torch.ones(1, 2)).backward()
-    assert not recorder.events
+    assert not keeper.events
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,6 @@ def test_a_sparse_input_made_in_inference_mode_is_kept_as_any_other():
     with torch.inference_mode():
         edges = torch.eye(2).to_sparse()
     model = Graph()
-    recorder = Recorder([model])
+    keeper = CallKeeper([model])
     model(edges).sum()
-    assert events(recorder) == ["forward"]
+    assert events(keeper) == ["forward"]

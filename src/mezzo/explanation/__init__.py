@@ -4,8 +4,8 @@ Watches only: the policy decides, ``mezzo.cast`` carries it out. Tables and JSON
 is ``cli``'s.
 """
 
-from mezzo.explanation.differences import Difference
-from mezzo.explanation.explanation import Cast, Explanation, Finding, Misaligned, Padding, Row
+from mezzo.explanation.explanation import Explanation
+from mezzo.explanation.rows import Cast, Difference, Finding, Misaligned, Padding, Row
 from mezzo.explanation.run import explain
 
 __all__ = ["Cast", "Difference", "Explanation", "Finding", "Misaligned", "Padding", "Row", "explain"]

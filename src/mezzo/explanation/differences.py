@@ -4,39 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mezzo.trace.trace import MODEL
+from mezzo.explanation.rows import Difference, Explained
+from mezzo.trace.where import MODEL
 
-if TYPE_CHECKING:
-    from mezzo.explanation.explanation import Explanation
-
-__all__ = ["Difference", "differences"]
+__all__ = ["differences"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One line in which two explanations differ.
-
-    Attributes:
-        about: ``policy``, ``run``, ``op``, ``casts``, ``alignment`` or ``finding``.
-        where: The module, the op and the line, or what is cast.
-        this: What the first explanation says; ``–`` where it has nothing.
-        other: What the second one says.
-    """
-
-    about: str
-    where: str
-    this: str
-    other: str
-
-    def __str__(self) -> str:
-        return f"{self.about} {self.where}: {self.this} → {self.other}"
-
-
-def differences(first: Explanation, second: Explanation) -> tuple[Difference, ...]:
-    """List what differs between two explanations; see :meth:`Explanation.differences`."""
+def differences(first: Explained, second: Explained) -> tuple[Difference, ...]:
+    """List what differs between two explanations; see :meth:`~mezzo.explanation.Explanation.differences`."""
     found: list[Difference] = []
     for name in ("policy", "model", "torch", "devices", "emulated"):
         mine, theirs = (_show(getattr(each, name)) for each in (first, second))
@@ -56,7 +33,7 @@ def _show(value: Any) -> str:
     return "+".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _ops(explanation: Explanation) -> Mapping[str, list[str]]:
+def _ops(explanation: Explained) -> Mapping[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for row in explanation.rows:
         where = " ".join((row.module or MODEL, row.op, *([f"({row.line})"] if row.line else [])))
@@ -66,7 +43,7 @@ def _ops(explanation: Explanation) -> Mapping[str, list[str]]:
     return found
 
 
-def _casts(explanation: Explanation) -> Mapping[str, list[str]]:
+def _casts(explanation: Explained) -> Mapping[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for cast in sorted(explanation.casts, key=lambda cast: (cast.before, cast.after, cast.by)):
         where = f"{cast.module or MODEL} {cast.phase} {cast.what}"
@@ -74,7 +51,7 @@ def _casts(explanation: Explanation) -> Mapping[str, list[str]]:
     return found
 
 
-def _alignment(explanation: Explanation) -> Mapping[str, list[str]]:
+def _alignment(explanation: Explained) -> Mapping[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for entry in explanation.misaligned:
         pads = ", ".join(f"{padding.dimension} {padding.size} → {padding.padded}" for padding in entry.paddings)
@@ -82,7 +59,7 @@ def _alignment(explanation: Explanation) -> Mapping[str, list[str]]:
     return found
 
 
-def _findings(explanation: Explanation) -> Mapping[str, list[str]]:
+def _findings(explanation: Explained) -> Mapping[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for finding in explanation.findings:
         found[f"{finding.kind}, {finding.where}"].append(finding.text)

@@ -1,146 +1,20 @@
-"""What an explanation holds, as values: rows, casts, misaligned products, findings, and the whole of them."""
+"""An explanation as a whole: what :func:`mezzo.explain` returns."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Any
 
-from mezzo.errors import PolicyError, StateError
-from mezzo.explanation.differences import Difference, differences
-from mezzo.trace.document import Document
+from mezzo.explanation.differences import differences
+from mezzo.explanation.rows import Difference, Explained
+from mezzo.explanation.table import plain, renderables
 
-__all__ = ["Cast", "Explanation", "Finding", "FindingKind", "Misaligned", "Padding", "Row"]
-
-FindingKind = Literal[
-    "disagreement", "idle rule", "shadowed rule", "unreachable", "FP32 product", "fast path", "no backward"
-]
+__all__ = ["Explanation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One op in one module, in one precision.
-
-    Attributes:
-        module: Path of the module; ``""`` is the model itself, ``(loss)`` the loss function.
-        op: The op's base name. Casts that the model's own code makes are ops too (``to``, ``float``).
-        given: Floating dtypes of the arguments, as the model's code passed them.
-        computes_in: Floating dtypes that entered the kernels, measured there. Under emulation, those of the rounded
-            operands.
-        returns: Dtypes of the result.
-        count: How many calls.
-        treatment: What the policy decided.
-        rule: Text of the rule that decided; ``None`` where the level or the op table did.
-        reason: Why.
-        source: Whose decision it is.
-        line: ``file:line`` in the user's code; ``None`` where only torch's own modules are on the stack.
-        emulated: Whether it was computed in FP32 from rounded operands.
-        disagreement: How what was measured differs from what the policy decided; ``""`` where it does not.
-    """
-
-    module: str
-    op: str
-    given: tuple[str, ...]
-    computes_in: tuple[str, ...]
-    returns: tuple[str, ...]
-    count: int
-    treatment: str
-    rule: str | None
-    reason: str
-    source: str
-    line: str | None
-    emulated: bool = False
-    disagreement: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
-    """Conversions between floating dtypes, of one kind in one place.
-
-    Attributes:
-        module: Path of the module in whose forward or backward pass they happen.
-        phase: ``forward`` or ``backward``; recomputation of checkpoints belongs to ``backward``.
-        what: ``parameter``, ``buffer``, ``activation`` or ``gradient``.
-        before: The dtype that is read.
-        after: The dtype that is written.
-        by: ``policy``; ``model``, its own code such as ``x.float()``; ``torch``, inside a function that the policy
-            leaves alone and in the backward pass of mixed dtypes; ``emulation``, which a device with the arithmetic
-            does not do.
-        count: How many.
-        num_bytes: Read and written together.
-    """
-
-    module: str
-    phase: str
-    what: str
-    before: str
-    after: str
-    by: str
-    count: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padding:
-    """One dimension of a product, and the next size that suits the hardware."""
-
-    dimension: str
-    size: int
-    padded: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misaligned:
-    """A matrix product or convolution with a dimension that tensor cores do not like.
-
-    Attributes:
-        module: Path of the module.
-        op: The op's base name.
-        shape: Every dimension by name: ``M`` rows, ``N`` columns of the result and ``K`` summed over for products
-            (of a linear layer: rows of the input, output features, input features).
-        dtype: The format of the operands.
-        multiple: What each dimension should be a multiple of: 8 for 16-bit formats, 16 for FP8.
-        paddings: The dimensions that are not.
-        count: How many calls.
-        line: ``file:line`` in the user's code.
-
-    References:
-        NVIDIA, *Train With Mixed Precision*, "Satisfying tensor core shape constraints".
-    """
-
-    module: str
-    op: str
-    shape: tuple[tuple[str, int], ...]
-    dtype: str
-    multiple: int
-    paddings: tuple[Padding, ...]
-    count: int
-    line: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Something about the policy or the model that a table would hide.
-
-    Attributes:
-        kind: ``disagreement``: measured dtypes are not what the policy decided. ``idle rule``: it decided nothing in
-            this run. ``shadowed rule``: earlier rules match all that it matches. ``unreachable``: a rule names an op
-            inside a C++ composite, where nothing reaches. ``FP32 product``: a product ran in FP32 under a policy that
-            computes in low precision, whoever decided so, with its share of the FLOPs of all products in the forward
-            pass. ``fast path``: in inference the module runs as one
-            function. ``no backward``: nothing requires a gradient.
-        where: A rule, or a module and an op.
-        text: What was found, and what to do about it.
-    """
-
-    kind: FindingKind
-    where: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation(Document):
+class Explanation(Explained):
     """Which precision each op in each module gets, and why: what :func:`mezzo.explain` returns.
 
     It prints as tables, compares by value, and goes to JSON and back without loss.
@@ -157,65 +31,6 @@ class Explanation(Document):
         findings: What else there is to know.
     """
 
-    model: str
-    policy: str
-    devices: tuple[str, ...]
-    torch: str
-    emulated: bool
-    rows: tuple[Row, ...]
-    casts: tuple[Cast, ...]
-    misaligned: tuple[Misaligned, ...]
-    findings: tuple[Finding, ...]
-
-    def num_casts(self, **fields: str) -> int:
-        """Count the casts whose fields have these values, emulation left out unless ``by="emulation"``.
-
-        Args:
-            **fields: Attributes of :class:`Cast`, such as ``phase="backward"``.
-        """
-        return sum(cast.count for cast in self._chosen(fields))
-
-    def cast_bytes(self, **fields: str) -> int:
-        """Add up the bytes that casts read and write, chosen as in :meth:`num_casts`."""
-        return sum(cast.num_bytes for cast in self._chosen(fields))
-
-    def _chosen(self, fields: Mapping[str, str]) -> Iterable[Cast]:
-        known = {field.name for field in dataclasses.fields(Cast)}
-        if unknown := [name for name in fields if name not in known]:
-            raise PolicyError(f"a cast has no {unknown[0]}", write=f"one of {', '.join(sorted(known))}")
-        return (
-            cast
-            for cast in self.casts
-            if all(getattr(cast, name) == value for name, value in fields.items())
-            and (cast.by != "emulation" or "by" in fields)
-        )
-
-    # Data ---------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            StateError: It is not JSON, not an explanation, or one of another version.
-        """
-        try:
-            version, data = cls._opened(text)
-        except (ValueError, RecursionError) as error:
-            raise StateError("this is not an explanation", why=f"not JSON: {error}", write=_AGAIN) from error
-        except (KeyError, TypeError, AttributeError) as error:
-            raise StateError("this is not an explanation", why="it names no version", write=_AGAIN) from error
-        if version != cls._version:
-            raise StateError(
-                f"the explanation has version {version!r}", why=f"this mezzo reads version {cls._version}", write=_AGAIN
-            )
-        try:
-            for name, kind in (("rows", Row), ("casts", Cast), ("misaligned", Misaligned), ("findings", Finding)):
-                data[name] = tuple(_read(kind, item) for item in data[name])
-            return cls(**data | {"devices": tuple(data["devices"])})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise StateError("this is not an explanation", why=f"a field is wrong: {error}", write=_AGAIN) from error
-
     def differences(self, other: Explanation) -> tuple[Difference, ...]:
         """List what differs between two explanations, meant of one model under two policies.
 
@@ -229,26 +44,8 @@ class Explanation(Document):
         """
         return differences(self, other)
 
-    # People -------------------------------------------------------------------------------------------
-
     def __str__(self) -> str:
-        from mezzo.explanation.table import plain, renderables
-
         return plain(renderables(self))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
-        from mezzo.explanation.table import renderables
-
         yield from renderables(self)
-
-
-_AGAIN: Final = "explanation.to_json(), read back with Explanation.from_json(text)"
-
-
-def _read(kind: Any, item: Mapping[str, Any]) -> Any:
-    """Build one entry from JSON, whose lists stand for tuples."""
-    fields = dict(item)
-    if kind is Misaligned:
-        fields["paddings"] = tuple(Padding(**padding) for padding in fields["paddings"])
-        fields["shape"] = tuple((str(name), int(size)) for name, size in fields["shape"])
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import nn
 
-from mezzo.explanation.explanation import Finding, Row
+from mezzo.explanation.rows import Finding, Row
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, resolve
-from mezzo.trace.trace import MODEL
+from mezzo.trace.trace import Trace
+from mezzo.trace.where import MODEL
 
-__all__ = ["COMPOSITES", "Seen", "findings"]
+__all__ = ["COMPOSITES", "findings"]
 
 #: C++ functions made of ops that have names of their own, and that no rule reaches inside.
 COMPOSITES: Final[Mapping[str, frozenset[str]]] = {
@@ -57,16 +57,8 @@ _FAST_PATHS: Final[tuple[tuple[type[nn.Module], str], ...]] = (
 )
 
 
-class Seen(Protocol):
-    """What a trace knows beside its rows."""
-
-    inner_ops: dict[tuple[str, str], set[str]]
-    modules_run: set[str]
-    flops: Counter[tuple[str, str, str | None, str, str]]
-
-
 def findings(
-    model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Seen, *, has_backward: bool, in_mode: bool
+    model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Trace, *, has_backward: bool, in_mode: bool
 ) -> tuple[Finding, ...]:
     """List what a user should know beside the tables.
 
@@ -104,7 +96,7 @@ def _disagreements(rows: Iterable[Row]) -> Iterator[Finding]:
 # Rules without effect ---------------------------------------------------------------------------------
 
 
-def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Seen) -> Iterator[Finding]:
+def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Trace) -> Iterator[Finding]:
     """Tell rules that earlier ones leave nothing to from rules that this run gave nothing to."""
     modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     stored = _deciding_storage(model, policy)
@@ -132,8 +124,8 @@ def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], see
             yield Finding(kind="idle rule", where=str(rule), text=_idle(rule, rows, seen))
 
 
-def _idle(rule: Rule, rows: tuple[Row, ...], seen: Seen) -> str:
-    inside = sorted({module for module in seen.modules_run if rule.matches_module(module)}) if rule.module else []
+def _idle(rule: Rule, rows: tuple[Row, ...], seen: Trace) -> str:
+    inside = sorted({module for module in seen.where.modules_run if rule.matches_module(module)}) if rule.module else []
     if rule.module is not None and not inside:
         return f"it decided nothing in this run: no module that {rule.module} matches was called"
     names = [resolve(rule.op)] if rule.op and not any(character in rule.op for character in "*?[") else []
@@ -188,7 +180,7 @@ def _covering(mine: Matched, earlier: list[tuple[Rule, Matched]]) -> list[str]:
 # Where no rule reaches ----------------------------------------------------------------------------------
 
 
-def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Seen) -> Iterator[Finding]:
+def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Trace) -> Iterator[Finding]:
     rules = [rule for rule in policy.rules if rule.op is not None]
     for row in rows:
         inside = COMPOSITES.get(row.op, frozenset()) | seen.inner_ops.get((row.module, row.op), set()) - {row.op}
@@ -207,7 +199,7 @@ def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Seen) -> Iterator[
                 yield Finding(kind="unreachable", where=where, text=text)
 
 
-def _fp32_products(policy: Policy, seen: Seen) -> Iterator[Finding]:
+def _fp32_products(policy: Policy, seen: Trace) -> Iterator[Finding]:
     """Name the products that a low policy leaves in FP32, those with the largest share first."""
     total = seen.flops.total()
     if policy.dtype == torch.float32 or not total:
@@ -219,11 +211,11 @@ def _fp32_products(policy: Policy, seen: Seen) -> Iterator[Finding]:
             yield Finding(kind="FP32 product", where=where, text=f"{text}; {why}" if why else text)
 
 
-def _fast_paths(model: nn.Module, seen: Seen) -> Iterator[Finding]:
+def _fast_paths(model: nn.Module, seen: Trace) -> Iterator[Finding]:
     inside: list[str] = []
     for path, module in model.named_modules():
         function = next((name for kind, name in _FAST_PATHS if isinstance(module, kind)), None)
-        if function is None or module.training or path not in seen.modules_run:
+        if function is None or module.training or path not in seen.where.modules_run:
             continue
         if not any(not outer or path.startswith(f"{outer}.") for outer in inside):
             text = (

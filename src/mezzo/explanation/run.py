@@ -5,13 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -19,14 +15,17 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError, some_of
-from mezzo.explanation.explanation import Cast, Explanation, Misaligned, Padding, Row
+from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
+from mezzo.explanation.rows import Cast, Misaligned, Padding, Row
 from mezzo.policy import Policy, Rule
 from mezzo.tensors import each_tensor
 from mezzo.trace.calls import Decider
 from mezzo.trace.frames import here
-from mezzo.trace.modes import watch_modules, watching_backward, watching_forward
+from mezzo.trace.modes import ModuleHooks, watching
+from mezzo.trace.sandbox import as_training_runs, devices_of
 from mezzo.trace.trace import Trace
+from mezzo.trace.where import Where
 
 __all__ = ["explain"]
 
@@ -81,30 +80,31 @@ def explain(
     """
     policy = Policy.of(policy)
     args, kwargs = _arguments(inputs)
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        # A region that is active where explain is called would act on top of the policy's.
-        stack.enter_context(autocast("O0"))
-        copied = _copied(model)
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.explain(model, …)")
+    given = (leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    devices = list(dict.fromkeys((*devices_of([model]), *given)))
+    _check_runs(model, devices)
+    # A region that is active where explain is called would act on top of the policy's.
+    with as_training_runs(devices), autocast("O0"):
         args, kwargs = _own((args, kwargs))
-        devices = _devices(copied, (args, kwargs))
-        _check_runs(copied, devices)
-        for context in (*_random_states(devices), _uncompiled()):
-            stack.enter_context(context)
-        return _traced(copied, args, kwargs, policy, loss, tuple(dict.fromkeys(each.type for each in devices)))
+        return _traced(_copied(model), args, kwargs, policy, loss, devices)
 
 
 def _traced(
-    model: nn.Module, args: Any, kwargs: Any, policy: Policy, loss: Loss | None, devices: tuple[str, ...]
+    model: nn.Module, args: Any, kwargs: Any, policy: Policy, loss: Loss | None, devices: list[torch.device]
 ) -> Explanation:
-    trace = Trace(Decider(policy, _ruled(model, policy)), policy.dtype, until=here())
-    around = watch_modules(trace, model)
+    trace = Trace(Decider(policy, _ruled(model, policy)), policy.dtype, Where(until=here()))
+    hooks = [(module, ModuleHooks(trace, path)) for path, module in model.named_modules()]
+    for module, each in hooks:
+        each.inside(module, is_prepared=False)
     handle = Prepared(model, policy)
     handle.release_originals()
-    around()
+    for module, each in hooks:
+        each.around(module)
     region = handle.autocast()
-    with region, watching_forward(trace, model, (args, kwargs)):
+    trace.learn(model, (args, kwargs))
+    with region, watching(trace):
         output = model(*args, **kwargs)
         value = None if loss is None else _checked_loss(loss(output))
     starts = _starts(output) if value is None else [value]
@@ -112,24 +112,21 @@ def _traced(
     if differentiable:
         # A sum in FP32 gives every output a gradient of ones, in the output's dtype.
         ones = [torch.ones_like(tensor) for tensor in differentiable]
-        with watching_backward(trace):
+        with watching(trace, backward=True):
             region.run_backward(differentiable, grad_tensors=ones)  # type: ignore[arg-type]
     rows = _rows(trace)
+    in_mode = policy.autocast or region.has_differences or policy.param_dtype != torch.float32
     return Explanation(
         model=type(model).__name__,
         policy=str(policy),
-        devices=devices,
+        devices=tuple(dict.fromkeys(device.type for device in devices)),
         torch=torch.__version__,
         emulated=region.emulated,
         rows=rows,
         casts=_casts(trace),
         misaligned=_misaligned(trace),
-        findings=findings(
-            model, policy, rows, trace,
-            has_backward=bool(differentiable),
-            in_mode=policy.autocast or region.has_differences or policy.param_dtype != torch.float32,
-        ),
-    )  # fmt: skip
+        findings=findings(model, policy, rows, trace, has_backward=bool(differentiable), in_mode=in_mode),
+    )
 
 
 # Before ---------------------------------------------------------------------------------------------
@@ -149,9 +146,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _copied(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.explain(model, …)")
+def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
@@ -194,36 +189,6 @@ def _check_runs(model: nn.Module, devices: list[torch.device]) -> None:
             why="dtypes are measured at kernels, and there are none",
             write='model.to_empty(device="cpu"), and inputs on that device',
         )
-
-
-def _devices(model: nn.Module, inputs: Any) -> list[torch.device]:
-    leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
-    return list(dict.fromkeys(tensor.device for tensor in (*model.parameters(), *model.buffers(), *leaves)))
-
-
-def _random_states(devices: list[torch.device]) -> Iterator[Any]:
-    kinds = {device.type for device in devices} - {"cpu"}
-    yield torch.random.fork_rng(devices=[])
-    for kind in kinds:
-        yield torch.random.fork_rng(
-            devices=[device.index or 0 for device in devices if device.type == kind], device_type=kind
-        )
-    yield _python_random_states()
-
-
-@contextmanager
-def _python_random_states() -> Iterator[None]:
-    state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-
-
-def _uncompiled() -> Any:
-    """Run compiled functions and modules as they were written; nothing is compiled where dynamo is not loaded."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _ruled(model: nn.Module, policy: Policy) -> dict[int, tuple[Rule, str]]:

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.errors import printable
-from mezzo.explanation.explanation import Cast, Explanation, Finding, Misaligned, Row
-from mezzo.trace.trace import MODEL
+from mezzo.explanation.differences import differences
+from mezzo.explanation.rows import Cast, Explained, Finding, Misaligned, Row
+from mezzo.trace.where import MODEL
 
 __all__ = ["byte_text", "difference_table", "differences_json", "plain", "renderables"]
 
@@ -36,7 +37,7 @@ def plain(parts: Iterable[RenderableType]) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def renderables(explanation: Explanation) -> Iterator[RenderableType]:
+def renderables(explanation: Explained) -> Iterator[RenderableType]:
     """Yield the heading, the tables that have rows, and the findings."""
     yield Text(printable(_heading(explanation)), style="bold")
     for title, table in (
@@ -51,20 +52,20 @@ def renderables(explanation: Explanation) -> Iterator[RenderableType]:
             yield table
 
 
-def difference_table(first: Explanation, second: Explanation) -> RenderableType:
+def difference_table(first: Explained, second: Explained) -> RenderableType:
     """Show two explanations side by side, only where they differ."""
-    differences = first.differences(second)
-    if not differences:
+    found = differences(first, second)
+    if not found:
         return Text(printable(f"{first.policy} and {second.policy} explain the same"))
     table = _table(("about", "where", first.policy, second.policy))
-    for each in differences:
+    for each in found:
         _add(table, (each.about, _short(each.where), each.this, each.other))
     return table
 
 
-def differences_json(first: Explanation, second: Explanation) -> str:
+def differences_json(first: Explained, second: Explained) -> str:
     """Write the differences as a JSON list."""
-    found = [dataclasses.asdict(each) for each in first.differences(second)]
+    found = [dataclasses.asdict(each) for each in differences(first, second)]
     return json.dumps(found, indent=2, ensure_ascii=False)
 
 
@@ -83,7 +84,7 @@ def byte_text(count: int) -> str:
     return f"{size:.4g} TiB"
 
 
-def _heading(explanation: Explanation) -> str:
+def _heading(explanation: Explained) -> str:
     arithmetic = "products emulated in FP32" if explanation.emulated else "native arithmetic"
     devices = "+".join(explanation.devices) or "no device"
     return f"{explanation.model} under {explanation.policy} on {devices}, {arithmetic}, torch {explanation.torch}"
@@ -106,7 +107,7 @@ def _ops(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _casts_title(explanation: Explanation) -> str:
+def _casts_title(explanation: Explained) -> str:
     if not explanation.casts:
         return "casts"
     title = f"casts: {explanation.num_casts()}, {byte_text(explanation.cast_bytes())} read and written"

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.overflow.checks import is_checking
 from mezzo.tensors import dtype_name, each_tensor, mark
 from mezzo.trace.frames import user_line
+from mezzo.trace.modes import is_watched
 from mezzo.trace.sandbox import RandomStates, devices_of
 
-__all__ = ["Call", "Event", "Kept", "Recorder"]
+__all__ = ["CallKeeper", "Event", "Kept", "KeptCall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _Graph:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class KeptCall:
     """One call of a model.
 
     Attributes:
@@ -91,14 +91,14 @@ class Call:
 class Event(NamedTuple):
     """A forward pass, or a backward pass by its number, in the order in which they happened."""
 
-    call: Call
+    call: KeptCall
     task: int | None
 
 
-class Recorder:
+class CallKeeper:
     """Hooks on models that keep each call with gradients, until it is forgotten.
 
-    A copied or pickled model takes an empty recorder with it, which keeps nothing.
+    A copied or pickled model takes an empty keeper with it, which keeps nothing.
 
     Args:
         models: The models. Of one that calls another only the outer call is kept.
@@ -108,7 +108,7 @@ class Recorder:
         self.events: list[Event] = []
         self._models = list(models)
         self._devices = devices_of(models)
-        self._open: defaultdict[int, list[Call | None]] = defaultdict(list)  # by thread
+        self._open: defaultdict[int, list[KeptCall | None]] = defaultdict(list)  # by thread
         self._hooks = [
             handle
             for model in self._models
@@ -120,7 +120,7 @@ class Recorder:
         ]
 
     def __reduce__(self) -> Any:
-        return Recorder, ()
+        return CallKeeper, ()
 
     def clear(self) -> None:
         """Forget every call whose backward pass has been, or cannot come any more."""
@@ -144,12 +144,12 @@ class Recorder:
         if torch.compiler.is_compiling() or not self._models:
             return
         opened = self._open[threading.get_ident()]
-        if opened or not torch.is_grad_enabled() or is_checking():
+        if opened or not torch.is_grad_enabled() or is_watched():
             opened.append(None)
             return
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
         inputs = [Kept.of(tensor, name) for name, tensor in _named(args, kwargs)]
-        opened.append(Call(module, args, kwargs, inputs, RandomStates.now(self._devices), user_line()))
+        opened.append(KeptCall(module, args, kwargs, inputs, RandomStates.now(self._devices), user_line()))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._models:
@@ -170,7 +170,7 @@ class Recorder:
         self.events = [event for event in self.events if event.call.arrivals or event.call.is_pending]
         self.events.append(Event(call, None))
 
-    def _arrive(self, call: Call, graph: _Graph, number: int, gradient: Tensor) -> None:
+    def _arrive(self, call: KeptCall, graph: _Graph, number: int, gradient: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if not any(event.call is call for event in self.events):
             self.events.append(Event(call, None))  # forgotten meanwhile, and used again

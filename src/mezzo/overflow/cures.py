@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from torch import nn
@@ -15,9 +16,9 @@ from mezzo.overflow.origins import Origin
 from mezzo.policy import Policy, Rule
 from mezzo.policy.fields import FIELDS, level_fields
 from mezzo.scale import LossScale
-from mezzo.trace.trace import LOSS, MODEL
+from mezzo.trace.where import LOSS, MODEL
 
-__all__ = ["Context", "highest_scale", "power", "scale", "wider"]
+__all__ = ["Context", "highest_scale", "lower_scale", "power", "wider_format"]
 
 #: More modules than these in FP32 are better served by another format.
 _MANY: Final = 3
@@ -45,65 +46,57 @@ class Context:
 # Forward --------------------------------------------------------------------------------------------
 
 
-def wider(origin: Origin, context: Context) -> tuple[str, str]:
+def wider_format(origin: Origin, context: Context) -> tuple[str, str]:
     """Return what makes room for a number beyond 16 bits: a remark on it, and the text to paste.
 
     An FP32 rule cures only what nothing casts back: where a low-precision op reads the number before another one has
-    brought it back into range, that op's module must be FP32 as well; where that spreads, BF16 has the range.
+    brought it back into range, that op's module must be FP32 as well; where that spreads, BF16 has the range. Trying
+    a rule would tell as much, but a user's function runs once, and in the region that it enters itself.
     """
-    policy, readers = context.policy, [each for each in origin.consumers if each.is_low]
+    policy, low = context.policy, [each for each in origin.readers if each.is_low]
     if origin.cast_by == "model":
         return ", and the model's own code casts it", "x.bfloat16() in place of x.half(), or no cast"
     if policy is not None and policy.dtype != origin.dtype:
         return f", which {policy} does not ask for: the model's own code casts", "x.float() before it"
     if origin.phase == "backward":
         return "; other gradients are not finite with a lower loss scale either", _bfloat16(context)
-    if origin.role == "parameter" and (path := _unnumbered(origin.path, context)):
+    if origin.role == "parameter" and (path := _as_in_rules(origin.path, context)):
         return "", f'policy = policy.keep_fp32(params=["{path}"])'
-    is_op_enough = {each.op for each in readers} <= {origin.op} and len({each.module for each in readers}) <= _MANY
+    op_rule = f'policy = policy.fp32("{origin.op}")'
+    is_op_enough = all(each.op == origin.op for each in low) and len({each.module for each in low}) <= _MANY
     if origin.rule is not None and origin.rule.op is not None and is_op_enough:
-        return f", under the rule {origin.rule}", f'policy = policy.fp32("{origin.op}")'
+        return f", under the rule {origin.rule}", op_rule
     if modules := _modules(origin, context):
-        names = ", ".join(f'"{path}"' for path in modules)
-        return "", f"policy = policy.keep_fp32(modules=[{names}])"
+        return "", f"policy = policy.keep_fp32(modules=[{', '.join(modules)}])"
     if context.autocasts and is_op_enough and _takes_rule(origin.op):
-        return "", f'policy = policy.fp32("{origin.op}")'
-    names = ", ".join(dict.fromkeys(f"{each.op} in {each.module or MODEL}" for each in readers[:_MANY]))
+        return "", op_rule
+    names = ", ".join(dict.fromkeys(f"{each.op} in {each.module or MODEL}" for each in low[:_MANY]))
     return f"; FP32 there would not do, since {names} would cast it again" if names else "", _bfloat16(context)
 
 
 def _modules(origin: Origin, context: Context) -> list[str]:
-    """Return the modules that together keep the number in FP32 until it is back in range; none where that is most."""
-    if context.autocasts:
-        # What is FP32 stays FP32 until an op that autocasting casts low.
-        modules = [origin.module, *(each.module for each in origin.consumers if each.is_low)]
-    else:
-        # Without autocast a module's results are cast back, so one module must hold all that reads the number.
-        each = [origin.module, *(each.module for each in origin.consumers)]
-        modules = [".".join(_common(*(path.split(".") for path in each)))]
-    found = [_unnumbered(path, context) for path in dict.fromkeys(modules)]
-    return [path for path in found if path] if all(found) and len(found) <= _MANY else []
+    """Return, quoted, the modules that together keep the number in FP32 until it is back in range; few, or none."""
+    # With autocast what is FP32 stays FP32 until an op casts it low. Without, a module's results are cast back, so that
+    # one module must hold all that reads the number.
+    modules = [origin.module, *(each.module for each in origin.readers if each.is_low or not context.autocasts)]
+    if not context.autocasts:
+        common = takewhile(lambda parts: len({*parts}) == 1, zip(*(path.split(".") for path in modules), strict=False))
+        modules = [".".join(parts[0] for parts in common)]
+    found = [_as_in_rules(path, context) for path in dict.fromkeys(modules)]
+    return [f'"{path}"' for path in found] if all(found) and len(found) <= _MANY else []
 
 
-def _common(*paths: Sequence[str]) -> Iterator[str]:
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            return
-        yield parts[0]
-
-
-def _unnumbered(path: str, context: Context) -> str | None:
+def _as_in_rules(path: str, context: Context) -> str:
     """Return a path as rules have it, if every model has a parameter, or a module that is called, under it."""
     if len(context.models) > 1:
         path = path.partition(".")[2]
-    if path == LOSS or not path:
-        return None
+    if path == LOSS:
+        return ""
     for model in context.models:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        if path not in dict(model.named_parameters(remove_duplicate=False)) and (
-            path not in modules or type(modules[path]).forward is nn.Module.forward
-        ):
-            return None
+        module = dict(model.named_modules(remove_duplicate=False)).get(path)
+        is_called = module is not None and type(module).forward is not nn.Module.forward
+        if not is_called and path not in dict(model.named_parameters(remove_duplicate=False)):
+            return ""
     return path
 
 
@@ -159,13 +152,12 @@ def highest_scale(
     return 2.0**low
 
 
-def scale(context: Context) -> str:
+def lower_scale(context: Context, scale: float) -> str:
     """Return the text that lowers the loss scale, or where a policy has none, the format that needs none."""
-    assert context.lowered is not None
     policy = context.policy or Policy.O1()
-    before, after = policy.loss_scale, LossScale.constant(context.lowered)
-    if before.mode == "dynamic" and before.floor <= context.lowered <= (before.ceiling or math.inf):
-        after = dataclasses.replace(before, init=context.lowered)
+    before, after = policy.loss_scale, LossScale.constant(scale)
+    if before.mode == "dynamic" and before.floor <= scale <= (before.ceiling or math.inf):
+        after = dataclasses.replace(before, init=scale)
     try:
         policy.evolve(loss_scale=after)
     except PolicyError:  # O3 in float16 cannot unscale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -13,7 +14,7 @@ from mezzo.policy.ops import NORMS, OPS
 from mezzo.trace.measure import Range
 from mezzo.trace.names import Role
 
-__all__ = ["BOUNDED", "SOFTMAX", "Consumer", "Origin"]
+__all__ = ["BOUNDED", "SOFTMAX", "Origin", "Reader"]
 
 #: Kernels that turn -inf into 0, unless a whole row is -inf.
 SOFTMAX: Final = frozenset({"softmax", "log_softmax", "scaled_dot_product_attention", "logsumexp"})
@@ -31,7 +32,7 @@ BOUNDED: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Consumer:
+class Reader:
     """A call that reads what an origin made, before an op brings it back into range."""
 
     module: str
@@ -47,8 +48,8 @@ class Origin:
         number: Its place in the order of execution.
         source: ``made`` of finite numbers; ``masked``, made of -inf alone; ``written`` as a constant by the code;
             ``given``, there before the pass.
-        is_weak: Whether it is an infinity that is often meant, as in an attention mask, and is an origin only if it
-            reaches the end.
+        may_be_meant: Whether it is an infinity that is often meant, as in an attention mask, and is an origin only if
+            it reaches the end.
         phase: ``forward`` or ``backward``.
         module: Path of the module.
         op: The op.
@@ -64,13 +65,13 @@ class Origin:
         role: What it is, where it is a parameter, buffer or input, or a cast of one.
         path: The name of that.
         cast_by: Whose cast overflowed: the ``policy``'s or the ``model``'s own code's; ``None`` for other ops.
-        spoiled_by: For a weak one: op and line that first made NaN of it.
-        consumers: The calls that read it while it is as large, in order.
+        made_nan_by: Where it may be meant: op and line that first made NaN of it.
+        readers: The calls that read it while it is as large, in order.
     """
 
     number: int
     source: Literal["made", "masked", "written", "given"]
-    is_weak: bool = False
+    may_be_meant: bool = False
     phase: Phase
     module: str
     op: str
@@ -85,10 +86,14 @@ class Origin:
     role: Role | None = None
     path: str = ""
     cast_by: Literal["policy", "model"] | None = None
-    spoiled_by: str = ""
-    consumers: dict[Consumer, None] = field(default_factory=dict)
+    made_nan_by: str = ""
+    readers: dict[Reader, None] = field(default_factory=dict)
 
     @property
     def rank(self) -> tuple[bool, int]:
         """The order in which origins are blamed: what is often meant comes last."""
-        return self.is_weak, self.number
+        return self.may_be_meant, self.number
+
+    def rename(self, name: str) -> None:
+        """Call the tensor by another name."""
+        self.tensor = dataclasses.replace(self.tensor, name=name)

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mezzo.overflow.calls import Call, Event, Recorder
-from mezzo.overflow.causes import arrived, summed
+from mezzo.overflow.calls import CallKeeper, Event, KeptCall
 from mezzo.overflow.cures import Context
+from mezzo.overflow.diagnose import arrived, summed
 from mezzo.overflow.report import Changed, Overflow
 from mezzo.overflow.search import Search, checked_models
 from mezzo.tensors import each_tensor
 from mezzo.trace.frames import here
 from mezzo.trace.measure import is_finite
-from mezzo.trace.names import Names
 from mezzo.trace.sandbox import untouched
+from mezzo.trace.where import Where
 
 __all__ = ["Replay"]
 
@@ -61,18 +61,18 @@ class Replay:
     ) -> None:
         self._models = checked_models(models)
         self._region = region
-        self._recorder = Recorder(self._models)
+        self._keeper = CallKeeper(self._models)
 
     def clear(self) -> None:
         """Forget every call whose backward pass has been: after each step, and when gradients are cleared.
 
         A forward pass that still waits for its backward pass stays, since gradients may be cleared between the two.
         """
-        self._recorder.clear()
+        self._keeper.clear()
 
     def remove(self) -> None:
         """Take the hooks off the models and forget everything."""
-        self._recorder.remove()
+        self._keeper.remove()
 
     def locate(self, loss_scale: float | Tensor = 1.0) -> Overflow | Changed | None:
         """Find the first non-finite tensor that led on, in the calls since :meth:`clear`.
@@ -88,7 +88,7 @@ class Replay:
         """
         search = _Replayed(self._models, self._region, float(loss_scale))
         with untouched(self._models):
-            for _, group in groupby(list(self._recorder.events), key=lambda event: id(event.call)):
+            for _, group in groupby(list(self._keeper.events), key=lambda event: id(event.call)):
                 if (found := search.look_at(list(group))) is not None:
                     return found
         return Changed(tensors=tuple(search.changed)) if search.changed else search.late or search.sum_too_large()
@@ -100,20 +100,17 @@ class _Replayed:
     Attributes:
         changed: What was changed in place.
         late: An overflow in a forward pass whose gradients were finite nevertheless.
-        sums: The gradients of FP16 parameters from all backward passes, added up in FP32, and of how many.
+        sums: By name the gradients of FP16 parameters from all backward passes, added up in FP32, and of how many.
     """
 
     def __init__(
-        self,
-        models: list[nn.Module],
-        region: Callable[[], AbstractContextManager[Any]],
-        scale: float,
+        self, models: list[nn.Module], region: Callable[[], AbstractContextManager[Any]], scale: float
     ) -> None:
         self.models, self.region, self.scale = models, region, scale
         self.changed: dict[str, None] = {}
         self.late: Overflow | None = None
-        self.sums: dict[Tensor, tuple[Tensor, int]] = {}
-        self.context: Context | None = None
+        self.sums: dict[str, tuple[Any, int]] = {}
+        self.context = Context(models=models, policy=None, autocasts=False)
 
     def look_at(self, events: list[Event]) -> Overflow | None:
         """Run one call again, forward, and backward where its backward passes followed at once."""
@@ -124,7 +121,8 @@ class _Replayed:
             self.changed.update(dict.fromkeys(changed))
             return None
         region = self.region()
-        search = Search(self.models, getattr(region, "policy", None), scale=self.scale, until=here(), instead=call.line)
+        where = Where(until=here(), instead=call.line)
+        search = Search(self.models, getattr(region, "policy", None), scale=self.scale, where=where)
         with search.hooked():
             outputs = self._forward(search, call)
             if (found := self._begins_forward(search, call, outputs)) is not None:
@@ -143,7 +141,7 @@ class _Replayed:
                 self._add_up(search)
         return None
 
-    def _forward(self, search: Search, call: Call) -> list[Tensor]:
+    def _forward(self, search: Search, call: KeptCall) -> list[Tensor]:
         """Run a call on its inputs as new leaves, and return the outputs in the order in which they were kept."""
         args, kwargs = pytree.tree_map(_leaf, (call.args, call.kwargs))
         call.states.restore()
@@ -151,7 +149,7 @@ class _Replayed:
             output = search.forward(lambda: call.module(*args, **kwargs))
         return [tensor for _, tensor in each_tensor(output) if tensor.requires_grad]
 
-    def _begins_forward(self, search: Search, call: Call, outputs: list[Tensor]) -> Overflow | None:
+    def _begins_forward(self, search: Search, call: KeptCall, outputs: list[Tensor]) -> Overflow | None:
         """Report a forward pass that was non-finite, if the gradients that came back say that it mattered."""
         arrivals = [arrival for each in call.arrivals.values() for arrival in each.items()]
         origin = search.watch.first([outputs[number] for number in dict(arrivals)])
@@ -159,7 +157,7 @@ class _Replayed:
             return None
         if any(not is_finite(kept.tensor) for _, kept in arrivals):
             return search.report(origin)
-        if not origin.is_weak:
+        if not origin.may_be_meant:
             self.late = self.late or search.report(origin)
         return None
 
@@ -168,19 +166,14 @@ class _Replayed:
         if search.policy is not None and search.policy.master_weights:
             return  # masters take each gradient in FP32
         for leaf, gradient in search.gradients:
-            if leaf.dtype == torch.float16:
-                total, count = self.sums.get(leaf, (torch.zeros_like(gradient, dtype=torch.float32), 0))
-                self.sums[leaf] = total + gradient.float(), count + 1
+            if leaf.dtype == torch.float16 and (known := search.watch.names.of(leaf)) is not None:
+                total, count = self.sums.get(known[1], (0, 0))
+                self.sums[known[1]] = total + gradient.float(), count + 1
 
     def sum_too_large(self) -> Overflow | None:
         """Report a gradient that is finite in each backward pass, and not when they are added up."""
-        names = Names(self.models)
-        for leaf, (total, count) in self.sums.items():
-            if self.context is not None and (known := names.of(leaf)) is not None:
-                found = summed(known[1], total, leaf.dtype, count, self.context)
-                if found is not None:
-                    return found
-        return None
+        found = (summed(name, total, count, self.context) for name, (total, count) in self.sums.items())
+        return next((each for each in found if each is not None), None)
 
 
 def _leaf(value: Any) -> Any:

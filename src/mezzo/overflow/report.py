@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal
 
-from mezzo.errors import StateError, message, printable
+from mezzo.errors import message, printable
 from mezzo.trace.document import Document
 from mezzo.trace.measure import Range, shape_text
-from mezzo.trace.trace import MODEL
+from mezzo.trace.where import MODEL
 
 __all__ = ["Changed", "Kind", "Overflow", "Phase"]
 
@@ -63,24 +63,6 @@ class Overflow(Document):
     cause: str
     cure: str
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            StateError: It is not JSON, not an overflow, or one of another version.
-        """
-        again = "overflow.to_json(), read back with Overflow.from_json(text)"
-        try:
-            version, data = cls._opened(text)
-            if version != cls._version:
-                raise ValueError(f"it has version {version!r}, and this mezzo reads version {cls._version}")
-            ranges = [_range(item) for item in (data["tensor"], *data["inputs"])]
-            return cls(**data | {"tensor": ranges[0], "inputs": tuple(ranges[1:])})
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise StateError("this is not an overflow", why=why, write=again) from error
-
     def __str__(self) -> str:
         place = " ".join(filter(None, (self.module or MODEL, self.op)))
         tensor = f"{self.tensor.name} ({self.tensor.dtype}, {shape_text(self.tensor.shape)})"
@@ -112,7 +94,3 @@ class Changed:
             why="changed in place after the model had used it, so that a replay would compute another step",
             write="x = x + 1 in place of x += 1, until amp.step(); or mezzo.numerics.locate(fn, model)",
         )
-
-
-def _range(item: dict[str, Any]) -> Range:
-    return Range(**item | {"shape": tuple(item["shape"])})

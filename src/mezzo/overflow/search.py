@@ -5,27 +5,28 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast.notes import watched
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
-from mezzo.overflow.causes import diagnose
-from mezzo.overflow.checks import Checks
 from mezzo.overflow.cures import Context, highest_scale
+from mezzo.overflow.diagnose import diagnose
 from mezzo.overflow.origins import Origin
 from mezzo.overflow.report import Overflow
 from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, each_tensor
 from mezzo.trace.measure import is_finite
-from mezzo.trace.modes import Calls, Watcher
+from mezzo.trace.modes import ModuleHooks, watching
 from mezzo.trace.names import numbered
 from mezzo.trace.sandbox import gradients_aside, untouched
+from mezzo.trace.where import Where
 
 __all__ = ["Search", "checked_models", "locate"]
 
@@ -95,7 +96,9 @@ def locate(
                 write="mezzo.numerics.locate(lambda: criterion(model(x), y), model)",
             )
         origin = search.watch.first(ends)
-        if origin is not None and (not origin.is_weak or any(end.numel() == 1 and not is_finite(end) for end in ends)):
+        if origin is not None and (
+            not origin.may_be_meant or any(end.numel() == 1 and not is_finite(end) for end in ends)
+        ):
             return search.report(origin)
         starts = [_wide(end) * scale for end in ends if end.requires_grad]
         return search.backward(starts, [torch.ones_like(start) for start in starts], backward) if starts else None
@@ -121,52 +124,38 @@ class Search:
         models: The models.
         policy: Their policy, where it is known.
         scale: The loss scale.
-        until: See :class:`Watch`.
-        instead: See :class:`Watch`.
+        where: Where the pass begins.
     """
 
     def __init__(
-        self,
-        models: Sequence[nn.Module],
-        policy: Policy | None,
-        *,
-        scale: float,
-        until: int = 0,
-        instead: str | None = None,
+        self, models: Sequence[nn.Module], policy: Policy | None, *, scale: float, where: Where | None = None
     ) -> None:
         self.models, self.policy, self.scale = models, policy, scale
-        self.watch = Watch(models, policy, until=until, instead=instead)
+        self.watch = Watch(models, policy, where or Where())
         self.gradients: list[tuple[Tensor, Tensor]] = []  # of the last backward pass, by leaf
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Hook every module inside the block, so that it is known which one runs."""
-        with ExitStack() as stack:
+        handles: list[RemovableHandle] = []
+        try:
             for prefix, model in numbered(self.models):
-                stack.callback(
-                    model.register_forward_pre_hook(self._learn(prefix), prepend=True, with_kwargs=True).remove
-                )
+                learn = partial(self._learn, prefix)
+                handles.append(model.register_forward_pre_hook(learn, prepend=True, with_kwargs=True))
                 for path, module in model.named_modules():
-                    watcher = Watcher(self.watch, f"{prefix}{path}".rstrip("."))
-                    # Outside and inside of the hooks by which a prepared module enters its region.
-                    for handle in (
-                        module.register_forward_pre_hook(watcher.enter, prepend=True),
-                        module.register_forward_pre_hook(watcher.push),
-                        module.register_forward_hook(watcher.pop, prepend=True, always_call=True),
-                        module.register_forward_hook(watcher.leave, always_call=True),
-                    ):
-                        stack.callback(handle.remove)
+                    hooks = ModuleHooks(self.watch, f"{prefix}{path}".rstrip("."))
+                    handles += [*hooks.around(module), *hooks.inside(module, is_prepared=True)]
             yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def _learn(self, prefix: str) -> Callable[..., None]:
-        def learn(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.watch.names.put_inputs(prefix, args, kwargs)
-
-        return learn
+    def _learn(self, prefix: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.watch.names.put_inputs(prefix, args, kwargs)
 
     def forward(self, fn: Callable[[], Any]) -> Any:
         """Run a forward pass, watched."""
-        with watched(), Checks(self.watch), Calls(self.watch):
+        with watching(self.watch):
             return fn()
 
     def backward(self, starts: Sequence[Tensor], gradients: Sequence[Tensor], run: Backward) -> Overflow | None:
@@ -177,9 +166,8 @@ class Search:
             gradients: The gradients that arrive there.
             run: What runs it.
         """
-        self.watch.begin_backward()
         with gradients_aside(leaves := self._leaves(starts)):
-            with watched(), Checks(self.watch):
+            with watching(self.watch, backward=True):
                 run(starts, grad_tensors=gradients, retain_graph=True)
             self.gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
         origin = self.watch.first(gradient for _, gradient in self.gradients)
@@ -220,9 +208,7 @@ class Search:
 
     def context(self) -> Context:
         """Return what is known beside an origin."""
-        return Context(
-            models=self.models, policy=self.policy, autocasts=self.watch.autocasts, loss_scale=self.scale, lowered=None
-        )
+        return Context(models=self.models, policy=self.policy, autocasts=self.watch.autocasts, loss_scale=self.scale)
 
 
 def _wide(loss: Tensor) -> Tensor:

@@ -1,14 +1,11 @@
 """Watching a forward and a backward pass for numbers that are not finite, and for where each comes from.
 
-Built on the trace behind :func:`mezzo.explain`, which knows the module, the op and the user's line of every kernel,
-forward and backward. A kernel's result that is not finite though all it read is finite is an *origin*. Later kernels
-hand it on, and in the end it is known which origin the loss and the gradients have it from.
+A kernel's result that is not finite though all it read is finite is an *origin*. Later kernels hand it on, and in the
+end it is known which origin the loss and the gradients have it from.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,13 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from mezzo.cast.notes import notes
-from mezzo.overflow.origins import BOUNDED, SOFTMAX, Consumer, Origin
+from mezzo.overflow.origins import BOUNDED, SOFTMAX, Origin, Reader
 from mezzo.overflow.report import Phase
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
 from mezzo.tensors import has_fraction, tensors
 from mezzo.trace.calls import Decider
-from mezzo.trace.frames import kernel_name, user_line
+from mezzo.trace.frames import kernel_name
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view, same_storage
 from mezzo.trace.measure import (
     Operand,
@@ -33,130 +30,137 @@ from mezzo.trace.measure import (
     is_finite,
     is_like_a_mask,
     needed,
+    operands,
     range_of,
 )
 from mezzo.trace.names import Edge, Names, edges
-from mezzo.trace.trace import LOSS, Place, Trace
+from mezzo.trace.where import LOSS, Place, Where
 
 __all__ = ["Watch"]
 
 
-class _Result(NamedTuple):
-    """What the last kernel made, and of what."""
+class _Ran(NamedTuple):
+    """A kernel that has run.
 
-    where: Any
-    kernel: str
-    tensor: Tensor
+    Attributes:
+        kernel: The kernel.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        read: What it read, as it was before.
+        results: Its results that hold fractions.
+        bad: The number of the first of them that is not finite.
+    """
+
+    kernel: Any
+    args: Any
+    kwargs: Any
     read: list[Operand]
+    results: list[Tensor]
+    bad: int
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel._schema.name)
+
+    @property
+    def result(self) -> Tensor:
+        return self.results[self.bad]
 
 
-class Watch(Trace):
+class Watch:
     """Everything non-finite that is seen in one forward pass and in backward passes from it.
 
     Args:
         models: The models, which give modules and parameters their names.
         policy: The policy, where it is known.
-        until: The frame beyond which no line is the step's; see :func:`~mezzo.trace.frames.user_line`.
-        instead: The line to name where there is none.
+        where: Where the pass is.
+
+    Attributes:
+        autocasts: Whether ops are cast one by one.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        policy: Policy | None,
-        *,
-        until: int = 0,
-        instead: str | None = None,
-    ) -> None:
-        super().__init__(Decider(policy or Policy.O0(), {}), torch.float32, until)
-        self.names = Names(models)
+    def __init__(self, models: Sequence[nn.Module], policy: Policy | None, where: Where) -> None:
+        self.where, self.names = where, Names(models)
         self.origins: list[Origin] = []
-        self.autocasts = False if policy is None else policy.autocast
-        self._instead = instead
+        self.autocasts = policy is not None and policy.autocast
+        self._decider = Decider(policy or Policy.O0(), {})
         self._from, self._wide = Storages(), Storages()  # the number of an origin, as text
         self._copies = Storages()  # the names of what was cast
         self._arguments: dict[int, tuple[Place, dict[Edge, str]]] = {}
-        self._last: _Result | None = None
+        self._last: tuple[Any, _Ran] | None = None  # and the call or the autograd node that it belongs to
 
-    # Where ----------------------------------------------------------------------------------------------
+    # Calls --------------------------------------------------------------------------------------------
 
     def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
         """Be in a call, and remember what its gradients will be gradients of."""
-        place = super().begin(function, args, kwargs)
         with torch._C.DisableTorchFunction():
-            assert place.call is not None
-            if ops := [note.about for note in notes() if note.kind == "op"]:
-                # A region above this trace has taken apart what the user's code calls.
-                place.call = self.decider.call(ops[-1], args, kwargs, None if place.module == LOSS else place.module)
-            place.call.line = place.call.line or self._line()
+            # A region above the mode that tells may have taken apart what the user's code calls.
+            ops = [note.about for note in notes() if note.kind == "op"]
+            around = self.where.now
+            call = self._decider.call(ops[-1] if ops else function, args, kwargs, around.path)
+            call.line = self.where.line()
+            place = Place(around.module, call)
+            self.where.enter(place)
             self._arguments[id(place)] = place, edges(args, kwargs)  # with the place, so that its id stays its own
-            self.autocasts |= any(torch.is_autocast_enabled(kind) for kind in _kinds(args, kwargs))
+            kinds = {tensor.device.type for tensor in tensors((args, kwargs))}
+            self.autocasts |= any(torch.is_autocast_enabled(kind) for kind in kinds)
         return place
 
     def finish(self, place: Place, out: Any) -> None:
-        """End a call: there are no rows to count here."""
+        """Need nothing of what a call returns: its kernels have been looked at."""
 
-    def _line(self) -> str | None:
-        return user_line(self.until) or self._instead
-
-    def _where(self) -> Place:
+    def _place(self) -> Place:
         """Return where a kernel belongs, inside the backward passes that emulation runs within its own as well."""
-        for note in reversed(notes()) if self._backward else ():
-            if isinstance(node := note.about, BackwardCFunction):
-                number = node._sequence_nr()
-                found = bisect_right(self._timeline, number, key=lambda mark: mark[0])
-                return self._timeline[found - 1][1] if found else self._places[-1]
-        return self._place()
+        nodes = (note.about for note in reversed(notes()) if isinstance(note.about, BackwardCFunction))
+        node = next(nodes, None) if self.where.is_backward else None
+        return self.where.place() if node is None else self.where.of_node(node)
 
+    @property
     def _phase(self) -> Phase:
-        return "backward" if self._backward and not self._recomputing() else "forward"
+        return "backward" if self.where.is_gradient else "forward"
 
     # Kernels ------------------------------------------------------------------------------------------
 
-    def check(self, kernel: Any, read: list[Operand], args: Any, kwargs: Any, out: Any) -> None:
-        """Look at what a kernel made.
+    def before(self, kernel: Any, args: Any, kwargs: Any) -> list[Operand]:
+        """Keep what a kernel is about to read."""
+        return operands(kernel, args, kwargs)
 
-        Args:
-            kernel: The kernel.
-            read: What it read, as it was before.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            out: Its results.
-        """
+    def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: list[Operand]) -> None:
+        """Look at what a kernel made."""
         results = [tensor for tensor in tensors(out) if has_fraction(tensor.dtype)]
         if not results or is_view(kernel) or is_allocation(kernel):
             return
         with torch._C.DisableTorchFunction():
             bad = [number for number, result in enumerate(results) if not is_finite(result)]
+            ran = _Ran(kernel, args, kwargs, before, results, bad[0] if bad else 0)
             if bad:
                 num_before = len(self.origins)
-                origin = self._origin(kernel, read, args, kwargs, results, bad[0])
+                origin = self._origin(ran)
                 self._from.put((results[number] for number in bad), str(origin.number))
                 is_new = origin.number >= num_before and origin.source == "made"
-                self._hand_on(str(origin.number) if is_new else None, read, [results[number] for number in bad])
+                self._follow(str(origin.number) if is_new else None, before, [results[number] for number in bad])
             if is_cast(kernel, args, out) and (name := self._called(args[0])) is not None:
                 self._copies.put([out], name)
-            self._last = _Result(self._identity(), str(kernel._schema.name), results[0], read)
+            self._last = self._asker(), ran
 
-    def _identity(self) -> Any:
+    def _asker(self) -> Any:
         """Return what two kernels of one call share: the call, or the autograd node."""
-        return torch._C._current_autograd_node() if self._backward else self._places[-1]
+        return torch._C._current_autograd_node() if self.where.is_backward else self.where.now
 
-    def _origin(
-        self, kernel: Any, read: list[Operand], args: Any, kwargs: Any, results: list[Tensor], position: int
-    ) -> Origin:
-        bad = (each for each in read if not is_finite(each.tensor) and not self.names.was_finite(each.argument))
-        sources = [self._source(operand, kernel) for operand in bad]
+    def _origin(self, ran: _Ran) -> Origin:
+        """Return where the result that is not finite has it from."""
+        bad = (each for each in ran.read if not is_finite(each.tensor) and not self.names.was_finite(each.argument))
+        sources = [self._source(operand, ran.kernel) for operand in bad]
         if not sources:
-            return self._made(kernel, read, args, kwargs, results, position)
+            return self._made(ran)
         found = min(sources, key=lambda origin: origin.rank)
-        if found.is_weak and has_nan(results[position]):
-            if kernel_name(kernel) in SOFTMAX or "scaled_dot_product" in str(kernel._schema.name):
-                return self._add("masked", kernel, results[position], read)
-            if not found.spoiled_by:
-                place = self._where()
-                line = "" if place.call is None or place.call.line is None else f" ({place.call.line})"
-                found.spoiled_by = f"{kernel_name(kernel) if place.call is None else place.call.op}{line}"
+        if found.may_be_meant and has_nan(ran.result):
+            if kernel_name(ran.kernel) in SOFTMAX or "scaled_dot_product" in ran.name:
+                return self._add("masked", ran.kernel, ran.result, ran.read)
+            if not found.made_nan_by:
+                call = self._place().call
+                line = "" if call is None or call.line is None else f" ({call.line})"
+                found.made_nan_by = f"{kernel_name(ran.kernel) if call is None else call.op}{line}"
         return found
 
     def _source(self, operand: Operand, kernel: Any) -> Origin:
@@ -164,81 +168,79 @@ class Watch(Trace):
         label = self._from.get(operand.tensor) or self._from.get(operand.argument)
         return self.origins[int(label)] if label is not None else self.given(operand.argument, kernel)
 
-    def _hand_on(self, new: str | None, read: list[Operand], bad: list[Tensor]) -> None:
+    def _follow(self, new: str | None, read: list[Operand], bad: list[Tensor]) -> None:
         """Follow numbers that are too large through the forward pass, until an op brings them back into range."""
-        if self._phase() == "backward":
+        if self._phase == "backward":
             return
         if new is not None:
             self._wide.put(bad, new)
-        place = self._where()
+        place = self._place()
         op = "" if place.call is None else place.call.op
         entry = OPS.get(op)
-        consumer = Consumer(place.module, op, entry is not None and entry.portable == "low")
+        reader = Reader(place.module, op, entry is not None and entry.portable == "low")
         for label in {label for operand in read if (label := self._wide.get(operand.argument)) is not None}:
-            self.origins[int(label)].consumers[consumer] = None
+            self.origins[int(label)].readers[reader] = None
             if op not in BOUNDED and place.module != LOSS:
                 self._wide.put(bad, label)
 
     # Origins ------------------------------------------------------------------------------------------
 
-    def _made(
-        self, kernel: Any, read: list[Operand], args: Any, kwargs: Any, results: list[Tensor], position: int
-    ) -> Origin:
+    def _made(self, ran: _Ran) -> Origin:
         """Note a tensor that a kernel made non-finite out of finite numbers."""
-        result = results[position]
+        kernel, args, kwargs, read, _, position = ran
         if has_literal(args, kwargs):
-            origin = self._add("written", kernel, result, read)
-            origin.is_weak = origin.tensor.num_nan == 0
+            origin = self._add("written", kernel, ran.result, read)
+            origin.may_be_meant = origin.tensor.num_nan == 0
             return origin
-        if not is_cast(kernel, args, result):
-            origin = self._add("made", kernel, result, read)
-            origin.needed, origin.holds = needed(kernel, args, kwargs, read, position, result.dtype)
+        if not is_cast(kernel, args, ran.result):
+            origin = self._add("made", kernel, ran.result, read)
+            origin.needed, origin.holds = needed(kernel, args, kwargs, read, position, ran.result.dtype)
             return origin
-        last, doing = self._last, {note.kind for note in notes()}
+        doing = {note.kind for note in notes()}
         is_emulated = "emulation" in doing
-        made_here = last is not None and same_storage(last.tensor, args[0])
-        if last is not None and made_here and (is_emulated or last.where is self._identity()):
+        asker, last = self._last or (None, ran)
+        if same_storage(last.results[0], args[0]) and (is_emulated or asker is self._asker()):
             # The call rounds its own result: what counts is what the result was computed from.
-            origin = self._add("made", kernel, result, _rounded(last.read, result.dtype) if is_emulated else last.read)
-            origin.kernel = last.kernel
+            rounded = [Operand(each.name, each.tensor.to(ran.result.dtype), each.argument) for each in last.read]
+            origin = self._add("made", kernel, ran.result, rounded if is_emulated else last.read)
+            origin.kernel = last.name
         else:
-            origin = self._add("made", kernel, result, read)
+            origin = self._add("made", kernel, ran.result, read)
             self._name_cast(origin, args[0], by_mezzo="cast" in doing)
         origin.needed, origin.holds = range_of(args[0], "").largest, args[0].dtype
         return origin
 
     def _name_cast(self, origin: Origin, before: Tensor, *, by_mezzo: bool) -> None:
-        call = self._where().call
         if origin.phase == "backward":
             return
+        call = self._place().call
         origin.cast_by = "model" if call is not None and call.is_conversion and not by_mezzo else "policy"
         found = self.names.of(before)
         if found is not None:
             origin.role, origin.path = found[:2]
         if origin.cast_by == "policy":
-            name = "argument" if found is None else found[1]
-            origin.tensor = dataclasses.replace(origin.tensor, name=f"{name} cast to {origin.tensor.dtype}")
+            origin.rename(f"{'argument' if found is None else found[1]} cast to {origin.tensor.dtype}")
 
     def given(self, tensor: Tensor, kernel: Any = None) -> Origin:
         """Note a tensor that is non-finite and that nothing in the pass has made."""
         found = self.names.of(tensor)
         origin = self._add("given", kernel, tensor, [])
-        origin.is_weak = is_like_a_mask(tensor)
-        origin.role, name = ("input", "a tensor made before the step") if found is None else found[:2]
-        origin.path = name
+        origin.may_be_meant = is_like_a_mask(tensor)
+        origin.role, origin.path = ("input", "a tensor made before the step") if found is None else found[:2]
+        origin.rename(origin.path)
         if found is not None and origin.role == "parameter" and is_finite(found[2]):
             # A cast of it from before the pass, which a region keeps from one micro-batch to the next.
-            origin.source, origin.cast_by, origin.is_weak = "made", "policy", False
+            origin.source, origin.cast_by, origin.may_be_meant = "made", "policy", False
             origin.needed, origin.holds = range_of(found[2], "").largest, found[2].dtype
-            name = f"{name} cast to {origin.tensor.dtype}"
-        origin.tensor = dataclasses.replace(origin.tensor, name=name)
+            origin.rename(f"{origin.path} cast to {origin.tensor.dtype}")
         return origin
 
     def _add(self, source: Any, kernel: Any, tensor: Tensor, read: list[Operand]) -> Origin:
-        place = self._where()
+        place, phase = self._place(), self._phase
         call = place.call
-        phase = self._phase()
         bare = "" if kernel is None else kernel_name(kernel)
+        # Autograd adds up what arrives along several ways by itself, after the node's own hooks.
+        name = "output" if phase == "forward" else "sum of gradients" if bare == "add" else "gradient"
         origin = Origin(
             number=len(self.origins),
             source=source,
@@ -246,10 +248,10 @@ class Watch(Trace):
             module=place.module,
             op=bare if call is None else call.op,
             kernel="" if kernel is None else str(kernel._schema.name),
-            line=self._line() if call is None else call.line,
+            line=self.where.line() if call is None else call.line,
             rule=None if call is None else call.decision.rule,
             dtype=tensor.dtype,
-            tensor=range_of(tensor, _name(phase, bare)),
+            tensor=range_of(tensor, name),
             inputs=tuple(self._range(operand) for operand in read),
         )
         self.origins.append(origin)
@@ -272,8 +274,7 @@ class Watch(Trace):
         def name(gradients: Sequence[Tensor | None], _: Any) -> None:
             for slot, gradient in enumerate(gradients):
                 if gradient is not None and self._from.get(gradient) == str(origin.number):
-                    owner = self.names.of_edge(node.next_functions[slot], arguments)
-                    origin.tensor = dataclasses.replace(origin.tensor, name=f"gradient of {owner}")
+                    origin.rename(f"gradient of {self.names.of_edge(node.next_functions[slot], arguments)}")
 
         node.register_hook(name)
 
@@ -288,19 +289,3 @@ class Watch(Trace):
         if not bad:
             return None
         return min(self.origins, key=lambda origin: origin.rank, default=None) or self.given(bad[0])
-
-
-def _rounded(read: list[Operand], dtype: torch.dtype) -> list[Operand]:
-    """Give widened operands back the format that their numbers have."""
-    return [Operand(each.name, each.tensor.to(dtype), each.argument) for each in read]
-
-
-def _name(phase: Phase, kernel: str) -> str:
-    if phase == "forward":
-        return "output"
-    # Autograd adds up what arrives along several ways by itself, after the node's own hooks.
-    return "sum of gradients" if kernel == "add" else "gradient"
-
-
-def _kinds(args: Any, kwargs: Any) -> set[str]:
-    return {tensor.device.type for tensor in tensors((args, kwargs))}

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule
-from mezzo.tensors import dtype_name, has_fraction, tensors
+from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.frames import kernel_name, op_name
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 from mezzo.trace.seam import pinned
 
-__all__ = ["Call", "Decider"]
+__all__ = ["Decider", "OpCall"]
 
-#: What a policy ever casts.
-_CASTABLE: Final = frozenset({"float32", "float16", "bfloat16"})
+_CASTABLE: Final = frozenset(map(dtype_name, CASTABLE))
 _CONVERSIONS: Final = frozenset("to float half bfloat16 double type type_as to_copy _to_copy".split())
 
 
@@ -35,12 +34,12 @@ class Decider:
         self.policy, self.ruled = policy, ruled
         self._decisions: dict[tuple[str, str | None, str], Decision] = {}
 
-    def call(self, function: Any, args: Any, kwargs: Any, module: str | None) -> Call:
+    def call(self, function: Any, args: Any, kwargs: Any, module: str | None) -> OpCall:
         """Begin a call: name it, decide about it, note the dtypes that it is given."""
         given = list(tensors((args, kwargs)))
         device_type = given[0].device.type if given else "cpu"
         op = op_name(function)
-        return Call(
+        return OpCall(
             op=op,
             decision=self._param_decision(args, kwargs) or self._decision(op, module, device_type),
             low=dtype_name(self.policy.dtype),
@@ -60,18 +59,16 @@ class Decider:
     def _decision(self, op: str, module: str | None, device_type: str) -> Decision:
         key = (op, module, device_type)
         if key not in self._decisions:
-            self._decisions[key] = self._ask(op, module, device_type)
+            try:
+                found = self.policy.explain(op, module, device_type=device_type)
+            except PolicyError:  # a name that only torch's internals use
+                found = Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
+            self._decisions[key] = found
         return self._decisions[key]
-
-    def _ask(self, op: str, module: str | None, device_type: str) -> Decision:
-        try:
-            return self.policy.explain(op, module, device_type=device_type)
-        except PolicyError:  # a name that only torch's internals use
-            return Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
 
 
 @dataclass(slots=True)
-class Call:
+class OpCall:
     """What is known of one call, growing while it runs.
 
     Attributes:
@@ -101,6 +98,11 @@ class Call:
     _inputs: dict[str, None] = field(default_factory=dict)
     _converted: dict[str, None] = field(default_factory=dict)
     _made_here: Storages = field(default_factory=Storages)
+
+    @property
+    def why(self) -> str:
+        """What decided about the call, in a few words."""
+        return f"rule {self.decision.rule}" if self.decision.rule else self.decision.reason
 
     @property
     def is_conversion(self) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
+
+from mezzo.errors import StateError
 
 __all__ = ["Document"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A value whose fields are plain ones and other dataclasses; ``from_json`` is the subclass's own."""
+    """A value whose fields are plain ones, other dataclasses and tuples of these."""
 
     _version: ClassVar[int] = 1
 
@@ -25,15 +27,40 @@ class Document:
         """Write everything as one JSON object; ``from_json`` reads it back."""
         return json.dumps({"version": self._version, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False)
 
-    @staticmethod
-    def _opened(text: str) -> tuple[Any, dict[str, Any]]:
-        """Return the version that JSON names, and its fields.
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: It is not JSON.
-            KeyError: It names no version.
-            TypeError: It is a list, and no object.
-            AttributeError: It is a word or a number.
+            StateError: It is not JSON, not a document of this class, or one of another version.
         """
-        data = json.loads(text)
-        return data.pop("version"), data
+        name = cls.__name__.lower()
+        again = f"{name}.to_json(), read back with {cls.__name__}.from_json(text)"
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise StateError(f"this is not an {name}", why=f"not JSON: {error}", write=again) from error
+        if not isinstance(data, dict) or "version" not in data:
+            raise StateError(f"this is not an {name}", why="it names no version", write=again)
+        version = data.pop("version")
+        if version != cls._version:
+            why = f"this mezzo reads version {cls._version}"
+            raise StateError(f"the {name} has version {version!r}", why=why, write=again)
+        try:
+            built: Self = _built(cls, data)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise StateError(f"this is not an {name}", why=f"a field is wrong: {error}", write=again) from error
+        return built
+
+
+def _built(kind: Any, value: Any) -> Any:
+    """Build a value of a type from JSON, whose lists stand for tuples."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: _built(kinds[name], item) for name, item in value.items()})
+    if get_origin(kind) is not tuple:
+        return value
+    inner = get_args(kind)
+    if inner[-1] is ...:
+        return tuple(_built(inner[0], item) for item in value)
+    return tuple(_built(each, item) for each, item in zip(inner, value, strict=True))

@@ -6,127 +6,145 @@ kernels. Hooks keep the function mode innermost when a module's boundary enters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.notes import watched
 from mezzo.trace.seam import opened_by_region
-from mezzo.trace.trace import Place, Trace
+from mezzo.trace.where import Place, Where
 
-__all__ = ["watch_modules", "watching_backward", "watching_forward"]
+__all__ = ["CallMode", "KernelMode", "ModuleHooks", "Observer", "is_watched", "watching"]
 
 _BACKWARD_FUNCTIONS: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
-@contextmanager
-def watching_forward(trace: Trace, model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Watch a forward pass inside the block, which lies inside the policy's region."""
-    trace.begin_forward(model, inputs)
-    with watched(), Kernels(trace), Calls(trace):
-        yield
+class Observer(Protocol):
+    """What is told of a pass, as it happens."""
+
+    where: Where
+
+    def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
+        """Take note of a call, and enter it."""
+
+    def finish(self, place: Place, out: Any) -> None:
+        """Take note of what a call returns, once it is left."""
+
+    def before(self, kernel: Any, args: Any, kwargs: Any) -> Any:
+        """Look at what a kernel is about to read."""
+
+    def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: Any) -> None:
+        """Take note of a kernel, with what :meth:`before` returned."""
 
 
 @contextmanager
-def watching_backward(trace: Trace) -> Iterator[None]:
-    """Watch a backward pass inside the block."""
-    trace.begin_backward()
-    with watched(), Kernels(trace):
-        yield
+def watching(observer: Observer, *, backward: bool = False) -> Iterator[None]:
+    """Watch a pass inside the block; a forward pass lies inside the policy's region."""
+    observer.where.is_backward = backward
+    with watched(), KernelMode(observer):
+        if backward:
+            yield
+        else:
+            with CallMode(observer):
+                yield
 
 
-def watch_modules(trace: Trace, model: nn.Module) -> Callable[[], None]:
-    """Hook every module, innermost part; the call that is returned hooks the outermost part.
+def is_watched() -> bool:
+    """Whether the current code is watched."""
+    return any(isinstance(mode, KernelMode) for mode in _get_current_dispatch_mode_stack())
 
-    Between the two come the hooks that cast at a module's boundary, so that what they do counts as the module's own,
-    and so that a region which they enter lies outside the mode that watches the module's calls.
+
+class ModuleHooks:
+    """The hooks of one module.
+
+    Args:
+        observer: What is told.
+        path: The module's path.
     """
-    modules = list(model.named_modules())
-    watchers = [Watcher(trace, path) for path, _ in modules]
-    for (_, module), watcher in zip(modules, watchers, strict=True):
-        module.register_forward_pre_hook(watcher.push, prepend=True)
-        module.register_forward_hook(watcher.pop, always_call=True)
 
-    def around() -> None:
-        for (_, module), watcher in zip(modules, watchers, strict=True):
-            module.register_forward_pre_hook(watcher.enter, prepend=True)
-            module.register_forward_hook(watcher.leave, always_call=True)
-
-    return around
-
-
-class Watcher:
-    """The hooks of one module."""
-
-    def __init__(self, trace: Trace, path: str) -> None:
-        self.trace, self.path = trace, path
+    def __init__(self, observer: Observer, path: str) -> None:
+        self._observer, self._path = observer, path
         self._entered: list[Place] = []
-        self._pushed: list[Calls | None] = []
+        self._pushed: list[CallMode | None] = []
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        place = Place(self.path)
-        self._entered.append(place)
-        self.trace.modules_run.add(self.path)
-        self.trace.enter(place)
+    def around(self, module: nn.Module) -> list[RemovableHandle]:
+        """Say of the module that it runs; outside of the hooks by which a prepared one casts and enters its region."""
+        return [
+            module.register_forward_pre_hook(self._enter, prepend=True),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
 
-    def push(self, module: nn.Module, args: Any) -> None:
-        """Watch from the inside of a region that the module's boundary has just entered."""
+    def inside(self, module: nn.Module, *, is_prepared: bool) -> list[RemovableHandle]:
+        """Watch the module's calls inside of those hooks, which are there already or still to come."""
+        return [
+            module.register_forward_pre_hook(self._push, prepend=not is_prepared),
+            module.register_forward_hook(self._pop, prepend=is_prepared, always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._entered.append(Place(self._path))
+        self._observer.where.modules_run.add(self._path)
+        self._observer.where.enter(self._entered[-1])
+
+    def _push(self, module: nn.Module, args: Any) -> None:
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        mode = None if stack and isinstance(stack[-1], Calls) else Calls(self.trace)
+        mode = None if stack and isinstance(stack[-1], CallMode) else CallMode(self._observer)
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]
         self._pushed.append(mode)
 
-    def pop(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._pushed and (mode := self._pushed.pop()) is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._entered:
-            self.trace.leave(self._entered.pop())
+            self._observer.where.leave(self._entered.pop())
 
 
-class Calls(TorchFunctionMode):
+class CallMode(TorchFunctionMode):
     """See every torch function that the model's code calls, and inside those that a region opens."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, observer: Observer) -> None:
         super().__init__()
-        self.trace = trace
+        self._observer = observer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        trace = self.trace
-        if trace.is_in_call():
+        where = self._observer.where
+        if where.now.call is not None:  # what a function calls is part of it
             return func(*args, **kwargs)
         if func in _BACKWARD_FUNCTIONS:
-            with trace.inner_backward():
+            with where.inner_backward():
                 return func(*args, **kwargs)
-        if not trace.is_backward() and (opened := opened_by_region(func, types, args, kwargs)) is not None:
+        if not where.is_backward and (opened := opened_by_region(func, types, args, kwargs)) is not None:
             with self:
                 return opened(*args, **kwargs)
-        place = trace.begin(func, args, kwargs)
+        place = self._observer.begin(func, args, kwargs)
         try:
             out = func(*args, **kwargs)
         finally:
-            trace.leave(place)
-        trace.finish(place, out)
+            where.leave(place)
+        self._observer.finish(place, out)
         return out
 
 
-class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KernelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See every kernel, in the dtypes in which it really runs."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, observer: Observer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = trace
+        self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        before = self._observer.before(func, args, kwargs)
         out = func(*args, **kwargs)
-        self.trace.kernel(func, args, kwargs, out)
+        self._observer.kernel(func, args, kwargs, out, before)
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RandomStates", "devices_of", "gradients_aside", "untouched"]
+__all__ = ["RandomStates", "as_training_runs", "devices_of", "gradients_aside", "untouched"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,23 @@ def devices_of(models: Iterable[nn.Module]) -> tuple[torch.device, ...]:
 
 
 @contextmanager
+def as_training_runs(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Have gradients inside the block, run what torch compiled uncompiled, and put the random states back.
+
+    Args:
+        devices: The devices that hold the model.
+    """
+    states = RandomStates.now(devices)
+    # Nothing is compiled where dynamo is not loaded, and loading it takes a second.
+    uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), uncompiled:
+            yield
+    finally:
+        states.restore()
+
+
+@contextmanager
 def untouched(models: list[nn.Module]) -> Iterator[None]:
     """Run the models inside the block, and put back what that changes.
 
@@ -68,15 +85,7 @@ def untouched(models: list[nn.Module]) -> Iterator[None]:
     **Cost**: a copy of all buffers.
     """
     params = list({id(p): p for model in models for p in model.parameters()}.values())
-    states = RandomStates.now(devices_of(models))
-    with ExitStack() as stack:
-        stack.callback(states.restore)
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(_buffers_restored(models))
-        stack.enter_context(gradients_aside(params))
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with as_training_runs(devices_of(models)), _buffers_restored(models), gradients_aside(params), ExitStack() as stack:
         for model in models:
             if isinstance(model, nn.parallel.DistributedDataParallel):
                 stack.enter_context(model.no_sync())
