@@ -17,19 +17,7 @@ from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest
 
-__all__ = [
-    "BF16",
-    "E4M3",
-    "E5M2",
-    "FORMATS",
-    "FP16",
-    "FP32",
-    "TF32",
-    "Coverage",
-    "Format",
-    "Landmark",
-    "by_name",
-]
+__all__ = ["BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "TF32", "Coverage", "Format", "by_name"]
 
 #: Tensors that :meth:`Format.round` takes; each embeds exactly in float64.
 ROUNDABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,21 +49,6 @@ class Coverage:
     overflow: int
     nan: int
     total: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landmark:
-    """One telling bit pattern of a format.
-
-    Args:
-        bits: The pattern as an integer.
-        value: The number it stands for.
-        what: What is special about it.
-    """
-
-    bits: int
-    value: float
-    what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,10 +130,7 @@ class Format:
             >>> E4M3.decode(0x7E), E4M3.decode(0x7F), FP16.decode(0x8000)
             (448.0, nan, -0.0)
         """
-        try:
-            pattern = operator.index(bits)
-        except TypeError:
-            pattern = -1
+        pattern = operator.index(bits) if hasattr(bits, "__index__") else -1
         if not 0 <= pattern < 1 << self.num_bits:
             raise PolicyError(
                 f"{bits!r} is no bit pattern of {self.name}",
@@ -314,52 +284,10 @@ class Format:
             # Written so that an E4M3 overflow, which is NaN, counts as one.
             finite = rounded <= self.max
             small = rounded < self.smallest_normal
-            counts += torch.stack(
-                [
-                    zero.sum(),
-                    (gone & ~zero).sum(),
-                    (small & ~gone).sum(),
-                    (finite & ~small).sum(),
-                    (~finite & ~nan).sum(),
-                    nan.sum(),
-                ]
-            )
-        zero_, underflow, subnormal, normal, overflow, nan_ = counts.tolist()
-        return Coverage(
-            zero=zero_,
-            underflow=underflow,
-            subnormal=subnormal,
-            normal=normal,
-            overflow=overflow,
-            nan=nan_,
-            total=tensor.numel(),
-        )
-
-    def landmarks(self) -> tuple[Landmark, ...]:
-        """List the patterns by which a format is known, in the order of their bits.
-
-        Example:
-            >>> FP16.landmarks()[1]
-            Landmark(bits=1, value=5.960464477539063e-08, what='smallest subnormal')
-        """
-        one, below = self.encode(1.0), self._infinity
-        rows = [
-            (0, "zero"),
-            (1, "smallest subnormal"),
-            ((1 << self.mantissa_bits) - 1, "largest subnormal"),
-            (1 << self.mantissa_bits, "smallest normal"),
-            (self.encode(1 / 3), "nearest to 1/3"),
-            (one - 1, "largest below one"),
-            (one, "one"),
-            (one + 1, "smallest above one"),
-            (below - 1, "largest"),
-            *([(below, "+inf")] if self.has_inf else []),
-            (self._nan, "NaN"),
-            (self._sign, "−0"),
-            (self.encode(-2.0), "−2"),
-            *([(self._sign | below, "−inf")] if self.has_inf else []),
-        ]
-        return tuple(Landmark(bits=bits, value=self.decode(bits), what=what) for bits, what in rows)
+            parts = (zero, gone & ~zero, small & ~gone, finite & ~small, ~finite & ~nan, nan)
+            counts += torch.stack([part.sum() for part in parts])
+        names = ("zero", "underflow", "subnormal", "normal", "overflow", "nan")
+        return Coverage(**dict(zip(names, counts.tolist(), strict=True)), total=tensor.numel())
 
     def _binade(self, value: float) -> int:
         """Return floor(log2|value|), held to the lowest binade, which zero and the subnormals share."""
@@ -435,16 +363,10 @@ E5M2 = _describe("float8_e5m2", torch.float8_e5m2, 5, 2)  # Micikevicius et al. 
 FORMATS: Mapping[str, Format] = MappingProxyType({entry.name: entry for entry in (FP32, TF32, FP16, BF16, E4M3, E5M2)})
 
 #: What else people write.
-_ALIASES: Mapping[str, Format] = MappingProxyType(
-    {
-        **dict.fromkeys(("fp32", "float", "single"), FP32),
-        **dict.fromkeys(("tensorfloat32",), TF32),
-        **dict.fromkeys(("fp16", "half"), FP16),
-        **dict.fromkeys(("bf16",), BF16),
-        **dict.fromkeys(("e4m3", "e4m3fn", "fp8_e4m3", "float8_e4m3"), E4M3),
-        **dict.fromkeys(("e5m2", "fp8_e5m2"), E5M2),
-    }
-)
+_ALIASES: Mapping[str, Format] = MappingProxyType({
+    "fp32": FP32, "float": FP32, "single": FP32, "tensorfloat32": TF32, "fp16": FP16, "half": FP16, "bf16": BF16,
+    "e4m3": E4M3, "e4m3fn": E4M3, "fp8_e4m3": E4M3, "float8_e4m3": E4M3, "e5m2": E5M2, "fp8_e5m2": E5M2,
+})  # fmt: skip
 
 
 def by_name(name: str | torch.dtype | Format) -> Format:

@@ -12,6 +12,7 @@ from rich.console import Console
 from mezzo.bench import bench_step
 from mezzo.bench.shapes import SHAPES
 from mezzo.cli.app import app
+from mezzo.cli.output import console_for
 from mezzo.recipes.machine import default_device
 
 __all__ = ["bench"]
@@ -47,7 +48,7 @@ def step(
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=1, ensure_ascii=False))
     else:
-        Console(width=None if Console().is_terminal else 160).print(result.table())
+        console_for(160).print(result.table())
 
 
 @bench.command(

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from mezzo import recipes, report
 from mezzo.cli.app import app
+from mezzo.cli.output import console_for
 from mezzo.cli.progress import watching
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
 from mezzo.recipes.run_directory import jsonable
@@ -21,9 +22,6 @@ __all__ = ["INTERRUPTED", "carry_out", "compare"]
 
 #: The exit code after Ctrl-C, as shells have it: 128 and the number of the signal.
 INTERRUPTED = 130
-#: Wide enough for every column in one line where no terminal sets the width, so that `grep` works.
-PLAIN_WIDTH = 200
-
 Steps = Annotated[int | None, typer.Option(min=1, help="Steps per policy; the recipe's own number when omitted.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of initial weights and batches, the same for every policy.")]
 Out = Annotated[
@@ -96,9 +94,7 @@ def carry_out(
 
 def _show(comparison: Comparison) -> None:
     summary = comparison.to_dict()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = console_for(200)
     for table in report.results_tables(summary, console.width):
         console.print(table)
         console.print()

@@ -16,12 +16,10 @@ from rich.text import Text
 from mezzo.cast import device
 from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, cache, isa_setting
 from mezzo.cli.app import app
+from mezzo.cli.output import console_for
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["doctor", "findings"]
-
-#: Wide enough for every column in one line where no terminal sets the width, so that `grep` works.
-PLAIN_WIDTH = 160
 
 WHAT_MEZZO_DOES: dict[Action | Literal["unused"], str] = {
     "native": "compute natively",
@@ -52,9 +50,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(findings(reports), indent=2))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = console_for(160)
     facts = findings([])
     for label in ("torch", "python", "cpu", "threads"):
         console.print(f"{label:<8} {facts[label]}", highlight=False, markup=False)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from mezzo.cli.app import app
-from mezzo.formats import FORMATS, Format, Landmark, by_name
+from mezzo.cli.output import console_for
+from mezzo.formats import FORMATS, Format, by_name
 from mezzo.tensors import dtype_name
 
-__all__ = ["described", "formats"]
-
-#: Wide enough for every column in one line where no terminal sets the width, so that `grep` works.
-PLAIN_WIDTH = 160
+__all__ = ["Landmark", "described", "formats", "landmarks"]
 
 
 @app.command("formats")
@@ -41,9 +39,7 @@ def formats(
         data = [described(entry) for entry in FORMATS.values()] if chosen is None else described(chosen, True)
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = console_for(160)
     if chosen is None:
         console.print(_overview())
         return
@@ -52,19 +48,62 @@ def formats(
     console.print(_landmarks(chosen))
 
 
-def described(number_format: Format, landmarks: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landmark:
+    """One telling bit pattern of a format.
+
+    Args:
+        bits: The pattern as an integer.
+        value: The number it stands for.
+        what: What is special about it.
+    """
+
+    bits: int
+    value: float
+    what: str
+
+
+def landmarks(number_format: Format) -> list[Landmark]:
+    """List the patterns by which a format is known, in the order of their bits.
+
+    Example:
+        >>> from mezzo.formats import FP16
+        >>> landmarks(FP16)[1]
+        Landmark(bits=1, value=5.960464477539063e-08, what='smallest subnormal')
+    """
+    encode, hidden, sign = number_format.encode, 1 << number_format.mantissa_bits, 1 << number_format.num_bits - 1
+    one, largest, infinity = encode(1.0), encode(number_format.max), encode(math.inf)
+    rows = [
+        (0, "zero"),
+        (1, "smallest subnormal"),
+        (hidden - 1, "largest subnormal"),
+        (hidden, "smallest normal"),
+        (encode(1 / 3), "nearest to 1/3"),
+        (one - 1, "largest below one"),
+        (one, "one"),
+        (one + 1, "smallest above one"),
+        (largest, "largest"),
+        *([(infinity, "+inf")] if number_format.has_inf else []),
+        (encode(math.nan), "NaN"),
+        (sign, "−0"),
+        (encode(-2.0), "−2"),
+        *([(sign | infinity, "−inf")] if number_format.has_inf else []),
+    ]
+    return [Landmark(bits=bits, value=number_format.decode(bits), what=what) for bits, what in rows]
+
+
+def described(number_format: Format, with_landmarks: bool = False) -> dict[str, Any]:
     """Return a format as JSON can hold it.
 
     Args:
         number_format: The format.
-        landmarks: Whether to add its telling bit patterns.
+        with_landmarks: Whether to add its telling bit patterns.
 
     Returns:
         Its fields under their own names; values that JSON lacks are the text ``inf``, ``-inf`` or ``nan``.
 
     Example:
-        >>> from mezzo.tensors import dtype_name
-    from mezzo.formats import FP16
+        >>> from mezzo.formats import FP16
         >>> described(FP16)["max"], described(FP16)["dtype"]
         (65504.0, 'float16')
     """
@@ -81,7 +120,7 @@ def described(number_format: Format, landmarks: bool = False) -> dict[str, Any]:
         "eps": number_format.eps,
         "has_inf": number_format.has_inf,
     }
-    if landmarks:
+    if with_landmarks:
         fields["landmarks"] = [
             {
                 "bits": _fields_of(number_format, mark),
@@ -89,7 +128,7 @@ def described(number_format: Format, landmarks: bool = False) -> dict[str, Any]:
                 "value": mark.value if math.isfinite(mark.value) else str(mark.value),
                 "what": mark.what,
             }
-            for mark in number_format.landmarks()
+            for mark in landmarks(number_format)
         ]
     return fields
 
@@ -120,7 +159,7 @@ def _landmarks(number_format: Format) -> Table:
         table.add_column(column, no_wrap=True)
     table.add_column("value", justify="right")
     table.add_column("what")
-    for mark in number_format.landmarks():
+    for mark in landmarks(number_format):
         bits, digits = _fields_of(number_format, mark), _hex_of(number_format, mark)
         table.add_row(bits, digits, f"{mark.value:.8g}", mark.what)
     return table

@@ -7,19 +7,17 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.app import app
+from mezzo.cli.output import console_for
 from mezzo.errors import MezzoError, printable
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS, matching, resolve
 
 __all__ = ["described", "ops"]
 
-#: Wide enough for nearly every row in one line where no terminal sets the width, so that `grep` works.
-PLAIN_WIDTH = 200
 _GLOB_CHARACTERS = "*?["
 
 
@@ -56,9 +54,7 @@ def ops(
     if as_json:
         typer.echo(json.dumps([described(name, value, device) for name in names], indent=2))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = console_for(200)
     table = Table(box=box.SIMPLE_HEAD)
     decided = f"{value} on {device}" if device else str(value)
     for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "source"):
