@@ -135,7 +135,7 @@ def test_a_bare_region_forgets_at_its_end():
     del out
     gc.collect()
     assert watch() is None
-    assert region._casts is None
+    assert region.region.casts is None
 
 
 def test_a_write_inside_a_region_is_seen():

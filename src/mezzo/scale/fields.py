@@ -82,7 +82,10 @@ def problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator
     if not isinstance(mode, str) or mode not in MODES:
         yield PolicyError(f"unknown mode {shown(mode)}", why=nearest(shown(mode), MODES))
         return
-    faults = {name: fault for name in _RANGES if (fault := _fault(name, values[name]))}
+    faults: dict[str, PolicyError] = {}
+    for name in _RANGES:  # a comprehension here would be more than torch.compile can trace
+        if (fault := _fault(name, values[name])) is not None:
+            faults[name] = fault
     refill = values["refill"]
     if not isinstance(refill, str) or refill not in REFILLS:
         faults["refill"] = PolicyError(
