@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import pages
+
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(ROOT.glob("*.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SNIPPETS = [
     pytest.param(code, id=f"{page.name}-{number}")
     for page in PAGES
@@ -19,7 +21,9 @@ SNIPPETS = [
 
 
 def test_the_pages_are_found():
-    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= {page.name for page in PAGES}
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "guide.md", "benchmarks.md"} <= {
+        page.name for page in PAGES
+    }
     assert SNIPPETS
 
 
@@ -66,8 +70,10 @@ def test_make_installs_for_the_demo_what_it_needs_and_nothing_twice(tmp_path):
     assert (installed("demo"), installed("test"), installed("lint")) == ([], [], [])
 
 
-def test_the_readme_s_figures_are_those_of_committed_results():
-    import readme
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_figures_and_printed_output_are_those_of_results_and_examples(page):
+    assert pages.filled(page) == (ROOT / page).read_text(), "run: .venv/bin/python benchmarks/pages.py"
 
-    text = (ROOT / "README.md").read_text()
-    assert readme.filled(text) == text, "run: .venv/bin/python benchmarks/readme.py"
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -1,0 +1,158 @@
+"""Fill the tables of README and docs/benchmarks.md: between each pair of markers, what committed results say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import runpy
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from mezzo.report import to_markdown
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def newest(pattern: str) -> Any:
+    """What the newest result that matches holds."""
+    return json.loads(sorted(RESULTS.glob(pattern))[-1].read_text())
+
+
+def compared(name: str) -> dict[str, Any]:
+    """The summary of one ``mezzo compare`` on a CPU."""
+    summary: dict[str, Any] = json.loads((RESULTS / f"{name}-cpu" / "summary.json").read_text())
+    return summary
+
+
+def where(result: dict[str, Any]) -> str:
+    """What a result was measured on, and when."""
+    return f"{result['machine']}, {result['threads']} threads, torch {result['torch']}, {result['date']}"
+
+
+def tenths(row: dict[str, Any]) -> str:
+    """What 80 % of a row's ratios lie between."""
+    return f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f}"
+
+
+def the(rows: Iterable[dict[str, Any]], **wanted: str) -> dict[str, Any]:
+    """The one row with these entries."""
+    (found,) = (row for row in rows if wanted.items() <= row.items())
+    return found
+
+
+def figures() -> str:
+    """The README's own table: the eight figures that matter, each beside its rival."""
+    lines = ["| | mezzo | its rival |", "|---|---:|---:|"]
+    for name, short, dtype in (("digits-cnn", "accuracy in %", "float16"), ("docs-lm", "bits per byte", "bfloat16")):
+        summary = compared(name)
+        mine, fp32 = (the(summary["rows"], policy=policy) for policy in (f"O2,dtype={dtype}", "O0"))
+        metric = [f"{row['final_metric']:.{summary['metric']['decimals']}f}" for row in (mine, fp32)]
+        lines.append(f"| {name}, held-out {short}, O2 in {dtype} | {metric[0]} | FP32: {metric[1]} |")
+    saved = [f"{row['saved_bytes'] / 2**20:.3g} MiB" for row in (mine, fp32)]
+    lines.append(f"| docs-lm, saved for the backward pass, O2 in bfloat16 | {saved[0]} | FP32: {saved[1]} |")
+
+    steps, trainings = newest("step-cpu-*.json"), newest("train-cpu-*.json")
+    for dtype in ("bfloat16", "float16"):
+        rows = the(steps, shapes="gpt2-small", dtype=dtype)["rows"]
+        split, amp = the(rows, name="mezzo O2, AdamW split"), rows[0]
+        lines.append(_timed(f"optimizer step of 124 M parameters, O2 in {dtype}", split))
+    kept = [f"{row['kept_bytes']:.3g}" for row in (split, amp)]
+    lines.append(f"| bytes kept for a parameter, O2 | {kept[0]} | torch.amp: {kept[1]} |")
+    for net, level in (("gpt2-small", "O2"), ("64-tiny", "O1")):
+        rows = the(trainings, net=net)["rows"]
+        lines.append(_timed(f"training step of {net}, {level} in bfloat16", the(rows, way=f"mezzo {level}")))
+    return "\n".join([*lines, "", f"{where(steps[0])}; times in turns, 80 % of the ratios in parentheses."])
+
+
+def _timed(what: str, row: dict[str, Any]) -> str:
+    """A line of the README's table about time; the rival's own is another in each pair."""
+    return f"| {what} | {row['ratio']:.2f}× ({tenths(row)}) | torch.amp's time |"
+
+
+def overflow() -> str:
+    """What the example of an overflow prints, with the paths of this folder left out."""
+    path = ROOT / "examples" / "explain_overflow.py"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(path), run_name="__main__")
+    report = printed.getvalue().partition("\n")[2].replace(f"{path.parent}/", "")
+    return f"```\n{report.rstrip()}\n```"
+
+
+def ratios(pattern: str) -> str:
+    """The table of the newest benchmark that matches, with its machine and date."""
+    result = newest(pattern)
+    lines = ["| case | against | ratio | 10–90 % |", "|---|---|---:|---:|"]
+    lines += [f"| {row['name']} | {row['against']} | {row['ratio']:.2f} | {tenths(row)} |" for row in result["rows"]]
+    return "\n".join([*lines, "", f"{where(result)}; medians of {result['repetitions']} pairs."])
+
+
+def steps() -> str:
+    """The table of the newest ``benchmarks/step.py``, its first shapes, a row for each contender and dtype."""
+    results = newest("step-cpu-*.json")
+    first = [result for result in results if result["shapes"] == results[0]["shapes"]]
+    lines = ["| step | dtype | ratio | 10–90 % | bytes moved | bytes kept | of copy bandwidth |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|"]
+    lines += [
+        f"| {row['name']} | {result['dtype']} | {row['ratio']:.2f} | {tenths(row)} | "
+        f"{row['moved_bytes']:g} | {row['kept_bytes']:.3g} | {row['bandwidth_share']:.0%} |"
+        for result in first
+        for row in result["rows"]
+    ]
+    one = first[0]
+    count = f"{one['shapes']}, {one['num_parameters'] / 1e6:.0f} M parameters"
+    return "\n".join([*lines, "", f"{where(one)}; {count}; medians of {one['repetitions']} rounds."])
+
+
+def trainings() -> str:
+    """The table of the newest ``benchmarks/train.py``, a row for each network and way."""
+    results = newest("train-cpu-*.json")
+    lines = ["| network | training step | ratio | 10–90 % | per second | peak MiB |", "|---|---|---:|---:|---:|---:|"]
+    lines += [
+        f"| {result['net']} | {row['way']}{', compiled' if row['compiled'] else ''} | {row['ratio']:.2f} | "
+        f"{tenths(row)} | {row['items_per_s']:,.0f} {result['unit']} | {row['peak_bytes'] / 2**20:.3g} |"
+        for result in results
+        for row in result["rows"]
+    ]
+    one = results[0]
+    what = f"{one['dtype']}, size {one['size']}"
+    return "\n".join([*lines, "", f"{where(one)}; {what}; medians of {one['repetitions']} pairs."])
+
+
+#: By page: what stands between its markers.
+PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
+    {
+        "README.md": {"overflow": overflow, "figures": figures},
+        "docs/benchmarks.md": {
+            "digits-cnn": lambda: to_markdown(compared("digits-cnn")),
+            "docs-lm": lambda: to_markdown(compared("docs-lm")),
+            "session": lambda: ratios("session-cpu-*.json"),
+            "scaler": lambda: ratios("scaler-cpu-*.json"),
+            "step": steps,
+            "train": trainings,
+            "engine": lambda: ratios("engine-cpu-*.json"),
+        },
+    }
+)
+
+
+def filled(page: str) -> str:
+    """Return a page's text with every section between its markers."""
+    text = (ROOT / page).read_text()
+    for name, section in PAGES[page].items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        found = re.search(f"{start}.*?{end}", text, re.DOTALL)
+        if found is None:
+            raise SystemExit(f"{page} has no {start} … {end}")
+        text = text.replace(found.group(0), f"{start}\n{section()}\n{end}")
+    return text
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        (ROOT / page).write_text(filled(page))
