@@ -32,9 +32,9 @@ from training.ways import WAYS
 def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--net", nargs="+", default=list(NETS), help=f"of {', '.join(NETS)}")
+    parser.add_argument("--net", "--nets", nargs="+", default=list(NETS), help=f"of {', '.join(NETS)}")
     parser.add_argument("--size", help="full, small or least; small on a CPU, full on a GPU")
-    parser.add_argument("--ways", help=f"of {', '.join(WAYS)}; fp32 and torch.amp always run")
+    parser.add_argument("--ways", nargs="+", help=f"of {', '.join(WAYS)}; fp32 and torch.amp always run")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float16")
     parser.add_argument("--device", default=DEVICE, help="cpu or cuda")
     parser.add_argument("--repetitions", type=int, default=15, help="rounds in which two take turns")
@@ -56,7 +56,7 @@ def main() -> None:
             dtype=given.dtype,
             device=device,
             repetitions=given.repetitions,
-            ways=None if given.ways is None else [way.strip() for way in given.ways.split(",")],
+            ways=given.ways and [way.strip() for way in ",".join(given.ways).split(",")],
             compiled=on_gpu if given.compiled is None else given.compiled,
         )
         results.append(result.to_json())

@@ -129,7 +129,7 @@ def test_formats_are_values():
     assert list(FORMATS) == ["float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 
-# FACTS A, and the same kind of table for the others
+# From the formats' papers, and the same kind of table for the others
 
 FACTS = {
     FP16: [

@@ -139,7 +139,7 @@ def test_a_bare_region_forgets_at_its_end():
 
 
 def test_a_write_inside_a_region_is_seen():
-    """FACTS E: torch's own cache serves the stale cast."""
+    """torch's own cache serves the stale cast."""
     weight = nn.Parameter(torch.ones(2, 2))
     x = torch.ones(1, 2)
     with mezzo.autocast("O1,dtype=bfloat16,emulate=true", "cpu"):

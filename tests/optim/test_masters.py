@@ -61,7 +61,7 @@ def test_an_update_below_half_a_unit_in_the_last_place_is_kept():
             each.float().sum().backward()
         masters.step()
         plain.step()
-    assert bare.item() == 1.0  # FACTS E: what torch does today, without a word
+    assert bare.item() == 1.0  # what torch does today, without a word
     assert param.item() == pytest.approx(0.9, abs=0.005)
 
 

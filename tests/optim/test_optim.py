@@ -117,7 +117,7 @@ def test_split_is_full_bit_for_bit_in_bfloat16():
 
 
 def test_a_hundred_small_updates_move_a_bfloat16_weight_of_one():
-    """torch's AdamW leaves it at exactly 1.0 (FACTS E)."""
+    """torch's AdamW leaves it at exactly 1.0 here."""
     weights = {}
     for name, make in (("torch", torch.optim.AdamW), ("mezzo", optim.AdamW)):
         weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mezzo import LossScale, Policy, PolicyError, Rule
 from mezzo.policy.ops import OPS, TREATMENTS
 
-# DESIGN §4, written down a second time: weights, autocast, batch norm fp32, masters, scale (fp16, bf16).
+# What a level means, written down a second time: weights, autocast, batch norm fp32, masters, scale (fp16, bf16).
 LEVEL_TABLE = {
     "O0": (torch.float32, False, True, False, ("none", "none")),
     "O1": (torch.float32, True, True, False, ("dynamic", "none")),
@@ -23,7 +23,7 @@ LEVEL_TABLE = {
 
 @pytest.mark.parametrize("level", LEVEL_TABLE)
 @pytest.mark.parametrize("number, dtype", [(0, torch.float16), (1, torch.bfloat16)])
-def test_levels_are_those_of_the_design(level, number, dtype):
+def test_levels_are_those_of_the_table(level, number, dtype):
     weights, autocast, batchnorm, masters, scales = LEVEL_TABLE[level]
     policy = Policy.O0() if level == "O0" else getattr(Policy, level)(dtype)
     assert policy.level == level

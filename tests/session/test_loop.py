@@ -240,7 +240,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(policy, poison, fused):
 
 
 def test_an_infinity_that_unscaling_would_make_is_found():
-    """FACTS E: torch checks before it multiplies by 1/scale, and writes the infinity into the weights."""
+    """torch checks before it multiplies by 1/scale, and writes the infinity into the weights."""
     model = nn.Linear(2, 1)
     policy = Policy.O1(loss_scale=LossScale.constant(2.0**-126), emulate=True)
     amp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)

@@ -90,7 +90,7 @@ def test_float16_keeps_its_bound_for_every_fp32_value():
 
 
 def remainder_by_definition(w, hi):
-    """DESIGN's words in Python integers and float64."""
+    """The definition of the remainder in Python integers and float64."""
     if math.isinf(hi):
         return 0
     if abs(hi) >= 2.0**-14:

@@ -94,7 +94,7 @@ APEX: Final = _names({
     "promote list": "addcdiv addcmul atan2 cross bilinear dot add div mul sub cat stack",
     "ban": "binary_cross_entropy",
 })  # fmt: skip
-#: Paddle Fleet's defaults (FACTS: white = conv2d, matmul, mul; black in three kinds), in Paddle's names.
+#: Paddle Fleet's defaults (white = conv2d, matmul, mul; black in three kinds), in Paddle's names.
 FLEET: Final = _names({
     "white list": "conv2d matmul mul",
     "black list": """

@@ -24,7 +24,7 @@ Reason = Literal[
     "data movement", "composite",
 ]  # fmt: skip
 
-#: The treatments that a rule may ask for, in the order of DESIGN §4.
+#: The treatments that a rule may ask for.
 TREATMENTS: Final[tuple[Treatment, ...]] = get_args(Treatment)
 
 #: Softmax and the normalisations: read and write low precision, compute in FP32 (Micikevicius 2018, §3.3). Batch and
