@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mezzo.explanation.rows import Difference, Explained
-from mezzo.trace.where import MODEL
+from mezzo.trace.where import MODEL, place_text
 
 __all__ = ["differences"]
 
@@ -36,7 +36,7 @@ def _show(value: Any) -> str:
 def _ops(explanation: Explained) -> Mapping[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for row in explanation.rows:
-        where = " ".join((row.module or MODEL, row.op, *([f"({row.line})"] if row.line else [])))
+        where = place_text(row.module, row.op, row.line)
         dtypes = " → ".join(_show(dtypes) or "–" for dtypes in (row.given, row.computes_in, row.returns))
         emulated = " emulated" if row.emulated else ""
         found[where].append(f"{row.count} × {dtypes}{emulated}, {row.treatment} by {row.rule or row.source}")
@@ -55,7 +55,7 @@ def _alignment(explanation: Explained) -> Mapping[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for entry in explanation.misaligned:
         pads = ", ".join(f"{padding.dimension} {padding.size} → {padding.padded}" for padding in entry.paddings)
-        found[f"{entry.module or MODEL} {entry.op}"].append(f"{entry.count} × {entry.dtype} {pads}")
+        found[place_text(entry.module, entry.op)].append(f"{entry.count} × {entry.dtype} {pads}")
     return found
 
 

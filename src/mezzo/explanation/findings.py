@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -11,9 +10,8 @@ from torch import nn
 
 from mezzo.explanation.rows import Finding, Row
 from mezzo.policy import Policy, Rule
-from mezzo.policy.ops import OPS, resolve
 from mezzo.trace.trace import Trace
-from mezzo.trace.where import MODEL
+from mezzo.trace.where import MODEL, place_text
 
 __all__ = ["COMPOSITES", "findings"]
 
@@ -87,10 +85,8 @@ def _disagreements(rows: Iterable[Row]) -> Iterator[Finding]:
     for row in rows:
         if row.disagreement:
             by = f"rule {row.rule}" if row.rule else row.source
-            where = " ".join((row.module or MODEL, row.op, *([f"({row.line})"] if row.line else [])))
-            yield Finding(
-                kind="disagreement", where=where, text=f"{row.disagreement} (treatment {row.treatment}, {by})"
-            )
+            text = f"{row.disagreement} (treatment {row.treatment}, {by})"
+            yield Finding(kind="disagreement", where=place_text(row.module, row.op, row.line), text=text)
 
 
 # Rules without effect ---------------------------------------------------------------------------------
@@ -99,82 +95,43 @@ def _disagreements(rows: Iterable[Row]) -> Iterator[Finding]:
 def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Trace) -> Iterator[Finding]:
     """Tell rules that earlier ones leave nothing to from rules that this run gave nothing to."""
     modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    stored = _deciding_storage(model, policy)
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    stored = {path: policy.storage(path, path.rpartition(".")[0])[1] for path, _ in named}
     decided = {row.rule for row in rows}
-    ops = frozenset((*OPS, *(row.op for row in rows), *(op for rule in policy.rules for op in rule.ops)))
-    matched = {rule: _matched(rule, ops, modules) for rule in policy.rules if rule.param is None}
-    shadows: Iterable[str]
     for number, rule in enumerate(policy.rules):
-        earlier = policy.rules[:number]
-        if str(rule) in decided and rule not in earlier:
+        if str(rule) in decided and rule not in policy.rules[:number]:
             continue
-        if rule.param is not None:
-            hit = [path for path in stored if rule.matches_param(path)]
-            if any(stored[path] is rule for path in hit):
-                continue
-            shadows = dict.fromkeys(str(winner) for path in hit if (winner := stored[path]) is not None)
+        if rule.op is None and any(winner is rule for winner in stored.values()):
+            continue
+        if rule.param is None:
+            winners = _winners(rule, policy, modules)
         else:
-            if rule.op is None and any(winner is rule for winner in stored.values()):
-                continue
-            shadows = _covering(matched[rule], [(each, matched[each]) for each in earlier if each in matched])
-        if shadows:
-            text = f"all that it matches is decided before, by {', '.join(shadows)}; put it first, or drop it"
+            winners = [winner for path, winner in stored.items() if winner is not None and rule.matches_param(path)]
+        if winners and not any(winner is rule for winner in winners):
+            by = ", ".join(dict.fromkeys(map(str, winners)))
+            text = f"all that it matches is decided before, by {by}; put it first, or drop it"
             yield Finding(kind="shadowed rule", where=str(rule), text=text)
         else:
-            yield Finding(kind="idle rule", where=str(rule), text=_idle(rule, rows, seen))
+            text = f"it decided nothing in this run{_reason(rule, rows, seen)}"
+            yield Finding(kind="idle rule", where=str(rule), text=text)
 
 
-def _idle(rule: Rule, rows: tuple[Row, ...], seen: Trace) -> str:
-    inside = sorted({module for module in seen.where.modules_run if rule.matches_module(module)}) if rule.module else []
-    if rule.module is not None and not inside:
-        return f"it decided nothing in this run: no module that {rule.module} matches was called"
-    names = [resolve(rule.op)] if rule.op and not any(character in rule.op for character in "*?[") else []
-    elsewhere = sorted({row.module or MODEL for row in rows if row.op in names})
-    if elsewhere:
-        return f"it decided nothing in this run: {rule.op} ran only in {', '.join(elsewhere[:5])}"
-    around = sorted({row.op for row in rows if COMPOSITES.get(row.op, frozenset()) & {*names}})
-    if around:
-        return f"it decided nothing in this run: {rule.op} ran only inside {', '.join(around)}"
-    if rule.op is not None:
-        return f"it decided nothing in this run: no op that {rule.op} matches was called"
-    return "it decided nothing in this run"
+def _winners(rule: Rule, policy: Policy, modules: Iterable[str]) -> list[Rule]:
+    """Return who decides wherever a rule matches: about its own ops, or about one that no rule names."""
+    ops = ("any other op",) if rule.op is None else rule.ops
+    places = [None, *modules] if rule.module is None else [path for path in modules if rule.matches_module(path)]
+    return [next(each for each in policy.rules if each.matches(op=op, module=place)) for op in ops for place in places]
 
 
-def _deciding_storage(model: nn.Module, policy: Policy) -> dict[str, Rule | None]:
-    """Return the rule that fixes how each parameter and buffer is stored, by path."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {path: policy.storage(path, path.rpartition(".")[0])[1] for path, _ in named}
-
-
-def _matched(rule: Rule, ops: Iterable[str], modules: Iterable[str]) -> tuple[frozenset[str], frozenset[str | None]]:
-    """Return the ops and the modules of a rule, ``None`` standing for outside any module."""
-    if rule.op is None:
-        own_ops = frozenset(ops)
-    elif any(character in rule.op for character in "*?["):
-        own_ops = frozenset(op for op in ops if fnmatch.fnmatchcase(op, rule.op))
-    else:
-        own_ops = frozenset((resolve(rule.op),))
-    if rule.module is None:
-        return own_ops, frozenset((None, *modules))
-    return own_ops, frozenset(path for path in modules if rule.matches_module(path))
-
-
-Matched = tuple[frozenset[str], frozenset[str | None]]
-
-
-def _covering(mine: Matched, earlier: list[tuple[Rule, Matched]]) -> list[str]:
-    """Return the earlier rules that together match all that a rule matches; none where something is left."""
-    ops, modules = mine
-    used: dict[str, None] = {}
-    for module in modules:
-        left = ops
-        for rule, (its_ops, its_modules) in earlier:
-            if module in its_modules and left & its_ops:
-                left -= its_ops
-                used[str(rule)] = None
-        if left:
-            return []
-    return list(used)
+def _reason(rule: Rule, rows: tuple[Row, ...], seen: Trace) -> str:
+    if rule.module is not None and not any(map(rule.matches_module, seen.where.modules_run)):
+        return f": no module that {rule.module} matches was called"
+    ops = rule.ops if len(rule.ops) == 1 else ()
+    if elsewhere := sorted({row.module or MODEL for row in rows if row.op in ops}):
+        return f": {rule.op} ran only in {', '.join(elsewhere[:5])}"
+    if around := sorted({row.op for row in rows if COMPOSITES.get(row.op, frozenset()) & {*ops}}):
+        return f": {rule.op} ran only inside {', '.join(around)}"
+    return "" if rule.op is None else f": no op that {rule.op} matches was called"
 
 
 # Where no rule reaches ----------------------------------------------------------------------------------
@@ -187,16 +144,18 @@ def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Trace) -> Iterator
         for rule in rules:
             if str(rule) == row.rule or rule.treatment == row.treatment:
                 continue
-            named = sorted(op for op in inside if rule.matches(op=op, module=row.module or None))
+            module = row.module or None
             # Ops with a decision of their own under an earlier rule would not be this rule's in any case.
-            reached = [op for op in named if policy.explain(op, row.module or None).rule is rule]
+            reached = [
+                op for op in sorted(inside)
+                if rule.matches(op=op, module=module) and policy.explain(op, module).rule is rule
+            ]  # fmt: skip
             if reached:
-                where = f"{row.module or MODEL} {row.op}"
                 text = (
                     f"the rule {rule} does not reach {', '.join(reached)} inside {row.op}, which gets {row.treatment} "
                     f"as a whole; write {rule.treatment}={row.op}, or call {reached[0]} by itself"
                 )
-                yield Finding(kind="unreachable", where=where, text=text)
+                yield Finding(kind="unreachable", where=place_text(row.module, row.op), text=text)
 
 
 def _fp32_products(policy: Policy, seen: Trace) -> Iterator[Finding]:
@@ -206,9 +165,10 @@ def _fp32_products(policy: Policy, seen: Trace) -> Iterator[Finding]:
         return
     for (module, op, line, dtype, why), amount in seen.flops.most_common():
         if dtype == "float32":
-            where = " ".join((module or MODEL, op, *([f"({line})"] if line else [])))
             text = f"ran in float32: {100 * amount / total:.3g} % of the FLOPs of the forward pass's products"
-            yield Finding(kind="FP32 product", where=where, text=f"{text}; {why}" if why else text)
+            yield Finding(
+                kind="FP32 product", where=place_text(module, op, line), text=f"{text}; {why}" if why else text
+            )
 
 
 def _fast_paths(model: nn.Module, seen: Trace) -> Iterator[Finding]:

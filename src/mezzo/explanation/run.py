@@ -22,6 +22,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.tensors import each_tensor
 from mezzo.trace.calls import Decider
 from mezzo.trace.frames import here
+from mezzo.trace.kernels import Shape
 from mezzo.trace.modes import ModuleHooks, watching
 from mezzo.trace.sandbox import as_training_runs, devices_of
 from mezzo.trace.trace import Trace
@@ -114,7 +115,12 @@ def _traced(
         ones = [torch.ones_like(tensor) for tensor in differentiable]
         with watching(trace, backward=True):
             region.run_backward(differentiable, grad_tensors=ones)  # type: ignore[arg-type]
-    rows = _rows(trace)
+    rows = tuple(_built(Row, key, count=count) for key, count in trace.rows.items())
+    misaligned = (
+        _built(Misaligned, key, count=count, paddings=_paddings(shape, multiple))
+        for key, count in trace.products.items()
+        for shape, multiple in [(key[2], key[4])]
+    )
     in_mode = policy.autocast or region.has_differences or policy.param_dtype != torch.float32
     return Explanation(
         model=type(model).__name__,
@@ -124,7 +130,7 @@ def _traced(
         emulated=region.emulated,
         rows=rows,
         casts=_casts(trace),
-        misaligned=_misaligned(trace),
+        misaligned=tuple(misaligned),
         findings=findings(model, policy, rows, trace, has_backward=bool(differentiable), in_mode=in_mode),
     )
 
@@ -162,14 +168,10 @@ def _own(inputs: Any) -> Any:
     """Copy the tensors in nested containers, each once, so that no gradient or in-place edit reaches the user's."""
     known: dict[int, Tensor] = {}
 
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in known:
-            known[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return known[id(leaf)]
+    def own(tensor: Tensor) -> Tensor:
+        return known.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
-    return pytree.tree_map(own, inputs)
+    return pytree.tree_map_only(Tensor, own, inputs)
 
 
 def _check_runs(model: nn.Module, devices: list[torch.device]) -> None:
@@ -230,28 +232,20 @@ def _starts(output: Any) -> list[Tensor]:
 # After ------------------------------------------------------------------------------------------------
 
 
-def _rows(trace: Trace) -> tuple[Row, ...]:
-    names = [field.name for field in dataclasses.fields(Row) if field.name != "count"]
-    return tuple(Row(count=count, **dict(zip(names, key, strict=True))) for key, count in trace.rows.items())
+def _built(kind: Any, key: tuple[Any, ...], **rest: Any) -> Any:
+    """Build a row from the fields under which a trace counts it, and from those that are left."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in rest]
+    return kind(**dict(zip(names, key, strict=True)), **rest)
 
 
 def _casts(trace: Trace) -> tuple[Cast, ...]:
-    names = [field.name for field in dataclasses.fields(Cast)][:-2]
-    found = (
-        Cast(count=count, num_bytes=trace.cast_bytes[key], **dict(zip(names, key, strict=True)))
-        for key, count in trace.casts.items()
-    )
+    found = (_built(Cast, key, count=n, num_bytes=trace.cast_bytes[key]) for key, n in trace.casts.items())
     return tuple(sorted(found, key=lambda cast: (cast.by == "emulation", -cast.num_bytes, cast.module)))
 
 
-def _misaligned(trace: Trace) -> tuple[Misaligned, ...]:
+def _paddings(shape: Shape, multiple: int) -> tuple[Padding, ...]:
     return tuple(
-        Misaligned(
-            module=module, op=op, shape=shape, dtype=dtype, multiple=multiple, line=line, count=count,
-            paddings=tuple(
-                Padding(dimension=name, size=size, padded=-(-size // multiple) * multiple)
-                for name, size in shape if size % multiple
-            ),
-        )
-        for (module, op, shape, dtype, multiple, line), count in trace.products.items()
-    )  # fmt: skip
+        Padding(dimension=name, size=size, padded=-(-size // multiple) * multiple)
+        for name, size in shape
+        if size % multiple
+    )

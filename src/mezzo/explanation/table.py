@@ -17,13 +17,19 @@ from rich.text import Text
 
 from mezzo.errors import printable
 from mezzo.explanation.differences import differences
-from mezzo.explanation.rows import Cast, Explained, Finding, Misaligned, Row
+from mezzo.explanation.rows import Cast, Explained, Misaligned, Row
 from mezzo.trace.where import MODEL
 
 __all__ = ["byte_text", "difference_table", "differences_json", "plain", "renderables"]
 
 #: Wide enough for most tables in one line where no terminal sets the width, so that `grep` works.
 PLAIN_WIDTH: Final = 160
+
+_OPS: Final = "module,op,count,given,computes in,returns,treatment,decided by,because,line".split(",")
+_CASTS: Final = "module,phase,what,from,to,by,count,bytes".split(",")
+_MISALIGNED: Final = "module,op,count,format,shape,multiple of,pad,line".split(",")
+_FINDINGS: Final = ("kind", "where", "what")
+_NUMBERS: Final = ("count", "bytes", "multiple of")
 
 
 def plain(parts: Iterable[RenderableType]) -> str:
@@ -40,12 +46,13 @@ def plain(parts: Iterable[RenderableType]) -> str:
 def renderables(explanation: Explained) -> Iterator[RenderableType]:
     """Yield the heading, the tables that have rows, and the findings."""
     yield Text(printable(_heading(explanation)), style="bold")
-    for title, table in (
-        ("ops, forward", _ops(explanation.rows)),
-        (_casts_title(explanation), _casts(explanation.casts)),
-        ("products whose dimensions tensor cores do not like", _misaligned(explanation.misaligned)),
-        ("findings", _findings(explanation.findings)),
+    for title, heads, rows in (
+        ("ops, forward", _OPS, map(_op, explanation.rows)),
+        (_casts_title(explanation), _CASTS, map(_cast, explanation.casts)),
+        ("products whose dimensions tensor cores do not like", _MISALIGNED, map(_product, explanation.misaligned)),
+        ("findings", _FINDINGS, ((each.kind, each.where, each.text) for each in explanation.findings)),
     ):
+        table = _table(heads, rows)
         # The title is no part of the table, within whose width it would be folded.
         yield Text(title if table.rows else f"{title}: none", style="bold")
         if table.rows:
@@ -57,10 +64,8 @@ def difference_table(first: Explained, second: Explained) -> RenderableType:
     found = differences(first, second)
     if not found:
         return Text(printable(f"{first.policy} and {second.policy} explain the same"))
-    table = _table(("about", "where", first.policy, second.policy))
-    for each in found:
-        _add(table, (each.about, _short(each.where), each.this, each.other))
-    return table
+    heads = ("about", "where", first.policy, second.policy)
+    return _table(heads, ((each.about, each.where, each.this, each.other) for each in found))
 
 
 def differences_json(first: Explained, second: Explained) -> str:
@@ -90,71 +95,43 @@ def _heading(explanation: Explained) -> str:
     return f"{explanation.model} under {explanation.policy} on {devices}, {arithmetic}, torch {explanation.torch}"
 
 
-def _ops(rows: Sequence[Row]) -> Table:
-    heads = ("module", "op", "count", "given", "computes in", "returns", "treatment", "decided by", "because", "line")
-    table = _table(heads, right=("count",))
-    for row in rows:
-        computes = "+".join(row.computes_in) or "–"
-        _add(
-            table,
-            (
-                row.module or MODEL, row.op, str(row.count), "+".join(row.given) or "–",
-                f"{computes}, emulated" if row.emulated else computes, "+".join(row.returns) or "–",
-                f"{row.treatment} (!)" if row.disagreement else row.treatment,
-                f"rule {row.rule}" if row.rule else row.source, row.reason, _short(row.line or "–"),
-            ),
-        )  # fmt: skip
-    return table
+def _op(row: Row) -> Sequence[str]:
+    computes = "+".join(row.computes_in) or "–"
+    return (
+        row.module or MODEL, row.op, str(row.count), "+".join(row.given) or "–",
+        f"{computes}, emulated" if row.emulated else computes, "+".join(row.returns) or "–",
+        f"{row.treatment} (!)" if row.disagreement else row.treatment,
+        f"rule {row.rule}" if row.rule else row.source, row.reason, row.line or "–",
+    )  # fmt: skip
 
 
 def _casts_title(explanation: Explained) -> str:
     if not explanation.casts:
         return "casts"
     title = f"casts: {explanation.num_casts()}, {byte_text(explanation.cast_bytes())} read and written"
-    emulation = explanation.num_casts(by="emulation")
-    return (
-        f"{title}; and {emulation} by emulation, which a device with the arithmetic does not do" if emulation else title
-    )
+    if emulation := explanation.num_casts(by="emulation"):
+        title += f"; and {emulation} by emulation, which a device with the arithmetic does not do"
+    return title
 
 
-def _casts(casts: Sequence[Cast]) -> Table:
-    table = _table(("module", "phase", "what", "from", "to", "by", "count", "bytes"), right=("count", "bytes"))
-    for cast in casts:
-        cells = (cast.module or MODEL, cast.phase, cast.what, cast.before, cast.after, cast.by, str(cast.count))
-        _add(table, (*cells, byte_text(cast.num_bytes)))
-    return table
+def _cast(cast: Cast) -> Sequence[str]:
+    where = (cast.module or MODEL, cast.phase, cast.what, cast.before, cast.after, cast.by)
+    return (*where, str(cast.count), byte_text(cast.num_bytes))
 
 
-def _misaligned(entries: Sequence[Misaligned]) -> Table:
-    heads = ("module", "op", "count", "format", "shape", "multiple of", "pad", "line")
-    table = _table(heads, right=("count", "multiple of"))
-    for entry in entries:
-        shape = " · ".join(f"{name} {size}" for name, size in entry.shape)
-        pads = ", ".join(f"{pad.dimension} {pad.size} → {pad.padded}" for pad in entry.paddings)
-        cells = (entry.module or MODEL, entry.op, str(entry.count), entry.dtype, shape, str(entry.multiple), pads)
-        _add(table, (*cells, _short(entry.line or "–")))
-    return table
+def _product(entry: Misaligned) -> Sequence[str]:
+    shape = " · ".join(f"{name} {size}" for name, size in entry.shape)
+    pads = ", ".join(f"{pad.dimension} {pad.size} → {pad.padded}" for pad in entry.paddings)
+    counts = (str(entry.count), entry.dtype, shape, str(entry.multiple))
+    return (entry.module or MODEL, entry.op, *counts, pads, entry.line or "–")
 
 
-def _findings(entries: Sequence[Finding]) -> Table:
-    table = _table(("kind", "where", "what"))
-    for finding in entries:
-        _add(table, (finding.kind, _short(finding.where), finding.text))
-    return table
-
-
-def _table(heads: Sequence[str], right: Sequence[str] = ()) -> Table:
+def _table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for head in heads:
         # Long words are folded in a narrow terminal: nothing is cut. As Text, for rules may hold brackets.
-        table.add_column(Text(printable(head)), justify="right" if head in right else "left", overflow="fold")
+        table.add_column(Text(printable(head)), justify="right" if head in _NUMBERS else "left", overflow="fold")
+    here = f"{os.getcwd()}{os.sep}"
+    for row in rows:
+        table.add_row(*(Text(printable(cell.replace(here, ""))) for cell in row))
     return table
-
-
-def _add(table: Table, cells: Iterable[str]) -> None:
-    table.add_row(*(Text(printable(cell)) for cell in cells))
-
-
-def _short(text: str) -> str:
-    """Write paths below the working directory relative to it."""
-    return text.replace(f"{os.getcwd()}{os.sep}", "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.tensors import dtype_name, each_tensor, mark
 from mezzo.trace.frames import user_line
+from mezzo.trace.measure import shape_text
 from mezzo.trace.modes import is_watched
+from mezzo.trace.names import named_inputs
 from mezzo.trace.sandbox import RandomStates, devices_of
 
 __all__ = ["CallKeeper", "Event", "Kept", "KeptCall"]
@@ -48,8 +50,7 @@ class Kept:
         return mark(self.tensor) != self.mark
 
     def __str__(self) -> str:
-        shape = "×".join(map(str, self.tensor.shape)) or "scalar"
-        return f"{self.name} ({dtype_name(self.tensor.dtype)}, {shape})"
+        return f"{self.name} ({dtype_name(self.tensor.dtype)}, {shape_text(self.tensor.shape)})"
 
 
 class _Graph:
@@ -148,7 +149,7 @@ class CallKeeper:
             opened.append(None)
             return
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
-        inputs = [Kept.of(tensor, name) for name, tensor in _named(args, kwargs)]
+        inputs = [Kept.of(tensor, name) for name, tensor in named_inputs(args, kwargs)]
         opened.append(KeptCall(module, args, kwargs, inputs, RandomStates.now(self._devices), user_line()))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -178,9 +179,3 @@ class CallKeeper:
             call.arrivals[task] = {}
             self.events.append(Event(call, task))
         call.arrivals[task][number] = Kept.of(gradient, f"gradient of output {number}")
-
-
-def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-    for key, value in (*enumerate(args), *kwargs.items()):
-        for path, tensor in each_tensor(value):
-            yield f"input {key}{path}", tensor

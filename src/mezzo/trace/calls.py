@@ -126,8 +126,7 @@ class OpCall:
         if is_cast(kernel, args, out):
             self.has_run = True
             from_outside = self._made_here.get(args[0]) is None
-            if emulated:
-                self.emulated = True
+            self.emulated |= emulated
             if from_outside:
                 (self._inputs if emulated else self._converted)[dtype_name(args[0].dtype)] = None
             if emulated or not from_outside:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -91,7 +91,7 @@ class Range:
         return "".join(f"{before}{count} {word}" for count, word in counts if count)
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
+def shape_text(shape: Iterable[int]) -> str:
     """Write a shape: ``4×3``."""
     return "×".join(map(str, shape)) or "scalar"
 

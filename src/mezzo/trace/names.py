@@ -11,7 +11,7 @@ from mezzo.cast.weight_casts import is_further_use
 from mezzo.tensors import each_tensor, tensors
 from mezzo.trace.measure import is_finite
 
-__all__ = ["Edge", "Names", "Role", "edges", "numbered"]
+__all__ = ["Edge", "Names", "Role", "edges", "named_inputs", "numbered"]
 
 Role = Literal["parameter", "buffer", "input"]
 #: An autograd node and which of its results; of a leaf, the tensor's id and 0.
@@ -27,6 +27,13 @@ _SAME_NUMBERS: Final = (
 def numbered(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with what its paths begin with: nothing for a single one, else its number."""
     return (("" if len(models) == 1 else f"{number}.", model) for number, model in enumerate(models))
+
+
+def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a model is given, with what they are called."""
+    for key, value in (*enumerate(args), *kwargs.items()):
+        for path, tensor in each_tensor(value):
+            yield f"input {key}{path}", tensor
 
 
 class Names:
@@ -56,10 +63,9 @@ class Names:
             kwargs: Its keyword arguments.
         """
         of_model = f" of model {prefix[:-1]}" if prefix else ""
-        for key, value in (*enumerate(args), *kwargs.items()):
-            for path, tensor in each_tensor(value):
-                # The tensor is kept, so that its id stays its own.
-                self._known.setdefault(id(tensor), ("input", f"input {key}{path}{of_model}", tensor))
+        for name, tensor in named_inputs(args, kwargs):
+            # The tensor is kept, so that its id stays its own.
+            self._known.setdefault(id(tensor), ("input", f"{name}{of_model}", tensor))
 
     def was_finite(self, tensor: Tensor) -> bool:
         """Whether a tensor is a buffer that was finite at first: batch norm's kernels write without saying so."""

@@ -18,12 +18,22 @@ from torch import nn
 from mezzo.trace.calls import OpCall
 from mezzo.trace.frames import user_line
 
-__all__ = ["LOSS", "MODEL", "Place", "Where"]
+__all__ = ["LOSS", "MODEL", "Place", "Where", "place_text"]
 
 #: How the model itself is called where people read, for its path is empty.
 MODEL: Final = "(model)"
 #: The module path of what the loss function does.
 LOSS: Final = "(loss)"
+
+
+def place_text(module: str, op: str, line: str | None = None) -> str:
+    """Write where an op is, for people.
+
+    Example:
+        >>> place_text("", "linear", "model.py:7")
+        '(model) linear (model.py:7)'
+    """
+    return f"{module or MODEL} {op}{f' ({line})' if line else ''}"
 
 
 @dataclass(slots=True)
