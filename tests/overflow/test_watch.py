@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mezzo.overflow.cures import Context
 from mezzo.overflow.watch import Watch
 from mezzo.trace.modes import KernelMode
 from mezzo.trace.where import Where
@@ -11,7 +12,7 @@ from mezzo.trace.where import Where
 
 @pytest.fixture
 def watch():
-    return Watch([nn.Linear(1, 1)], None, Where())
+    return Watch(Context([nn.Linear(1, 1)], None), Where())
 
 
 def sources(watch):

@@ -117,16 +117,16 @@ def test_the_format_that_holds_a_result():
     ):
         x = torch.tensor([number], dtype=dtype)
         args = (x, x)
-        magnitude, holds = needed(aten.mul.Tensor, args, {}, operands(aten.mul.Tensor, args, {}), 0, dtype)
+        magnitude, holds = needed(dtype, aten.mul.Tensor, args, {}, operands(aten.mul.Tensor, args, {}), 0)
         assert holds == wanted[1]
         assert magnitude == (wanted[0] and pytest.approx(wanted[0], rel=0.01))
     zero = (torch.zeros(1),)
-    assert needed(aten.log.default, zero, {}, operands(aten.log.default, zero, {}), 0, torch.float32) == (
+    assert needed(torch.float32, aten.log.default, zero, {}, operands(aten.log.default, zero, {}), 0) == (
         math.inf,
         None,
     )
     root = (torch.tensor([-1 + 0j]), torch.tensor([0j]))
-    assert needed(aten.div.Tensor, root, {}, operands(aten.div.Tensor, root, {}), 0, torch.complex64)[1] is None
+    assert needed(torch.complex64, aten.div.Tensor, root, {}, operands(aten.div.Tensor, root, {}), 0)[1] is None
 
 
 def test_kernels_that_have_no_wider_form():
@@ -152,7 +152,7 @@ def test_a_user_s_kernel_refuses_a_wider_format_in_its_own_way(refusal):
     kernel = torch.ops.mezzo_tests.half_only.default
     assert largest_in(torch.float16, kernel, (x, refusal), {}, [], 0) == math.inf
     assert largest_in(torch.float32, kernel, (x, refusal), {}, [], 0) is None
-    assert needed(kernel, (x, refusal), {}, operands(kernel, (x, refusal), {}), 0, x.dtype) == (None, None)
+    assert needed(x.dtype, kernel, (x, refusal), {}, operands(kernel, (x, refusal), {}), 0) == (None, None)
 
 
 def test_an_interrupt_is_no_refusal():

@@ -24,23 +24,24 @@ __all__ = ["Context", "highest_scale", "lower_scale", "power", "wider_format"]
 _MANY: Final = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Context:
     """What is known of the step beside the origin.
 
     Attributes:
         models: The models.
         policy: Their policy, where it is known.
-        autocasts: Whether ops are cast one by one.
         loss_scale: What the loss was multiplied by.
-        lowered: The highest scale below it with which every gradient is finite, if there is one.
+        autocasts: Whether ops are cast one by one, as far as has been seen.
     """
 
     models: Sequence[nn.Module]
     policy: Policy | None
-    autocasts: bool
     loss_scale: float = 1.0
-    lowered: float | None = None
+    autocasts: bool = False
+
+    def __post_init__(self) -> None:
+        self.autocasts = self.policy is not None and self.policy.autocast
 
 
 # Forward --------------------------------------------------------------------------------------------

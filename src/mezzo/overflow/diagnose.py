@@ -17,7 +17,7 @@ from mezzo.tensors import dtype_name
 from mezzo.trace.measure import range_of
 from mezzo.trace.where import LOSS
 
-__all__ = ["arrived", "diagnose", "summed"]
+__all__ = ["diagnose", "in_sum", "outside_models"]
 
 _EPS: Final = "torch.finfo(x.dtype).eps"
 _FINITE_MASK: Final = 'scores.masked_fill(mask, torch.finfo(scores.dtype).min)   # in place of float("-inf")'
@@ -45,20 +45,26 @@ _OUTSIDE: Final[Mapping[str, tuple[str, str]]] = {
 }  # fmt: skip
 
 
-def diagnose(origin: Origin, context: Context) -> Overflow:
-    """Say of an origin what it is, why, and what would cure it."""
-    kind, cause, cure = _judged(origin, context)
+def diagnose(origin: Origin, context: Context, lowered: float | None = None) -> Overflow:
+    """Say of an origin what it is, why, and what would cure it.
+
+    Args:
+        origin: The origin.
+        context: What else is known.
+        lowered: The highest scale below the loss scale with which every gradient is finite, if there is one.
+    """
+    kind, cause, cure = _judged(origin, context, lowered)
     if origin.made_nan_by and origin.source in ("given", "written"):
         cause += f"; {origin.made_nan_by} makes nan of it"
     return _overflow(origin, context, kind, cause, cure)
 
 
-def _judged(origin: Origin, context: Context) -> tuple[Kind, str, str]:
+def _judged(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind, str, str]:
     """Return the kind of fault, the cause and the cure."""
     name = origin.tensor.name
     match origin.source, origin.role:
         case "made", _:
-            return _made(origin, context)
+            return _made(origin, context, lowered)
         case "masked", _:
             where = f"{origin.op} over a row that holds -inf alone"
             return "masked", f"{where}: where all is masked there is no result", _FINITE_MASK
@@ -100,9 +106,9 @@ def _overflow(origin: Origin, context: Context, kind: Kind, cause: str, cure: st
 # Made of finite numbers -------------------------------------------------------------------------------
 
 
-def _made(origin: Origin, context: Context) -> tuple[Kind, str, str]:
-    if context.lowered is not None:
-        return "scale", _of_scale(origin, context, context.lowered), lower_scale(context, context.lowered)
+def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind, str, str]:
+    if lowered is not None:
+        return "scale", _of_scale(origin, context, lowered), lower_scale(context, lowered)
     if origin.dtype.itemsize < 4 and (origin.needed is None or origin.holds == torch.float32):
         remark, cure = wider_format(origin, context)
         return "range", f"{_needs(origin)}{remark}", cure
@@ -157,7 +163,7 @@ def _flushed(origin: Origin) -> str:
 # What no kernel of the models made --------------------------------------------------------------------
 
 
-def arrived(gradient: Tensor, number: int, output: Tensor, line: str | None, context: Context) -> Overflow:
+def outside_models(gradient: Tensor, number: int, output: Tensor, line: str | None, context: Context) -> Overflow:
     """Report a gradient that was non-finite when it arrived at a model's finite output.
 
     Args:
@@ -181,7 +187,7 @@ def arrived(gradient: Tensor, number: int, output: Tensor, line: str | None, con
     return _overflow(origin, context, "loss", cause, cure)
 
 
-def summed(name: str, total: Tensor, num_passes: int, context: Context) -> Overflow | None:
+def in_sum(name: str, total: Tensor, num_passes: int, context: Context) -> Overflow | None:
     """Report an FP16 parameter whose gradients are finite one by one, while their sum is not.
 
     Args:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from mezzo.overflow.calls import CallKeeper, Event, KeptCall
 from mezzo.overflow.cures import Context
-from mezzo.overflow.diagnose import arrived, summed
+from mezzo.overflow.diagnose import in_sum, outside_models
 from mezzo.overflow.report import Changed, Overflow
 from mezzo.overflow.search import Search, checked_models
 from mezzo.tensors import each_tensor
@@ -110,7 +110,7 @@ class _Replayed:
         self.changed: dict[str, None] = {}
         self.late: Overflow | None = None
         self.sums: dict[str, tuple[Any, int]] = {}
-        self.context = Context(models=models, policy=None, autocasts=False)
+        self.context = Context(models, None)
 
     def look_at(self, events: list[Event]) -> Overflow | None:
         """Run one call again, forward, and backward where its backward passes followed at once."""
@@ -122,7 +122,7 @@ class _Replayed:
             return None
         region = self.region()
         where = Where(until=here(), instead=call.line)
-        search = Search(self.models, getattr(region, "policy", None), scale=self.scale, where=where)
+        search = Search(Context(self.models, getattr(region, "policy", None), self.scale), where)
         with search.hooked():
             outputs = self._forward(search, call)
             if (found := self._begins_forward(search, call, outputs)) is not None:
@@ -133,7 +133,7 @@ class _Replayed:
                 bad = [number for number, gradient in gradients.items() if not is_finite(gradient)]
                 if bad:
                     number = bad[0]
-                    return arrived(gradients[number], number, outputs[number], call.line, search.context())
+                    return outside_models(gradients[number], number, outputs[number], call.line, search.context)
                 starts = [outputs[number] for number in gradients]
                 if (found := search.backward(starts, list(gradients.values()), run)) is not None:
                     # What one model was given may be what another had made before.
@@ -162,8 +162,8 @@ class _Replayed:
         return None
 
     def _add_up(self, search: Search) -> None:
-        self.context = search.context()
-        if search.policy is not None and search.policy.master_weights:
+        self.context = search.context
+        if self.context.policy is not None and self.context.policy.master_weights:
             return  # masters take each gradient in FP32
         for leaf, gradient in search.gradients:
             if leaf.dtype == torch.float16 and (known := search.watch.names.of(leaf)) is not None:
@@ -172,7 +172,7 @@ class _Replayed:
 
     def sum_too_large(self) -> Overflow | None:
         """Report a gradient that is finite in each backward pass, and not when they are added up."""
-        found = (summed(name, total, count, self.context) for name, (total, count) in self.sums.items())
+        found = (in_sum(name, total, count, self.context) for name, (total, count) in self.sums.items())
         return next((each for each in found if each is not None), None)
 
 

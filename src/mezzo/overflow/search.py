@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -85,7 +84,7 @@ def locate(
     scale = float(loss_scale)
     if not 0.0 < scale < float("inf"):
         raise PolicyError(f"the loss scale is {scale!r}", why="a scale is positive and finite", write="loss_scale=1.0")
-    search = Search(models, policy, scale=scale)
+    search = Search(Context(models, policy, scale))
     backward: Backward = torch.autograd.backward if policy is None else autocast(policy).run_backward
     with untouched(models), search.hooked():
         ends = [tensor for _, tensor in each_tensor(search.forward(fn)) if tensor.is_floating_point()]
@@ -121,17 +120,13 @@ class Search:
     """A watched forward pass, and backward passes from it.
 
     Args:
-        models: The models.
-        policy: Their policy, where it is known.
-        scale: The loss scale.
+        context: The models, their policy and the loss scale.
         where: Where the pass begins.
     """
 
-    def __init__(
-        self, models: Sequence[nn.Module], policy: Policy | None, *, scale: float, where: Where | None = None
-    ) -> None:
-        self.models, self.policy, self.scale = models, policy, scale
-        self.watch = Watch(models, policy, where or Where())
+    def __init__(self, context: Context, where: Where | None = None) -> None:
+        self.context = context
+        self.watch = Watch(context, where or Where())
         self.gradients: list[tuple[Tensor, Tensor]] = []  # of the last backward pass, by leaf
 
     @contextmanager
@@ -139,7 +134,7 @@ class Search:
         """Hook every module inside the block, so that it is known which one runs."""
         handles: list[RemovableHandle] = []
         try:
-            for prefix, model in numbered(self.models):
+            for prefix, model in numbered(self.context.models):
                 learn = partial(self._learn, prefix)
                 handles.append(model.register_forward_pre_hook(learn, prepend=True, with_kwargs=True))
                 for path, module in model.named_modules():
@@ -177,12 +172,12 @@ class Search:
             return self.report(origin)
 
         def is_finite_at(scale: float) -> bool:
-            lower = [gradient * (scale / self.scale) for gradient in gradients]
+            lower = [gradient * (scale / self.context.loss_scale) for gradient in gradients]
             with gradients_aside(leaves):
                 run(starts, grad_tensors=lower, retain_graph=True)
                 return all(is_finite(leaf.grad) for leaf in leaves if leaf.grad is not None)
 
-        lowered = highest_scale(self.scale, origin.needed, torch.finfo(origin.dtype).max, is_finite_at)
+        lowered = highest_scale(self.context.loss_scale, origin.needed, torch.finfo(origin.dtype).max, is_finite_at)
         # In a wider format a scale below 1 would only hide that the gradient itself has no bound.
         is_cure = origin.dtype == torch.float16 or (lowered or 0) >= 1
         return self.report(origin, lowered if is_cure else None)
@@ -190,7 +185,8 @@ class Search:
     def _leaves(self, starts: Iterable[Tensor]) -> list[Tensor]:
         """Find every tensor that a backward pass may give a gradient to."""
         # Reentrant checkpoints hide parameters from the graph, and a loss may read leaves that are no parameters.
-        leaves: dict[int, Tensor] = {id(p): p for model in self.models for p in model.parameters() if p.requires_grad}
+        params = (param for model in self.context.models for param in model.parameters())
+        leaves: dict[int, Tensor] = {id(param): param for param in params if param.requires_grad}
         nodes: list[Any] = [start.grad_fn for start in starts if start.grad_fn is not None]
         seen = set(nodes)
         while nodes:
@@ -204,11 +200,7 @@ class Search:
 
     def report(self, origin: Origin, lowered: float | None = None) -> Overflow:
         """Say of an origin what it is, why, and what would cure it."""
-        return diagnose(origin, dataclasses.replace(self.context(), lowered=lowered))
-
-    def context(self) -> Context:
-        """Return what is known beside an origin."""
-        return Context(models=self.models, policy=self.policy, autocasts=self.watch.autocasts, loss_scale=self.scale)
+        return diagnose(origin, self.context, lowered)
 
 
 def _wide(loss: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from mezzo.cast.notes import notes
+from mezzo.overflow.cures import Context
 from mezzo.overflow.origins import BOUNDED, SOFTMAX, Origin, Reader
 from mezzo.overflow.report import Phase
 from mezzo.policy import Policy
@@ -71,19 +72,15 @@ class Watch:
     """Everything non-finite that is seen in one forward pass and in backward passes from it.
 
     Args:
-        models: The models, which give modules and parameters their names.
-        policy: The policy, where it is known.
+        context: The models, which give modules and parameters their names, and their policy.
         where: Where the pass is.
-
-    Attributes:
-        autocasts: Whether ops are cast one by one.
     """
 
-    def __init__(self, models: Sequence[nn.Module], policy: Policy | None, where: Where) -> None:
-        self.where, self.names = where, Names(models)
+    def __init__(self, context: Context, where: Where) -> None:
+        self.where, self.names = where, Names(context.models)
         self.origins: list[Origin] = []
-        self.autocasts = policy is not None and policy.autocast
-        self._decider = Decider(policy or Policy.O0(), {})
+        self._context = context
+        self._decider = Decider(context.policy or Policy.O0(), {})
         self._from, self._wide = Storages(), Storages()  # the number of an origin, as text
         self._copies = Storages()  # the names of what was cast
         self._arguments: dict[int, tuple[Place, dict[Edge, str]]] = {}
@@ -103,7 +100,7 @@ class Watch:
             self.where.enter(place)
             self._arguments[id(place)] = place, edges(args, kwargs)  # with the place, so that its id stays its own
             kinds = {tensor.device.type for tensor in tensors((args, kwargs))}
-            self.autocasts |= any(torch.is_autocast_enabled(kind) for kind in kinds)
+            self._context.autocasts |= any(torch.is_autocast_enabled(kind) for kind in kinds)
         return place
 
     def finish(self, place: Place, out: Any) -> None:
@@ -194,7 +191,7 @@ class Watch:
             return origin
         if not is_cast(kernel, args, ran.result):
             origin = self._add("made", kernel, ran.result, read)
-            origin.needed, origin.holds = needed(kernel, args, kwargs, read, position, ran.result.dtype)
+            origin.needed, origin.holds = needed(ran.result.dtype, kernel, args, kwargs, read, position)
             return origin
         doing = {note.kind for note in notes()}
         is_emulated = "emulation" in doing

@@ -11,9 +11,9 @@ from mezzo.cast.notes import notes
 from mezzo.errors import PolicyError
 from mezzo.policy.ops import resolve
 
-__all__ = ["Maker", "here", "is_from", "kernel_name", "maker", "op_name", "user_line"]
+__all__ = ["Doing", "doing", "here", "is_from", "kernel_name", "op_name", "user_line"]
 
-Maker = Literal["emulation", "cast", "region", "other"]
+Doing = Literal["emulation", "cast", "region", "other"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,11 +83,11 @@ def here() -> int:
     return id(sys._getframe(1))
 
 
-def maker() -> Maker:
-    """Say who runs the current function or kernel: emulation, a cast of mezzo's, a region around it, or none."""
-    doing = notes()
-    inner = (note.kind for note in reversed(doing) if note.kind != "op")
-    return next(inner, "region" if doing else "other")
+def doing() -> Doing:
+    """Say what mezzo does around the current function or kernel: emulate, cast, only decide in a region, or nothing."""
+    taken = notes()
+    inner = (note.kind for note in reversed(taken) if note.kind != "op")
+    return next(inner, "region" if taken else "other")
 
 
 def is_from(name: str, package: str) -> bool:

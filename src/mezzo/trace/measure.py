@@ -206,18 +206,12 @@ def largest_in(
     return float(_values(result).abs().amax()) if result.numel() else None
 
 
-def needed(
-    kernel: Any, args: Any, kwargs: Any, read: list[Operand], position: int, dtype: torch.dtype
-) -> tuple[float | None, torch.dtype | None]:
+def needed(dtype: torch.dtype, *call: Any) -> tuple[float | None, torch.dtype | None]:
     """Return the magnitude that a kernel's result should hold, and the next wider format that does.
 
     Args:
-        kernel: See :func:`largest_in`, as for the next four.
-        args: As there.
-        kwargs: As there.
-        read: As there.
-        position: As there.
         dtype: The result's format.
+        *call: The kernel and what it was given, as :func:`largest_in` takes them.
 
     Returns:
         Inf or NaN, and no format, where none holds it; ``None`` where no wider kernel could be run.
@@ -225,7 +219,7 @@ def needed(
     magnitude = None
     for wider in (torch.float32, torch.float64):
         if torch.finfo(wider).bits > torch.finfo(dtype).bits:
-            magnitude = largest_in(wider, kernel, args, kwargs, read, position)
+            magnitude = largest_in(wider, *call)
             if magnitude is not None and math.isfinite(magnitude):
                 return magnitude, wider
     return magnitude, None

@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from mezzo.tensors import dtype_name, tensors
 from mezzo.trace import kernels
 from mezzo.trace.calls import Decider, OpCall
-from mezzo.trace.frames import Maker, kernel_name, maker
+from mezzo.trace.frames import Doing, doing, kernel_name
 from mezzo.trace.kernels import Storages
 from mezzo.trace.where import Place, Where
 
@@ -64,7 +64,7 @@ class Trace:
         with _NO_TORCH_FUNCTION():
             around = self.where.now
             call = self.decider.call(function, args, kwargs, around.path)
-            made_by = maker()
+            made_by = doing()
             call.hidden = made_by == "cast"
             if made_by == "region":  # one that the model's code entered, and which lies above the mode that tells
                 call.cause = "a region that the model's own code enters decides here"
@@ -94,7 +94,7 @@ class Trace:
         """Take note of one kernel."""
         with _NO_TORCH_FUNCTION():
             place = self.where.place()
-            made_by = maker()
+            made_by = doing()
             is_alone = place.call is None and not self.where.is_backward and made_by in ("region", "other")
             if is_alone:  # no torch function stands above: a C++ extension, or a scripted function
                 call = self.decider.call(kernel, args, kwargs, place.path)
@@ -112,7 +112,7 @@ class Trace:
                     place.call.op = kernel_name(kernel)
                     self.finish(place, out)
 
-    def _cast(self, before: Tensor, after: Tensor, place: Place, made_by: Maker) -> None:
+    def _cast(self, before: Tensor, after: Tensor, place: Place, made_by: Doing) -> None:
         what = self._labels.get(before) or self._new_label()
         self._labels.put([after], what)
         by = self._caster(before, after, place.call, made_by)
@@ -121,7 +121,7 @@ class Trace:
         self.casts[key] += 1
         self.cast_bytes[key] += before.numel() * (before.element_size() + after.element_size())
 
-    def _caster(self, before: Tensor, after: Tensor, call: OpCall | None, made_by: Maker) -> str:
+    def _caster(self, before: Tensor, after: Tensor, call: OpCall | None, made_by: Doing) -> str:
         """Say whose cast it is: emulation's, the policy's, the model's own code's, or torch's inside a function."""
         if made_by == "emulation":
             return "emulation"
