@@ -120,3 +120,9 @@ def test_the_room_is_not_loaded_before_it_is_used():
 def test_json_nested_without_end_is_refused():
     with pytest.raises(StateError, match="this is not an overflow"):
         Overflow.from_json("[" * 100_000)
+
+
+def test_the_search_is_reachable_under_both_names():
+    assert mezzo.numerics.locate is mezzo.overflow.locate is locate
+    assert mezzo.numerics.Replay is mezzo.overflow.Replay
+    assert mezzo.numerics.Overflow is Overflow
