@@ -179,11 +179,11 @@ def test_ctrl_c_sums_up_what_there_is_and_exits_130(tmp_path):
         "import signal, time; from mezzo.cli import main; from mezzo.recipes import training\n"
         # A shell's background jobs, this test's own process perhaps among them, ignore Ctrl-C, and children inherit it.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "step = training.Run._step\n"
+        "step = training.Training._step\n"
         "def slow(self, number, **kw):\n"
         "    if self.policy.level == 'O1' and number == 3: print('ready', flush=True); time.sleep(100)\n"
         "    return step(self, number, **kw)\n"
-        "training.Run._step = slow\n"
+        "training.Training._step = slow\n"
         f"main({words!r})"
     )
     child = subprocess.Popen(

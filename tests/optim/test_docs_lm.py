@@ -9,7 +9,7 @@ import mezzo.optim.optimizer
 from mezzo import Policy, optim
 from mezzo.recipes import get
 from mezzo.recipes.recipe import decayed_groups
-from mezzo.recipes.training import Run
+from mezzo.recipes.training import Training
 from mezzo.step.executors import Blocked, Compiled
 from mezzo.step.executors.cpp.launch import Cpp
 
@@ -29,7 +29,9 @@ def trained(split, master, steps, dtype="bfloat16"):
         get("docs-lm"),
         optimizer=lambda model: optim.AdamW(decayed_groups(model, 0.1), lr=2.5e-3, betas=(0.9, 0.99), master=master),
     )
-    run = Run(recipe, Policy.parse(f"O2,dtype={dtype},emulate=auto"), split, steps=steps, device=torch.device("cpu"))
+    run = Training(
+        recipe, Policy.parse(f"O2,dtype={dtype},emulate=auto"), split, steps=steps, device=torch.device("cpu")
+    )
     run.train()
     weights = [run.optimizer.master_of(param) for param in run.model.parameters()]
     run.close()

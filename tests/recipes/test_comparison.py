@@ -147,13 +147,13 @@ def test_a_taken_directory_is_refused_before_any_training(tiny, tmp_path):
 
 
 def test_what_the_device_cannot_do_is_said_for_all_policies_before_any_training(tiny, tmp_path, monkeypatch):
-    class Refusing(module.Run):
+    class Refusing(module.Training):
         def __init__(self, recipe, policy, *args, **kwargs):
             if policy.dtype == torch.float16:
                 raise UnsupportedError(f"no {policy} here")
             super().__init__(recipe, policy, *args, **kwargs)
 
-    monkeypatch.setattr(module, "Run", Refusing)
+    monkeypatch.setattr(module, "Training", Refusing)
     watcher = Counting()
     with pytest.raises(UnsupportedError) as error:
         compare(tiny, ["O0", "O1", "O1,dtype=bfloat16", "O2"], out=tmp_path / "run", watcher=watcher)

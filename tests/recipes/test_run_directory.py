@@ -31,7 +31,7 @@ def test_what_a_killed_process_left_of_a_summary_is_no_foreign_file(tmp_path):
 def test_steps_are_whole_lines_under_a_partial_name_until_the_end(tmp_path):
     directory = RunDirectory(tmp_path / "deep" / "run")
     assert not (tmp_path / "deep").exists()  # nothing is made before there is something to write
-    directory.write_step(RECORD)
+    directory.stepped(RECORD)
     partial = directory.path / "metrics.jsonl.partial"
     assert strict(partial.read_text()) == {
         "policy": "O0", "step": 1, "loss": 0.5, "scale": 1.0, "skipped": False, "grad_norm": 2.0, "ms": 3.5,
@@ -47,7 +47,7 @@ def test_steps_are_whole_lines_under_a_partial_name_until_the_end(tmp_path):
 def test_a_run_that_never_finishes_keeps_its_steps(tmp_path):
     directory = RunDirectory(tmp_path)
     for _ in range(3):
-        directory.write_step(RECORD)
+        directory.stepped(RECORD)
     directory.close()
     assert [child.name for child in tmp_path.iterdir()] == ["metrics.jsonl.partial"]
     assert len((tmp_path / "metrics.jsonl.partial").read_text().splitlines()) == 3
@@ -80,7 +80,7 @@ def test_an_existing_run_is_not_overwritten_silently(tmp_path):
 
 def test_the_steps_of_a_killed_run_are_not_overwritten_silently_either(tmp_path):
     killed = RunDirectory(tmp_path)
-    killed.write_step(RECORD)
+    killed.stepped(RECORD)
     killed.close()
     with pytest.raises(PolicyError, match="already holds a run"):
         RunDirectory(tmp_path)
@@ -88,12 +88,12 @@ def test_the_steps_of_a_killed_run_are_not_overwritten_silently_either(tmp_path)
 
 def test_overwrite_replaces_a_run_only_when_the_new_one_is_finished(tmp_path):
     first = RunDirectory(tmp_path)
-    first.write_step(RECORD)
+    first.stepped(RECORD)
     first.finish({"rows": ["old"]})
     (tmp_path / "curves.png").write_bytes(b"old picture")
     second = RunDirectory(tmp_path, overwrite=True)
-    second.write_step(RECORD)
-    second.write_step(RECORD)
+    second.stepped(RECORD)
+    second.stepped(RECORD)
     assert strict((tmp_path / "summary.json").read_text()) == {"rows": ["old"]}
     assert (tmp_path / "curves.png").read_bytes() == b"old picture"
     second.finish({"rows": ["new"]})

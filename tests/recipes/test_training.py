@@ -12,7 +12,7 @@ from mezzo.errors import NumericsError, PolicyError
 from mezzo.policy import Policy
 from mezzo.recipes import get
 from mezzo.recipes.footprint import StateBytes
-from mezzo.recipes.training import UNTIMED_STEPS, Run, train
+from mezzo.recipes.training import UNTIMED_STEPS, Training, train
 
 
 class Log:
@@ -126,7 +126,7 @@ def test_evaluation_runs_in_evaluation_mode_without_gradients_and_training_goes_
         seen.append((model.training, torch.is_grad_enabled()))
         return 0.0
 
-    run = Run(dataclasses.replace(tiny, evaluate=evaluate), Policy.O0(), tiny.load(), steps=2)
+    run = Training(dataclasses.replace(tiny, evaluate=evaluate), Policy.O0(), tiny.load(), steps=2)
     run.train()
     assert seen == [(False, False)] * 2
     assert run.model.training
@@ -137,8 +137,8 @@ def test_skipped_steps_scale_and_schedule_after_overflows(tiny):
     # Gradients of order 1 overflow float16 at scale 2**24, and go on doing so until it has been halved enough.
     log = Log()
     policy = Policy.O1("float16", loss_scale="dynamic(init=2**24)")
-    run = Run(tiny, policy, tiny.load(), steps=30)
-    run.train(log)
+    run = Training(tiny, policy, tiny.load(), steps=30)
+    run.train([log])
     result = run.result()
     skipped = [record.skipped for record in log.records]
     assert skipped[0]
@@ -186,9 +186,9 @@ def test_an_interrupted_run_still_has_a_result(tiny):
             if record.step == 7:
                 raise KeyboardInterrupt
 
-    run = Run(tiny, Policy.O0(), tiny.load())
+    run = Training(tiny, Policy.O0(), tiny.load())
     with pytest.raises(KeyboardInterrupt):
-        run.train(Impatient())
+        run.train([Impatient()])
     run.close()
     result = run.result(interrupted=True)
     assert (result.status, result.steps) == ("interrupted", 7)
@@ -197,7 +197,7 @@ def test_an_interrupted_run_still_has_a_result(tiny):
 
 
 def test_a_run_interrupted_before_its_first_step_has_nothing_to_say(tiny):
-    run = Run(tiny, Policy.O0(), tiny.load())
+    run = Training(tiny, Policy.O0(), tiny.load())
     run.close()
     result = run.result(interrupted=True)
     assert (result.steps, result.final_metric, result.best_metric, result.step_ms) == (0, None, None, None)
@@ -242,7 +242,7 @@ def test_low_precision_uses_the_recipes_layout_and_fp32_the_contiguous_one():
         (Policy.O1("bfloat16"), torch.channels_last, "channels-last"),
     ):
         seen = []
-        run = Run(recipe, policy, split, steps=1)
+        run = Training(recipe, policy, split, steps=1)
         weight = run.model.blocks[1].conv1.weight
         assert weight.is_contiguous(memory_format=layout)
         assert not weight.is_contiguous(
@@ -257,7 +257,7 @@ def test_low_precision_uses_the_recipes_layout_and_fp32_the_contiguous_one():
 
 
 def test_first_and_probed_steps_are_not_timed(tiny):
-    run = Run(tiny, Policy.O0(), tiny.load(), steps=15)
+    run = Training(tiny, Policy.O0(), tiny.load(), steps=15)
     run.train()
     run.close()
     times = [9.0] * UNTIMED_STEPS + [float(k) for k in range(1, 11)]

@@ -34,7 +34,7 @@ def watching(console: Console, metric: Metric, num_policies: int) -> Iterator[Wa
         num_policies: How many trainings there will be, for the time left.
     """
     if not console.is_terminal:
-        yield Lines(console, metric)
+        yield LogLines(console, metric)
         return
     progress = Progress(
         TextColumn("{task.description}", markup=False),
@@ -49,10 +49,10 @@ def watching(console: Console, metric: Metric, num_policies: int) -> Iterator[Wa
         transient=True,
     )
     with progress:
-        yield Bars(progress, console, metric, num_policies)
+        yield ProgressBars(progress, console, metric, num_policies)
 
 
-class Lines:
+class LogLines:
     """One plain line per policy, when its training is over."""
 
     def __init__(self, console: Console, metric: Metric) -> None:
@@ -77,7 +77,7 @@ class Lines:
         )
 
 
-class Bars(Lines):
+class ProgressBars(LogLines):
     """A bar for the whole comparison and one for the policy that is being trained, with the time left."""
 
     def __init__(self, progress: Progress, console: Console, metric: Metric, num_policies: int) -> None:

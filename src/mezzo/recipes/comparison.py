@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from mezzo.policy import Policy
 from mezzo.recipes.machine import default_device, describe
 from mezzo.recipes.recipe import Metric, Recipe, Split
 from mezzo.recipes.run_directory import RunDirectory
-from mezzo.recipes.training import Run, RunResult, StepRecord, Watcher, num_steps
+from mezzo.recipes.training import RunResult, Training, Watcher, num_steps
 
 __all__ = ["DEFAULT_POLICIES", "SCHEMA", "Comparison", "compare"]
 
@@ -159,26 +159,9 @@ def compare(
     split = recipe.load()
     _try_out(recipe, parsed, split, device)
 
-    rows: list[RunResult] = []
-    interrupted = False
-    follow = _Following(directory, watcher)
+    watchers = [each for each in (directory, watcher) if each is not None]
     try:
-        for policy in parsed:
-            run: Run | None = None
-            try:
-                run = Run(recipe, policy, split, steps=steps, seed=seed, device=device)
-                follow.started(policy, steps)
-                run.train(follow)
-            except KeyboardInterrupt:
-                interrupted = True
-            finally:
-                if run is not None:
-                    run.close()
-            if run is not None:
-                rows.append(run.result(interrupted=interrupted))
-                follow.ended(rows[-1])
-            if interrupted:
-                break
+        rows = tuple(_results(recipe, parsed, split, steps, seed, device, watchers))
     finally:
         if directory is not None:
             directory.close()
@@ -193,8 +176,8 @@ def compare(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         machine=describe(device),
         policies=tuple(str(policy) for policy in parsed),
-        rows=tuple(rows),
-        interrupted=interrupted,
+        rows=rows,
+        interrupted=len(rows) < len(parsed) or rows[-1].status == "interrupted",
         directory=None if directory is None else directory.path,
     )
     if directory is not None:
@@ -202,25 +185,36 @@ def compare(
     return comparison
 
 
-class _Following:
-    """Hand every event to the run directory and to the caller's watcher, where there are such."""
-
-    def __init__(self, directory: RunDirectory | None, watcher: Watcher | None) -> None:
-        self._directory, self._watcher = directory, watcher
-
-    def started(self, policy: Policy, steps: int) -> None:
-        if self._watcher is not None:
-            self._watcher.started(policy, steps)
-
-    def stepped(self, record: StepRecord) -> None:
-        if self._directory is not None:
-            self._directory.write_step(record)
-        if self._watcher is not None:
-            self._watcher.stepped(record)
-
-    def ended(self, result: RunResult) -> None:
-        if self._watcher is not None:
-            self._watcher.ended(result)
+def _results(
+    recipe: Recipe,
+    policies: Sequence[Policy],
+    split: Split,
+    steps: int,
+    seed: int,
+    device: torch.device,
+    watchers: Sequence[Watcher],
+) -> Iterator[RunResult]:
+    """Train under one policy after the other, until the user interrupts."""
+    for policy in policies:
+        training: Training | None = None
+        interrupted = False
+        try:
+            training = Training(recipe, policy, split, steps=steps, seed=seed, device=device)
+            for watcher in watchers:
+                watcher.started(policy, steps)
+            training.train(watchers)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            if training is not None:
+                training.close()
+        if training is not None:
+            result = training.result(interrupted=interrupted)
+            for watcher in watchers:
+                watcher.ended(result)
+            yield result
+        if interrupted:
+            return
 
 
 def _parse(policies: Sequence[Policy | str]) -> list[Policy]:
@@ -254,7 +248,7 @@ def _try_out(recipe: Recipe, policies: Sequence[Policy], split: Split, device: t
     problems: list[MezzoError] = []
     for policy in policies:
         try:
-            Run(recipe, policy, split, steps=1, device=device).close()
+            Training(recipe, policy, split, steps=1, device=device).close()
         except MezzoError as error:
             problems.append(error)
     if problems:

@@ -28,7 +28,7 @@ NUM_BLOCKS = 3
 HELD_OUT_EVERY = 10
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A pre-norm transformer block: causal attention, then a GELU network four times as wide."""
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -59,12 +59,12 @@ class ByteGPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(TransformerBlock(width, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.apply(_initialise)
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             # Each block adds twice to the residual stream: keep its variance independent of the depth.
             for layer in (block.proj, block.down):
                 nn.init.normal_(layer.weight, std=0.3 / math.sqrt(layer.in_features * 2 * num_blocks))

@@ -18,7 +18,8 @@ from typing import IO, Any
 
 from mezzo.errors import PolicyError, some_of
 from mezzo.files import is_partial, whole
-from mezzo.recipes.training import StepRecord
+from mezzo.policy import Policy
+from mezzo.recipes.training import RunResult, StepRecord
 
 __all__ = ["CURVES", "METRICS", "SUMMARY", "RunDirectory", "jsonable"]
 
@@ -30,7 +31,7 @@ _OURS = frozenset((SUMMARY, METRICS, METRICS + _PARTIAL, CURVES))
 
 
 class RunDirectory:
-    """One directory that a comparison writes to.
+    """One directory that a comparison writes to, as a watcher of its trainings.
 
     Args:
         path: Made with its parents when the first step is written, if it is not there.
@@ -62,7 +63,13 @@ class RunDirectory:
                 write=f"--out {path}-2, or --overwrite to replace it",
             )
 
-    def write_step(self, record: StepRecord) -> None:
+    def started(self, policy: Policy, steps: int) -> None:
+        """Write nothing: a directory is made for the first step."""
+
+    def ended(self, result: RunResult) -> None:
+        """Write nothing: results are written together, by :meth:`finish`."""
+
+    def stepped(self, record: StepRecord) -> None:
         """Append one step; the line is handed to the system at once."""
         if self._metrics is None:
             self.path.mkdir(parents=True, exist_ok=True)

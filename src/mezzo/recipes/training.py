@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -18,7 +19,7 @@ from mezzo.recipes.machine import default_device
 from mezzo.recipes.recipe import Batch, Recipe, Split
 from mezzo.session import MixedPrecision
 
-__all__ = ["Run", "RunResult", "StepRecord", "Watcher", "train"]
+__all__ = ["RunResult", "StepRecord", "Training", "Watcher", "num_steps", "train"]
 
 #: How often the held-out data is scored in a run; the best of these is the best metric.
 NUM_EVALUATIONS = 10
@@ -116,7 +117,7 @@ class Watcher(Protocol):
         """Training under the policy is over, whatever the status."""
 
 
-class Run:
+class Training:
     """Train one recipe under one policy, step by step, and keep what is needed for the result.
 
     Made in two moves so that an interrupted run still has a result: :meth:`train`, then :meth:`result`.
@@ -164,8 +165,8 @@ class Run:
         self._peak_bytes: int | None = None
         self._state_bytes: StateBytes | None = None
 
-    def train(self, watcher: Watcher | None = None) -> None:
-        """Take all steps; return early when the session raises a numerics error.
+    def train(self, watchers: Sequence[Watcher] = ()) -> None:
+        """Take all steps, and tell of each; return early when the session raises a numerics error.
 
         **Cost**: one transfer from the device per step, which also ends the step's time.
         """
@@ -174,7 +175,7 @@ class Run:
         try:
             for number in range(1, self.steps + 1):
                 self._step(number, evaluate=number in evaluated)
-                if watcher is not None:
+                for watcher in watchers:
                     watcher.stepped(self.records[-1])
         except NumericsError as error:
             self.note = str(error)
@@ -332,14 +333,15 @@ def train(
     """
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     num_steps(recipe, steps)
-    run = Run(recipe, policy, recipe.load(), steps=steps, seed=seed, device=device)
+    training = Training(recipe, policy, recipe.load(), steps=steps, seed=seed, device=device)
+    watchers = [] if watcher is None else [watcher]
     try:
-        if watcher is not None:
-            watcher.started(policy, run.steps)
-        run.train(watcher)
-        result = run.result()
-        if watcher is not None:
-            watcher.ended(result)
+        for each in watchers:
+            each.started(policy, training.steps)
+        training.train(watchers)
+        result = training.result()
+        for each in watchers:
+            each.ended(result)
         return result
     finally:
-        run.close()
+        training.close()

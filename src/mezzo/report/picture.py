@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mezzo import files
 from mezzo.errors import UnsupportedError
+from mezzo.recipes.run_directory import CURVES
 from mezzo.report.run import Run, read
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def curves(run_directory: Path | str) -> Path:
     )
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    path = run.path / "curves.png"
+    path = run.path / CURVES
     with files.whole(path) as file:
         figure.savefig(file, format="png")
     return path

@@ -10,11 +10,10 @@ from typing import Any, Final
 
 from mezzo.errors import StateError, shown
 from mezzo.files import opened
+from mezzo.recipes.comparison import SCHEMA
+from mezzo.recipes.run_directory import METRICS, SUMMARY
 
 __all__ = ["Run", "Series", "read"]
-
-#: The version of ``summary.json`` that this module understands.
-SCHEMA: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +66,8 @@ def read(directory: Path | str) -> Run:
     """
     path = Path(directory)
     try:
-        summary = json.loads(_text(path / "summary.json"))
-        records = [json.loads(line) for line in _text(path / "metrics.jsonl").splitlines()]
+        summary = json.loads(_text(path / SUMMARY))
+        records = [json.loads(line) for line in _text(path / METRICS).splitlines()]
     except FileNotFoundError as error:
         raise StateError(
             "there is no finished run here",
