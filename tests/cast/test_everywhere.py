@@ -8,11 +8,14 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
 
+from .pairs import pairwise
+
+LEVELS, DTYPES, EMULATE = ("O1", "O2"), ("float16", "bfloat16"), ("true", "false")
 POLICIES = [
     f"{level},dtype={dtype},emulate={emulate},loss_scale=128"
-    for level in ("O1", "O2")
-    for dtype in ("float16", "bfloat16")
-    for emulate in ("true", "false")
+    for level in LEVELS
+    for dtype in DTYPES
+    for emulate in EMULATE
 ]
 
 
@@ -98,9 +101,9 @@ def test_recomputed_plain_functions(policy, reentrant, monkeypatch):
 @pytest.mark.filterwarnings("ignore:Dynamo")  # what it cannot trace it runs in Python
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of tensors at a graph break, read by Dynamo itself
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_compiled_models(policy, backend):
+@pytest.mark.parametrize("level, dtype, emulate, backend", pairwise(LEVELS, DTYPES, EMULATE, ["eager", "aot_eager"]))
+def test_compiled_models(level, dtype, emulate, backend):
+    policy = f"{level},dtype={dtype},emulate={emulate},loss_scale=128"
     torch.compiler.reset()
     compiled = gradients(policy, wrap=lambda model: torch.compile(model, backend=backend))
     assert_equal(compiled, gradients(policy))
@@ -160,9 +163,9 @@ def whole_graph(policy, where, backend):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("where", ["outside", "inside"])
-@pytest.mark.parametrize("policy", WHOLE_GRAPH)
+@pytest.mark.parametrize(
+    "policy, where, backend", pairwise(WHOLE_GRAPH, ["outside", "inside"], ["eager", "aot_eager", "inductor"])
+)
 def test_one_graph_with_the_region_outside_or_inside(policy, where, backend):
     out, expected, counter, *_ = whole_graph(mezzo.Policy.parse(policy), where, backend)
     assert counter.frame_count == 1
@@ -212,8 +215,14 @@ def test_equal_policies_keep_their_own_reasons(reason):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it in frames that start with an activation
-@pytest.mark.parametrize("policy", [*WHOLE_GRAPH, "O2,dtype=bfloat16", "O2,dtype=float16,emulate=true", "O3"])
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(
+    "policy, pinned",
+    [
+        pytest.param(policy, pinned, marks=() if pinned is (number % 2 == 0) else pytest.mark.slow)
+        for number, policy in enumerate([*WHOLE_GRAPH, "O2,dtype=bfloat16", "O2,dtype=float16,emulate=true", "O3"])
+        for pinned in (False, True)
+    ],
+)
 def test_new_tensors_compile_nothing_anew(policy, pinned):
     """Each batch is another tensor: nothing compiled may depend on which one it is."""
     from torch._dynamo.testing import CompileCounterWithBackend

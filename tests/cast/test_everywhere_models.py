@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import mezzo
 from mezzo import StateError
 
+from .pairs import pairwise
+
 KINDS = ["dtype=float16,emulate=true", "dtype=bfloat16,emulate=true", "dtype=bfloat16,emulate=false"]
 POLICIES = [f"{level},{kind},loss_scale=128" for level in ("O1", "O2") for kind in KINDS]
 
@@ -346,9 +348,7 @@ def test_hugging_face_models(policy, build, transformers):
     torch.testing.assert_close(losses, exact, rtol=4 * eps, atol=0)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("build", [gpt2, bert, t5])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, build, reentrant", pairwise(POLICIES, [gpt2, bert, t5], [True, False]))
 def test_hugging_face_models_recomputed(policy, build, reentrant, transformers):
     model = seeded(lambda: build(transformers))
     # transformers 5 has renamed the method, and warns of the old name

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 
+from .pairs import pairwise
+
 POLICIES = [
     "O1,dtype=bfloat16,emulate=true",
     "O1,dtype=float16,emulate=true,loss_scale=16",
@@ -91,10 +93,9 @@ def assert_equal(mine, theirs):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the input, read by Dynamo itself
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
-@pytest.mark.parametrize("where", ["outside", "inside"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("build", [Looped, Tied])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy, build, backend, where", pairwise(POLICIES, [Looped, Tied], ["eager", "aot_eager"], ["outside", "inside"])
+)
 def test_compiled(policy, build, backend, where):
     torch.compiler.reset()
     compiled = gradients(

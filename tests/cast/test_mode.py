@@ -124,8 +124,14 @@ ONE_GRAPH = {
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of intermediate results, read by Dynamo itself
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ONE_GRAPH)
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        pytest.param(name, backend, marks=() if (backend == "eager") is (number % 2 == 1) else pytest.mark.slow)
+        for number, name in enumerate(ONE_GRAPH)
+        for backend in ("eager", "aot_eager")
+    ],
+)
 def test_operators_opened_functions_and_recomputed_products_are_traced_into_one_graph(name, backend):
     torch.compiler.reset()
     compiled = torch.compile(ONE_GRAPH[name], backend=backend, fullgraph=True)
