@@ -36,7 +36,7 @@ def in_session(model, policy):
     return MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
 
 
-@pytest.mark.parametrize("policy, build", zip(CONVERTING, [prepared, in_session, prepared], strict=True))
+@pytest.mark.parametrize("policy, build", list(zip(CONVERTING, [prepared, in_session, prepared], strict=True)))
 def test_the_model_inside_a_data_parallel_wrapper_is_not_converted(process_group, policy, build):
     ddp = nn.parallel.DistributedDataParallel(network())
     with pytest.raises(StateError) as error:
