@@ -33,10 +33,10 @@ demo: $(DEMO)  ## train a real model in FP32 and in mixed precision, side by sid
 	$(BIN)/mezzo compare digits-cnn --out runs/demo --overwrite
 
 test: $(READY)  ## run every test that needs neither GPU nor minutes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 test-all: $(READY)  ## run every test that needs no GPU, those that take minutes too
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(READY)  ## format, lint, types, import contract
 	$(BIN)/ruff format --check .

@@ -58,8 +58,9 @@ def plain_torch(recipe, steps, seed):
 def test_o0_is_the_plain_torch_training(name, tiny):
     recipe = tiny if name == "tiny" else get(name)
     log = Log()
-    result = train(recipe, "O0", steps=4, seed=3, watcher=log)
-    losses, metric = plain_torch(recipe, 4, 3)
+    steps = 2 if name == "docs-lm" else 4  # after each the metric is measured, which takes longer than a step
+    result = train(recipe, "O0", steps=steps, seed=3, watcher=log)
+    losses, metric = plain_torch(recipe, steps, 3)
     # clip coefficient and unscaling are one multiplication here, two there: units in the last place
     assert [record.loss for record in log.records] == pytest.approx(losses, rel=1e-4)
     assert result.final_metric == pytest.approx(metric, rel=1e-3)
