@@ -83,6 +83,13 @@ def test_a_captured_step_uploads_nothing_in_its_graph_and_allocates_nothing_in_i
     assert replayed.reads == replayed.uploads == replayed.pinned == []
 
 
+@pytest.mark.parametrize("optimizer, waits", [("split", 1), ("full", 0), ("fused AdamW", 0)])
+def test_to_store_the_weights_of_a_session_the_host_waits_once_at_most(machine, optimizer, waits):
+    with machine.watched() as record:
+        Trained("O2 fp16", optimizer, layers=6)
+    assert len([read for read in record.reads if " at optim/" in read or " at step/" in read]) == waits
+
+
 def test_a_large_weight_is_split_in_few_launches(machine):
     weight = torch.empty(1 << 24, device="cuda")
     with machine.watched() as record:

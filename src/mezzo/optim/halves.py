@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.saving import SavedOptimizer
 from mezzo.optim.state import EXTRAS
+from mezzo.step.split import judged_together
 from mezzo.step.storage import KAHAN, Storage
 from mezzo.step.whole import at_once
 from mezzo.tensors import LOW
@@ -64,12 +65,22 @@ class HalvesOptimizer(SavedOptimizer):
         Raises:
             NumericsError: A value that split storage cannot hold; nothing was changed.
         """
-        made: list[tuple[Tensor, Storage, Tensor, Tensor | None]] = []
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param in originals and param.dtype in LOW:
-                    form = self._storage(group, param)
-                    made.append((param, form, *form.make(originals[param].float(), param.dtype, name_of(param))))
+        pairs = ((group, param) for group in self.param_groups for param in group["params"])
+        forms = {
+            param: self._storage(group, param) for group, param in pairs if param in originals and param.dtype in LOW
+        }
+
+        def make() -> list[tuple[Tensor, Storage, Tensor, Tensor | None]]:
+            return [
+                (param, form, *form.make(originals[param].float(), param.dtype, name_of(param)))
+                for param, form in forms.items()
+            ]
+
+        with judged_together() as counts:
+            made = make()
+        devices = {count.device for count in counts}
+        if any(torch.stack([count for count in counts if count.device == device]).any() for device in devices):
+            make()  # which raises, and says where
         for param, form, weight, extra in made:
             param.data.copy_(weight)
             if form.extra is not None:

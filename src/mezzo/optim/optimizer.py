@@ -25,6 +25,7 @@ from mezzo.optim.state import as_stored, plain_state
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.passes import Cohort, Executor, NoKernel, Update, Verdict, counted
 from mezzo.step.runs import SHORT, packed, stands_alone
+from mezzo.step.split import judged_together
 from mezzo.step.storage import PLANES, Storage, storage
 from mezzo.step.update import Rule, rule
 from mezzo.step.whole import Call, Piece, Work
@@ -371,7 +372,8 @@ class OnePassOptimizer(HalvesOptimizer):
                 state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             form = self._storage(group, param)
             if form.extra is not None and form.extra not in state:
-                state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
+                with judged_together():  # a low-precision weight is never too large for its own dtype: nobody waits
+                    state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
                 self._edits.see([param])
 
     def _lay_together(self, group: Group, members: list[Tensor], update_rule: Rule) -> None:

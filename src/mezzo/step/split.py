@@ -7,6 +7,8 @@ The high half *is* the weight that the forward pass reads; the remainder is the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final
 
 import torch
@@ -16,7 +18,7 @@ from mezzo.errors import NumericsError, PolicyError
 from mezzo.step.rounding import SIGN, nearest, one_nan
 from mezzo.tensors import flat
 
-__all__ = ["decode", "encode", "from_planes", "halves", "joined", "to_planes"]
+__all__ = ["decode", "encode", "from_planes", "halves", "joined", "judged_together", "to_planes"]
 
 _SMALLEST_NORMAL_FP16: Final = 2.0**-14
 #: The largest |weight| that each format's high half can stand for; BF16's is just below the midpoint to 2^128.
@@ -25,6 +27,24 @@ _LARGEST: Final = {torch.float16: 65504.0, torch.bfloat16: (2.0 - 2.0**-8 - 2.0*
 #: Elements handled at a time: on the CPU so that temporaries stay within a cache, elsewhere within a fraction of a GiB.
 _CPU_BLOCK: Final = 1 << 18
 _DEVICE_BLOCK: Final = 1 << 26
+
+#: How many values of each weight were too large, while nobody has asked yet.
+_WAITING: Final[ContextVar[list[Tensor] | None]] = ContextVar("waiting", default=None)
+
+
+@contextmanager
+def judged_together() -> Iterator[list[Tensor]]:
+    """Let :func:`encode` refuse nothing meanwhile, so that the host waits once for many weights.
+
+    Yields:
+        For each weight that was stored how many of its values were too large, 0-d on its device.
+    """
+    counts: list[Tensor] = []
+    token = _WAITING.set(counts)
+    try:
+        yield counts
+    finally:
+        _WAITING.reset(token)
 
 
 def halves(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -102,7 +122,8 @@ def encode(
             written.
         PolicyError: ``w`` is not FP32, or another ``dtype``.
 
-    **Cost**: 4 bytes a weight read twice and 4 written; a few MiB of scratch. One host sync, for the refusal.
+    **Cost**: 4 bytes a weight read twice and 4 written; a few MiB of scratch. One host sync, for the refusal, or one
+    for many weights: :func:`judged_together`.
 
     Example:
         >>> import torch
@@ -227,8 +248,11 @@ def _widened(hi: Tensor) -> Tensor:
 def _refuse_overflow(w: Tensor, dtype: torch.dtype, name: str | None) -> None:
     limit = _LARGEST[dtype]
     sizes = (block.abs() for (block,) in _blocks(w))
-    count = int(torch.stack([((size > limit) & (size < torch.inf)).sum() for size in sizes]).sum())
-    if count:
+    found = torch.stack([((size > limit) & (size < torch.inf)).sum() for size in sizes]).sum()
+    if (waiting := _WAITING.get()) is not None:
+        waiting.append(found)
+        return
+    if count := int(found):
         finite = w.masked_fill(~w.isfinite(), 0)
         raise NumericsError(
             f"{count} of {w.numel()} weights are too large for split storage in {dtype}".replace("torch.", ""),

@@ -22,6 +22,7 @@ from mezzo.step.gradients import dense, mark, multiplications, norms
 from mezzo.step.passes import judge
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import LOW, moved
+from mezzo.tensors import mark as mark_of_dense
 
 __all__ = ["Cluster", "clusters", "give_gradient", "gradient_dtypes", "regrouped"]
 
@@ -321,7 +322,7 @@ class Cluster:
             gradients = None  # some are in another dtype now, and elsewhere
         left = self._left
         if window.carried is None or not window.carried.is_one:
-            left = {mark(g) for g in gradients or dense(self._with_gradients())}
+            left = set(map(mark_of_dense, gradients or dense(self._with_gradients())))
         self._left, self._unscaled, self.window = left, None, None
         self._narrow()
 
