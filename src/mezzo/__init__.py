@@ -19,39 +19,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Captured",
-    "Decision",
-    "Explanation",
-    "LossScale",
-    "MasterWeights",
-    "MezzoError",
-    "MixedPrecision",
-    "NumericsError",
-    "Policy",
-    "PolicyError",
-    "Prepared",
-    "Rule",
-    "ScaleCollapsed",
-    "StateError",
-    "Stats",
-    "Step",
-    "UnsupportedError",
-    "__version__",
-    "autocast",
-    "capture",
-    "checkpoint_contexts",
-    "explain",
-    "formats",
-    "fp32",
-    "load",
-    "low",
-    "numerics",
-    "optim",
-    "overflow",
-    "prepare",
-    "promote",
-    "save",
-]
+    "Captured", "Decision", "Explanation", "LossScale", "MasterWeights", "MezzoError", "MixedPrecision",
+    "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed", "StateError", "Stats", "Step",
+    "UnsupportedError", "__version__", "autocast", "capture", "checkpoint_contexts", "explain", "formats", "fp32",
+    "load", "low", "numerics", "optim", "overflow", "prepare", "promote", "save",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

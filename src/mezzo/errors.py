@@ -13,19 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 __all__ = [
-    "MOST_PROBLEMS",
-    "MezzoError",
-    "NumericsError",
-    "PolicyError",
-    "ScaleCollapsed",
-    "StateError",
-    "UnsupportedError",
-    "message",
-    "nearest",
-    "printable",
-    "shown",
-    "some_of",
-]
+    "MOST_PROBLEMS", "MezzoError", "NumericsError", "PolicyError", "ScaleCollapsed", "StateError",
+    "UnsupportedError", "message", "nearest", "printable", "shown", "some_of",
+]  # fmt: skip
 
 #: Characters of a line, beyond which its middle is left out, and problems of one input, beyond which they are counted.
 _LONGEST_LINE: Final = 2000

@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CASTABLE",
-    "LOW",
-    "described",
-    "dtype_name",
-    "each_tensor",
-    "flat",
-    "has_fraction",
-    "mark",
-    "moved",
-    "tensors",
-]
+    "CASTABLE", "LOW", "described", "dtype_name", "each_tensor", "flat", "has_fraction", "mark", "moved", "tensors",
+]  # fmt: skip
 
 #: The dtypes of low-precision weights and arithmetic.
 LOW: Final = (torch.float16, torch.bfloat16)

@@ -36,7 +36,7 @@ def mezzo(capsys, tmp_path, monkeypatch):
 SHORT = ("digits-cnn", "--policies", "O0; O2,dtype=bfloat16", "--steps", "4")
 
 
-def test_a_comparison_prints_the_table_and_writes_the_run(mezzo, tmp_path):
+def test_a_comparison_prints_the_table_and_writes_the_run(mezzo, tmp_path, pictures):
     code, out, err = mezzo("compare", *SHORT, "--out", "here/run")
     assert code == 0
     lines = out.splitlines()
@@ -49,6 +49,7 @@ def test_a_comparison_prints_the_table_and_writes_the_run(mezzo, tmp_path):
     assert "\x1b" not in out + err  # nothing is animated or coloured when not a terminal
     run = tmp_path / "here" / "run"
     assert sorted(child.name for child in run.iterdir()) == ["curves.png", "metrics.jsonl", "summary.json"]
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     progress = err.splitlines()
     assert [line.split(":")[0] for line in progress[:2]] == ["O0", "O2,dtype=bfloat16"]
     assert "finished, 4 steps in " in progress[0]

@@ -23,11 +23,10 @@ def run(finished_run, tmp_path):
 def figures(monkeypatch):
     """Every figure that is saved while the test runs."""
     saved = []
-    original = Figure.savefig
 
     def savefig(self, *args, **kwargs):
         saved.append(self)
-        return original(self, *args, **kwargs)
+        self.draw_without_rendering()
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     return saved

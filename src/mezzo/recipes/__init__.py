@@ -17,18 +17,9 @@ from mezzo.recipes.recipe import Metric, Recipe, Split
 from mezzo.recipes.training import RunResult, StepRecord, Watcher, train
 
 __all__ = [
-    "RECIPES",
-    "Comparison",
-    "Metric",
-    "Recipe",
-    "RunResult",
-    "Split",
-    "StepRecord",
-    "Watcher",
-    "compare",
-    "get",
+    "RECIPES", "Comparison", "Metric", "Recipe", "RunResult", "Split", "StepRecord", "Watcher", "compare", "get",
     "train",
-]
+]  # fmt: skip
 
 #: Every built-in recipe by name.
 RECIPES: Final = MappingProxyType({recipe.name: recipe for recipe in (DIGITS_CNN, DOCS_LM)})

@@ -18,19 +18,6 @@ from mezzo.policy.ops.names import (
 from mezzo.policy.ops.table import NORMS, OPS, TREATMENTS, VIEWS, Op, Reason, Treatment
 
 __all__ = [
-    "NORMS",
-    "OPS",
-    "TREATMENTS",
-    "VIEWS",
-    "Op",
-    "Reason",
-    "System",
-    "Treatment",
-    "callables",
-    "functions",
-    "is_in_place",
-    "matching",
-    "out_of_place",
-    "resolve",
-    "written_form",
-]
+    "NORMS", "OPS", "TREATMENTS", "VIEWS", "Op", "Reason", "System", "Treatment", "callables", "functions",
+    "is_in_place", "matching", "out_of_place", "resolve", "written_form",
+]  # fmt: skip
