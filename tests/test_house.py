@@ -10,14 +10,16 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 
 #: Lines of code, without docstrings and comments. A change that needs more says in its message what for.
-MOST_CODE = 17_650
+MOST_CODE = 17_700
 MOST_LINES = 400
 MOST_FILES = 14
 
 # What does not fit yet. These lists only get shorter.
-LONG_FILES = set("formats.py optim/masters.py session/accounts.py session/cluster.py session/loop.py".split())
-FULL_FOLDERS = {"session"}
-CLASSES_TWICE = set("Block Call Check Lines Outcome Rule Run Update Watcher _Norms".split())
+LONG_FILES = set(
+    "optim/masters.py optim/optimizer.py session/session.py session/stats.py session/window/group.py".split()
+)
+FULL_FOLDERS: set[str] = set()
+CLASSES_TWICE = set("Outcome Rule Run Update _Norms".split())
 
 
 @cache
