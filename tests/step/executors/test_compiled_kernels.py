@@ -16,7 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mezzo.scale import LossScale, scaler
+from mezzo.session import stats, update
+from mezzo.step import passes
 from mezzo.step.executors.emit import update_name
+from mezzo.step.executors.triton import launch, shared
 from mezzo.step.executors.triton import launch as tables
 from mezzo.step.executors.triton import source as source_of
 from mezzo.step.storage import FULL, KAHAN, PLAIN, SPLIT, STOCHASTIC
@@ -41,13 +45,13 @@ class Facts:
     loads: dict[int, int]
 
 
-def facts(kernel, arguments, capability, folder, **constants):
+def facts(kernel, arguments, capability, folder, options=tables._OPTIONS, **constants):
     compiler, backends = (importlib.import_module(f"triton.{each}") for each in ("compiler", "backends.compiler"))
     signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
     source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
     target = backends.GPUTarget("cuda", capability, 32)
     file = folder / "kernel.cubin"
-    file.write_bytes(triton.compile(source, target=target, options=dict(tables._OPTIONS)).asm["cubin"])
+    file.write_bytes(triton.compile(source, target=target, options=dict(options)).asm["cubin"])
     run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
     ((registers, stack, shared),) = re.findall(
         r"REG:(\d+).*?STACK:(\d+).*?SHARED:(\d+)", run([TOOLS / "cuobjdump", "-res-usage", file]).stdout
@@ -85,8 +89,8 @@ MOST_USED = ["adamw split bf16", "adamw split bf16, moments", "adamw fp32"]
 
 def assert_update_fits(native, name, capability):
     rule_name, storage, dtypes, most = UPDATES[name]
-    update = rule(rule_name)
-    kernel = source_of.jitted(source_of.update_source(update, storage, dtypes), update_name(update, storage))
+    chosen = rule(rule_name)
+    kernel = source_of.jitted(source_of.update_source(chosen, storage, dtypes), update_name(chosen, storage))
     found = native(kernel, UPDATED, capability, BLOCK=tables.BLOCK)
     assert found.registers <= most
     assert (found.stack, found.shared) == (0, 0)
@@ -120,3 +124,32 @@ def test_pass_1_leaves_room_for_many_threads_and_moves_vectors(native, dtype, ca
     assert found.stack == 0
     assert found.shared <= 1024
     assert found.loads[128] >= 1
+
+
+LOSS_SCALE = LossScale.dynamic()
+F32, F64, I64, FLAG = (FP32, 0), (torch.float64, 0), (torch.int64, 0), (torch.bool, 0)
+#: Functions of a few numbers: their first arguments, the kinds of the others, and the most registers, in eights.
+SHARED = {
+    "adamw's numbers": (launch._scalars, (rule("adamw"),), [I64, *[F64] * 5], 48),
+    "verdict": (passes.decided, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
+    "counts": (passes.counted, (), [FLAG, I64, I64], 24),
+    "next scale": (scaler._moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, FLAG, FLAG], 32),
+    "loss": (update._told, (), [F32, FLAG], 24),
+    "account": (stats._packed, (), [FLAG, FLAG, F32, I64], 24),
+}
+POINTERS = {FP32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*u1"}
+
+
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("name", SHARED)
+def test_a_few_numbers_take_one_warp_and_no_stack(native, name, capability):
+    function, given, kinds, most = SHARED[name]
+    kernel = shared.Kernel.of(function, given, kinds)
+    arguments = {}
+    for called, (dtype, dimensions) in zip(kernel.function.names, kinds, strict=True):
+        arguments |= {called: "fp32"} if dimensions is None else {f"{called}_at": POINTERS[dtype]}
+        arguments |= {f"{called}_length": "i32"}
+    arguments |= {f"result{place}": POINTERS[each.dtype] for place, each in enumerate(kernel.function.results)}
+    found = native(kernel.jitted, arguments, capability, options=shared._OPTIONS)
+    assert found.registers <= most
+    assert (found.stack, found.shared) == (0, 0)

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
+from mezzo.scale import scaler
 from mezzo.scale.config import LossScale
-from mezzo.scale.rules import next_scale
-from mezzo.scale.state import ScaleState
+from mezzo.session import stats, update
+from mezzo.step import passes
 from mezzo.step.executors.scalars import spelled
 from mezzo.step.update import rule
 
 from .test_contract import HYPERS
 
 triton = pytest.importorskip("triton", reason="needs Triton")
+from mezzo.step.executors.triton import launch  # noqa: E402
 from mezzo.step.executors.triton import shared as programs  # noqa: E402
-
-EMPTY = torch.zeros(0, dtype=torch.bool)
 
 
 @pytest.fixture
@@ -38,36 +38,24 @@ def same(mine, theirs):
         assert torch.equal(one, other) or (one.isnan() & other.isnan()).all()
 
 
-def numbers_of(rule, step, *hypers):
-    return (rule.scalars(dict(zip(rule.hypers, hypers, strict=True)), step),)
-
-
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
 def test_the_numbers_of_a_rule(interpreted, launched, name):
-    update, compute = rule(name), programs.Shared()
-    hypers = [torch.tensor(HYPERS[name][each], dtype=torch.float64) for each in update.hypers]
+    rules, compute = rule(name), programs.Shared()
+    hypers = [torch.tensor(HYPERS[name][each], dtype=torch.float64) for each in rules.hypers]
     steps = [1, 2, 3, 10, 999, 123_456]
     for step in steps:
         tensors = [torch.tensor(step), *hypers]
-        same(compute(numbers_of, (update,), tensors), numbers_of(update, *tensors))
-    assert launched == ["numbers_of"] * len(steps)
+        same(compute(launch._scalars, (rules,), tensors), launch._scalars(rules, *tensors))
+    assert launched == ["scalars"] * len(steps)
 
 
 def test_powers_are_those_of_float64(interpreted):
-    update = rule("adam")
-    hypers = [torch.tensor(HYPERS["adam"][each], dtype=torch.float64) for each in update.hypers]
-    (found,) = programs.Shared()(numbers_of, (update,), [torch.tensor(1234), *hypers])
+    rules = rule("adam")
+    hypers = [torch.tensor(HYPERS["adam"][each], dtype=torch.float64) for each in rules.hypers]
+    (found,) = programs.Shared()(launch._scalars, (rules,), [torch.tensor(1234), *hypers])
     beta2 = HYPERS["adam"]["beta2"]
     want = torch.tensor(1 / math.sqrt(1 - beta2**1234), dtype=torch.float64).float()
-    assert found[update.numbers.index("correction2")] == want
-
-
-def moved_on(config, scale, clean_steps, budget, floor_overflows, found_inf):
-    before = ScaleState(
-        scale=scale, clean_steps=clean_steps, budget=budget, floor_overflows=floor_overflows, window=EMPTY
-    )
-    after = next_scale(before, found_inf, config)
-    return after.scale, after.clean_steps, after.budget, after.floor_overflows
+    assert found[rules.numbers.index("correction2")] == want
 
 
 CONFIGS = [
@@ -85,41 +73,67 @@ CONFIGS = [
 def test_the_next_scale(interpreted, launched, config):
     compute, start = programs.Shared(), config.start()
     state = [start.scale, start.clean_steps, start.budget, start.floor_overflows]
-    outcomes = "..........X.X.XX....XXXXXX....." + "." * 60
+    outcomes = "......X.XhXX....XXXhXXX..." + "." * 60
     for mark in outcomes:
-        tensors = [*state, torch.tensor(mark == "X")]
-        state = moved_on(config, *tensors)
-        same(compute(moved_on, (config,), tensors), state)
+        tensors = [*state, torch.tensor(mark in "Xh"), torch.tensor(mark == "h")]
+        expected = scaler._moved_on(config, *tensors)
+        same(compute(scaler._moved_on, (config,), tensors), expected)
+        state = expected[1:]
     assert launched == ["moved_on"] * len(outcomes)
 
 
-def judged(norms, inverse, max_norm):
-    norm = torch.linalg.vector_norm(norms) * inverse
-    clip = torch.clamp((norm + 1e-6).reciprocal() * max_norm, max=1.0)
-    return norm, (norm * 0).ne(0), ~torch.isfinite(norm), inverse * clip
+NORMS = [[3.0, 4.0], [0.0], [1e30, math.inf], [math.nan, 1.0], [1e20, 1e20]]
 
 
-@pytest.mark.parametrize("norms", [[3.0, 4.0], [0.0], [1e30, math.inf], [math.nan, 1.0], [1e20, 1e20]], ids=str)
-def test_a_verdict(interpreted, norms):
-    tensors = [torch.tensor(norms), torch.tensor(1 / 1024), torch.tensor(0.001)]
-    same(programs.Shared()(judged, (), tensors), judged(*tensors))
+@pytest.mark.parametrize("max_norm", [None, 0.001, 7.3])
+@pytest.mark.parametrize("scale", [None, 1024.0, 1000.3])
+def test_a_verdict(interpreted, launched, scale, max_norm):
+    compute, given = programs.Shared(), (scale is not None, max_norm is not None)
+    numbers = [*([] if scale is None else [torch.tensor(scale)]), *([] if max_norm is None else [max_norm])]
+    for norms in NORMS:
+        tensors = [torch.tensor(norms), *numbers]
+        same(compute(passes.decided, given, tensors), passes.decided(*given, *tensors))
+    assert launched == ["decided"] * len(NORMS)
 
 
 def test_a_norm_of_more_numbers_than_a_block_holds(interpreted):
     norms = torch.rand(5000)
-    (found, *_) = programs.Shared()(judged, (), [norms, torch.ones(()), torch.ones(())])
+    found, *_ = programs.Shared()(passes.decided, (False, False), [norms])
     assert abs(found / norms.double().norm() - 1) < 1e-6
 
 
-def packed(flag, count, scale, norms):
-    return torch.stack([each.to(torch.float32) for each in (flag, count, scale)]), norms
+def test_counts_of_steps(interpreted, launched):
+    for skipped in (False, True):
+        tensors = [torch.tensor(skipped), *(torch.tensor(count) for count in (0, 7, 1 << 40))]
+        counts = programs.Shared()(passes.counted, (), tensors)
+        assert [count.tolist() for count in counts] == [count.item() + (not skipped) for count in tensors[1:]]
+    assert launched == ["counted"] * 2
 
 
-def test_numbers_of_several_dtypes_are_packed_and_what_is_given_comes_back_as_it_is(interpreted):
-    tensors = [torch.tensor(True), torch.tensor(7), torch.tensor(0.5, dtype=torch.float64), torch.ones(3)]
-    vector, norms = programs.Shared()(packed, (), tensors)
-    assert vector.tolist() == [1.0, 7.0, 0.5]
-    assert norms is tensors[3]
+def test_losses_that_fail_by_themselves(interpreted, launched):
+    compute = programs.Shared()
+    for loss in (1.5, math.inf, math.nan):
+        for dtype in (torch.float32, torch.float64):
+            for flags in ([False], [True], [True, True], [False, True], [True, False]):
+                tensors = [torch.tensor(loss, dtype=dtype), *map(torch.tensor, flags)]
+                same(compute(update._told, (), tensors), update._told(*tensors))
+    assert {*launched} == {"told"}
+
+
+def test_numbers_of_several_dtypes_are_packed(interpreted, launched):
+    tensors = [torch.tensor(True), torch.tensor(False), torch.tensor(0.5), torch.tensor(7)]
+    (vector,) = programs.Shared()(stats._packed, (), tensors)
+    assert (vector.tolist(), vector.dtype) == ([1.0, 0.0, 0.5, 7.0], torch.float32)
+    assert launched == ["packed"]
+
+
+def given_back(number, vector):
+    return number + 1, vector
+
+
+def test_what_is_given_comes_back_as_it_is(interpreted):
+    vector = torch.ones(3)
+    assert programs.Shared()(given_back, (), [torch.ones(()), vector])[1] is vector
 
 
 def of_a_vector(vector):

@@ -41,7 +41,8 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
-_CAST: Final = ("dtype", "layout", "device")
+#: Options that change no value beyond the result's dtype.
+_CAST: Final = ("dtype", "layout", "device", "pin_memory", "memory_format")
 _CLAMP: Final = "aten.clamp.default"
 _COPY: Final = "aten._to_copy.default"
 #: What torch computes in the dtype of the result, whatever that of an argument is.

@@ -15,7 +15,7 @@ from mezzo.errors import UnsupportedError
 from mezzo.step.executors.scalars import Kind, Pure, Spelled, kind, spelled
 from mezzo.step.executors.triton.source import TRITON, jitted, on
 
-__all__ = ["Shared", "shared_source"]
+__all__ = ["Kernel", "Shared", "shared_source"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def shared_source(name: str, function: Spelled, kinds: Sequence[Kind]) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kernel:
+class Kernel:
     """A function's kernel, for tensors of certain kinds."""
 
     function: Spelled
@@ -126,12 +126,18 @@ class _Kernel:
     vectors: list[int]
 
     @classmethod
-    def of(cls, function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> _Kernel:
+    def of(cls, function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> Kernel:
+        """Write a function for tensors of certain kinds; :func:`..scalars.spelled` says of what.
+
+        Raises:
+            UnsupportedError: It uses an operation that is not in the table.
+        """
         found, name = spelled(function, given, kinds, NUMBERS), function.__name__.strip("_")
         vectors = [place for place, (_, dimensions) in enumerate(kinds) if dimensions]
         return cls(found, jitted(shared_source(name, found, kinds), name), vectors)
 
     def __call__(self, tensors: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
+        """Launch it on a device, and return its results."""
         found = [
             tensors[each.given]
             if each.given is not None
@@ -149,7 +155,7 @@ class Shared:
     """Functions that were asked for, each written and compiled once for its dtypes."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], _Kernel | None] = {}
+        self._known: dict[tuple[object, ...], Kernel | None] = {}
 
     def __call__(
         self, function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]
@@ -168,7 +174,7 @@ class Shared:
         key = (function, given, *kinds)
         if key not in self._known:
             try:
-                self._known[key] = _Kernel.of(function, given, kinds)
+                self._known[key] = Kernel.of(function, given, kinds)
             except UnsupportedError as error:
                 logger.debug("%s goes operation by operation, since %s", function.__name__, error)
                 self._known[key] = None
