@@ -10,16 +10,8 @@ from torch import nn
 
 from mezzo import optim
 from mezzo.errors import PolicyError
-from mezzo.step.executors import Blocked
 
 from .test_optim import give_gradients, parameters, train
-
-
-class Planes(Blocked):
-    """Keeps remainders as compiled kernels want them."""
-
-    def planes(self, device):
-        return True
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -84,13 +76,10 @@ def test_a_remainder_of_another_dtype_is_not_taken_for_one():
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.Lion])
-@pytest.mark.parametrize("executor", [Blocked(), Planes()], ids=["int16", "planes"])
-def test_copies_go_on_as_the_original_would(kind, way, executor, monkeypatch):
-    monkeypatch.setattr("mezzo.optim.optimizer.executor_for", lambda *_: executor)
+def test_copies_go_on_as_the_original_would(kind, way):
     params = parameters(torch.bfloat16)
     optimizer = kind(params, lr=0.1)
     train(params, optimizer, range(2))
-    monkeypatch.setattr("mezzo.optim.optimizer.executor_for", lambda *_: Blocked())
     if way == "deepcopy":
         copied, twin = copy.deepcopy((params, optimizer))
     elif way == "pickle":

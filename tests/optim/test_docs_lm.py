@@ -10,12 +10,12 @@ from mezzo import Policy, optim
 from mezzo.recipes import get
 from mezzo.recipes.recipe import decayed_groups
 from mezzo.recipes.training import Training
-from mezzo.step.executors import Blocked, Compiled
 from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.portable import Portable
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
-EXECUTORS = {"blocked": Blocked, "compiled": Compiled, "cpp": Cpp}
+EXECUTORS = {"portable": Portable, "cpp": Cpp}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mezzo.step.executors import blocked
+from mezzo.step.executors.portable import Portable
 
 __name__ = "torch.host_graph"  # a message names the innermost line that is not torch's
 
@@ -91,10 +91,10 @@ def new_tensors(kernel, out):
     return [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
 
 
-class Predicated(blocked.Blocked):
+class Predicated(Portable):
     """An executor that skips as those of accelerators do, without looking at the flag."""
 
     def prepare(self, cohort):
-        update = blocked._Pure(cohort, blocked.CPU_BLOCK)
+        update = super().prepare(cohort)
         update.on_cpu = False
         return update

@@ -19,6 +19,7 @@ from mezzo import LossScale, MixedPrecision, Policy, PolicyError, ScaleCollapsed
 from mezzo.optim import optimizer as one_pass
 from mezzo.session.capture.captured import Captured
 from mezzo.session.capture.cuda import CudaGraph, _syncs_refused
+from mezzo.step import gradients
 
 from .host_graph import HostGraph, Predicated
 
@@ -36,7 +37,8 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def _predicated(monkeypatch):
-    monkeypatch.setattr(one_pass, "executor_for", lambda device, elements: Predicated())
+    for module in (one_pass, gradients):
+        monkeypatch.setattr(module, "executor_for", lambda device: Predicated())
 
 
 class Loop:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from mezzo import MixedPrecision, optim
-from mezzo.step.executors.blocked import Blocked
 from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.portable import Portable
 
 LOW = {"fp16": "dtype=float16,emulate=true", "bf16": "dtype=bfloat16,emulate=true"}
 POLICIES = {
@@ -128,7 +128,7 @@ def test_weights_that_were_low_before_the_session_resume_too(dtype, bits):
     check_all(some, "O0", bits, dtype=dtype, windows={2: ORDERS})
 
 
-@pytest.mark.parametrize("executor", [Blocked(), Cpp()], ids=["blocked", "cpp"])
+@pytest.mark.parametrize("executor", [Portable(), Cpp()], ids=["blocked", "cpp"])
 @pytest.mark.parametrize("policy", ["O2 bf16", "O2 fp16", "O3 bf16"])
 def test_whatever_executor_carries_the_step_out(monkeypatch, policy, executor, bits):
     """Weights as small as these would all take the same one."""

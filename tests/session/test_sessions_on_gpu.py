@@ -15,7 +15,8 @@ from torch.overrides import _get_current_function_mode_stack
 import mezzo
 from mezzo import MixedPrecision, UnsupportedError, optim
 from mezzo.cast.device import decide
-from mezzo.step.executors import Blocked, choose
+from mezzo.step.executors import choose
+from mezzo.step.executors.portable import Portable
 
 from ..fake_cuda.case_sessions import CASES, FIRST, OTHERS, Trained
 
@@ -135,7 +136,7 @@ def no_compiler(monkeypatch):
 @pytest.mark.parametrize("policy", ["O2,dtype=bfloat16", "O2,dtype=float16"])
 def test_without_a_compiler_steps_go_block_by_block_and_wait_for_nothing(gpu, no_compiler, caplog, policy):
     loop = Loop(policy, dropout=0.0)
-    assert isinstance(choose.executor_for(torch.device("cuda", 0), 10), Blocked)
+    assert isinstance(choose.executor_for(torch.device("cuda", 0)), Portable)
     assert "run block by block" in caplog.text
     losses = [loop.train_step(*loop.batch)[0] for _ in range(FIRST)]
     with gpu.unread():

@@ -1,17 +1,16 @@
 """Pass 1 against torch's own unscaling and clipping, and pass 2's pure function against float64."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 
-from mezzo.step.executors import Blocked, Compiled
 from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.portable import Portable
 from mezzo.step.passes import advance, judge, updated
 from mezzo.step.storage import PLAIN
 from mezzo.step.update import rule
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
 LOW = [torch.float16, torch.bfloat16]
 SHAPES = [(300_001,), (20, 30), (3,), (), (0,)]
@@ -22,10 +21,14 @@ def gradients_of(dtype, scale=1.0, seed=0):
     return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("executor", [Blocked, Compiled, Cpp])
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
-def test_norms_are_float64_s_to_four_millionths(dtype, executor):
-    # FP32 sums of up to 2^18 squares, added up
+@pytest.mark.parametrize("executor", [Portable, Cpp])
+def test_norms_are_float64_s_to_four_millionths(executor):
+    for dtype in (torch.float32, *LOW):
+        check_norms(executor, dtype)
+
+
+def check_norms(executor, dtype):
+    # FP32 sums of up to 2^17 squares, added up
     gradients = gradients_of(dtype, 3.0)
     gradients.append(torch.randn(64, 40, 3, 3).to(dtype).to(memory_format=torch.channels_last))
     gradients.append(torch.randn(40, 30).to(dtype)[:, ::2])
@@ -35,18 +38,17 @@ def test_norms_are_float64_s_to_four_millionths(dtype, executor):
     torch.testing.assert_close(norms.double(), exact, rtol=4e-6, atol=0)
 
 
-@pytest.mark.parametrize("executor", [Blocked, Compiled, Cpp])
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("place", [(0, 0), (0, 300_000), (1, 599), (3, 0)])
-def test_one_bad_value_anywhere_is_found_and_placed(executor, bad, place):
-    gradients = gradients_of(torch.float16)
-    gradients[place[0]].view(-1)[place[1]] = bad
-    check = judge(executor().norms(gradients), torch.tensor(1.0))
-    assert check.found_inf
-    assert check.norms.isfinite().tolist() == [index != place[0] for index in range(len(gradients))]
+@pytest.mark.parametrize("executor", [Portable, Cpp])
+def test_one_bad_value_anywhere_is_found_and_placed(executor):
+    for bad, place in product([math.inf, -math.inf, math.nan], [(0, 0), (0, 300_000), (1, 599), (3, 0)]):
+        gradients = gradients_of(torch.float16)
+        gradients[place[0]].view(-1)[place[1]] = bad
+        check = judge(executor().norms(gradients), torch.tensor(1.0))
+        assert check.found_inf
+        assert check.norms.isfinite().tolist() == [index != place[0] for index in range(len(gradients))]
 
 
-@pytest.mark.parametrize("executor", [Blocked, Compiled, Cpp])
+@pytest.mark.parametrize("executor", [Portable, Cpp])
 def test_the_largest_gradients_of_float16_are_finite(executor):
     gradients = [torch.full((400_000,), 65504.0, dtype=torch.float16)]
     check = judge(executor().norms(gradients), torch.tensor(2.0**-16))
@@ -54,7 +56,7 @@ def test_the_largest_gradients_of_float16_are_finite(executor):
     torch.testing.assert_close(check.grad_norm.item(), 65504 * 400_000**0.5 * 2.0**-16, rtol=4e-6, atol=0)
 
 
-@pytest.mark.parametrize("executor", [Blocked, Compiled, Cpp])
+@pytest.mark.parametrize("executor", [Portable, Cpp])
 def test_no_gradients_at_all(executor):
     check = judge(executor().norms([]), torch.tensor(1.0), max_norm=1.0)
     assert check.grad_norm == 0
@@ -65,7 +67,7 @@ def test_no_gradients_at_all(executor):
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW])
 def test_the_verdict_is_torch_s_unscaling_and_clipping(dtype, max_norm):
     gradients = gradients_of(dtype, 8.0)
-    check = judge(Blocked().norms(gradients), torch.tensor(1 / 1024), max_norm=max_norm)
+    check = judge(Portable().norms(gradients), torch.tensor(1 / 1024), max_norm=max_norm)
     params = [torch.nn.Parameter(torch.zeros_like(gradient, dtype=torch.float64)) for gradient in gradients]
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient.double() / 1024

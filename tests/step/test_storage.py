@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from mezzo import NumericsError, PolicyError
-from mezzo.step.split import decode, from_planes
-from mezzo.step.storage import FULL, KAHAN, PLAIN, PLANES, SPLIT, STOCHASTIC, storage
+from mezzo.step.split import decode
+from mezzo.step.storage import FULL, KAHAN, PLAIN, SPLIT, STOCHASTIC, storage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ALL = [SPLIT, PLANES, FULL, PLAIN, STOCHASTIC, KAHAN]
+ALL = [SPLIT, FULL, PLAIN, STOCHASTIC, KAHAN]
 #: A bound of |w − w'| / |w|, for |w| ≥ 2^-6. FP16's compensation is a subnormal there, in steps of 2^-24.
-BOUND = {"split": 0, "planes": 0, "full": 0, "kahan": {BF16: 2.0**-17, FP16: 2.0**-19}}
+BOUND = {"split": 0, "full": 0, "kahan": {BF16: 2.0**-17, FP16: 2.0**-19}}
 PLAIN_BOUND = {BF16: 2.0**-7, FP16: 2.0**-10}
 
 
@@ -47,12 +47,8 @@ def test_writing_what_was_read_changes_nothing(kept, dtype):
         assert all(torch.equal(*pair) for pair in zip(copied, parts, strict=True))
 
 
-def test_planes_hold_the_split_remainders():
-    hi, lo = SPLIT.make(weights(), FP16, None)
-    same, planes = PLANES.make(weights(), FP16, None)
-    assert torch.equal(hi, same)
-    assert torch.equal(from_planes(planes), lo)
-    assert torch.equal(decode(hi, lo), weights())
+def test_split_weights_are_those_of_encode():
+    assert torch.equal(decode(*SPLIT.make(weights(), FP16, None)), weights())
 
 
 @pytest.mark.parametrize("kept", ALL, ids=lambda kept: kept.name)
@@ -74,7 +70,7 @@ def test_full_and_split_round_the_weight_alike():
 
 def test_split_refuses_by_name_what_float16_cannot_hold():
     with pytest.raises(NumericsError, match=r"head\.weight"):
-        PLANES.make(torch.tensor([1e5]), FP16, "head.weight")
+        SPLIT.make(torch.tensor([1e5]), FP16, "head.weight")
 
 
 @pytest.mark.parametrize(
@@ -91,9 +87,7 @@ def test_storages_by_name(arguments, expected):
     assert storage(*arguments) is expected
 
 
-def test_storages_by_rounding_and_layout():
-    assert storage("split", BF16, planes=True) is PLANES
-    assert storage("full", BF16, planes=True) is FULL
+def test_storages_by_rounding():
     assert storage(None, BF16, rounding="stochastic") is STOCHASTIC
     assert storage(None, FP16, rounding="kahan") is KAHAN
     assert storage(None, FP32, rounding="stochastic") is PLAIN

@@ -23,7 +23,7 @@ __all__ = ["check_arguments", "check_group", "check_state", "check_unchanged", "
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
 #: Of the other halves that go with a weight of any low precision; a compensation has the weight's own.
-_ANY_WEIGHT: Final = (torch.int16, torch.uint8, torch.float32)
+_ANY_WEIGHT: Final = (torch.int16, torch.float32)
 #: Hyper-parameters, the least they may be, and what to write.
 _LEAST: Final = {
     "lr": (0.0, "1e-3"),
@@ -272,11 +272,10 @@ def check_unchanged(param: Tensor, state: Mapping[str, Any], names: Iterable[str
     """
     for name in (name for name in (*names, *EXTRAS) if name in state):
         kept = state[name]
-        shape = kept.shape[1:] if kept.dtype == torch.uint8 else kept.shape  # remainders may be two planes of bytes
-        if shape != param.shape:
+        if kept.shape != param.shape:
             raise StateError(
                 "a parameter was resized after the optimizer made its state",
-                where=f"{tuple(shape)} → {tuple(param.shape)}, {name}",
+                where=f"{tuple(kept.shape)} → {tuple(param.shape)}, {name}",
                 write="a new optimizer over the new parameters",
             )
         if name in EXTRAS and (param.dtype == torch.float32 or kept.dtype not in (*_ANY_WEIGHT, param.dtype)):

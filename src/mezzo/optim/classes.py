@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal, Never, TypedDict, Unpack
 
 from torch import Tensor
 
-from mezzo.optim.checks import check_arguments
-from mezzo.optim.optimizer import Group, OnePassOptimizer, Params
+from mezzo.optim.optimizer import OnePassOptimizer, Params
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion"]
 
@@ -86,14 +84,10 @@ class AdamW(OnePassOptimizer):
         rounding: Rounding = "nearest",
         **torch_only: Unpack[_TorchOnly],
     ) -> None:
-        check_arguments(self, torch_only)
         super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
-            master=master, state_dtype=state_dtype, rounding=rounding,
+            params, torch_only, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+            maximize=maximize, master=master, state_dtype=state_dtype, rounding=rounding,
         )  # fmt: skip
-
-    def _options(self, group: Group) -> Iterator[str]:
-        yield from (name for name in ("amsgrad", "maximize") if group[name])
 
 
 class Adam(AdamW):
@@ -171,14 +165,10 @@ class SGD(OnePassOptimizer):
         rounding: Rounding = "nearest",
         **torch_only: Unpack[_TorchOnly],
     ) -> None:
-        check_arguments(self, torch_only)
         super().__init__(
-            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-            maximize=maximize, master=master, state_dtype=state_dtype, rounding=rounding,
+            params, torch_only, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+            nesterov=nesterov, maximize=maximize, master=master, state_dtype=state_dtype, rounding=rounding,
         )  # fmt: skip
-
-    def _options(self, group: Group) -> Iterator[str]:
-        yield from (name for name in ("momentum", "nesterov", "maximize") if group[name])
 
 
 class Lion(OnePassOptimizer):
@@ -218,11 +208,7 @@ class Lion(OnePassOptimizer):
         rounding: Rounding = "nearest",
         **torch_only: Unpack[_TorchOnly],
     ) -> None:
-        check_arguments(self, torch_only)
         super().__init__(
-            params, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
+            params, torch_only, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
             master=master, state_dtype=state_dtype, rounding=rounding,
         )  # fmt: skip
-
-    def _options(self, group: Group) -> Iterator[str]:
-        yield from (name for name in ("maximize",) if group[name])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -16,18 +15,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.errors import StateError, UnsupportedError
-from mezzo.optim.checks import check_group, check_unchanged, ordered
+from mezzo.optim.checks import check_arguments, check_group, check_unchanged, ordered
 from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.halves import HalvesOptimizer, Joined
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import Group
-from mezzo.optim.state import as_stored, plain_state
 from mezzo.step.executors.choose import executor_for, portable, shared
-from mezzo.step.passes import Cohort, Executor, NoKernel, Update, Verdict, counted
-from mezzo.step.runs import SHORT, packed, stands_alone
+from mezzo.step.passes import Cohort, NoKernel, Update, Verdict, counted
 from mezzo.step.split import judged_together
-from mezzo.step.storage import PLANES, Storage, storage
-from mezzo.step.update import Rule, rule
+from mezzo.step.storage import Storage, storage
+from mezzo.step.update import RULES, Rule, rule
 from mezzo.step.whole import Call, Piece, Work
 from mezzo.tensors import LOW
 
@@ -68,10 +65,10 @@ class OnePassOptimizer(HalvesOptimizer):
     _step_supports_amp_scaling = True
     _rule: ClassVar[str]
 
-    def __init__(self, params: Params, **defaults: Any) -> None:
+    def __init__(self, params: Params, torch_only: Mapping[str, Any], **defaults: Any) -> None:
+        check_arguments(self, torch_only)
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
         self._ready: dict[int, tuple[tuple[Any, ...], list[_Ready]]] = {}
-        self._executors: dict[torch.device, Executor] = {}
         self._edits = Edits()
         self._awaiting: set[Tensor] = set()  # weights whose remainder was loaded, and belongs to weights yet to come
         self._joined: Joined | None = None
@@ -81,15 +78,10 @@ class OnePassOptimizer(HalvesOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer, here or on another machine."""
-        self._hypers, self._ready, self._executors, self._edits = {}, {}, {}, Edits()
+        self._hypers, self._ready, self._edits = {}, {}, Edits()
         self._awaiting, self._joined = set(), None
         self._start()
         super().__setstate__(state)
-        for group in self.param_groups:
-            for param in group["params"]:
-                kept, form = self.state.get(param, {}), self._storage(group, param)
-                if form.extra == "remainder" and form.extra in kept:
-                    kept[form.extra] = as_stored(plain_state(kept)[form.extra], form)
         self._edits.see(self._with_masters())
 
     def _start(self) -> None:
@@ -97,10 +89,6 @@ class OnePassOptimizer(HalvesOptimizer):
         self._prepared: tuple[Verdict | None, Work] | None = None
         self._verdict: Verdict | None = None  # of the step under way
         self.updates = 0
-
-    @abstractmethod
-    def _options(self, group: Group) -> Iterator[str]:
-        """Yield the options of the rule that are on in a group."""
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters; see ``torch.optim.Optimizer.add_param_group``. In a session their state is made at once.
@@ -318,7 +306,6 @@ class OnePassOptimizer(HalvesOptimizer):
             alike.setdefault((param.device, param.dtype, id(self.state[param]["step"])), []).append(param)
         for (device, _dtype, _), members in alike.items():
             self._leave_others_behind(members)
-            self._lay_together(group, members, update_rule)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
             form = self._storage(group, members[0])
             cohort = Cohort(
@@ -332,13 +319,17 @@ class OnePassOptimizer(HalvesOptimizer):
                 seed=number,
             )
             try:
-                update = self._executor(device).prepare(cohort)
+                update = executor_for(device).prepare(cohort)
             except NoKernel as error:
                 update = portable(error).prepare(cohort)
             yield _Ready(members, cohort, update)
 
     def _rule_of(self, group: Group) -> Rule:
         return rule(self._rule, *self._options(group))
+
+    def _options(self, group: Group) -> list[str]:
+        """Return the options of the rule that are on in a group."""
+        return [option for option in RULES[self._rule].options if group[option]]
 
     def _complete(self) -> None:
         """In a session, make the state of every parameter that requires a gradient and has none yet."""
@@ -376,18 +367,6 @@ class OnePassOptimizer(HalvesOptimizer):
                     state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
                 self._edits.see([param])
 
-    def _lay_together(self, group: Group, members: list[Tensor], update_rule: Rule) -> None:
-        """On the CPU, lay the state of short parameters one behind the other, to be updated as one vector."""
-        short = [param for param in members if param.numel() <= SHORT and param.device.type == "cpu"]
-        form = self._storage(group, members[0])
-        for name in (*update_rule.states, *([form.extra] if form.extra else [])):
-            planes = name == form.extra and form is PLANES
-            alone = [param for param in short if stands_alone(self.state[param][name], planes=planes)]
-            if len(alone) > 1:
-                together = packed([self.state[param][name] for param in alone], planes=planes)
-                for param, tensor in zip(alone, together, strict=True):
-                    self.state[param][name] = tensor
-
     def _leave_others_behind(self, members: list[Tensor]) -> None:
         """Give parameters that step without others of the same count a count of their own."""
         step = self.state[members[0]]["step"]
@@ -398,13 +377,5 @@ class OnePassOptimizer(HalvesOptimizer):
             for param in members:
                 self.state[param]["step"] = own
 
-    def _executor(self, device: torch.device) -> Executor:
-        """Return a device's executor, chosen once: how remainders are stored depends on it."""
-        if device not in self._executors:
-            elements = sum(p.numel() for group in self.param_groups for p in group["params"] if p.device == device)
-            self._executors[device] = executor_for(device, elements)
-        return self._executors[device]
-
     def _storage(self, group: Group, param: Tensor) -> Storage:
-        planes = self._executor(param.device).planes(param.device)
-        return storage(group["master"], param.dtype, rounding=group["rounding"], planes=planes)
+        return storage(group["master"], param.dtype, rounding=group["rounding"])

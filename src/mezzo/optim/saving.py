@@ -66,7 +66,7 @@ class SavedOptimizer(Optimizer):
         """Return what torch's optimizer of this name returns, and the other half of each weight.
 
         ``step`` is a float64 tensor for each parameter, since float32 counts no further than 2^24; torch's optimizers
-        load it. Remainders are int16, whatever an executor prefers. Moments share memory with the optimizer's, as
+        load it. Moments share memory with the optimizer's, as
         torch's do. Entries of ``optimizer.state`` that belong to no parameter are saved as they are. NumPy's numbers
         among the options become Python's, which ``torch.load(weights_only=True)`` reads.
         """

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import StateError
-from mezzo.step.split import from_planes, to_planes
-from mezzo.step.storage import PLANES, SPLIT, Storage
+from mezzo.step.storage import SPLIT, Storage
 from mezzo.step.update import RULES, Rule
 
 __all__ = [
     "EXTRAS",
     "WEIGHT_DTYPES",
-    "as_stored",
     "merged_groups",
     "plain_group",
     "plain_state",
@@ -46,12 +44,10 @@ def _plain(value: Any) -> Any:
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state as it is saved: the count as a float64 tensor, which is exact to 2^53, remainders as int16."""
+    """Return state as it is saved: the count as a float64 tensor, which is exact to 2^53."""
     plain = dict(state)
     if isinstance(plain.get("step"), Tensor):
         plain["step"] = plain["step"].to(torch.float64)
-    if "remainder" in plain and plain["remainder"].dtype == torch.uint8:
-        plain["remainder"] = from_planes(plain["remainder"])
     return plain
 
 
@@ -98,7 +94,7 @@ def restored_state(
         elif name in EXTRAS:
             if name == form.extra:
                 _require_shape(name, value, param)
-                state[name] = as_stored(value.to(param.device, copy=True), form)
+                state[name] = value.to(param.device, copy=True)
         elif name in moments:
             _require_shape(name, value, param)
             dtype = getattr(torch, state_dtype)
@@ -181,11 +177,6 @@ def share_counts(states: Iterable[dict[str, Any]]) -> None:
             )
         for state, count in zip(here, counts, strict=True):
             state["step"] = shared.setdefault((device, count), state["step"])
-
-
-def as_stored(extra: Tensor, form: Storage) -> Tensor:
-    """Return a saved int16 remainder, or any other half of a weight, as a storage has it in memory."""
-    return to_planes(extra) if form is PLANES else extra
 
 
 def _require_shape(name: str, value: Tensor, param: Tensor) -> None:

@@ -83,7 +83,7 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor:
     # torch's own norm of low precision takes three times as long on a CPU.
     low = values[0].dtype in LOW
     if (low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
-        executor = executor_for(values[0].device, sum(value.numel() for value in values))
+        executor = executor_for(values[0].device)
         try:
             return executor.norms(values)
         except NoKernel as error:

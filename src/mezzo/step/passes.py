@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.scale.state import inverse
-from mezzo.step.rounding import stochastic
+from mezzo.step.rounding import noise, stochastic
 from mezzo.step.storage import Parts, Storage
 from mezzo.step.update import Rule, States
 from mezzo.step.whole import Piece, Work
@@ -34,6 +34,7 @@ __all__ = [
     "decided",
     "judge",
     "not_finite",
+    "stepped",
     "updated",
 ]
 
@@ -202,6 +203,10 @@ class Cohort:
     states: Sequence[States]
     seed: int = 0
 
+    def targets(self, index: int) -> tuple[Tensor, ...]:
+        """Return the tensors that an update of a weight writes: the weight's parts, then its states."""
+        return *self.storage.parts(self.weights[index], self.extras[index]), *self.states[index]
+
     @property
     def random(self) -> bool:
         """Whether anything is rounded at random."""
@@ -244,9 +249,6 @@ class InPieces:
 
 class Executor(Protocol):
     """One way to carry the passes out; all agree with :func:`updated` to the last roundings of the arithmetic."""
-
-    def planes(self, device: torch.device) -> bool:
-        """Tell whether it wants split remainders as planes of bytes there."""
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Read gradients once: (gradients,) float32, the 2-norm of each, not finite if a value is not."""
@@ -292,3 +294,33 @@ def updated(
         value if state.dtype == torch.float32 else stochastic(value, state.dtype, bits(slot))
         for slot, (state, value) in pairs
     )
+
+
+def stepped(
+    rule: Rule,
+    storage: Storage,
+    gradient: Tensor,
+    parts: Parts,
+    states: States,
+    scalars: Tensor,
+    multiplier: Tensor,
+    key: Tensor,
+    order: Tensor,
+) -> tuple[Tensor, ...]:
+    """Pass 2 as a function of tensors alone: new values of parts and states.
+
+    Args:
+        rule: See :func:`updated`, also for the others.
+        storage: How the weight is stored.
+        gradient: Scaled.
+        parts: The stored tensors of the weight.
+        states: The rule's states.
+        scalars: Of ``rule.scalars``.
+        multiplier: Of :func:`judge`.
+        key: 0-d int32, of :func:`mezzo.step.rounding.keys`.
+        order: int32 element numbers, for random bits.
+    """
+    values, new = updated(
+        rule, storage, gradient, parts, states, scalars, multiplier, lambda slot: noise(order, key, slot)
+    )
+    return *values, *new

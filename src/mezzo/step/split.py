@@ -18,7 +18,7 @@ from mezzo.errors import NumericsError, PolicyError
 from mezzo.step.rounding import SIGN, nearest, one_nan
 from mezzo.tensors import flat
 
-__all__ = ["decode", "encode", "from_planes", "halves", "joined", "judged_together", "to_planes"]
+__all__ = ["decode", "encode", "halves", "joined", "judged_together"]
 
 _SMALLEST_NORMAL_FP16: Final = 2.0**-14
 #: The largest |weight| that each format's high half can stand for; BF16's is just below the midpoint to 2^128.
@@ -165,60 +165,11 @@ def decode(hi: Tensor, lo: Tensor, *, out: Tensor | None = None) -> Tensor:
     **Cost**: 4 bytes a weight read and 4 written; a few MiB of scratch. No host sync.
     """
     _check(hi.dtype in _LARGEST, f"split storage with a {hi.dtype} high half", "decode(*encode(w, torch.bfloat16))")
-    _check(lo.dtype == torch.int16, f"a remainder of {lo.dtype}", "decode(hi, from_planes(planes))")
+    _check(lo.dtype == torch.int16, f"a remainder of {lo.dtype}", "decode(*encode(w, torch.bfloat16))")
     w = torch.empty_like(hi, dtype=torch.float32) if out is None else out
     for high_half, remainder_half, target in _blocks(hi, lo, w):
         target.copy_(joined(_widened(high_half), remainder_half.int(), hi.dtype))
     return w
-
-
-@torch.no_grad()
-def to_planes(lo: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Store the 16 bits of each remainder as two planes of bytes, which inductor's CPU backend can vectorise.
-
-    Args:
-        lo: int16, of any shape.
-        out: The tensor to write instead of a new one.
-
-    Returns:
-        uint8 of shape (2, *lo.shape): the low bytes, then the high ones, each with the layout of ``lo``.
-
-    Raises:
-        PolicyError: ``lo`` is not int16.
-
-    Example:
-        >>> import torch
-        >>> to_planes(torch.tensor([-1, 256 + 2], dtype=torch.int16))
-        tensor([[255,   2],
-                [255,   1]], dtype=torch.uint8)
-    """
-    _check(lo.dtype == torch.int16, f"planes of a {lo.dtype} tensor", "to_planes(lo), with encode's lo")
-    if out is None:
-        like = torch.empty_like(lo)  # whatever the layout, a dense one
-        out = torch.empty_strided((2, *lo.shape), (lo.numel(), *like.stride()), dtype=torch.uint8, device=lo.device)
-    for remainder, low, high in _blocks(lo, out[0], out[1]):
-        low.copy_(remainder & 0xFF)
-        high.copy_((remainder >> 8) & 0xFF)
-    return out
-
-
-@torch.no_grad()
-def from_planes(planes: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the int16 remainders that :func:`to_planes` stored.
-
-    Args:
-        planes: uint8 of shape (2, …).
-        out: The int16 tensor to write instead of a new one.
-
-    Raises:
-        PolicyError: Not such planes.
-    """
-    fits = planes.dtype == torch.uint8 and planes.dim() > 0 and planes.shape[0] == 2
-    _check(fits, f"planes of {planes.dtype} and shape {tuple(planes.shape)}", "from_planes(to_planes(lo))")
-    lo = torch.empty_like(planes[0], dtype=torch.int16) if out is None else out
-    for low, high, remainder in _blocks(planes[0], planes[1], lo):
-        remainder.copy_((high.short() << 8) | low)
-    return lo
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from mezzo.step import split
 from mezzo.step.rounding import nearest, stochastic
 from mezzo.tensors import LOW
 
-__all__ = ["FULL", "KAHAN", "PLAIN", "PLANES", "SPLIT", "STOCHASTIC", "Parts", "Storage", "storage"]
+__all__ = ["FULL", "KAHAN", "PLAIN", "SPLIT", "STOCHASTIC", "Parts", "Storage", "storage"]
 
 Parts: TypeAlias = tuple[Tensor, ...]
 Bits: TypeAlias = Callable[[], Tensor]
@@ -33,7 +33,6 @@ class Storage:
         name: What messages and compiled kernels call it.
         extra: The name of the tensor that the optimizer keeps beside each weight, or None where there is none.
         make: ``(w, dtype, name) -> (weight, extra)``: store the FP32 weights of the parameter ``name``.
-        parts: ``(weight, extra) -> parts``: the stored tensors, the model's first, as views of the weight's shape.
         read: ``(parts) -> w``: the FP32 value of stored elements. Pure and element-wise.
         write: ``(w, dtype, bits) -> values``: what to copy into each part, as FP32 or int32. Pure and
             element-wise; ``bits()`` gives random int32.
@@ -43,35 +42,22 @@ class Storage:
     name: str
     extra: str | None
     make: Callable[[Tensor, torch.dtype, str | None], tuple[Tensor, Tensor | None]] = field(repr=False)
-    parts: Callable[[Tensor, Any], Parts] = field(repr=False)
     read: Callable[[Parts], Tensor] = field(repr=False)
     write: Callable[[Tensor, torch.dtype, Bits], Parts] = field(repr=False)
     random: bool = False
+
+    def parts(self, weight: Tensor, extra: Tensor | None) -> Parts:
+        """Return the stored tensors of a weight, the model's first."""
+        return (weight,) if extra is None else (weight, extra)
 
 
 def _make_split(w: Tensor, dtype: torch.dtype, name: str | None) -> tuple[Tensor, Tensor]:
     return split.encode(w, dtype, name=name)
 
 
-def _make_planes(w: Tensor, dtype: torch.dtype, name: str | None) -> tuple[Tensor, Tensor]:
-    hi, lo = split.encode(w, dtype, name=name)
-    return hi, split.to_planes(lo)
-
-
 def _read_split(parts: Parts) -> Tensor:
     weight, remainder = parts
     return split.joined(weight.to(torch.float32), remainder.to(torch.int32), weight.dtype)
-
-
-def _read_planes(parts: Parts) -> Tensor:
-    weight, low, high = parts
-    remainder = (high.to(torch.int32) << 8) | low.to(torch.int32)
-    return split.joined(weight.to(torch.float32), remainder, weight.dtype)
-
-
-def _write_planes(w: Tensor, dtype: torch.dtype, bits: Bits) -> Parts:
-    high, remainder = split.halves(w, dtype)
-    return high, remainder & 0xFF, remainder >> 8
 
 
 def _make_full(w: Tensor, dtype: torch.dtype, name: str | None) -> tuple[Tensor, Tensor]:
@@ -102,25 +88,14 @@ SPLIT: Final = Storage(
     name="split",
     extra="remainder",
     make=_make_split,
-    parts=lambda weight, extra: (weight, extra),
     read=_read_split,
     write=lambda w, dtype, bits: split.halves(w, dtype),
-)
-#: The same with the remainder as two planes of bytes, for inductor's CPU backend. As int8 the high ones carry the sign.
-PLANES: Final = Storage(
-    name="planes",
-    extra="remainder",
-    make=_make_planes,
-    parts=lambda weight, extra: (weight, extra[0], extra[1].view(torch.int8)),
-    read=_read_planes,
-    write=_write_planes,
 )
 #: An FP32 master, and its rounding (as split storage rounds) for the model: 6 bytes a weight.
 FULL: Final = Storage(
     name="full",
     extra="master",
     make=_make_full,
-    parts=lambda weight, extra: (weight, extra),
     read=lambda parts: parts[1],
     write=lambda w, dtype, bits: (split.halves(w, dtype)[0], w),
 )
@@ -129,7 +104,6 @@ PLAIN: Final = Storage(
     name="plain",
     extra=None,
     make=_make_plain,
-    parts=lambda weight, extra: (weight,),
     read=lambda parts: parts[0].to(torch.float32),
     write=_write_plain,
 )
@@ -138,7 +112,6 @@ STOCHASTIC: Final = Storage(
     name="stochastic",
     extra=None,
     make=_make_plain,
-    parts=PLAIN.parts,
     read=PLAIN.read,
     write=lambda w, dtype, bits: (stochastic(w, dtype, bits()),),
     random=True,
@@ -149,7 +122,6 @@ KAHAN: Final = Storage(
     name="kahan",
     extra="compensation",
     make=_make_kahan,
-    parts=lambda weight, extra: (weight, extra),
     read=lambda parts: parts[0].to(torch.float32) + parts[1].to(torch.float32),
     write=_write_kahan,
 )
@@ -165,7 +137,6 @@ def storage(
     dtype: torch.dtype,
     *,
     rounding: Literal["nearest", "stochastic", "kahan"] = "nearest",
-    planes: bool = False,
 ) -> Storage:
     """Return how weights of a dtype are stored; FP32 weights are always stored as they are.
 
@@ -173,7 +144,6 @@ def storage(
         master: ``"split"``, ``"full"``, or ``None`` for low-precision weights without a master.
         dtype: The dtype that the model computes with.
         rounding: What happens to the bits that do not fit where there is no master.
-        planes: Keep split remainders as planes of bytes; executors say which they want.
 
     Raises:
         PolicyError: An unknown word, ``rounding`` beside a master, or a dtype that is none of the three.
@@ -199,4 +169,4 @@ def storage(
         raise PolicyError(f"weights of {dtype}", why="weights are float32, float16 or bfloat16", write="model.float()")
     if master is None:
         return _WITHOUT_MASTER[rounding]
-    return FULL if master == "full" else PLANES if planes else SPLIT
+    return FULL if master == "full" else SPLIT

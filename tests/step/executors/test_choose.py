@@ -1,21 +1,22 @@
 """Which executor is chosen, and that there always is one."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 
 from mezzo import UnsupportedError, optim
-from mezzo.step.executors import Blocked, Compiled, choose
+from mezzo.step.executors import choose
 from mezzo.step.executors.choose import executor_for
 from mezzo.step.executors.cpp import build
 from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.executors.triton import launch as triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
 CPU = torch.device("cpu")
-LARGE = 1 << 22
 
 
 @pytest.fixture(autouse=True)
@@ -28,45 +29,23 @@ def choose_anew():
         each.cache_clear()
 
 
-def test_on_a_cpu_compiling_has_to_be_worth_its_time():
-    assert isinstance(executor_for(CPU, (1 << 16) - 1), Blocked)
-    assert isinstance(executor_for(CPU, 1 << 16), Cpp)
-    assert executor_for(CPU, 1 << 16) is executor_for(CPU, LARGE)
+def test_a_cpu_takes_cpp_and_keeps_it():
+    assert isinstance(executor_for(CPU), Cpp)
+    assert executor_for(CPU) is executor_for(torch.device("cpu"))
 
 
-@pytest.fixture
-def no_cpp(monkeypatch):
+def test_without_a_compiler_for_kernels_weights_are_updated_block_by_block(monkeypatch, caplog):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
-
-
-@pytest.mark.usefixtures("no_cpp")
-def test_without_a_compiler_for_kernels_torch_s_is_asked_where_that_is_worth_its_time(caplog):
-    with caplog.at_level(logging.INFO, logger="mezzo.step"):
-        assert isinstance(executor_for(CPU, LARGE - 1), Blocked)
-        assert isinstance(executor_for(CPU, LARGE), Compiled)
-    (record,) = caplog.records
-    assert record.levelno == logging.INFO
-    assert "do without kernels of their own, since no C++ compiler" in record.getMessage()
-    assert "where  linux, no-such-compiler" in record.getMessage()
-
-
-def refuse(*_, **__):
-    raise RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx")
-
-
-@pytest.mark.usefixtures("no_cpp")
-def test_without_a_compiler_large_models_are_updated_block_by_block(monkeypatch, caplog):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: refuse)
     with caplog.at_level(logging.WARNING, logger="mezzo"):
-        assert isinstance(executor_for(CPU, LARGE), Blocked)
-        executor_for(CPU, LARGE)
+        assert isinstance(executor_for(CPU), Portable)
+        executor_for(CPU)
     (record,) = caplog.records
-    assert "block by block" in record.getMessage()
-    assert "No working C++ compiler" in record.getMessage()
+    assert "steps on cpu run block by block, since no C++ compiler" in record.getMessage()
+    assert "where  linux, no-such-compiler" in record.getMessage()
     assert "apt install g++" in record.getMessage()
 
-    weight = torch.nn.Parameter(torch.ones(LARGE, dtype=torch.bfloat16))
+    weight = torch.nn.Parameter(torch.ones(200_000, dtype=torch.bfloat16))
     optimizer = optim.SGD([weight], lr=1.0)
     weight.grad = torch.full_like(weight, 0.5)
     optimizer.step()
@@ -74,10 +53,31 @@ def test_without_a_compiler_large_models_are_updated_block_by_block(monkeypatch,
     assert optimizer.state[weight]["remainder"].dtype == torch.int16
 
 
-@pytest.mark.usefixtures("no_cpp")
+def refuse(*_, **__):
+    raise RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx")
+
+
+def test_accelerators_without_triton_take_torch_s_compiler(monkeypatch, caplog):
+    """As if the CPU were one of them."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    assert isinstance(choose._compiled(CPU), Compiled)
+    assert choose._compiled(CPU) is choose._compiled(CPU)
+    assert "block by block" not in caplog.text
+
+    caplog.clear()
+    choose._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda function, **_: refuse)
+    with caplog.at_level(logging.WARNING, logger="mezzo"):
+        assert type(choose._compiled(CPU)) is Portable
+    (record,) = caplog.records
+    assert "block by block" in record.getMessage()
+    assert "No working C++ compiler" in record.getMessage()
+    assert "apt install g++" in record.getMessage()
+
+
 def test_where_compiling_is_switched_off(monkeypatch, caplog):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert isinstance(executor_for(CPU, LARGE), Blocked)
+    assert type(choose._compiled(CPU)) is Portable
     assert "unset TORCHDYNAMO_DISABLE" in caplog.text
 
 
@@ -99,8 +99,8 @@ def test_without_a_compiler_for_triton_cuda_devices_are_updated_block_by_block(m
 
     monkeypatch.setattr(triton, "_Norms", launch)
     with caplog.at_level(logging.WARNING, logger="mezzo"):
-        assert isinstance(executor_for(cuda, LARGE), Blocked)
-        executor_for(cuda, LARGE)
+        assert isinstance(executor_for(cuda), Portable)
+        executor_for(cuda)
     assert len(tries) == 1
     (record,) = caplog.records
     assert "steps on cuda:0 run block by block, since Triton cannot launch" in record.getMessage()
@@ -111,9 +111,9 @@ def test_without_a_compiler_for_triton_cuda_devices_are_updated_block_by_block(m
 def test_triton_is_tried_once_a_device(monkeypatch, cuda):
     tried = []
     monkeypatch.setattr(triton.Triton, "require", lambda self, device: tried.append(device))
-    assert isinstance(executor_for(cuda, 1), triton.Triton)
-    assert executor_for(cuda, 1) is executor_for(cuda, 2)
-    assert executor_for(torch.device("cuda", 1), 1) is not executor_for(cuda, 1)
+    assert isinstance(executor_for(cuda), triton.Triton)
+    assert executor_for(cuda) is executor_for(cuda)
+    assert executor_for(torch.device("cuda", 1)) is not executor_for(cuda)
     assert tried == [cuda, torch.device("cuda", 1)]
 
 
@@ -121,7 +121,7 @@ def test_while_a_graph_is_captured_nothing_is_tried_and_nothing_is_remembered(mo
     monkeypatch.setattr(triton.Triton, "require", lambda self, device: None)
     monkeypatch.setattr(triton, "_is_capturing", lambda device: True)
     with pytest.raises(UnsupportedError, match=r"(?s)cannot be captured.*the first step of all, on cuda:0.*write  one"):
-        executor_for(cuda, 1)
+        executor_for(cuda)
     monkeypatch.setattr(triton, "_is_capturing", lambda device: False)
-    assert isinstance(executor_for(cuda, 1), triton.Triton)
+    assert isinstance(executor_for(cuda), triton.Triton)
     assert not caplog.records

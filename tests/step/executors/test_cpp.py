@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
-from mezzo.step.executors import Blocked
 from mezzo.step.executors.cpp import build
 from mezzo.step.executors.cpp import launch as cpp
 from mezzo.step.executors.cpp import source as cpp_source
 from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.portable import Portable
 from mezzo.step.passes import advance, judge
 from mezzo.step.storage import FULL, SPLIT
 from mezzo.step.update import rule
@@ -48,8 +48,8 @@ def test_every_number_of_float16_goes_to_float32_and_back(compiler, start):
     before = torch.tensor([1e-39]) * 1
     flushing = torch.set_flush_denormal(True)
     try:  # FP16's subnormals are none of FP32's
-        build.built(cpp_source._COMMON + WIDENED)(patterns, wide, 1 << 16, start)
-        build.built(cpp_source._COMMON + NARROWED)(wide, back, 1 << 16, start)
+        build.built(cpp_source._headers((FP16,)) + WIDENED)(patterns, wide, 1 << 16, start)
+        build.built(cpp_source._headers((FP16,)) + NARROWED)(wide, back, 1 << 16, start)
     finally:
         torch.set_flush_denormal(False)
     assert flushing
@@ -64,7 +64,7 @@ def test_every_number_of_float16_goes_to_float32_and_back(compiler, start):
 def test_what_is_too_large_for_float16_is_infinite(compiler):
     wide = torch.tensor([65536.0, -65536.0, 1e30, 65504.0, -torch.inf, torch.nan, 0.0, -0.0, 2.0**-24, -(2.0**-14)])
     back = torch.zeros(len(wide), dtype=FP16)
-    build.built(cpp_source._COMMON + NARROWED)(wide, back, len(wide), 0)
+    build.built(cpp_source._headers((FP16,)) + NARROWED)(wide, back, len(wide), 0)
     assert same_bits([back[[0, 1, 2, 3, 4, 6, 7, 8, 9]]], [wide.half()[[0, 1, 2, 3, 4, 6, 7, 8, 9]]])
     assert back[5].isnan()
 
@@ -73,7 +73,7 @@ def test_what_is_too_large_for_float16_is_infinite(compiler):
 def test_the_number_of_threads_changes_no_bit(gradient, monkeypatch):
     monkeypatch.setattr(cpp, "WORTH_A_THREAD", 100)
     shapes, before = [(50_000,), (3, 5), (17_000,)], torch.get_num_threads()
-    mine, theirs = (cohort_of(Cpp(), "adamw", "split", FP16, shapes, state_dtype=BF16) for _ in range(2))
+    mine, theirs = (cohort_of("adamw", "split", FP16, shapes, state_dtype=BF16) for _ in range(2))
     found = []
     try:
         for cohort, threads in ((mine, 1), (theirs, 2)):
@@ -101,7 +101,7 @@ def test_threads_are_torch_s_and_as_many_as_are_worth_waking():
 
 def test_nothing_is_asked_of_a_tensor():
     """Not even on the CPU, where asking costs little: the flag is read by the kernel."""
-    executor, cohort = Cpp(), cohort_of(Cpp(), "adamw", "split", BF16)
+    executor, cohort = Cpp(), cohort_of("adamw", "split", BF16)
     update = executor.prepare(cohort)
     take(executor, cohort, update, gradients_of(cohort, 2, BF16))  # traces, compiles and makes tables
     for number in range(2):
@@ -126,7 +126,7 @@ def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch, coun
         return build.Kernel(lambda *args: calls.append(kind) or kernel._function(*args))
 
     monkeypatch.setattr(cpp, "built", counted)
-    executor, cohort = Cpp(), cohort_of(Cpp(), "adamw", "split", BF16, [(20,)] * count)
+    executor, cohort = Cpp(), cohort_of("adamw", "split", BF16, [(20,)] * count)
     update = executor.prepare(cohort)
     for number in range(2):
         take(executor, cohort, update, gradients_of(cohort, number, BF16))
@@ -134,7 +134,7 @@ def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch, coun
 
 
 def test_tables_follow_tensors_that_were_given_other_memory():
-    cohort, executor = cohort_of(Cpp(), "sgd", "full", BF16, [(20,), (3,)]), Cpp()
+    cohort, executor = cohort_of("sgd", "full", BF16, [(20,), (3,)]), Cpp()
     update = executor.prepare(cohort)
     gradients = [torch.ones_like(weight) for weight in cohort.weights]
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_old_tables_of_norms_are_forgotten():
 
 
 def test_two_threads_of_python_may_step_at_once():
-    cohorts = [cohort_of(Cpp(), "adamw", "split", BF16, [(200_000,)]) for _ in range(2)]
+    cohorts = [cohort_of("adamw", "split", BF16, [(200_000,)]) for _ in range(2)]
     executor = Cpp()
     checks = []
     for cohort in cohorts:
@@ -175,14 +175,14 @@ def test_what_is_wrong_is_told_before_anything_is_updated(monkeypatch):
     def refuse(source):
         raise UnsupportedError("no space")
 
-    cohort = cohort_of(Cpp(), "lion", "split", BF16)
+    cohort = cohort_of("lion", "split", BF16)
     monkeypatch.setattr(cpp, "built", refuse)
     with pytest.raises(UnsupportedError, match="no space"):
         Cpp().prepare(cohort)  # which a step does for all cohorts first
 
 
 def test_a_negative_view_is_read_as_what_it_is():
-    cohort, executor = cohort_of(Cpp(), "sgd", "split", FP32, [(300,)]), Cpp()
+    cohort, executor = cohort_of("sgd", "split", FP32, [(300,)]), Cpp()
     before = cohort.weights[0].clone()
     gradient = torch._neg_view(torch.ones(300))
     assert gradient.is_neg()
@@ -206,10 +206,10 @@ def test_tensors_without_memory_are_refused():
         Cpp().norms([Wrapped(torch.ones(4))])
 
 
-@pytest.mark.parametrize("executor", [Cpp(), Blocked()], ids=["cpp", "blocked"])
+@pytest.mark.parametrize("executor", [Cpp(), Portable()], ids=["cpp", "portable"])
 def test_a_weight_that_was_turned_round_keeps_its_own_momentum(executor):
     """At the same address, of the same shape: only its strides differ."""
-    cohort = cohort_of(executor, "sgd momentum", None, FP32, [(300, 300)])
+    cohort = cohort_of("sgd momentum", None, FP32, [(300, 300)])
     theirs = [cohort.weights[0].clone(), torch.zeros(300, 300)]
     update = executor.prepare(cohort)
     for number in range(2):
@@ -223,7 +223,7 @@ def test_a_weight_that_was_turned_round_keeps_its_own_momentum(executor):
 
 
 def test_no_weights_at_all():
-    cohort = cohort_of(Cpp(), "adamw", "split", BF16, [])
+    cohort = cohort_of("adamw", "split", BF16, [])
     Cpp().prepare(cohort)([], judge(torch.ones(1), torch.tensor(1.0)))
 
 

@@ -25,7 +25,7 @@ def test_more_than_two_to_the_31_elements(gpu):
     param.grad[-5:] = 1.0
     param.grad[5] = -1.0
     with gpu.kernels() as names:
-        norm = executor_for(param.device, HUGE).norms([param.grad])
+        norm = executor_for(param.device).norms([param.grad])
         optimizer.step()
     assert len([name for name in names if "squares" in name or "lion" in name]) >= 2
     if gpu.computes:
@@ -68,7 +68,7 @@ def alone():
 
 
 def refused(gpu, gradient):
-    executor = executor_for(torch.device("cuda", 0), 10)
+    executor = executor_for(torch.device("cuda", 0))
     with (
         gpu.kernels() as names,
         pytest.raises(UnsupportedError, match=r"(?s)cannot find a tensor.*no memory of its own"),

@@ -1,4 +1,4 @@
-"""Which executor carries the passes out, by device and size."""
+"""Which executor carries the passes out, by device."""
 
 from __future__ import annotations
 
@@ -6,40 +6,32 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors import Blocked
+from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.executors.scalars import Pure, one_by_one
 from mezzo.step.passes import Executor, NoKernel
 
 if TYPE_CHECKING:
-    from mezzo.step.executors.compiled import Compiled
+    from mezzo.step.executors.cpp.launch import Cpp
     from mezzo.step.executors.triton.launch import Triton
 
 __all__ = ["executor_for", "portable", "shared"]
 
 logger = logging.getLogger(__name__)
 
-#: Elements from which on C++ (60 ms at a process's first step, 0.2 s at a machine's) is worth its time on a CPU.
-_WORTH_CPP: Final = 1 << 16
-#: And torch.compile, which takes some seconds.
-_WORTH_COMPILING: Final = 1 << 22
 
+def executor_for(device: torch.device) -> Executor:
+    """Return the executor of a device: C++ on the CPU, Triton on NVIDIA's GPUs, else torch's compiler.
 
-def executor_for(device: torch.device, elements: int) -> Executor:
-    """Return the executor for so many elements on a device.
-
-    Args:
-        device: Where the parameters are.
-        elements: How many there are altogether.
+    Where a compiler is missing, the executor that needs none takes its place, and the log says so once.
     """
     if device.type == "cpu":
-        cpp = _cpp() if elements >= _WORTH_CPP else None
-        return cpp or (_compiled(device) if elements >= _WORTH_COMPILING else _blocked())
+        return _cpp()
     return _triton(device) if device.type == "cuda" and _has_triton() else _compiled(device)
 
 
@@ -64,7 +56,7 @@ def portable(error: NoKernel) -> Executor:
         error: Why it cannot, for the log.
     """
     _say(str(error))
-    return _blocked()
+    return Portable()
 
 
 @functools.cache
@@ -73,28 +65,14 @@ def _say(error: str) -> None:
 
 
 @functools.cache
-def _blocked() -> Executor:
-    return Blocked()
-
-
-@functools.cache
-def _cpp() -> Executor | None:
-    """Return the executor whose kernels a C++ compiler makes, or None where there is none that can."""
+def _cpp() -> Executor:
     from mezzo.step.executors.cpp.launch import Cpp
 
-    executor = Cpp()
-    try:
-        executor.require()
-    except UnsupportedError as error:
-        logger.info("optimizer steps on the CPU do without kernels of their own, since %s", error)
-        return None
-    return executor
+    return _working(Cpp(), torch.device("cpu"))
 
 
 @functools.cache
 def _compiled(device: torch.device) -> Executor:
-    from mezzo.step.executors.compiled import Compiled
-
     return _working(Compiled(), device)
 
 
@@ -119,13 +97,13 @@ def _shared_on(device: torch.device) -> Callable[..., Sequence[Tensor]]:
     return executor.shared
 
 
-def _working(executor: Compiled | Triton, device: torch.device) -> Executor:
+def _working(executor: Cpp | Triton | Compiled, device: torch.device) -> Executor:
     """Return an executor, or the one that needs no compiler where that cannot build its kernels."""
     try:
         executor.require(device)
     except UnsupportedError as error:
         logger.warning("optimizer steps on %s run block by block, since %s", device, error)
-        return _blocked()
+        return Portable()
     return executor
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.passes import updated
-from mezzo.step.rounding import key_of, noise
-from mezzo.step.storage import Parts, Storage
-from mezzo.step.update import Rule, States
+from mezzo.step.passes import stepped
+from mezzo.step.rounding import key_of
+from mezzo.step.storage import Storage
+from mezzo.step.update import Rule
 from mezzo.tensors import LOW
 
-__all__ = ["ALIKE", "Dialect", "Lines", "expression", "key_lines", "stepped", "update_name", "written"]
+__all__ = ["ALIKE", "Dialect", "Lines", "expression", "key_lines", "update_name", "written"]
 
 #: What every language spells alike.
 ALIKE: Final[Mapping[str, str]] = MappingProxyType(
@@ -90,36 +90,6 @@ class Lines:
     names: list[str]
     body: list[str]
     random: bool
-
-
-def stepped(
-    rule: Rule,
-    storage: Storage,
-    gradient: Tensor,
-    parts: Parts,
-    states: States,
-    scalars: Tensor,
-    multiplier: Tensor,
-    key: Tensor,
-    order: Tensor,
-) -> tuple[Tensor, ...]:
-    """Pass 2 as a function of tensors alone: new values of parts and states.
-
-    Args:
-        rule: See :func:`mezzo.step.passes.updated`, also for the others.
-        storage: How the weight is stored.
-        gradient: Scaled.
-        parts: The stored tensors of the weight.
-        states: The rule's states.
-        scalars: Of ``rule.scalars``.
-        multiplier: Of :func:`mezzo.step.passes.judge`.
-        key: 0-d int32, of :func:`mezzo.step.rounding.keys`.
-        order: int32 element numbers, for random bits.
-    """
-    values, new = updated(
-        rule, storage, gradient, parts, states, scalars, multiplier, lambda slot: noise(order, key, slot)
-    )
-    return *values, *new
 
 
 def update_name(rule: Rule, storage: Storage) -> str:
@@ -252,7 +222,7 @@ def expression(node: fx.Node, known: Mapping[fx.Node, str], where: str, dialect:
             f"no {dialect.name} for {operation}",
             where=f"{where}: {node.format_node()}",
             why="kernels are written from a table of the operations that updates consist of",
-            write=f"the compiled executor, or a line in {dialect.name}'s table beside mezzo.step.executors.emit",
+            write=f"a line in {dialect.name}'s table beside mezzo.step.executors.emit",
         )
     among = sources[-1] if sources else dtype  # of `where` the last is a value, and the first a condition
     among = dtype if operation == "aten.masked_fill.Scalar" else among

@@ -6,18 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.emit import stepped
-from mezzo.step.passes import Cohort, Verdict
-from mezzo.step.storage import Parts
-from mezzo.step.update import States
-from mezzo.step.whole import Call
+from mezzo.step.passes import Cohort
 from mezzo.tensors import CASTABLE, flat
 
 __all__ = [
@@ -28,7 +23,6 @@ __all__ = [
     "laid_out",
     "readable",
     "stored",
-    "update_alone",
     "upload_captured",
     "uploaded_once",
     "vector",
@@ -75,35 +69,32 @@ class Rows:
     Args:
         table: (weights, 1 + parts + states) int64: length, then addresses.
         alike: Places of the weights that lie as vectors without gaps, by the dtypes of gradient, parts and states.
-        others: Parts and states of the rest, by place.
+        others: Parts and states of the rest, by place: weights with gaps, or whose states lie otherwise.
     """
 
     table: Tensor
     alike: dict[tuple[torch.dtype, ...], list[int]]
-    others: dict[int, tuple[Parts, States]]
+    others: dict[int, tuple[Tensor, ...]]
 
     @classmethod
     def of(cls, cohort: Cohort, gradients: Sequence[Tensor]) -> Rows:
         """Look at a cohort and its gradients."""
         rows, alike = [], dict[tuple[torch.dtype, ...], list[int]]()
-        others: dict[int, tuple[Parts, States]] = {}
+        others: dict[int, tuple[Tensor, ...]] = {}
         for index, gradient in enumerate(gradients):
-            stored = cohort.storage.parts(cohort.weights[index], cohort.extras[index])
-            parts, states = tuple(part.detach() for part in stored), cohort.states[index]
-            vectors = flat(*parts, *states)
+            targets = cohort.targets(index)
+            vectors = flat(*targets)
             if vectors is None:
-                others[index] = parts, states
-            elif parts[0].numel():
+                others[index] = targets
+            elif targets[0].numel():
                 alike.setdefault((gradient.dtype, *(each.dtype for each in vectors)), []).append(index)
-            rows.append([parts[0].numel(), *addresses((*parts, *states))])
+            rows.append([targets[0].numel(), *addresses(targets)])
         return cls(table=as_table(rows), alike=alike, others=others)
 
 
 def stored(cohort: Cohort) -> list[Tensor]:
     """Return all tensors that belong to the weights of a cohort, in one order."""
-    groups = zip(cohort.weights, cohort.extras, cohort.states, strict=True)
-    tensors = (tensor for weight, extra, states in groups for tensor in (weight, extra, *states))
-    return [tensor for tensor in tensors if tensor is not None]
+    return [tensor for index in range(len(cohort.weights)) for tensor in cohort.targets(index)]
 
 
 def where(cohort: Cohort, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[object, ...]:
@@ -168,15 +159,3 @@ def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
     if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
-
-
-def update_alone(
-    cohort: Cohort, parts: Parts, states: States, gradient: Tensor, scalars: Tensor, check: Verdict, key: Tensor
-) -> list[Call]:
-    """Return what updates one weight with torch's operations, in its own shape, unless the step is skipped."""
-    order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
-    values = stepped(cohort.rule, cohort.storage, gradient, parts, states, scalars, check.multiplier, key, order)
-    return [
-        partial(target.copy_, torch.where(check.found_inf, target, value))
-        for target, value in zip((*parts, *states), values, strict=True)
-    ]

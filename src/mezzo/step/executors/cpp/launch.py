@@ -13,6 +13,7 @@ from torch import Tensor
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.cpp.build import Kernel, built
 from mezzo.step.executors.cpp.source import norm_source, update_source
+from mezzo.step.executors.portable import calls
 from mezzo.step.executors.tables import (
     Rows,
     addresses,
@@ -21,14 +22,11 @@ from mezzo.step.executors.tables import (
     laid_out,
     readable,
     stored,
-    update_alone,
     vector,
     where,
 )
 from mezzo.step.passes import Cohort, InPieces, NoKernel, Update, Verdict
 from mezzo.step.rounding import keys
-from mezzo.step.storage import PLAIN
-from mezzo.step.update import rule
 from mezzo.step.whole import Call, Piece
 
 __all__ = ["Cpp"]
@@ -60,18 +58,13 @@ class Cpp:
         self._known: dict[tuple[tuple[torch.dtype, int], ...], _Norms] = {}
         self._lock = threading.Lock()  # one executor serves all optimizers of a process
 
-    def require(self) -> None:
-        """Compile pass 1 for FP32, and AdamW.
+    def require(self, device: torch.device) -> None:
+        """Compile pass 1 for FP32.
 
         Raises:
             UnsupportedError: There is no C++ compiler with OpenMP.
         """
-        self.norms([torch.ones(1, dtype=torch.float32, device="cpu")])
-        built(update_source(rule("adamw"), PLAIN, (torch.float32,) * 4))
-
-    def planes(self, device: torch.device) -> bool:
-        """See :class:`mezzo.step.passes.Executor`."""
-        return False
+        self.norms([torch.ones(1, dtype=torch.float32, device=device)])
 
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -123,8 +116,8 @@ class _CppUpdate(InPieces):
         self.seen: tuple[object, ...] = ()
         self.no_keys = torch.zeros(1, dtype=torch.int32, device="cpu")
         if cohort.weights:  # here nothing is updated yet; gradients have the weight's dtype, as a rule
-            parts = cohort.storage.parts(cohort.weights[0], cohort.extras[0])
-            dtypes = (parts[0].dtype, *(part.dtype for part in (*parts, *cohort.states[0])))
+            targets = cohort.targets(0)
+            dtypes = (targets[0].dtype, *(target.dtype for target in targets))
             _kernel(update_source(cohort.rule, cohort.storage, dtypes))
 
     @torch.no_grad()
@@ -137,9 +130,10 @@ class _CppUpdate(InPieces):
         self.follow(gradients)
         scalars = cohort.rule.scalars(cohort.hypers, step)
         seeds = keys(step, len(gradients), cohort.seed) if self.random else self.no_keys
+        one_by_one = partial(calls, cohort.rule, cohort.storage)
         alone = [
-            partial(update_alone, cohort, *their, gradients[at], scalars, check, seeds[at if self.random else 0])
-            for at, their in self.rows.others.items()
+            partial(one_by_one, gradients[at], targets, scalars, check, seeds[at if self.random else 0])
+            for at, targets in self.rows.others.items()
         ]
         vectors = [
             gradient if index in self.rows.others else laid_out(gradient, weight)
@@ -147,12 +141,12 @@ class _CppUpdate(InPieces):
         ]
         places = as_table(addresses(vectors))
         numbers = (scalars, check.multiplier.to(torch.float32), check.found_inf.to(torch.bool), seeds)
-        calls = [
+        launches = [
             kernel.bound(places, self.rows.table, cut, len(cut), CHUNK, *numbers, _threads(elements))
             for kernel, cut, elements in self.launches
         ]
         # Copies, where there are any, live on until the kernels have read them.
-        return [*alone, partial(_given, calls, (vectors, places, numbers))]
+        return [*alone, partial(_given, launches, (vectors, places, numbers))]
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""

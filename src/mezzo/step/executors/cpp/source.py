@@ -72,15 +72,9 @@ CPP: Final = Dialect(
     literal=_literal,
 )
 
-#: Exact both ways: values to store are on the format's grid. FP16 goes through a row of FP32, since compilers do not
-#: find the processor's own conversion by themselves, and spelled out it takes as long as all of AdamW. There subnormals
-#: are integers · 2⁻²⁴, so that none is a subnormal of FP32's on the way, which a process may have set to count as zero.
 _COMMON: Final = """\
 #include <cstdint>
 #include <cstring>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 template <class To, class From> static inline To bits(From value) {
     static_assert(sizeof(To) == sizeof(From), "another size");
@@ -91,6 +85,16 @@ template <class To, class From> static inline To bits(From value) {
 
 static inline float from_bfloat16(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
 static inline uint16_t to_bfloat16(float value) { return uint16_t(bits<uint32_t>(value) >> 16); }
+"""
+
+#: Exact both ways: values to store are on the format's grid. FP16 goes through a row of FP32, since compilers do not
+#: find the processor's own conversion by themselves, and spelled out it takes as long as all of AdamW. There subnormals
+#: are integers · 2⁻²⁴, so that none is a subnormal of FP32's on the way, which a process may have set to count as zero.
+#: Only kernels that need it have this, for the header takes four times as long to compile as a kernel.
+_FLOAT16: Final = """\
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 static inline float from_float16(uint16_t value) {
     const int32_t magnitude = value & 0x7FFF, sign = int32_t(value & 0x8000) << 16;
@@ -200,6 +204,10 @@ extern "C" void kernel(
 ROW: Final = 1 << 10
 
 
+def _headers(dtypes: tuple[torch.dtype, ...]) -> str:
+    return _COMMON + (_FLOAT16 if torch.float16 in dtypes else "")
+
+
 def _row(name: str, dtype: torch.dtype, *, read: bool = True, constant: bool = False) -> str:
     """Write where a row's elements are found: in memory, or widened."""
     if dtype != torch.float16:
@@ -240,7 +248,7 @@ def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...])
         for place, ((name, dtype), read) in enumerate(zip(operands, used, strict=True))
     ]
     halves = [f"narrow({name}_row, {name}_at + row, count);" for name, dtype in operands[1:] if dtype == torch.float16]
-    return _COMMON + _UPDATE.format(
+    return _headers(dtypes) + _UPDATE.format(
         columns=", ".join(f"{kind}* __restrict {name}_at" for kind, name in zip(types, step.names, strict=True)),
         numbers="\n    ".join(f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)),
         lines="\n            ".join([*lines, *step.body]),
@@ -262,4 +270,4 @@ def norm_source(dtype: torch.dtype) -> str:
     """
     value = CPP.widened.get(dtype, "{0}").format("gradient_row[i]")
     rows = _row("gradient", dtype, constant=True)
-    return _COMMON + _NORM.format(type=_TYPES[dtype], value=value, rows=rows, row=ROW)
+    return _headers((dtype,)) + _NORM.format(type=_TYPES[dtype], value=value, rows=rows, row=ROW)

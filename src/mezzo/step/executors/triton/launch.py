@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.emit import update_name
+from mezzo.step.executors.portable import calls
 from mezzo.step.executors.tables import (
     Rows,
     addresses,
@@ -19,7 +20,6 @@ from mezzo.step.executors.tables import (
     laid_out,
     readable,
     stored,
-    update_alone,
     upload_captured,
     vector,
     where,
@@ -28,8 +28,7 @@ from mezzo.step.executors.triton import source
 from mezzo.step.executors.triton.shared import Shared
 from mezzo.step.passes import Cohort, InPieces, Update, Verdict
 from mezzo.step.rounding import keys, seeded
-from mezzo.step.storage import Parts
-from mezzo.step.update import Rule, States
+from mezzo.step.update import Rule
 from mezzo.step.whole import Call, Piece
 
 __all__ = ["Triton", "refuse_capture"]
@@ -100,10 +99,6 @@ class Triton:
                 why=reasons[0] if reasons else type(error).__name__,
                 write="apt install gcc python3-dev (or another C compiler, and CC=its path)",
             ) from error
-
-    def planes(self, device: torch.device) -> bool:
-        """See :class:`mezzo.step.passes.Executor`."""
-        return False
 
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -183,7 +178,7 @@ class _TritonUpdate(InPieces):
         self.seen: tuple[object, ...] = ()
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.launches: list[tuple[Any, Tensor]] = []
-        self.others: dict[int, tuple[Parts, States]] = {}
+        self.others: dict[int, tuple[Tensor, ...]] = {}
 
     @torch.no_grad()
     def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
@@ -203,17 +198,18 @@ class _TritonUpdate(InPieces):
         alone: list[Piece] = []
         if self.others:
             seeds = keys(step, len(gradients), cohort.seed)
+            one_by_one = partial(calls, cohort.rule, cohort.storage)
             alone = [
-                partial(update_alone, cohort, *their, gradients[at], scalars, check, seeds[at])
-                for at, their in self.others.items()
+                partial(one_by_one, gradients[at], targets, scalars, check, seeds[at])
+                for at, targets in self.others.items()
             ]
         shared = (scalars, check.multiplier, check.found_inf, step, seeded(cohort.seed))
-        calls: list[Call] = [
+        launches: list[Call] = [
             partial(kernel[(len(chunks),)], table, self.rows, chunks, *shared, BLOCK=BLOCK, **_OPTIONS)
             for kernel, chunks in self.launches
         ]
         # Copies, where there are any, live on until the kernels that read them are launched.
-        return [*alone, partial(self.launched, calls, vectors)]
+        return [*alone, partial(self.launched, launches, vectors)]
 
     def launched(self, calls: list[Call], _kept: object) -> list[Call]:
         """Return the launches, on this device, which Triton takes from the current one."""
