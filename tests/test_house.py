@@ -15,11 +15,9 @@ MOST_LINES = 400
 MOST_FILES = 14
 
 # What does not fit yet. These lists only get shorter.
-LONG_FILES = set(
-    "optim/masters.py optim/optimizer.py session/session.py session/stats.py session/window/group.py".split()
-)
+LONG_FILES = {"optim/masters.py", "optim/optimizer.py"}
 FULL_FOLDERS: set[str] = set()
-CLASSES_TWICE = set("Outcome Rule Run Update _Norms".split())
+CLASSES_TWICE = {"Rule", "_Norms"}
 
 
 @cache

@@ -363,7 +363,7 @@ def test_a_cast_of_a_weight_from_before_the_search():
             return model(torch.ones(2, 8)).square().sum()
 
     amp.backward(fn())
-    assert len(amp._parts.prepared[0].casts) == 2
+    assert len(amp._core.weights.prepared[0].casts) == 2
     overflow = locate(fn, model, policy=FP16)
     assert (overflow.kind, overflow.tensor.name, overflow.needed) == ("range", "0.weight cast to float16", 1e5)
     assert overflow.cure == 'policy = policy.keep_fp32(params=["0.weight"])'

@@ -57,7 +57,7 @@ def weights(amp):
 
 
 def state(amp, model):
-    return copy.deepcopy((weights(amp), dict(model.state_dict()), [o.state_dict() for o in amp._optimizers]))
+    return copy.deepcopy((weights(amp), dict(model.state_dict()), [o.state_dict() for o in amp._core.optimizers]))
 
 
 def assert_same(one, two):

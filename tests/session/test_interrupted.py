@@ -1,6 +1,7 @@
 """Exceptions at any line of mezzo's while sessions are made and closed: everything is as it was, or can be finished."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ import mezzo
 from mezzo import MixedPrecision, optim
 
 #: What changes models and optimizers; the rest only computes.
-WRITING = tuple(f"mezzo/{name}.py" for name in (
-    "cast/modules", "cast/doors", "optim/halves", "optim/optimizer", "session/parts", "session/loop", "session/cluster",
-    "optim/masters",
-))  # fmt: skip
+WRITING = [f"mezzo/{name}.py" for name in (
+    "cast/model/prepare", "cast/model/doors", "optim/halves", "optim/masters", "optim/optimizer", "session/session",
+    "session/core", "session/weights/weights", "session/window/group", "session/window/wide",
+)]  # fmt: skip
 CASES = {
     "masters": ("O2,dtype=bfloat16,emulate=true", lambda params: torch.optim.SGD(params, lr=0.1)),
     "halves": ("O2,emulate=true", lambda params: optim.AdamW(params, lr=0.1)),
@@ -39,7 +40,7 @@ def lines(call, at=0):
         return in_frame
 
     def in_call(frame, *_):
-        return in_frame if frame.f_code.co_filename.endswith(WRITING) else None
+        return in_frame if frame.f_code.co_filename.endswith(tuple(WRITING)) else None
 
     before = sys.gettrace()
     sys.settrace(in_call)
@@ -50,6 +51,10 @@ def lines(call, at=0):
     finally:
         sys.settrace(before)
     return seen, False
+
+
+def test_what_changes_models_stands_where_it_did():
+    assert all((Path(mezzo.__file__).parents[1] / name).is_file() for name in WRITING)
 
 
 def places(total, count=30):

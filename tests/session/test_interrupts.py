@@ -120,8 +120,8 @@ class Training:
                 "masters": [p.detach() for p in amp.master_params()],
                 "states": states,
                 "stats": (stats.steps, stats.skipped, stats.scale, stats.growths, stats.backoffs),
-                "scale": [scaler.state_dict() for scaler in amp._scalers],
-                "windows": [cluster.window is None for cluster in amp._clusters],
+                "scale": [scaler.state_dict() for scaler in amp._core.scalers],
+                "windows": [group.window is None for group in amp._core.groups],
                 "rates": [group["lr"] for o in self.optimizers for group in o.param_groups],
                 "flags": [name for o in self.optimizers for name in vars(o) if name in ("found_inf", "grad_scale")],
             }
@@ -149,7 +149,7 @@ def every_line(make, step, stride=1, start=1):
             step(training)
         if interrupt.where is None:
             return found
-        if training.amp._clusters[0].window is not None:
+        if training.amp._core.groups[0].window is not None:
             found["before"] += 1
             step(training)
         else:

@@ -106,7 +106,7 @@ def test_fp32_weights_survive_a_change_of_policy_or_optimizer(pair):
         return session(f"{level},dtype=bfloat16,emulate=true", kinds[name])
 
     def weights(model, optimizer, amp):
-        masters = amp._named_masters()
+        masters = amp._core.weights.named_masters()
         own = isinstance(optimizer, optim.AdamW)
         return [
             optimizer.master_of(p) if own else masters.get(name, p).detach().clone()

@@ -49,8 +49,8 @@ class Setup:
             [
                 [p.detach() for p in (*self.model.parameters(), *self.amp.master_params())],
                 [optimizer.state_dict()["state"] for optimizer in self.optimizers],
-                [scaler.state_dict() for scaler in self.amp._scalers],
-                [cluster.window is None for cluster in self.amp._clusters],
+                [scaler.state_dict() for scaler in self.amp._core.scalers],
+                [group.window is None for group in self.amp._core.groups],
                 [stats.steps, stats.skipped, stats.scale],
             ]
         )

@@ -349,6 +349,6 @@ def test_an_optimizer_s_own_step_is_refused_after_unscale_too():
     amp.unscale_()
     before = copy.deepcopy(model.state_dict()), weights(amp)
     with pytest.raises(StateError, match="behind the session's back"):
-        amp._optimizers[0].step()
+        amp._core.optimizers[0].step()
     assert_same(before, (model.state_dict(), weights(amp)))
     amp.step()

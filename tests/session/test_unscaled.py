@@ -55,9 +55,9 @@ def test_the_model_s_gradients_are_clipped(policy, keeper):
     backward(amp, model, 0)
     amp.unscale_()
     assert nn.utils.clip_grad_norm_(model.parameters(), 0.01) > 0.1
-    before = weights(amp) if "torch" in keeper else [amp._optimizers[0].master_of(p) for p in model.parameters()]
+    before = weights(amp) if "torch" in keeper else [amp._core.optimizers[0].master_of(p) for p in model.parameters()]
     step = amp.step()
-    after = weights(amp) if "torch" in keeper else [amp._optimizers[0].master_of(p) for p in model.parameters()]
+    after = weights(amp) if "torch" in keeper else [amp._core.optimizers[0].master_of(p) for p in model.parameters()]
     moved = torch.cat([(a.double() - b.double()).flatten() for a, b in zip(after, before, strict=True)])
     assert step.grad_norm.item() == pytest.approx(0.01, rel=1e-5)
     assert moved.norm().item() == pytest.approx(0.5 * 0.01, rel=1e-4)
@@ -150,7 +150,7 @@ def test_different_gradients_for_a_parameter_and_its_master_are_refused(call):
 
 CLEARED = {
     "amp": lambda amp, model, none: amp.zero_grad(none),
-    "optimizer": lambda amp, model, none: amp._optimizers[0].zero_grad(none),
+    "optimizer": lambda amp, model, none: amp._core.optimizers[0].zero_grad(none),
     "model": lambda amp, model, none: model.zero_grad(none),
     "by hand": lambda amp, model, none: [setattr(p, "grad", None) for p in model.parameters()],
 }

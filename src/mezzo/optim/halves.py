@@ -125,18 +125,37 @@ class HalvesOptimizer(SavedOptimizer):
 
     @torch.no_grad()
     def write(self, param: Tensor, value: Tensor) -> None:
-        """Give a parameter another FP32 value.
+        """Give a parameter another value.
+
+        A value in the parameter's own dtype leaves a full master that rounds to it, and a remainder where it is the
+        value that the remainder is beside. A remainder that was loaded since the last step belongs to whatever value
+        comes next: the states of a model and of its optimizer load in any order.
 
         Args:
             param: One of :meth:`stored`.
-            value: Of its shape.
+            value: Of its shape, in FP32 or in the parameter's own dtype.
 
         Raises:
             NumericsError: A value that split storage cannot hold; nothing was changed.
         """
+        state = self.state[param]
+        if value.dtype != param.dtype:
+            self._write_whole(param, value.to(param.device, torch.float32))
+        elif param in self._awaiting:
+            param.copy_(value)
+            self._awaiting.discard(param)
+        elif "master" in state:
+            param.copy_(value)
+            take_over(param, state["master"])
+            self._edits.see([param])
+        else:
+            wide = value.to(param.device, torch.float32)
+            self._write_whole(param, torch.where(param == value, self.master_of(param), wide))
+
+    def _write_whole(self, param: Tensor, value: Tensor) -> None:
         group = next(group for group in self.param_groups if any(param is each for each in group["params"]))
         form = self._storage(group, param)
-        weight, extra = form.make(value.to(param.device, torch.float32), param.dtype, None)
+        weight, extra = form.make(value, param.dtype, None)
         param.copy_(weight)
         if form.extra is not None and extra is not None:
             if form.extra in self.state[param]:
@@ -145,29 +164,6 @@ class HalvesOptimizer(SavedOptimizer):
                 self.state[param][form.extra] = extra
         self._edits.see([param])
         self._awaiting.discard(param)
-
-    @torch.no_grad()
-    def receive(self, param: Tensor, value: Tensor) -> None:
-        """Give a parameter another value of its own dtype, with the other half where that belongs to it.
-
-        A full master that rounds to the value stays, and so does a remainder where the value is the one it is beside. A
-        remainder that was loaded since the last step belongs to the value whatever was there: state of weights and of
-        optimizers loads in any order.
-
-        Args:
-            param: One of :meth:`stored`.
-            value: Of its shape and dtype.
-        """
-        state = self.state[param]
-        if param in self._awaiting:
-            param.copy_(value)
-            self._awaiting.discard(param)
-        elif "master" in state:
-            param.copy_(value)
-            take_over(param, state["master"])
-            self._edits.see([param])
-        else:
-            self.write(param, torch.where(param == value, self.master_of(param), value.to(param.device, torch.float32)))
 
     @torch.no_grad()
     def master_of(self, param: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -211,36 +211,51 @@ class MasterWeights:
             self._seen = {param: mark(param) for param in self._master}
 
     @torch.no_grad()
-    def take_edits(self) -> None:
+    def take_edits(self, params: Iterable[Tensor] | None = None) -> None:
         """Take over parameters that were changed in place since the masters were last rounded into them.
 
         Element by element, on the device: a value that the master still rounds to keeps the master.
-        """
-        for param, master in self._master.items():
-            if mark(param) != self._seen[param]:
-                self._take_edit(param, master)
 
-    def _take_edit(self, param: Tensor, master: Tensor) -> None:
-        kept = master.to(param.dtype) == param
-        master.copy_(torch.where(kept, master, param.float()))
-        self._seen[param] = mark(param)
+        Args:
+            params: Which; all when omitted. Into these, masters that were changed in place are rounded as well. Where
+                both were changed, and disagree, the parameter's value counts.
+        """
+        for param in self._master if params is None else [param for param in params if param in self._master]:
+            master = self._master[param]
+            if mark(param) != self._seen[param]:
+                kept = master.to(param.dtype) == param
+                master.copy_(torch.where(kept, master, param.float()))
+                self._seen[param] = mark(param)
+            elif params is not None:
+                # Its own bits, unless the master was changed. Through .data, for autograd sees no change then.
+                param.data.copy_(master)
+
+    def stored(self, *, in_fp32: bool = False) -> list[Tensor]:
+        """Return the parameters that have masters.
+
+        Args:
+            in_fp32: Every master is an FP32 value, so that this leaves none out.
+        """
+        return list(self._master)
 
     @torch.no_grad()
-    def agree(self, param: Tensor) -> Tensor:
-        """Let a parameter and its master stand for one value, whichever of them was changed in place.
+    def write(self, param: Tensor, value: Tensor) -> None:
+        """Give a parameter another value, and its master.
 
-        Where both were, and disagree, the parameter's value counts.
-
-        Returns:
-            The master.
+        Args:
+            param: One of :meth:`stored`.
+            value: Of its shape. In the parameter's own dtype it leaves each value of the master that rounds to it.
         """
-        master = self._master[param]
-        if mark(param) != self._seen[param]:
-            self._take_edit(param, master)
-        else:
-            # The parameter's own bits, unless the master was changed. Through .data, for autograd sees no change then.
-            param.data.copy_(master)
-        return master
+        master, value = self._master[param], value.to(param.device)
+        if value.dtype == param.dtype:
+            value = torch.where(master.to(param.dtype) == value, master, value.float())
+        master.copy_(value)
+        param.copy_(master)
+        self._seen[param] = mark(param)
+
+    def leave(self) -> None:
+        """See :meth:`remove`."""
+        self.remove()
 
     # What users call -----------------------------------------------------------------------------------
 

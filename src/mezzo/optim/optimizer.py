@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.errors import StateError, UnsupportedError
@@ -28,7 +29,7 @@ from mezzo.step.update import RULES, Rule, rule
 from mezzo.step.whole import Call, Piece, Work
 from mezzo.tensors import LOW
 
-__all__ = ["Group", "OnePassOptimizer", "Params"]
+__all__ = ["Group", "OnePassOptimizer", "Params", "as_one_pass", "one_pass"]
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -379,3 +380,13 @@ class OnePassOptimizer(HalvesOptimizer):
 
     def _storage(self, group: Group, param: Tensor) -> Storage:
         return storage(group["master"], param.dtype, rounding=group["rounding"])
+
+
+def as_one_pass(optimizer: Optimizer) -> OnePassOptimizer | None:
+    """Return an optimizer that takes a verdict and keeps its weights itself; ``None`` for any other."""
+    return optimizer if isinstance(optimizer, OnePassOptimizer) else None
+
+
+def one_pass(optimizers: Iterable[Optimizer]) -> list[OnePassOptimizer]:
+    """Return those of some optimizers that take a verdict and keep their weights themselves."""
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, OnePassOptimizer)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,91 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-__all__ = ["Before", "Overflowed"]
+from mezzo.errors import StateError
+from mezzo.session.arguments import check_numbers, only
+from mezzo.session.core import Core
+from mezzo.session.update import Found
+from mezzo.session.verdict import Judged, check, together
+from mezzo.session.window.group import GradientGroup
+from mezzo.step.gradients import multiplications
+from mezzo.step.whole import Call, Piece, at_once
+
+__all__ = ["evaluated"]
+
+
+def evaluated(
+    core: Core, optimizers: list[Optimizer], closure: Callable[[], Any]
+) -> tuple[list[GradientGroup], Judged, Found, list[Piece]]:
+    """Let one optimizer evaluate the loss itself, each evaluation judged, unscaled and clipped.
+
+    Args:
+        core: The session.
+        optimizers: The one.
+        closure: Clears the gradients, computes the loss, and runs its backward pass.
+
+    Returns:
+        The optimizer's group, its gradients, whether an evaluation overflowed, and what is left to do.
+    """
+    optimizer = only(optimizers)
+    (group,) = (group for group in core.groups if optimizer in group.optimizers)
+    check_numbers([optimizer])
+    masters = core.weights.masters.get(id(optimizer))
+    evaluations: list[Judged] = []
+    found: list[Found] = []
+
+    @torch.no_grad()
+    def unscale() -> None:
+        if group.window is None:
+            raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
+        core.look_for_edits([group])
+        judged = check([group], [optimizer], core.device, core.max_grad_norm)
+        evaluations.append(judged)
+        core.weights.refuse_lost_bits(judged.dtypes)
+        if not judged.verdict.is_one:
+            at_once(*multiplications(judged.gradients, judged.verdict.multiplier))
+        group.close()
+        core.weights.forget_casts()  # the optimizer is about to move the weights, through .data it may be
+        found.append(Found(judged.verdict.found_inf))
+        if found[-1]:
+            raise Overflowed
+
+    def evaluate() -> Any:
+        if masters is not None:
+            masters.round_to_params()  # the optimizer may have moved them since the last evaluation
+            group.give_back()  # for closures that clear the model's gradients, and not the optimizer's
+        with torch.enable_grad():  # as torch's own optimizers do, and others may not
+            loss = closure()
+        unscale()
+        return loss
+
+    if masters is not None:
+        masters.take_edits()
+    before = Before(optimizer, group.params([optimizer]))
+
+    def rounded(*, back: bool = False) -> list[Call]:
+        if back:
+            before.restore()
+        if masters is not None:
+            masters.round_to_params()
+        return []
+
+    def undo() -> None:
+        rounded(back=True)
+        group.abandon()
+
+    core.writes.undo.append(undo)  # for whatever is raised before the step counts
+    core.evaluating = optimizer
+    try:
+        if group.window is not None:
+            unscale()
+        optimizer.step(evaluate)
+    except Overflowed:
+        pass
+    if not evaluations:
+        what = f"{type(optimizer).__name__}.step() did not evaluate the closure"
+        raise StateError(what, write="amp.backward(loss), then amp.step() without closure=")
+    core.evaluating = None
+    return [group], together(evaluations), found[-1], [partial(rounded, back=bool(found[-1]))]
 
 
 class Overflowed(Exception):  # noqa: N818 - it never leaves the session

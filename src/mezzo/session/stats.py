@@ -1,11 +1,11 @@
-"""What happened in a session's steps, known to the host without waiting for the device."""
+"""The statistics of a session's steps, known to the host without waiting for the device."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import NumericsError, ScaleCollapsed, some_of
-from mezzo.scale import LossScale, ScaleState
+from mezzo.scale import LossScale
 from mezzo.scale.config import as_float32
+from mezzo.session.outcome import StepOutcome
 from mezzo.step.executors.choose import shared
 from mezzo.step.whole import Call, at_once
-from mezzo.tensors import dtype_name, moved
 
-__all__ = ["Accounts", "Outcome", "Stats"]
+__all__ = ["Noted", "Stats", "StepStats"]
 
 logger = logging.getLogger(__name__)
 
 #: How many steps on an accelerator travel to the host together, where nothing has to be known at once.
 _TOGETHER: Final = 16
-_AFTER_LOST_WEIGHTS: Final = "go back to a checkpoint, with dtype=bfloat16 or a smaller learning rate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,30 +53,6 @@ class Stats:
     highest_scale: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One step as the device knows it.
-
-    Attributes:
-        skipped: 0-d bool.
-        scales: The loss-scale state after the step, of each loss that took part, by id.
-        norms: 2-norm of each gradient, ``(len(params),)``.
-        params: The tensors whose gradients these are.
-        loss_failed: 0-d bool: whether a loss itself was not finite.
-    """
-
-    skipped: Tensor
-    scales: Mapping[int, ScaleState]
-    norms: Tensor
-    params: list[Tensor]
-    loss_failed: Tensor
-
-    def numbers(self) -> list[Tensor]:
-        """Return what the host wants to know: whether it was skipped, and of each scale its value and its wait."""
-        scales = (t for state in self.scales.values() for t in (state.scale, state.floor_overflows))
-        return [self.skipped, self.loss_failed, *scales]
-
-
 @dataclass(frozen=True, slots=True)
 class _Scale:
     """One loss scale's history on the host."""
@@ -94,8 +69,8 @@ class _Scale:
         return _Scale(scale, lowest, highest, self.growths + grew, self.backoffs + (not grew))
 
 
-class _Noted(NamedTuple):
-    """What an answer changes, in one go, and what is to be said of it then."""
+class Noted(NamedTuple):
+    """What an outcome changes in the statistics, in one go, and what is to be said of it then."""
 
     calls: list[Call]
     then: Callable[[], None]
@@ -103,13 +78,13 @@ class _Noted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """Answers on their way to the host: tensors in pinned memory, there once the event has passed."""
+    """Outcomes whose numbers are on their way to the host: in pinned memory, there once the event has passed."""
 
-    answers: deque[tuple[Callable[[Tensor], _Noted], Tensor]]
+    outcomes: deque[tuple[StepOutcome, Tensor]]
     event: torch.Event
 
 
-class Accounts:
+class StepStats:
     """Keep count of steps and scales, log each change of a scale, and tell when a scale collapsed.
 
     On an accelerator the numbers of several steps travel together, into pinned memory, and are read when they have
@@ -119,23 +94,14 @@ class Accounts:
         config: The loss scale's rules.
         scales: The scale of each loss now.
         name_of: Gives the name of a tensor that the optimizers update.
-        weights: Gives the weights that forward passes read, by name; asked for after a loss that is not finite.
     """
 
-    def __init__(
-        self,
-        config: LossScale,
-        scales: list[Tensor],
-        name_of: Callable[[Tensor], str],
-        weights: Callable[[], Iterable[tuple[str, Tensor]]],
-    ) -> None:
+    def __init__(self, config: LossScale, scales: list[Tensor], name_of: Callable[[Tensor], str]) -> None:
         self._config = config
         self._name_of = name_of
-        self._weights = weights
-        self._lost: list[str] = []  # weights that were not finite at the first of these failures
         self._steps = self._skipped = 0
         self._recent: deque[bool] = deque(maxlen=config.interval)
-        self._waiting: list[tuple[Callable[[Tensor], _Noted], Tensor]] = []  # who is to be told what
+        self._waiting: list[tuple[StepOutcome, Tensor]] = []
         self._flying: deque[_Flight] = deque()
         self._stream: torch.Stream | None = None  # of the last step
         self._failure: NumericsError | None = None
@@ -145,11 +111,11 @@ class Accounts:
     def start_over(self, scales: list[Tensor]) -> None:
         """Follow scales from here on that came from elsewhere; the count of steps goes on."""
         self.settle()
-        self._failure, self._forward_failures, self._lost = None, 0, []
+        self._failure, self._forward_failures = None, 0
         first = [float(scale.cpu().numpy()) for scale in scales]
         self._scales = [_Scale(scale, scale, scale) for scale in first]
 
-    def note(self, outcome: Outcome, packed: Tensor | None = None) -> None:
+    def note(self, outcome: StepOutcome, packed: Tensor | None = None) -> None:
         """Take an outcome, and send it on its way.
 
         Args:
@@ -158,29 +124,22 @@ class Accounts:
         """
         _take(self.noted(outcome, packed))
 
-    def noted(self, outcome: Outcome, packed: Tensor | None = None) -> _Noted:
+    def noted(self, outcome: StepOutcome, packed: Tensor | None = None) -> Noted:
         """Return what takes an outcome, in one go, and what is to be called then; arguments as of :meth:`note`."""
-        if outcome.skipped.device.type == "cpu":
+        if outcome.verdict.found_inf.device.type == "cpu":
             # Through numpy: on the host already, so that nothing is asked of a device.
             if packed is not None:
                 return self._counted_packed(outcome, packed)
-            return self._counted(outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.norms)
-        told = partial(self._counted_packed, outcome)
-        answer = told, self.packed(outcome) if packed is None else packed.clone()
-        stream = torch.accelerator.current_stream(outcome.skipped.device)
-        calls: list[Call] = [partial(self._waiting.append, answer), partial(setattr, self, "_stream", stream)]
-        return _Noted(calls, self._send_if_due)
+            return self._counted(
+                outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.verdict.norms
+            )
+        waiting = outcome, self.packed(outcome) if packed is None else packed.clone()
+        stream = torch.accelerator.current_stream(outcome.verdict.found_inf.device)
+        calls: list[Call] = [partial(self._waiting.append, waiting), partial(setattr, self, "_stream", stream)]
+        return Noted(calls, self._send_if_due)
 
     def _send_if_due(self) -> None:
         if self._config.patience is not None or len(self._waiting) >= _TOGETHER:
-            self._send()
-
-    def _ask(self, there: Tensor, told: Callable[[Tensor], _Noted]) -> None:
-        """Tell somebody what a tensor holds once it has arrived on the host: at once, if it is there."""
-        if there.device.type == "cpu":
-            _take(told(there))
-        else:
-            self._waiting.append((told, there))
             self._send()
 
     def check(self) -> None:
@@ -213,33 +172,33 @@ class Accounts:
 
     def settle(self) -> None:
         """Wait for everything that is on its way."""
-        while self._waiting or self._flying:  # an answer may raise a question
-            self._send()
-            self._land()
+        self._send()
+        self._land()
 
     # The way to the host -------------------------------------------------------------------------------
 
-    def packed(self, outcome: Outcome) -> Tensor:
+    def packed(self, outcome: StepOutcome) -> Tensor:
         """Return what the host wants to know of an outcome as one vector of its device."""
-        (numbers,) = shared(_packed, (), outcome.numbers())
-        return numbers if self._config.patience is None else torch.cat((numbers, outcome.norms))
+        (numbers,) = shared(account, (), outcome.numbers())
+        return numbers if self._config.patience is None else torch.cat((numbers, outcome.verdict.norms))
 
     def _send(self) -> None:
         if not self._waiting:
             return
         waiting = list(self._waiting)
-        answers: deque[tuple[Callable[[Tensor], _Noted], Tensor]] = deque()
-        # Steps may run on another stream than whoever asks for the account, and on another device than the current one.
+        # Steps may run on another stream than the caller that asks, and on another device than the current one.
         stream = torch.accelerator.current_stream(waiting[0][1].device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
-        for told, there in waiting:
-            there.record_stream(stream)
-            host = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=True)
-            answers.append((told, host.copy_(there, non_blocking=True)))
+        outcomes: deque[tuple[StepOutcome, Tensor]] = deque()
+        for outcome, packed in waiting:
+            packed.record_stream(stream)
+            host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
+            outcomes.append((outcome, host.copy_(packed, non_blocking=True)))
         event = torch.Event(waiting[0][1].device)
         event.record(stream)
-        flight = _Flight(answers, event)
+        flight = _Flight(outcomes, event)
+        # In one go, so that an interrupt neither loses an outcome nor counts it twice.
         at_once(partial(self._flying.append, flight), partial(self._waiting.__delitem__, slice(len(waiting))))
 
     def _land(self) -> None:
@@ -249,23 +208,22 @@ class Accounts:
     def _land_one(self) -> None:
         flight = self._flying[0]
         flight.event.synchronize()
-        while flight.answers:
-            told, host = flight.answers[0]
-            calls, then = told(host)
-            at_once(*calls, flight.answers.popleft)
+        while flight.outcomes:
+            calls, then = self._counted_packed(*flight.outcomes[0])
+            at_once(*calls, flight.outcomes.popleft)
             then()
         self._flying.popleft()
 
-    def _counted_packed(self, outcome: Outcome, host: Tensor) -> _Noted:
+    def _counted_packed(self, outcome: StepOutcome, host: Tensor) -> Noted:
         count = len(outcome.numbers())
         return self._counted(outcome, host.numpy()[:count].tolist(), host[count:])
 
-    def _counted(self, outcome: Outcome, numbers: list[float], norms: Tensor) -> _Noted:
+    def _counted(self, outcome: StepOutcome, numbers: list[float], norms: Tensor) -> Noted:
         skipped, loss_failed, *rest = numbers
         step = self._steps + 1
         failures = self._forward_failures + 1 if skipped and loss_failed else 0
         scales, failure, moves = list(self._scales), self._forward_failure(step, failures), list[Callable[[], None]]()
-        for loss_id, scale, floor_overflows in zip(outcome.scales, rest[::2], rest[1::2], strict=True):
+        for loss_id, scale, floor_overflows in zip(outcome.after, rest[::2], rest[1::2], strict=True):
             if scale != scales[loss_id].now:
                 moves.append(partial(self._say_move, loss_id, scales[loss_id].now, scale, step))
                 scales[loss_id] = scales[loss_id].moved(scale)
@@ -281,50 +239,23 @@ class Accounts:
 
         def then() -> None:
             if failures == 1:
-                self._say_forward_failure(step)
-                self._failure = self._forward_failure(step, failures) or failure  # which names weights, if known by now
+                scale = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
+                logger.warning("the loss of step %d is not finite: skipped%s", step, scale)
             for say in moves:
                 say()
 
-        return _Noted([partial(self._recent.append, bool(skipped)), partial(vars(self).update, new)], then)
-
-    def _say_forward_failure(self, step: int) -> None:
-        scale = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
-        logger.warning("the loss of step %d is not finite: skipped%s", step, scale)
-        self._look_at_weights()
+        return Noted([partial(self._recent.append, bool(skipped)), partial(vars(self).update, new)], then)
 
     def _forward_failure(self, step: int, failures: int) -> NumericsError | None:
         """Build the error of steps whose loss is not finite: they leave the scale alone, and no scale can cure them."""
         if self._config.patience is None or failures < self._config.patience:
             return None
-        lost = self._lost
         return NumericsError(
             f"the loss was not finite for {failures} steps in a row",
-            where=f"step {step}" + (f", {_lost_weights(lost)}" if lost else ""),
-            why="every forward pass reads these weights, and skipped steps cannot mend them"
-            if lost
-            else "the forward pass or the data overflowed, which no loss scale can cure",
-            write=_AFTER_LOST_WEIGHTS
-            if lost
-            else 'MixedPrecision(…, on_overflow="explain"), which says where it began',
+            where=f"step {step}",
+            why="the forward pass or the data overflowed, which no loss scale can cure",
+            write='MixedPrecision(…, on_overflow="explain"), which says where it began',
         )
-
-    def _look_at_weights(self) -> None:
-        """Find out whether weights themselves are not finite: no later step can then succeed."""
-        self._lost = []
-        weights = {f"{name} ({dtype_name(w.dtype)})": w for name, w in self._weights()}
-        finite = [weight.isfinite().all() for weight in weights.values()]
-        device = next((flag.device for flag in finite if flag.device.type != "cpu"), finite[0].device)
-        self._ask(torch.stack([moved(flag, device) for flag in finite]), partial(self._tell_lost, list(weights)))
-
-    def _tell_lost(self, names: list[str], finite: Tensor) -> _Noted:
-        lost = [name for name, ok in zip(names, finite.numpy(), strict=True) if not ok]
-
-        def then() -> None:
-            if lost:
-                logger.warning("%s: skipped steps cannot mend them; %s", _lost_weights(lost), _AFTER_LOST_WEIGHTS)
-
-        return _Noted([partial(setattr, self, "_lost", lost)], then)
 
     def _say_move(self, loss_id: int, before: float, scale: float, step: int) -> None:
         which = f" of loss {loss_id}" if len(self._scales) > 1 else ""
@@ -400,14 +331,15 @@ class Accounts:
             ]
 
 
-def _packed(*numbers: Tensor) -> tuple[Tensor]:
+def account(*numbers: Tensor) -> tuple[Tensor]:
+    """Return the account of a step, what the host wants to know of it, as one FP32 vector of its device.
+
+    Args:
+        *numbers: 0-d: of :meth:`mezzo.session.outcome.StepOutcome.numbers`.
+    """
     return (torch.stack([number.to(torch.float32) for number in numbers]),)
 
 
-def _take(noted: _Noted) -> None:
+def _take(noted: Noted) -> None:
     at_once(*noted.calls)
     noted.then()
-
-
-def _lost_weights(names: list[str]) -> str:
-    return f"{len(names)} weight{'s are' if len(names) > 1 else ' is'} not finite: {some_of(names)}"

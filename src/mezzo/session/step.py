@@ -1,123 +1,155 @@
-"""The end of a step: windows closed, scales adapted, all of it counted; and what the step returns."""
+"""One step, from its open windows to what it returns: window, verdict, update, scale."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch.optim import Optimizer
 
-from mezzo.session.capture.recording import current
-from mezzo.session.result import Step
-from mezzo.session.stats import Outcome
-from mezzo.session.update import Adapted, Found, adapt
-from mezzo.session.verdict import Judged
-from mezzo.session.window.group import Cluster
-from mezzo.step.whole import Call, Piece
+from mezzo.session.arguments import check_numbers, overflowed
+from mezzo.session.closures import evaluated
+from mezzo.session.core import Core, current
+from mezzo.session.outcome import Step, StepOutcome
+from mezzo.session.scale import adapt
+from mezzo.session.update import Found, update
+from mezzo.session.verdict import Judged, check
+from mezzo.session.window.group import GradientGroup
+from mezzo.step.whole import Call, Piece, at_once
 
 if TYPE_CHECKING:
-    from mezzo.overflow import Changed, Overflow
-    from mezzo.session.session import MixedPrecision
+    from mezzo.overflow import Changed, Overflow, Replay
 
-__all__ = ["Finishing"]
+__all__ = ["take"]
 
 logger = logging.getLogger(__name__)
 
 
-class Finishing:
-    """What a session writes down of a step, after its optimizers.
+def take(
+    core: Core,
+    optimizers: list[Optimizer],
+    closure: Callable[[], Any] | None,
+    schedulers: list[Callable[[], Any]],
+) -> Step:
+    """Check the gradients of some optimizers, then update or skip, as one piece of work that is done whole.
 
     Args:
-        session: The session.
-        judged: The gradients.
-        involved: The clusters that step.
+        core: The session.
+        optimizers: Those that step.
+        closure: Evaluates the loss, for an optimizer that asks for it several times.
+        schedulers: Stepped if the weights were.
+    """
+    try:
+        if closure is not None:
+            return _finished(core, *evaluated(core, optimizers, closure), schedulers)
+        groups = core.open_groups(optimizers, "step")
+        stepping = [o for group in groups for o in group.optimizers if o in optimizers]
+        alone = {o for group in groups if len(group.optimizers) == 1 for o in group.optimizers}
+        check_numbers(stepping)
+        core.look_for_edits(groups)
+        judged = check(groups, optimizers, core.device, core.max_grad_norm)
+        core.weights.refuse_lost_bits(judged.dtypes)
+        judged = judged.with_verdict(current().seen(judged.verdict))
+        found = Found(judged.verdict.found_inf)
+        pieces = update(core.writes, judged, stepping, alone, found, core.weights.masters)
+        return _finished(core, groups, judged, found, pieces, schedulers)
+    except BaseException as error:
+        _give_up(core, error)
+        raise
+
+
+def _finished(
+    core: Core,
+    groups: list[GradientGroup],
+    judged: Judged,
+    found: Found,
+    pieces: list[Piece],
+    schedulers: list[Callable[[], Any]],
+) -> Step:
+    """Do some pieces of work and all that ends a step, whole, whatever interrupts it."""
+    # The host asks about the overflow only where it has to act on the answer.
+    overflow = _located(core.replay, judged) if core.replay is not None and found else None
+    ending = _Ending(core, groups, judged)
+    stepping = [partial(_one, each) for each in schedulers] if schedulers and not found else []
+    core.writes.begin([*pieces, *ending.pieces(), *stepping], partial(_abandon, groups), core.writes.undo.clear)
+    core.writes.run()
+    ending.then()
+    if overflow is not None:
+        logger.warning("%s", overflow)
+    step = ending.outcome.step(overflow, core.stats.check)
+    if core.on_overflow == "raise" and found:
+        raise overflowed(judged, core.weights.name_of)
+    return step
+
+
+def _located(replay: Replay, judged: Judged) -> Overflow | Changed | None:
+    """Run the step's batches again, and say where the overflow began."""
+    with torch.enable_grad():
+        return replay.locate(judged.shares[-1].scale)
+
+
+def _abandon(groups: Iterable[GradientGroup]) -> None:
+    for group in groups:
+        group.abandon()
+
+
+@torch.no_grad()
+def _give_up(core: Core, error: BaseException) -> None:
+    """Finish what has begun before an error, or an interrupt, goes on; undo what can be undone."""
+    core.evaluating = None
+    while core.writes.undo:
+        at_once(core.writes.undo[0], core.writes.undo.clear)
+    core.writes.complete(error)
+    for group in core.groups:
+        if group.window is not None:
+            group.give_back()  # users see the gradients of windows that are still open, and clear them
+
+
+class _Ending:
+    """What a session writes down of a step, after its optimizers.
+
+    Each piece may be asked again after an interrupt, so that it begins from what was known before.
     """
 
-    def __init__(self, session: MixedPrecision, judged: Judged, involved: list[Cluster]) -> None:
-        self._session, self._judged, self._involved = session, judged, involved
-        self._scales_before = [scaler.remembering() for scaler in session._scalers]
-        self._adapted: Adapted | None = None
-        self._then: Callable[[], object] = dict
+    outcome: StepOutcome
 
-    def pieces(self, found: Found, schedulers: list[Callable[[], object]]) -> list[Piece]:
-        """Return it as pieces of the step's work.
+    def __init__(self, core: Core, groups: list[GradientGroup], judged: Judged) -> None:
+        self._core, self._groups, self._judged = core, groups, judged
+        self._scales_before = [scaler.remembering() for scaler in core.scalers]
+        self.then: Callable[[], object] = dict
 
-        Args:
-            found: Whether the step is skipped.
-            schedulers: Stepped if it is not.
-        """
-        after: list[Piece] = [partial(_one, each) for each in schedulers] if schedulers and not found else []
-        return [self._close, self._adapt, self._settle, self._note, self._session._update.end, *after]
+    def pieces(self) -> list[Piece]:
+        return [self._close_windows, self._adapt_scales, self._forget, self._count, self._core.writes.end]
 
-    def _close(self) -> list[Call]:
-        for cluster in self._involved:
-            for masters in cluster.masters:
+    def _close_windows(self) -> list[Call]:
+        for group in self._groups:
+            for masters in group.masters:
                 masters.drop_gradients()
-            cluster.close(self._judged.gradients if len(cluster.optimizers) == 1 else None)
-        self._session._parts.exact.restored.clear()
+            group.close(self._judged.gradients if len(group.optimizers) == 1 else None)
+        self._core.weights.restored.clear()
         return []
 
-    def _adapt(self) -> list[Call]:
+    def _adapt_scales(self) -> list[Call]:
         for restore in self._scales_before:  # an interrupt may have come in the middle
             restore()
-        self._adapted = adapt(self._session._scalers, self._judged, self._session._on_the_way)
+        self.outcome = adapt(self._core.scalers, self._judged, self._core.inner_overflows)
         return []
 
-    def _settle(self) -> list[Call]:
+    def _forget(self) -> list[Call]:
         for share in self._judged.shares:
-            self._session._on_the_way.pop(share.loss_id, None)
-        if self._session._buffers is not None:
-            self._session._buffers.restore_where(self._judged.verdict.found_inf)
-        self._session._forget_passes()
+            self._core.inner_overflows.pop(share.loss_id, None)
+        if self._core.buffers is not None:
+            self._core.buffers.restore_where(self._judged.verdict.found_inf)
+        self._core.forget_passes()
         return []
 
-    def _note(self) -> list[Call]:
-        adapted = self._known()
-        outcome = Outcome(
-            skipped=self._judged.verdict.found_inf,
-            scales=adapted.after,
-            norms=self._judged.verdict.norms,
-            params=self._judged.params,
-            loss_failed=adapted.loss_failed,
-        )
-        if (run := current()) is not None:
-            run.note(self._session, outcome)
-            return []
-        calls, self._then = self._session._accounts.noted(outcome)
+    def _count(self) -> list[Call]:
+        calls, self.then = current().noted(self._core, self.outcome)
         return calls
-
-    def step(self, overflow: Overflow | Changed | None) -> Step:
-        """Tell the log, and return what the step did.
-
-        Args:
-            overflow: Where an overflow began, if that was looked for.
-        """
-        self._then()
-        if overflow is not None:
-            logger.warning("%s", overflow)
-        adapted = self._known()
-        before = _one_or_all(list(adapted.before.values()))
-        return Step(
-            skipped=self._judged.verdict.found_inf,
-            # A graph writes the next scale into the memory of this one.
-            scale=before if current() is None else before.clone(),
-            next_scale=_one_or_all([after.scale for after in adapted.after.values()]),
-            grad_norm=self._judged.verdict.grad_norm,
-            overflow=overflow,
-            check=self._session._accounts.check,
-        )
-
-    def _known(self) -> Adapted:
-        assert self._adapted is not None, "scales are adapted before anything is told of them"
-        return self._adapted
 
 
 def _one(call: Call) -> list[Call]:
     return [call]
-
-
-def _one_or_all(scales: list[Tensor]) -> Tensor:
-    return scales[0] if len(scales) == 1 else torch.stack(scales)

@@ -1,8 +1,8 @@
-"""The verdict that comes before every step: one pass over the gradients of some optimizers."""
+"""The first station of a step: the gradients of some optimizers are gathered from their windows, and judged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import StateError
-from mezzo.optim.optimizer import OnePassOptimizer
-from mezzo.session.window.group import Cluster
-from mezzo.session.window.window import Share
+from mezzo.optim.optimizer import one_pass
+from mezzo.session.window.group import GradientGroup
+from mezzo.session.window.window import CarriedScale, LossShare
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, dense, norms
 from mezzo.step.passes import Verdict, decided
@@ -37,21 +37,25 @@ class Judged:
 
     params: list[Tensor]
     gradients: list[Tensor]
-    dtypes: Set[torch.dtype]
+    dtypes: set[torch.dtype]
     verdict: Verdict
     scale: Tensor | None
     is_clipped: bool
-    shares: list[Share]
+    shares: list[LossShare]
     losses: list[tuple[int, Tensor]]
+
+    def with_verdict(self, verdict: Verdict) -> Judged:
+        """Return the same gradients with another verdict."""
+        return self if verdict is self.verdict else replace(self, verdict=verdict)
 
 
 def check(
-    involved: list[Cluster], optimizers: Iterable[Optimizer], device: torch.device, max_norm: float | None
+    groups: list[GradientGroup], optimizers: Iterable[Optimizer], device: torch.device, max_norm: float | None
 ) -> Judged:
-    """Gather and judge the gradients of some optimizers, leaving the unscaling to the step where it can be.
+    """Gather and judge the gradients of some optimizers, leaving the unscaling to the update where it can be.
 
     Args:
-        involved: The optimizers' clusters, with open windows.
+        groups: The optimizers' groups, with open windows.
         optimizers: Those that step.
         device: Where the loss scale lives.
         max_norm: What to clip the norm of all gradients to.
@@ -59,16 +63,14 @@ def check(
     Raises:
         StateError: No parameter has a gradient, or a scale was written to.
     """
-    windows = [cluster.window for cluster in involved if cluster.window is not None]
+    windows = [group.window for group in groups if group.window is not None]
     for window in windows:
         window.require_unchanged()
-    carried = {w.carried.kind: w.carried for w in windows if w.carried is not None}
     # One scale that all gradients carry is unscaled on the way to the weights; several have to be before.
-    one = next(iter(carried.values())) if len(carried) == 1 and all(w.is_plain for w in windows) else None
-    scale = None if one is None or one.is_one else one.scale
-    for cluster in involved:
-        cluster.gather() if one is not None else cluster.settle()
-    params = [param for cluster in involved for param in cluster.params(optimizers) if param.grad is not None]
+    one = _common_scale([window.carried if window.is_plain else None for window in windows])
+    for group in groups:
+        group.gather() if one is not None else group.settle()
+    params = [param for group in groups for param in group.params(optimizers) if param.grad is not None]
     if not params:
         raise StateError(
             "no parameter has a gradient",
@@ -76,27 +78,38 @@ def check(
             write="amp.zero_grad() only after amp.step()",
         )
     gradients = dense(params)
-    stepping = (o for cluster in involved for o in cluster.optimizers if o in optimizers)
-    groups = alike(gradients)
-    one_pass = all(isinstance(o, OnePassOptimizer) for o in stepping)
-    each = norms(gradients, device, one_pass=one_pass, groups=groups)
+    stepping = [optimizer for group in groups for optimizer in group.optimizers if optimizer in optimizers]
+    places = alike(gradients)
+    each = norms(gradients, device, one_pass=len(one_pass(stepping)) == len(stepping), groups=places)
+    scale = None if one is None or one.is_one else one.scale
     numbers: list[Tensor | float] = [] if scale is None else [scale]
     numbers += [] if max_norm is None else [float(max_norm)]
     found = shared(decided, (scale is not None, max_norm is not None), [each, *numbers])
     verdict = Verdict(norms=each, grad_norm=found[0], found_inf=found[1], multiplier=found[2], is_one=not numbers)
     if one is not None:
-        shares = [Share(loss_id=one.loss_id, scale=one.scale, found_inf=verdict.found_inf)]
+        shares = [LossShare(loss_id=one.loss_id, scale=one.scale, found_inf=verdict.found_inf)]
     elif not (shares := [share for window in windows for share in window.settled]):
         raise StateError(
             "these are gradients that no amp.backward() made",
             why="nothing had a gradient when they were unscaled, so that nobody knows what they carry",
             write="amp.backward(loss), and edits of .grad after it",
         )
-    dtypes = {dtype for _, dtype in groups}
     return Judged(
-        params=params, gradients=gradients, dtypes=dtypes, verdict=verdict, scale=scale,
-        is_clipped=max_norm is not None, shares=shares, losses=[pair for window in windows for pair in window.losses],
-    )  # fmt: skip
+        params=params,
+        gradients=gradients,
+        dtypes={dtype for _, dtype in places},
+        verdict=verdict,
+        scale=scale,
+        is_clipped=max_norm is not None,
+        shares=shares,
+        losses=[pair for window in windows for pair in window.losses],
+    )
+
+
+def _common_scale(carried: list[CarriedScale | None]) -> CarriedScale | None:
+    """Return the scale that all windows carry, if there is one."""
+    known = [each for each in carried if each is not None]
+    return known[-1] if len(known) == len(carried) and len({each.kind for each in known}) == 1 else None
 
 
 def together(evaluations: list[Judged]) -> Judged:

@@ -1,4 +1,4 @@
-"""The gradients of one step: their values, their norms, and the optimizer's step or its skip."""
+"""The gradients of one step: their values, their norms, and what multiplies them in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mezzo import tensors
 from mezzo.step.executors.choose import executor_for, portable
@@ -17,7 +16,7 @@ from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
 from mezzo.tensors import LOW, moved
 
-__all__ = ["alike", "can_fold", "dense", "lacks_momentum", "mark", "multiplications", "norms"]
+__all__ = ["alike", "dense", "mark", "multiplications", "norms"]
 
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
@@ -115,20 +114,3 @@ def alike(tensors: list[Tensor]) -> Alike:
     for i, tensor in enumerate(tensors):
         groups[tensor.device, tensor.dtype].append(i)
     return groups
-
-
-def can_fold(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's kernels take the overflow flag and the loss scale on the device, as torch's fused do."""
-    takes_flag = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    fused = all(group.get("fused", True) for group in optimizer.param_groups)  # a loaded state may have turned it off
-    return takes_flag and fused and not lacks_momentum(optimizer)
-
-
-def lacks_momentum(optimizer: Optimizer) -> bool:
-    """Whether torch's fused SGD has momentum buffers to make: a skipped kernel would leave them uninitialised."""
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.grad is not None
-    )

@@ -65,11 +65,13 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         torch.float32
     """
     require_module(model)
-    handle = Prepared(model, Policy.of(policy))
+    handle = None
     try:
+        handle = Prepared(model, Policy.of(policy))
         handle.release_originals()
     except BaseException:  # an interrupt: the caller gets no handle to undo this with
-        handle.remove()
+        if handle is not None:
+            handle.remove()
         raise
     return handle
 

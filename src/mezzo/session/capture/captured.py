@@ -16,8 +16,11 @@ from torch.utils._pytree import tree_map
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError
 from mezzo.session.capture.batch import Batch, Layout
 from mezzo.session.capture.cuda import CudaGraph, Graph
-from mezzo.session.capture.recording import Elsewhere, Held, Noted, Run, current
-from mezzo.session.capture.replay_guard import Bound
+from mezzo.session.capture.replay_guard import ReplayGuard
+from mezzo.session.capture.run import Elsewhere, GraphRun
+from mezzo.session.capture.snapshot import Snapshot
+from mezzo.session.core import Core, current
+from mezzo.session.outcome import StepOutcome
 from mezzo.step.executors.tables import uploaded_once
 
 __all__ = ["Captured", "capture"]
@@ -119,8 +122,8 @@ class _Recorded(Generic[R]):
 
     graph: Graph
     output: R
-    noted: list[Noted]
-    bounds: list[Bound]
+    outcomes: list[tuple[Core, StepOutcome, Tensor]]
+    guards: list[ReplayGuard]
 
 
 class Captured(Generic[R]):
@@ -171,24 +174,24 @@ class Captured(Generic[R]):
         if self._make_graph is None:
             return _detached(self._train_step(*batch))
         _refuse_nesting("a captured step")
-        if self._recorded is not None and any(bound.has_moved() for bound in self._recorded.bounds):
-            for bound in self._recorded.bounds:
-                bound.check()
+        if self._recorded is not None and any(guard.has_moved() for guard in self._recorded.guards):
+            for guard in self._recorded.guards:
+                guard.check()
             logger.info("weights, states or options have moved since %s was captured: it is captured anew", self)
             self._recorded = None  # its memory first
         recorded = self._recorded = self._recorded or self._record(self._make_graph(), leaves)
-        for bound in recorded.bounds:
-            bound.check()
+        for guard in recorded.guards:
+            guard.check()
         with torch.no_grad():
-            for bound in recorded.bounds:
-                bound.refresh()
+            for guard in recorded.guards:
+                guard.refresh()
             if self._batch is not None:
                 self._batch.take(leaves)
             recorded.graph.replay()
-            for bound in recorded.bounds:
-                bound.replayed()
-            for session, outcome, packed in recorded.noted:
-                session._accounts.note(outcome, packed)
+            for guard in recorded.guards:
+                guard.replayed()
+            for core, outcome, packed in recorded.outcomes:
+                core.stats.note(outcome, packed)
         return recorded.output
 
     def _record(self, graph: Graph, leaves: list[Any]) -> _Recorded[R]:
@@ -197,27 +200,27 @@ class Captured(Generic[R]):
 
         self._batch = self._batch or Batch(self._layout, self._layout.nest(leaves), graph.device)
         self._batch.take(leaves)
-        held: dict[Any, Held] = {}
+        snapshots: dict[Core, Snapshot] = {}
         states = RandomStates.now([graph.device])
         try:
             with _explained():
-                graph.rehearse(lambda: self._rehearsed(Run(held, graph.device, rehearsing=True), held))
-                if not held:
+                graph.rehearse(lambda: self._rehearsed(GraphRun(snapshots, graph.device, rehearsing=True), snapshots))
+                if not snapshots:
                     raise _no_session()
-                run = Run(held, graph.device, rehearsing=False)
+                run = GraphRun(snapshots, graph.device, rehearsing=False)
                 with uploaded_once() as upload:
                     output = graph.record(lambda: self._run(run))
                 upload()
-            for each in held.values():
+            for each in snapshots.values():
                 each.require_complete()
         finally:
-            for each in held.values():
+            for each in snapshots.values():
                 each.restore()
             states.restore()
-        bounds = [Bound(each) for each in held.values()]
-        return _Recorded(graph=graph, output=_detached(output), noted=run.noted, bounds=bounds)
+        guards = [ReplayGuard(each) for each in snapshots.values()]
+        return _Recorded(graph=graph, output=_detached(output), outcomes=run.outcomes, guards=guards)
 
-    def _run(self, run: Run) -> R:
+    def _run(self, run: GraphRun) -> R:
         assert self._batch is not None, "a graph has a batch"
         self._batch.forget_gradients()
         with run.under_way(), torch.enable_grad():
@@ -225,15 +228,15 @@ class Captured(Generic[R]):
             run.finish()
         return output
 
-    def _rehearsed(self, run: Run, held: dict[Any, Held]) -> None:
+    def _rehearsed(self, run: GraphRun, snapshots: dict[Core, Snapshot]) -> None:
         self._run(run)
-        for each in held.values():
+        for each in snapshots.values():
             each.require_complete()
             each.between_runs()
 
 
 def _refuse_nesting(what: str) -> None:
-    if current() is not None:
+    if isinstance(current(), GraphRun):
         raise StateError(
             f"{what} inside a train step that is being captured",
             why="a graph cannot hold another",

@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mezzo.errors import StateError
-from mezzo.optim.optimizer import OnePassOptimizer
-from mezzo.session.capture.refusals import unfinished
+from mezzo.optim.optimizer import as_one_pass, one_pass
+from mezzo.session.capture.snapshot import Snapshot
+from mezzo.session.core import Core
 
-if TYPE_CHECKING:
-    from mezzo.session.capture.recording import Held
-    from mezzo.session.session import MixedPrecision
-
-__all__ = ["Bound"]
+__all__ = ["ReplayGuard"]
 
 
-class Bound:
+class ReplayGuard:
     """A session as one graph knows it: the addresses that it reads and writes, and what Python decided meanwhile.
 
     Args:
-        held: The session while its train step was captured.
+        snapshot: The session while its train step was captured.
 
     **Cost**: a look at each parameter and each tensor of optimizer state for each replay, some 0.1 µs each.
     """
 
-    def __init__(self, held: Held) -> None:
-        self.session = held.session
-        self._scales = held.scales
-        self._tensors = [(tensor, tensor.data_ptr(), tensor.requires_grad) for tensor in held.tensors]
-        self._states = [(optimizer, optimizer.state) for optimizer in self.session._optimizers]
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.core = snapshot.core
+        self._scales = snapshot.scales
+        self._tensors = [(tensor, tensor.data_ptr(), tensor.requires_grad) for tensor in snapshot.tensors]
+        self._states = [(optimizer, optimizer.state) for optimizer in self.core.optimizers]
         self._values = [
             (values, name, value)
-            for optimizer in self.session._optimizers
+            for optimizer in self.core.optimizers
             for values in optimizer.state.values()
             if isinstance(values, dict)
             for name, value in values.items()
@@ -43,14 +40,13 @@ class Bound:
         ]
         self._hypers = [
             (optimizer, number, name, value)
-            for optimizer in self.session._optimizers
-            if isinstance(optimizer, OnePassOptimizer)
+            for optimizer in one_pass(self.core.optimizers)
             for number, group in enumerate(optimizer.param_groups)
             for name, value in _on_device(group)
         ]
-        self._choices = _choices(self.session)
-        self._frozen = list(_frozen(self.session))
-        self._edited = held.edited()
+        self._choices = _choices(self.core)
+        self._frozen = list(_frozen(self.core))
+        self._edited = snapshot.edited()
 
     def has_moved(self) -> bool:
         """Whether the graph is of memory, or of decisions, that are not the session's any more."""
@@ -58,7 +54,7 @@ class Bound:
             any(t.data_ptr() != address or t.requires_grad != trains for t, address, trains in self._tensors)
             or any(optimizer.state is not state for optimizer, state in self._states)
             or any(values.get(name) is not value for values, name, value in self._values)
-            or _choices(self.session) != self._choices
+            or _choices(self.core) != self._choices
             or any(dict(_on_device(o.param_groups[n])).get(name) is not value for o, n, name, value in self._hypers)
         )
 
@@ -70,19 +66,19 @@ class Bound:
                 is another now.
             ScaleCollapsed: As ``amp.step()`` raises it.
         """
-        session = self.session
-        if session._closed:
+        core = self.core
+        if core.is_closed:
             raise StateError(
                 "a captured step after amp.close()",
                 write="a new MixedPrecision(model, optimizer, policy), and mezzo.capture(…) of a step with it",
             )
-        if unfinished(session):
+        if core.has_gradients_to_step:
             raise StateError(
                 "a captured step inside an accumulation window",
                 why="its gradients are its own, and those of amp.backward() outside it would be left over",
                 write="amp.step() or amp.zero_grad() first",
             )
-        session._accounts.check()
+        core.stats.check()
         for group, name, value, where in self._frozen:
             now = group[name]
             if now is not value and (isinstance(value, Tensor) or now != value):
@@ -97,32 +93,31 @@ class Bound:
 
     def refresh(self) -> None:
         """Bring over what has changed since the last replay: loss scales, hyper-parameters, edited weights. No sync."""
-        session = self.session
-        for scaler, scale in zip(session._scalers, self._scales, strict=True):
+        core = self.core
+        for scaler, scale in zip(core.scalers, self._scales, strict=True):
             scaler.enter(scale)
-        session._parts.take_edits()
-        for optimizer in session._optimizers:
-            if isinstance(optimizer, OnePassOptimizer):
-                optimizer.upload()
+        core.weights.take_edits()
+        for optimizer in one_pass(core.optimizers):
+            optimizer.upload()
 
     def replayed(self) -> None:
-        """Let the session know that its weights have changed, of which no version tells."""
+        """Let the session take the weights as changed: a replay writes them, and counts no version up."""
         increment_version(self._edited)  # masters take over what the train step wrote after its step
-        self.session._forget_passes()
-        self.session._parts.exact.restored.clear()
-        stepped: list[Any] = self.session._optimizers
+        self.core.forget_passes()
+        self.core.weights.restored.clear()
+        stepped: list[Any] = self.core.optimizers
         for optimizer in stepped:
             optimizer._opt_called = True  # or schedulers warn that nothing has stepped
 
 
-def _choices(session: MixedPrecision) -> tuple[Any, ...]:
+def _choices(core: Core) -> tuple[Any, ...]:
     """Return what Python decides while a step runs, as far as a session knows it."""
-    groups = [(optimizer, group) for optimizer in session._optimizers for group in optimizer.param_groups]
+    groups = [(optimizer, group) for optimizer in core.optimizers for group in optimizer.param_groups]
     return (
-        session.max_grad_norm,
-        [model.training for model in session._models],
+        core.max_grad_norm,
+        [model.training for model in core.models],
         [len(group["params"]) for _, group in groups],
-        [tuple(o._options(group)) for o, group in groups if isinstance(o, OnePassOptimizer)],
+        [tuple(o._options(group)) for o in one_pass(core.optimizers) for group in o.param_groups],
     )
 
 
@@ -138,10 +133,10 @@ def _on_device(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
                     yield f"{name}[{number}]", each
 
 
-def _frozen(session: MixedPrecision) -> Iterator[tuple[dict[str, Any], str, Any, str]]:
+def _frozen(core: Core) -> Iterator[tuple[dict[str, Any], str, Any, str]]:
     """Yield each option that the kernels of an optimizer that is not mezzo's get from Python."""
-    for optimizer in session._optimizers:
-        if not isinstance(optimizer, OnePassOptimizer):
+    for optimizer in core.optimizers:
+        if as_one_pass(optimizer) is None:
             for number, group in enumerate(optimizer.param_groups):
                 for name in optimizer.defaults:
                     yield group, name, group[name], f"{type(optimizer).__name__}, group {number}"

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
+import logging
+import math
 from collections.abc import Mapping
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
 
-from mezzo.errors import PolicyError, StateError, shown
+from mezzo.errors import StateError, shown
 from mezzo.policy import Policy
 from mezzo.scale import LossScale, ScaleState
 
 __all__ = ["loss_scales"]
 
+logger = logging.getLogger(__name__)
+
 #: torch.amp.GradScaler.state_dict()'s rules, and the fields of a LossScale that they are.
 _TORCH_RULES: Final = MappingProxyType(
     {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
 )
-_TORCH_KEYS: Final = ("scale", "_growth_tracker", *_TORCH_RULES)
-_TORCH: Final = "torch.amp.GradScaler"
 #: What a GradScaler has no field for, and always does.
 _TORCH_FIXED: Final = MappingProxyType({"hysteresis": 1, "growth_offset": 0, "skip_rate_limit": None})
+_TORCH_KEYS: Final = ("scale", "_growth_tracker", *_TORCH_RULES)
+_TORCH: Final = "torch.amp.GradScaler"
 _APEX: Final = "loss_scaler"
 
 
 def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState] | None:
     """Return the loss scales in the state of a ``torch.amp.GradScaler`` or of ``apex.amp``.
 
-    The empty state of a disabled ``GradScaler`` stands for no loss scale.
+    The empty state of a disabled ``GradScaler`` stands for no loss scale. Scale and clean steps are taken over. From
+    there on the session's own rules count, and the log says so where the saved ones were others.
 
     Args:
         state: What ``load_state_dict`` was given.
@@ -39,7 +43,7 @@ def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState]
         One state for each loss; ``None`` if this is neither.
 
     Raises:
-        StateError: The saved rules are not the session's, the session has no dynamic scale, or the state is damaged.
+        StateError: The session has no dynamic scale, or the state is damaged.
 
     References:
         torch/amp/grad_scaler.py, ``GradScaler.state_dict``; apex/amp/frontend.py, ``state_dict``.
@@ -54,7 +58,7 @@ def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState]
         _require_dynamic(config, _TORCH)
         _require_keys(state, _TORCH_KEYS, _TORCH)
         scale = _state(config, _TORCH, state["scale"], state["_growth_tracker"])
-        _require_same_rules(state, policy)
+        _log_other_rules(state, config)
         return [scale] * num_losses
     if all(isinstance(key, str) and key.startswith(_APEX) for key in state):
         _require_dynamic(config, "apex.amp")
@@ -109,27 +113,18 @@ def _require_dynamic(config: LossScale, library: str) -> None:
         )
 
 
-def _require_same_rules(state: Mapping[str, Any], policy: Policy) -> None:
-    """Refuse to continue a scale by other rules than it was saved with."""
-    config = policy.loss_scale
-    if odd := [f"{key} is {shown(state[key])}" for key in _TORCH_RULES if not isinstance(state[key], Real)]:
-        raise StateError(f"the state of {_TORCH} has wrong values", where="\n".join(odd), why="each is a number")
+def _log_other_rules(state: Mapping[str, Any], config: LossScale) -> None:
+    """Say by which rules a scale goes on that followed others where it was saved."""
+    odd = [key for key in _TORCH_RULES if not isinstance(state[key], Real) or not abs(state[key]) < math.inf]
+    if odd:
+        where = "\n".join(f"{key} is {shown(state[key])}" for key in odd)
+        raise StateError(f"the state of {_TORCH} has wrong values", where=where, why="each is a finite number")
     theirs: dict[str, Any] = {ours: state[key] for key, ours in _TORCH_RULES.items()} | _TORCH_FIXED
     # A GradScaler has no bounds; those of the session matter only once the scale is beyond them.
     if config.ceiling is not None and state["scale"] > config.ceiling:
         theirs["ceiling"] = None
     if state["scale"] < config.floor:
         theirs["floor"] = LossScale.like("torch").floor
-    wrong = {name: value for name, value in theirs.items() if value != getattr(config, name)}
-    if not wrong:
-        return
-    try:
-        continued = policy.evolve(loss_scale=dataclasses.replace(config, **wrong))
-    except PolicyError as problem:
-        raise StateError(f"the state of {_TORCH} has wrong values", where=str(problem)) from problem
-    raise StateError(
-        "the saved GradScaler follows other rules",
-        where="\n".join(f"{name}: {value} → {getattr(config, name)}" for name, value in wrong.items()),
-        why=f"saved, at a scale of {state['scale']:.6g} → this session",
-        write=f'policy="{continued}"',
-    )
+    pairs = ((name, saved, getattr(config, name)) for name, saved in theirs.items())
+    if other := [f"{name} {shown(saved)} → {now}" for name, saved, now in pairs if saved != now]:
+        logger.info("the loss scale goes on by this session's rules, not by those of %s: %s", _TORCH, ", ".join(other))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,13 +18,10 @@ __all__ = ["STATE_VERSION", "wrong_values"]
 #: Of the form of a session's state dict.
 STATE_VERSION: Final = 2
 
-#: Yields what is wrong with a value; the text says where it stands.
-Form = Callable[[Any, str], Iterator[str]]
-
 
 def wrong_values(state: Any) -> list[str]:
     """List what keeps a value from being the state of a session, whichever one it was."""
-    return [*_STATE(state, "")] or [*_contradictions(state)]
+    return [*_problems(state, _STATE, "")] or [*_contradictions(state)]
 
 
 def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
@@ -56,53 +53,40 @@ def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} are {count}, and loss_scales {losses}"
 
 
-# What a form is made of ----------------------------------------------------------------------------------
+# What values may be --------------------------------------------------------------------------------------
 
 
-def _a(kind: str, fits: Callable[[Any], bool]) -> Form:
-    def problems(value: Any, where: str) -> Iterator[str]:
-        if not fits(value):
-            yield f"{where or 'it'} is {_shown(value)}, not {kind}"
+class _A(NamedTuple):
+    """A single value of some kind."""
 
-    return problems
-
-
-def _record(**forms: Form) -> Form:
-    def problems(value: Any, where: str) -> Iterator[str]:
-        if not isinstance(value, Mapping):
-            yield f"{where or 'it'} is {_shown(value)}, not a mapping"
-            return
-        for key, form in forms.items():
-            at = f"{where}.{key}" if where else key
-            yield from form(value[key], at) if key in value else (f"{at} is missing",)
-
-    return problems
+    kind: str
+    fits: Callable[[Any], bool]
 
 
-def _each(form: Form) -> Form:
-    def problems(value: Any, where: str) -> Iterator[str]:
+#: A kind of value, a mapping with these keys, one from any name (``{str: form}``), a list (``[form]``), or a form that
+#: may be ``None`` (``(form, None)``).
+Form: TypeAlias = Any
+
+
+def _problems(value: Any, form: Form, where: str) -> Iterator[str]:
+    """Yield what is wrong with a value; the text says where it stands."""
+    if isinstance(form, _A):
+        if not form.fits(value):
+            yield f"{where or 'it'} is {_shown(value)}, not {form.kind}"
+    elif isinstance(form, tuple):
+        yield from () if value is None else _problems(value, form[0], where)
+    elif isinstance(form, list):
         if not isinstance(value, list):
             yield f"{where} is {_shown(value)}, not a list"
             return
         for number, each in enumerate(value):
-            yield from form(each, f"{where}[{number}]")
-
-    return problems
-
-
-def _by_name(form: Form) -> Form:
-    def problems(value: Any, where: str) -> Iterator[str]:
-        if not isinstance(value, Mapping):
-            yield f"{where} is {_shown(value)}, not a mapping"
-            return
-        for name, each in value.items():
-            yield from form(each, f"{where}.{name}")
-
-    return problems
-
-
-def _optional(form: Form) -> Form:
-    return lambda value, where: iter(()) if value is None else form(value, where)
+            yield from _problems(each, form[0], f"{where}[{number}]")
+    elif not isinstance(value, Mapping):
+        yield f"{where or 'it'} is {_shown(value)}, not a mapping"
+    else:
+        for key in value if str in form else form:
+            at = f"{where}.{key}" if where else str(key)
+            yield from _problems(value[key], form.get(str) or form[key], at) if key in value else (f"{at} is missing",)
 
 
 def _shown(value: Any) -> str:
@@ -138,52 +122,55 @@ def _is_policy(value: Any) -> bool:
         return False
 
 
-_WHOLE = _a("a whole number", _is_whole)
-_COUNT = _a("a whole number from 0", lambda value: _is_whole(value) and value >= 0)
-_NUMBER = _a("a number", _is_number)
+_WHOLE = _A("a whole number", _is_whole)
+_COUNT = _A("a whole number from 0", lambda value: _is_whole(value) and value >= 0)
+_NUMBER = _A("a number", _is_number)
 # Neither 0 nor infinity once it is a float32.
-_SCALE = _a(
+_SCALE = _A(
     "a positive float32 number",
     lambda value: _is_number(value) and 2.0**-149 <= value <= torch.finfo(torch.float32).max,
 )
-_FLAG = _a("True or False", lambda value: isinstance(value, bool))
-_TEXT = _a("text", lambda value: isinstance(value, str))
-_DESCRIPTION = _a("a dtype and a shape", _is_description)
-_MARKS = _a("text of '.' and 'X'", lambda value: isinstance(value, str) and set(value) <= {".", "X"})
-_TENSOR = _a("a tensor", lambda value: _has_values(value, torch.strided))
-_FP32 = _a("a float32 tensor", lambda value: _has_values(value, torch.strided) and value.dtype == torch.float32)
-_GRADIENT = _a("a gradient", lambda value: _has_values(value, torch.strided, torch.sparse_coo))
-_FP32_GRADIENT = _a(
+_FLAG = _A("True or False", lambda value: isinstance(value, bool))
+_TEXT = _A("text", lambda value: isinstance(value, str))
+_DESCRIPTION = _A("a dtype and a shape", _is_description)
+_MARKS = _A("text of '.' and 'X'", lambda value: isinstance(value, str) and set(value) <= {".", "X"})
+_TENSOR = _A("a tensor", lambda value: _has_values(value, torch.strided))
+_FP32 = _A("a float32 tensor", lambda value: _has_values(value, torch.strided) and value.dtype == torch.float32)
+_GRADIENT = _A("a gradient", lambda value: _has_values(value, torch.strided, torch.sparse_coo))
+_FP32_GRADIENT = _A(
     "a float32 gradient",
     lambda value: _has_values(value, torch.strided, torch.sparse_coo) and value.dtype == torch.float32,
 )
 
-_WINDOW = _record(
-    micro_batches=_COUNT,
-    carried=_optional(_record(loss_id=_COUNT, scale=_COUNT, is_one=_FLAG, is_common=_FLAG)),
-    settled=_each(_record(loss_id=_COUNT, scale=_COUNT, found_inf=_FLAG)),
-    aside=_by_name(_GRADIENT),
-    beside=_each(_TEXT),
-    losses=_each(_record(loss_id=_COUNT, value=_NUMBER)),
-)
+_WINDOW: Form = {
+    "micro_batches": _COUNT,
+    "carried": ({"loss_id": _COUNT, "scale": _COUNT, "is_one": _FLAG, "is_common": _FLAG}, None),
+    "settled": [{"loss_id": _COUNT, "scale": _COUNT, "found_inf": _FLAG}],
+    "aside": {str: _GRADIENT},
+    "beside": [_TEXT],
+    "losses": [{"loss_id": _COUNT, "value": _NUMBER}],
+}
 
-_STATE = _record(
-    version=_a(f"{STATE_VERSION}", lambda value: _is_whole(value) and value == STATE_VERSION),
-    policy=_a("a policy's text", _is_policy),
-    parameters=_by_name(_DESCRIPTION),
-    loss_scales=_each(
-        _record(scale=_SCALE, clean_steps=_WHOLE, budget=_COUNT, floor_overflows=_COUNT, window=_MARKS)
-    ),
-    stats=_record(
-        steps=_COUNT, skipped=_COUNT, recent=_MARKS, forward_failures=_COUNT,
-        scales=_each(_record(lowest=_SCALE, highest=_SCALE, growths=_COUNT, backoffs=_COUNT)),
-    ),
-    masters=_by_name(_FP32),
-    windows=_each(_optional(_WINDOW)),
-    carried_scales=_each(_SCALE),
-    on_the_way=_each(_record(loss_id=_COUNT, found_inf=_FLAG)),
-    gradients=_by_name(_GRADIENT),
-    master_gradients=_by_name(_FP32_GRADIENT),
-    left=_each(_TEXT),
-    buffers=_by_name(_TENSOR),
-)  # fmt: skip
+_STATE: Form = {
+    "version": _A(f"{STATE_VERSION}", lambda value: _is_whole(value) and value == STATE_VERSION),
+    "policy": _A("a policy's text", _is_policy),
+    "parameters": {str: _DESCRIPTION},
+    "loss_scales": [
+        {"scale": _SCALE, "clean_steps": _WHOLE, "budget": _COUNT, "floor_overflows": _COUNT, "window": _MARKS}
+    ],
+    "stats": {
+        "steps": _COUNT,
+        "skipped": _COUNT,
+        "recent": _MARKS,
+        "forward_failures": _COUNT,
+        "scales": [{"lowest": _SCALE, "highest": _SCALE, "growths": _COUNT, "backoffs": _COUNT}],
+    },
+    "masters": {str: _FP32},
+    "windows": [(_WINDOW, None)],
+    "carried_scales": [_SCALE],
+    "on_the_way": [{"loss_id": _COUNT, "found_inf": _FLAG}],
+    "gradients": {str: _GRADIENT},
+    "master_gradients": {str: _FP32_GRADIENT},
+    "left": [_TEXT],
+    "buffers": {str: _TENSOR},
+}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import UnsupportedError, some_of
-from mezzo.optim.optimizer import OnePassOptimizer
+from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
 
@@ -70,7 +70,7 @@ class LowWeights:
             frozen += [param for param, _ in low if not param.requires_grad]
             training = [(param, is_kept) for param, is_kept in low if param.requires_grad]
             self._refuse_fp16_unscaling(optimizer, [p for p, is_kept in training if not is_kept])
-            if not isinstance(optimizer, OnePassOptimizer) and self._policy.param_dtype == torch.float32:
+            if as_one_pass(optimizer) is None and self._policy.param_dtype == torch.float32:
                 self._refuse_lost_updates(optimizer, [param for param, _ in training])
         self._num_groups, self._frozen = num_groups, frozen
 
@@ -107,14 +107,14 @@ class LowWeights:
 
 def _keeps_halves(optimizer: Optimizer) -> bool:
     """Whether an optimizer keeps the FP32 values of all its low-precision parameters itself."""
-    own = isinstance(optimizer, OnePassOptimizer)
-    return own and all(group["master"] is not None for group in optimizer.param_groups)
+    own = as_one_pass(optimizer)
+    return own is not None and own.keeps_masters
 
 
 def _low(optimizer: Optimizer) -> Iterator[tuple[Tensor, bool]]:
     """Yield the low-precision parameters of an optimizer, and whether it keeps their FP32 values itself."""
+    own = as_one_pass(optimizer)
     for group in optimizer.param_groups:
-        is_kept = isinstance(optimizer, OnePassOptimizer) and group["master"] is not None
         for param in group["params"]:
             if param.dtype in LOW:
-                yield param, is_kept
+                yield param, own is not None and group["master"] is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,33 +13,35 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
+from mezzo.optim.keeper import Keeper
 from mezzo.optim.masters import MasterWeights
-from mezzo.optim.optimizer import OnePassOptimizer
+from mezzo.optim.optimizer import one_pass
 from mezzo.policy import Policy
-from mezzo.session.state.load_hooks import ExactLoading
 from mezzo.session.weights.low import LowWeights
 
-__all__ = ["Parts", "plain_name"]
+__all__ = ["Weights", "plain_name"]
 
 
-class Parts:
+class Weights:
     """What a session ties together.
 
     Attributes:
         models: The models.
         optimizers: The optimizers over their parameters.
         policy: The policy.
-        prepared: The models under the policy, once :meth:`convert` ran.
+        prepared: The models under the policy, once converted.
         masters: The FP32 masters of those optimizers that have any, by ``id`` of the optimizer.
-        exact: What keeps all bits when a model loads weights.
+        restored: FP32 parameters that the session's state wrote, until the next step.
+        load_hooks: What watches the models while they load and save weights; empty where nothing has to.
     """
 
     def __init__(self, models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
         self.models, self.optimizers, self.policy = models, optimizers, policy
         self.prepared: list[Prepared] = []
         self.masters: dict[int, MasterWeights] = {}
-        self.exact = ExactLoading(self)
-        self._hooks: list[RemovableHandle] = []
+        self.restored: set[Tensor] = set()
+        self.load_hooks: list[RemovableHandle] = []
+        self._step_hooks: list[RemovableHandle] = []
         self._low: LowWeights | None = None
 
     @contextlib.contextmanager
@@ -65,72 +67,59 @@ class Parts:
 
     def _convert(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
         for optimizer in self.optimizers:  # before the masters' own hooks, so that nothing is gathered either
-            self._hooks.append(optimizer.register_step_pre_hook(before_step))
-            self._hooks.append(optimizer.register_step_post_hook(after_step))
+            self._step_hooks.append(optimizer.register_step_pre_hook(before_step))
+            self._step_hooks.append(optimizer.register_step_post_hook(after_step))
             # Before all others: one that raises is a hook's error, and the step itself is whole.
             hooks: Any = optimizer._optimizer_step_post_hooks
-            hooks.move_to_end(self._hooks[-1].id, last=False)
+            hooks.move_to_end(self._step_hooks[-1].id, last=False)
         for model in self.models:
             self.prepared.append(Prepared(model, self.policy))
         self._low = LowWeights(self.optimizers, self.policy, self.name_of)
+        own = one_pass(self.optimizers)
         if self.policy.master_weights:
             originals = {t: data for prepared in self.prepared for t, data in prepared.converted.items()}
+            for each in own:
+                each.adopt(originals, self.name_of)
             for optimizer in self.optimizers:
-                if isinstance(optimizer, OnePassOptimizer):
-                    optimizer.adopt(originals, self.name_of)
-                else:
+                if optimizer not in own:
                     self.masters[id(optimizer)] = MasterWeights(
                         optimizer, grad_dtype="param", originals=originals, hooks=False
                     )
-        halves = self.stored(in_fp32=True)  # these keep every bit, also for undo()
+        kept = self.stored(in_fp32=True)  # with every bit, also for undo()
         for prepared in self.prepared:
-            prepared.release_originals(halves)
+            prepared.release_originals(kept)
             prepared.casts.spans_regions = True
         keeps_masters = self.policy.master_weights or self.policy.param_dtype == torch.float32
-        for optimizer in self._own():
-            optimizer.join(masters=keeps_masters)
-        if self.policy.master_weights:
-            self.exact.watch(self.models)
+        for each in own:
+            each.join(masters=keeps_masters)
 
-    def refuse_lost_bits(self) -> None:
-        """Refuse low-precision weights that were added or thawed since, and would lose gradients or updates.
-
-        Raises:
-            UnsupportedError: There are such weights.
-        """
-        if self._low is not None:
-            self._low.check()
-
-    def refuse_low_gradients(self, dtypes: Set[torch.dtype]) -> None:
-        """Refuse weights that were cast to low precision since, and would lose gradients or updates.
+    def refuse_lost_bits(self, dtypes: set[torch.dtype] | None = None) -> None:
+        """Refuse low-precision weights that were added, thawed or cast since, and would lose gradients or updates.
 
         Args:
-            dtypes: Of all gradients that a step is about to use.
+            dtypes: Of all gradients that a step is about to use: weights that were cast leave no other trace.
 
         Raises:
             UnsupportedError: There are such weights.
         """
         if self._low is not None:
-            self._low.check_gradients(dtypes)
+            self._low.check() if dtypes is None else self._low.check_gradients(dtypes)
 
     def undo(self) -> None:
-        """Give back FP32 weights with the masters' values, and the optimizers as they were built.
+        """Give back FP32 weights with the values that were kept, and the optimizers as they were built.
 
         Called again after an interrupt, it finishes what is left.
         """
-        for hook in self._hooks:
+        for hook in (*self._step_hooks, *self.load_hooks):
             hook.remove()
-        self.exact.remove()
-        exact = {param: optimizer.master_of(param) for param, optimizer in self.stored().items()}
-        exact |= {param: master.data for each in self.masters.values() for param, master in each.masters().items()}
+        self.load_hooks.clear()
+        exact = {param: keeper.master_of(param).detach() for param, keeper in self.stored().items()}
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self.prepared):
             prepared.keep_originals(exact)
             prepared.remove()
-        for optimizer in self._own():
-            optimizer.leave()
-        for masters in self.masters.values():
-            masters.remove()
+        for keeper in self.keepers():
+            keeper.leave()
 
     # The models -----------------------------------------------------------------------------------------
 
@@ -158,42 +147,54 @@ class Parts:
 
     # The weights ----------------------------------------------------------------------------------------
 
-    def master_params(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
+    def updated(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
         """Yield the tensors that one optimizer, or all, update: FP32 masters, or the parameters themselves."""
         for each in self.optimizers:
             if optimizer is None or each is optimizer:
                 for group in each.param_groups:
                     yield from group["params"]
 
+    def keepers(self) -> list[Keeper]:
+        """Return what keeps the FP32 values of low-precision parameters."""
+        return [*one_pass(self.optimizers), *self.masters.values()]
+
+    def stored(self, *, in_fp32: bool = False) -> dict[Tensor, Keeper]:
+        """Return the low-precision parameters, each with the keeper of its FP32 value.
+
+        Args:
+            in_fp32: Whether to leave out those of which only a compensation is kept.
+        """
+        return {param: keeper for keeper in self.keepers() for param in keeper.stored(in_fp32=in_fp32)}
+
     def take_edits(self) -> None:
-        """Let masters take over parameters that were changed in place."""
-        for masters in self.masters.values():
-            masters.take_edits()
-        for optimizer in self._own():
-            optimizer.take_edits()
+        """Let keepers take over parameters that were changed in place."""
+        for keeper in self.keepers():
+            keeper.take_edits()
+
+    # Their names ----------------------------------------------------------------------------------------
 
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all models; a model's number comes first where there are several."""
-        for number, model in enumerate(self.models):
-            prefix = f"{number}." if len(self.models) > 1 else ""
+        for prefix, model in self._numbered():
             for name, param in model.named_parameters():
                 yield prefix + plain_name(model, name), param
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of all models, named as their parameters are."""
+        return {
+            prefix + plain_name(model, name): buffer
+            for prefix, model in self._numbered()
+            for name, buffer in model.named_buffers()
+        }
+
+    def _numbered(self) -> list[tuple[str, nn.Module]]:
+        several = len(self.models) > 1
+        return [(f"{number}." if several else "", model) for number, model in enumerate(self.models)]
 
     def named_masters(self) -> dict[str, nn.Parameter]:
         """Return the FP32 masters by the names of their parameters."""
         held = {param: master for masters in self.masters.values() for param, master in masters.masters().items()}
         return {name: held[param] for name, param in self.named_params() if param in held}
-
-    def stored(self, *, in_fp32: bool = False) -> dict[Tensor, OnePassOptimizer]:
-        """Return the parameters whose other half an optimizer of mezzo's keeps, with the optimizer.
-
-        Args:
-            in_fp32: Whether to leave out those whose two halves are no FP32 value.
-        """
-        return {param: optimizer for optimizer in self._own() for param in optimizer.stored(in_fp32=in_fp32)}
-
-    def _own(self) -> Iterator[OnePassOptimizer]:
-        return (optimizer for optimizer in self.optimizers if isinstance(optimizer, OnePassOptimizer))
 
     def name_of(self, tensor: Tensor) -> str:
         """Name a parameter, or that of which a tensor is the master."""

@@ -1,4 +1,4 @@
-"""What gradients carry between two steps: which loss they come from, with which scale, and what was set aside."""
+"""The accumulation window: which losses gradients come from, and with which scales."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mezzo.errors import StateError
 
-__all__ = ["Carried", "Share", "Window"]
+__all__ = ["CarriedScale", "LossShare", "Window"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class LossShare:
     """The part of a step's gradients that one loss made with one scale.
 
     Attributes:
@@ -30,7 +30,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class CarriedScale:
     """The scale that the gradients carry, and the loss that it belongs to."""
 
     loss_id: int
@@ -50,33 +50,41 @@ class Carried:
 class Window:
     """The backward passes since the last step of some optimizers.
 
+    Most windows have one loss and one scale: ``.grad`` carries that scale until the step, which unscales on the way.
+    A second scale cannot be added to the first. ``.grad`` is then emptied into ``unscaled_sums``, and filled anew.
+
     Attributes:
-        micro_batches: How many there were.
-        carried: What ``.grad`` carries; ``None`` once it is unscaled.
-        settled: The shares that are unscaled already.
-        aside: Sums of unscaled gradients by parameter, in FP32 or wider: what other losses, or the same one with
-            another scale, made before.
-        beside: By parameter, where there are sums aside: the gradient as the last backward pass left it, and its mark.
+        micro_batches: How many backward passes there were.
+        carried: The scale that ``.grad`` carries; ``None`` once it is unscaled.
+        settled: The shares of losses whose gradients are unscaled already.
+        unscaled_sums: What earlier backward passes of other scales made, in FP32 or wider, by parameter.
+        new_gradients: Where there are unscaled sums: each parameter that the last backward pass reached, with its
+            gradient and that gradient's mark. Clearing or editing it later shows in these.
         losses: The losses, detached, with their ids.
     """
 
     def __init__(self) -> None:
         self.micro_batches = 0
-        self.carried: Carried | None = None
-        self.settled: list[Share] = []
-        self.aside: dict[Tensor, Tensor] = {}
-        self.beside: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
+        self.carried: CarriedScale | None = None
+        self.settled: list[LossShare] = []
+        self.unscaled_sums: dict[Tensor, Tensor] = {}
+        self.new_gradients: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
         self.losses: list[tuple[int, Tensor]] = []
 
     @property
     def is_plain(self) -> bool:
         """Whether one scale is all that the gradients carry, so that unscaling can be part of the step."""
-        return self.carried is not None and not self.settled and not self.aside
+        return self.carried is not None and not self.settled and not self.unscaled_sums
+
+    @property
+    def carries_scale(self) -> bool:
+        """Whether ``.grad`` differs from plain gradients."""
+        return self.carried is not None and not self.carried.is_one
 
     @property
     def is_unscaled(self) -> bool:
         """Whether ``.grad`` is the unscaled sum of everything, as ``unscale_`` leaves it."""
-        return self.carried is None and not self.aside
+        return self.carried is None and not self.unscaled_sums
 
     def require_unchanged(self) -> None:
         """Refuse gradients whose scale was written to since they were made."""
@@ -111,8 +119,8 @@ class Window:
                 {"loss_id": share.loss_id, "scale": number_of(share.scale), "found_inf": bool(share.found_inf)}
                 for share in self.settled
             ],
-            "aside": {name_of(param): total.clone() for param, total in self.aside.items()},
-            "beside": [name_of(param) for param in self.beside],
+            "aside": {name_of(param): total.clone() for param, total in self.unscaled_sums.items()},
+            "beside": [name_of(param) for param in self.new_gradients],
             "losses": [{"loss_id": loss_id, "value": float(loss)} for loss_id, loss in self.losses],
         }
 
@@ -130,15 +138,15 @@ class Window:
         window.micro_batches = state["micro_batches"]
         if (carried := state["carried"]) is not None:
             scale = scales[carried["scale"]]
-            window.carried = Carried(
+            window.carried = CarriedScale(
                 carried["loss_id"], scale, scale._version, is_one=carried["is_one"], is_common=carried["is_common"]
             )
         for each in state["settled"]:
             scale = scales[each["scale"]]
             found_inf = torch.tensor(each["found_inf"], device=scale.device)
-            window.settled.append(Share(loss_id=each["loss_id"], scale=scale, found_inf=found_inf))
+            window.settled.append(LossShare(loss_id=each["loss_id"], scale=scale, found_inf=found_inf))
         aside = ((params[name], total) for name, total in state["aside"].items())
-        window.aside = {param: total.to(param.device, copy=True) for param, total in aside}
+        window.unscaled_sums = {param: total.to(param.device, copy=True) for param, total in aside}
         # In float64, which holds any loss: what counts is whether it was finite.
         window.losses = [(e["loss_id"], torch.tensor(e["value"], dtype=torch.float64)) for e in state["losses"]]
         return window

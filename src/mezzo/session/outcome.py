@@ -1,16 +1,65 @@
-"""What a step returns."""
+"""What a step found out: the values on the device, and what ``amp.step()`` returns of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+from mezzo.scale import ScaleState
+from mezzo.step.passes import Verdict
 
 if TYPE_CHECKING:
     from mezzo.overflow import Changed, Overflow
 
-__all__ = ["Step"]
+__all__ = ["Step", "StepOutcome"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """One step as the device knows it, once its loss scales have adapted.
+
+    Attributes:
+        verdict: On its gradients.
+        params: The tensors whose gradients these are.
+        before: The scale that gradients carried, by loss.
+        after: The state of each of these losses' scales now.
+        loss_failed: 0-d bool: whether a loss was not finite by itself, so that its scale stayed.
+    """
+
+    verdict: Verdict
+    params: list[Tensor]
+    before: Mapping[int, Tensor]
+    after: Mapping[int, ScaleState]
+    loss_failed: Tensor
+
+    def numbers(self) -> list[Tensor]:
+        """Return what the host wants to know: whether it was skipped, and of each scale its value and its wait."""
+        scales = (t for state in self.after.values() for t in (state.scale, state.floor_overflows))
+        return [self.verdict.found_inf, self.loss_failed, *scales]
+
+    def step(self, overflow: Overflow | Changed | None, check: Callable[[], None]) -> Step:
+        """Return what ``amp.step()`` returns.
+
+        Args:
+            overflow: Where an overflow began, if that was looked for.
+            check: Raises once the loss scale has collapsed, as far as the host knows.
+        """
+        return Step(
+            skipped=self.verdict.found_inf,
+            scale=_one_or_all(list(self.before.values())),
+            next_scale=_one_or_all([state.scale for state in self.after.values()]),
+            grad_norm=self.verdict.grad_norm,
+            overflow=overflow,
+            check=check,
+        )
+
+
+def _one_or_all(scales: list[Tensor]) -> Tensor:
+    return scales[0] if len(scales) == 1 else torch.stack(scales)
 
 
 class Step:

@@ -1,111 +1,24 @@
-"""One run of a train step for a graph: which sessions it uses, what their steps hand over, and the way back."""
+"""A session as it was before its train step was captured, and how it becomes that again, in the same memory."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.cast.accumulators import marks
 from mezzo.errors import StateError, some_of
-from mezzo.session.capture.refusals import check_capturable, unfinished
-from mezzo.session.stats import Outcome
-from mezzo.session.verdict import Judged
+from mezzo.session.capture.refusals import check_capturable
+from mezzo.session.core import Core
 
-if TYPE_CHECKING:
-    from mezzo.session.session import MixedPrecision
-
-__all__ = ["Elsewhere", "Held", "Noted", "Run", "current"]
-
-#: What a step left for the session's accounts: the outcome, and its numbers as a vector that each replay writes.
-Noted = tuple["MixedPrecision", Outcome, Tensor]
-
-_CURRENT: Final[ContextVar[Run | None]] = ContextVar("mezzo.session.recording", default=None)
+__all__ = ["Snapshot"]
 
 
-def current() -> Run | None:
-    """Return the run that is under way in this context, if one is; torch.compile, which cannot ask, is told of none."""
-    return None if torch.compiler.is_compiling() else _CURRENT.get()
-
-
-class Elsewhere(Exception):  # noqa: N818 - it never leaves this room
-    """A session turned out to live on another kind of device than the graph."""
-
-
-class Run:
-    """One run of a train step: a rehearsal, which changes nothing since each step is skipped, or the recorded one.
-
-    Attributes:
-        noted: What the steps left for the accounts, in order.
-
-    Args:
-        held: The sessions that are known to take part; others join at their first call.
-        device: The graph's.
-        rehearsing: Whether steps are skipped.
-    """
-
-    def __init__(self, held: dict[MixedPrecision, Held], device: torch.device, *, rehearsing: bool) -> None:
-        self.noted: list[Noted] = []
-        self._held, self._device, self._rehearsing = held, device, rehearsing
-
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Let sessions find this run with :func:`current`, and allow only their optimizers to step."""
-        token = _CURRENT.set(self)
-        hook = register_optimizer_step_pre_hook(self._refuse_foreign)
-        try:
-            yield
-        finally:
-            hook.remove()
-            _CURRENT.reset(token)
-
-    def join(self, session: MixedPrecision) -> None:
-        """Take part, unless the session does already.
-
-        Raises:
-            Elsewhere: The session lives on another kind of device than the graph.
-            UnsupportedError: Its steps cannot be captured; nothing was changed.
-            StateError: An accumulation window is open.
-        """
-        if session not in self._held:
-            if session._device.type != self._device.type:
-                raise Elsewhere(session._device)
-            self._held[session] = Held(session, self._device)
-
-    def seen(self, judged: Judged) -> Judged:
-        """Return what a step goes on with: in a rehearsal, that it is skipped, so that nothing is written."""
-        return replace(judged, verdict=judged.verdict.skipped()) if self._rehearsing else judged
-
-    def note(self, session: MixedPrecision, outcome: Outcome) -> None:
-        """Keep an outcome for the accounts, with its numbers."""
-        self.noted.append((session, outcome, session._accounts.packed(outcome)))
-        self._held[session].stepped()
-
-    def finish(self) -> None:
-        """Leave the next loss scales where the next run finds them; the last thing a run does on the device."""
-        if not self._rehearsing:
-            for held in self._held.values():
-                held.finish()
-
-    def _refuse_foreign(self, optimizer: Optimizer, *_: Any) -> None:
-        if current() is self and not any(optimizer in session._optimizers for session in self._held):
-            raise StateError(
-                "an optimizer that belongs to no session steps inside a captured train step",
-                where=type(optimizer).__name__,
-                why="it knows of no skipped step, and what it changes while the graph is made could not be undone",
-                write="MixedPrecision(model, [optimizer, other], policy), and amp.step()",
-            )
-
-
-class Held:
+class Snapshot:
     """A session as it was before its train step was captured, and how it becomes that again, in the same memory.
 
     Attributes:
@@ -113,33 +26,33 @@ class Held:
         scales: What the graph reads each loss scale's state from, and writes the next one to.
 
     Args:
-        session: The session; all that could refuse has its say first.
+        core: The session; all that could refuse has its say first.
         device: The graph's.
 
     **Cost**: a copy of parameters, buffers and masters. Moments need none, since every rehearsed step is skipped.
     """
 
-    def __init__(self, session: MixedPrecision, device: torch.device) -> None:
-        check_capturable(session, device)
-        session._accounts.settle()  # an event under way could not be asked about while a graph is made
-        session._accounts.check()
-        session._parts.take_edits()
-        session._forget_passes()  # casts of weights are parts of a graph too
-        self.session = session
-        models = session._models
-        found = [t for model in models for t in (*model.parameters(), *model.buffers())] + [*session.master_params()]
+    def __init__(self, core: Core, device: torch.device) -> None:
+        check_capturable(core, device)
+        core.stats.settle()  # an event under way could not be asked about while a graph is made
+        core.stats.check()
+        core.weights.take_edits()
+        core.forget_passes()  # casts of weights are parts of a graph too
+        self.core = core
+        of_models = [t for model in core.models for t in (*model.parameters(), *model.buffers())]
+        found = [*of_models, *core.weights.updated()]
         self.tensors = list({id(tensor): tensor for tensor in found}.values())
         self._before = [tensor.detach().clone() for tensor in self.tensors]
         self.stepped()
         leaves: list[Any] = [tensor for tensor in self.tensors if tensor.requires_grad]
         self._earlier = _EarlierGraphs(leaves)
-        self._options = [_Options(optimizer) for optimizer in session._optimizers]
-        self._state = _plain_state(session)
-        self._scales_before = [(scaler.state, scaler.in_graph) for scaler in session._scalers]
-        self.scales = [scaler.tensors() for scaler in session._scalers]
-        for scaler, scale in zip(session._scalers, self.scales, strict=True):
+        self._options = [_Options(optimizer) for optimizer in core.optimizers]
+        self._state = _python_state(core)
+        self._scales_before = [(scaler.state, scaler.in_graph) for scaler in core.scalers]
+        self.scales = [scaler.tensors() for scaler in core.scalers]
+        for scaler, scale in zip(core.scalers, self.scales, strict=True):
             scaler.enter(scale)
-        optimizers: list[Any] = session._optimizers
+        optimizers: list[Any] = core.optimizers
         for optimizer in optimizers:
             optimizer._warned_capturable_if_run_uncaptured = True  # as rehearsals run
         self._gradients = [(leaf, leaf.grad, getattr(leaf, "grad_dtype", None)) for leaf in leaves]
@@ -148,7 +61,7 @@ class Held:
 
     def finish(self) -> None:
         """Write the next loss scales into the memory that this run read them from."""
-        for scaler, scale in zip(self.session._scalers, self.scales, strict=True):
+        for scaler, scale in zip(self.core.scalers, self.scales, strict=True):
             if scaler.state is not scale:
                 scale.copy_(scaler.state)
 
@@ -167,9 +80,9 @@ class Held:
             StateError: A window is open at its end, options of an optimizer have changed, or something keeps the
                 graph of an earlier step.
         """
-        session = self.session
-        self._earlier.require_gone(session)
-        if unfinished(session):
+        core = self.core
+        self._earlier.require_gone(core.weights.name_of)
+        if core.has_gradients_to_step:
             raise StateError(
                 "an accumulation window is open at the end of the train step",
                 why="gradients live and die inside the graph, and none outlive it",
@@ -185,7 +98,7 @@ class Held:
 
     def between_runs(self) -> None:
         """Put back all that the host keeps, gradients apart: each run begins without any."""
-        for scaler, scale in zip(self.session._scalers, self.scales, strict=True):
+        for scaler, scale in zip(self.core.scalers, self.scales, strict=True):
             scaler.hold(scale, in_graph=True)
         for leaf, _, dtype in self._gradients:
             leaf.grad = None
@@ -203,7 +116,7 @@ class Held:
             leaf.grad = gradient
         for tensor, before in zip(self.tensors, self._before, strict=True):
             _put_back(tensor, before)
-        for scaler, (state, in_graph) in zip(self.session._scalers, self._scales_before, strict=True):
+        for scaler, (state, in_graph) in zip(self.core.scalers, self._scales_before, strict=True):
             scaler.hold(state, in_graph=in_graph)
 
 
@@ -217,14 +130,15 @@ class _EarlierGraphs:
     """The nodes that add up gradients and that were there before a train step ran.
 
     Such a node runs on the stream of the forward pass that made it, and stays as long as anything keeps its graph. New
-    passes use it again, and a capture on another stream breaks there. Nodes are marked, since a node that nobody keeps
-    dies at once, its mark with it; and looked for after a run, since a train step may begin before its session knows.
+    passes use it again, and a capture on another stream breaks there. Each node gets a mark, which dies with it: a mark
+    that is still there after a run says that something keeps the node. The marks are looked for after the run, and not
+    before it, because a train step may drop the last loss before it calls its session.
 
     Args:
         leaves: The tensors that gradients are added up for.
     """
 
-    _MARK: Final = "mezzo.session.recording"
+    _MARK: Final = "mezzo.session.capture"
 
     def __init__(self, leaves: list[Any]) -> None:
         for leaf in leaves:
@@ -234,18 +148,18 @@ class _EarlierGraphs:
     def _alive(self, leaves: list[Any]) -> list[Any]:
         return [leaf for leaf in leaves if leaf.requires_grad and self._MARK in marks(leaf)]
 
-    def require_gone(self, session: MixedPrecision) -> None:
+    def require_gone(self, name_of: Callable[[Tensor], str]) -> None:
         """Refuse a train step that uses them.
 
         Raises:
             StateError: Something keeps them.
         """
         if self._leaves and self._alive(self._leaves):
-            gc.collect()  # what is only part of a cycle is not kept by anybody
+            gc.collect()  # a node that is only part of a cycle is kept by nothing
         if self._leaves and (alive := self._alive(self._leaves)):
             raise StateError(
                 "a graph of an earlier step is still alive",
-                where=some_of([session._parts.name_of(leaf) for leaf in alive]),
+                where=some_of([name_of(leaf) for leaf in alive]),
                 why="a loss that was kept, or DistributedDataParallel built before, ties the gradients of these to the "
                 "stream of that step, and a CUDA graph is captured on another",
                 write="del loss, or keep loss.detach(), before mezzo.capture(…)",
@@ -259,21 +173,21 @@ class _EarlierGraphs:
         self._leaves = []
 
 
-def _plain_state(session: MixedPrecision) -> Callable[[], None]:
+def _python_state(core: Core) -> Callable[[], None]:
     """Return what puts a session's own Python state back, loss scales and accounts apart."""
-    clusters, on_the_way, exact = session._clusters, dict(session._on_the_way), set(session._parts.exact.restored)
-    remembering = [cluster.remembering() for cluster in clusters]
+    clusters, on_the_way, exact = core.groups, dict(core.inner_overflows), set(core.weights.restored)
+    remembering = [group.remembering() for group in clusters]
 
     def restore() -> None:
-        session._clusters = clusters
+        core.groups = clusters
         for each in remembering:
             each()
-        session._on_the_way = dict(on_the_way)
-        session._parts.exact.restored |= exact
-        session._edits.forget()
-        if session._buffers is not None:
-            session._buffers.forget()
-        session._forget_passes()
+        core.inner_overflows = dict(on_the_way)
+        core.weights.restored |= exact
+        core.edits.forget()
+        if core.buffers is not None:
+            core.buffers.forget()
+        core.forget_passes()
 
     return restore
 

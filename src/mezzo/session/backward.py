@@ -1,0 +1,93 @@
+"""The window's station: scaled backward passes, whose gradients wait in windows for the step that takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.errors import StateError, some_of
+from mezzo.scale.scaler import Scaler
+from mezzo.session.arguments import check_loss_id
+from mezzo.session.core import Core, current
+from mezzo.session.window.group import GradientGroup
+from mezzo.step.gradients import norms
+from mezzo.step.passes import judge
+
+__all__ = ["backward", "differentiate"]
+
+
+def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int, options: dict[str, Any]) -> None:
+    """Scale a loss and run its backward pass, into the windows of some optimizers.
+
+    Args:
+        core: The session.
+        loss: The loss.
+        optimizers: Whose parameters get gradients.
+        loss_id: Whose scale.
+        options: What ``Tensor.backward`` takes besides.
+    """
+    scaler = _scaler(core, loss_id)
+    core.weights.refuse_lost_bits()
+    core.group_optimizers()
+    involved = [group for group in core.groups if not set(group.optimizers).isdisjoint(optimizers)]
+    if len(optimizers) < len(core.optimizers):
+        options.setdefault("inputs", _differentiable(involved, optimizers))
+    for group in involved:
+        group.forget_cleared(core.weights.name_of)
+    for group in involved:
+        group.begin(scaler, loss_id, loss)
+    core.weights.keep_casts()
+    core.weights.region().run_backward(scaler.scaled(loss), **options)
+    for group in involved:
+        group.end()
+    if scaler.changes_gradients:
+        core.edits.remember(leaf for group in involved for leaf in group.leaves())
+
+
+def differentiate(
+    core: Core, outputs: Tensor, inputs: list[Tensor], loss_id: int, **options: Any
+) -> tuple[Tensor, ...]:
+    """Differentiate scaled outputs, and return unscaled gradients in FP32 or wider.
+
+    Args:
+        core: The session.
+        outputs: What to differentiate.
+        inputs: What to differentiate by.
+        loss_id: Whose scale.
+        **options: What ``torch.autograd.grad`` takes besides.
+    """
+    scaler = _scaler(core, loss_id)
+    found = core.weights.region().run_grad(scaler.scaled(outputs), inputs, **options)
+    # Inputs that were not used have none, with allow_unused=True.
+    wide = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]
+    if not scaler.changes_gradients:
+        return tuple(wide)
+    inverse = scaler.state.inverse()
+    unscaled = [g if g is None else g * inverse.to(g.device) for g in wide]
+    if there := [g.detach() for g in unscaled if g is not None]:
+        found_inf = judge(norms(there, inverse.device), None).found_inf
+        before = core.inner_overflows.get(loss_id)
+        core.inner_overflows[loss_id] = found_inf if before is None else before | found_inf
+    return tuple(unscaled)
+
+
+def _scaler(core: Core, loss_id: int) -> Scaler:
+    """Return the scaler whose scale gradients are about to carry."""
+    scaler = core.scalers[check_loss_id(loss_id, len(core.scalers))]
+    current().begin(scaler)
+    return scaler
+
+
+def _differentiable(involved: list[GradientGroup], optimizers: list[Optimizer]) -> list[Tensor]:
+    """Return the parameters that some optimizers' backward pass is for."""
+    leaves = [leaf for group in involved for leaf in group.leaves(optimizers)]
+    if not leaves:
+        raise StateError(
+            "these optimizers update no parameter that requires a gradient",
+            where=some_of([type(optimizer).__name__ for optimizer in optimizers]),
+            write="requires_grad_(True) on what they train, or amp.backward(loss) for all optimizers",
+        )
+    return leaves

@@ -1,0 +1,260 @@
+"""What a session is made of, with public fields: what its face, its rooms and each step work on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.errors import StateError, UnsupportedError, some_of
+from mezzo.optim.hypers import changes_nothing
+from mezzo.policy import Policy
+from mezzo.scale.scaler import Scaler
+from mezzo.session.outcome import StepOutcome
+from mezzo.session.stats import Noted, StepStats
+from mezzo.session.weights.weights import Weights
+from mezzo.session.window.buffers import NormBuffers
+from mezzo.session.window.edits import EditWatch
+from mezzo.session.window.group import GradientGroup
+from mezzo.session.window.grouping import grouped, regrouped
+from mezzo.session.writes import Writes
+from mezzo.step.executors.choose import shared
+from mezzo.step.passes import Verdict
+
+if TYPE_CHECKING:
+    from mezzo.overflow import Replay
+
+__all__ = ["Core", "PlainRun", "current", "under_way"]
+
+
+class Core:
+    """A session's parts.
+
+    Args:
+        models: The models.
+        optimizers: The optimizers over their parameters.
+        policy: What precision each thing gets.
+        num_losses: How many losses have a scale of their own.
+        device: Where the loss scales live; the first parameter's when omitted.
+
+    Attributes:
+        policy: The policy.
+        max_grad_norm: What the 2-norm of a step's gradients is clipped to; ``None`` does not clip.
+        on_overflow: What a skipped step does besides.
+        weights: Models and optimizers, as the policy has them.
+        groups: The optimizers by the gradients they share, each group with its accumulation window.
+        scalers: The scale of each loss.
+        stats: The count of steps.
+        buffers: Batch norm's statistics before the window, with ``restore_buffers=True``.
+        edits: What tells that scaled gradients were written in place.
+        inner_overflows: Whether ``grad()`` overflowed since the last step, 0-d bool, by loss.
+        writes: What a step writes, done whole or not at all.
+        evaluating: The optimizer that evaluates a closure now.
+        replay: What finds where an overflow began, with ``on_overflow="explain"``.
+        is_closed: Whether the preparation was undone.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        policy: Policy,
+        *,
+        num_losses: int,
+        device: torch.device | str | None,
+    ) -> None:
+        self.policy = policy
+        self.max_grad_norm: float | None = None
+        self.on_overflow: Literal["skip", "explain", "raise"] = "skip"
+        self.weights = Weights(models, optimizers, policy)
+        self.groups: list[GradientGroup] = []
+        device = device or next(self.weights.updated()).device
+        self.scalers = [Scaler(policy.loss_scale, device, shared) for _ in range(num_losses)]
+        self.stats = StepStats(policy.loss_scale, self.scale_tensors(), self.weights.name_of)
+        self.buffers: NormBuffers | None = None
+        self.edits = EditWatch()
+        self.inner_overflows: dict[int, Tensor] = {}
+        self.writes = Writes()
+        self.evaluating: Optimizer | None = None
+        self.replay: Replay | None = None
+        self.is_closed = False
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models."""
+        return self.weights.models
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers."""
+        return self.weights.optimizers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the loss scales live."""
+        return self.scalers[0].state.scale.device
+
+    def scale_tensors(self) -> list[Tensor]:
+        """Return the scale of each loss now."""
+        return [scaler.state.scale for scaler in self.scalers]
+
+    # Gradients --------------------------------------------------------------------------------------------
+
+    @property
+    def has_gradients_to_step(self) -> bool:
+        """Whether there are gradients that no step has taken yet."""
+        return bool(self.inner_overflows) or any(group.window for group in self.groups)
+
+    def group_optimizers(self) -> None:
+        """Group the optimizers, anew if one was given parameter groups since, outside an accumulation window."""
+        masters = self.weights.masters
+        known = self.groups
+        self.groups = regrouped(known, self.optimizers, masters) if known else grouped(self.optimizers, masters)
+
+    def open_groups(self, optimizers: list[Optimizer], call: str) -> list[GradientGroup]:
+        """Return the groups of some optimizers that have gradients to step with.
+
+        Args:
+            optimizers: The optimizers.
+            call: The user's call, for errors.
+
+        Raises:
+            StateError: No group has.
+        """
+        wanted = set(optimizers)
+        found = [group for group in self.groups if group.window is not None and not wanted.isdisjoint(group.optimizers)]
+        if not found:
+            near = [o for group in self.groups if not wanted.isdisjoint(group.optimizers) for o in group.optimizers]
+            others = some_of([type(o).__name__ for o in near if o not in wanted])
+            raise StateError(
+                f"{call}() before backward()",
+                why=f"it shares parameters with {others}: step both in one call, or each after its own backward()"
+                if others
+                else "",
+                write=f"amp.backward(loss), then amp.{call}()",
+            )
+        return found
+
+    def look_for_edits(self, groups: Iterable[GradientGroup]) -> None:
+        """Take note of cleared gradients, and say it where code that writes to scaled ones may have meant to clip."""
+        windows = []
+        for group in groups:
+            group.forget_cleared(self.weights.name_of)
+            windows.append(group.window)
+        scaled = any(each is not None and each.carries_scale for each in windows)
+        self.edits.look(carrying=scaled and self.max_grad_norm is None)
+
+    def forget_passes(self) -> None:
+        """Let go of what forward passes left behind: casts of weights, and what a replay would need."""
+        self.weights.forget_casts()
+        if self.replay is not None:
+            self.replay.clear()
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and forget unfinished accumulation windows."""
+        self.weights.zero_grad(set_to_none)
+        if self.buffers is not None and any(group.window for group in self.groups):
+            self.buffers.forget()
+        self.forget_passes()
+        for group in self.groups:
+            group.forget()
+        self.inner_overflows.clear()
+
+    # Refusals ---------------------------------------------------------------------------------------------
+
+    def require_open(self, call: str, *, whole: bool = True) -> None:
+        """Refuse a call after ``close()``, and let the run that is under way know of this session.
+
+        Args:
+            call: The user's call, for errors.
+            whole: Whether to refuse it too after an update that was interrupted half-way.
+        """
+        if whole:
+            self.writes.require_whole()
+        if self.is_closed:
+            raise StateError(f"{call}() after close()", write="a new MixedPrecision(model, optimizer, policy)")
+        current().join(self)
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse a step of an optimizer's that is none of the session's: a hook before each of its steps."""
+        if self.writes.is_done and self.evaluating is not optimizer:
+            self._refuse_foreign_step(optimizer)
+        self.writes.entering()  # the last line: what follows is the optimizer's own code
+
+    def _refuse_foreign_step(self, optimizer: Optimizer) -> None:
+        group = next(group for group in self.groups if optimizer in group.optimizers)
+        if group.window is None and not group.has_gradients():
+            return
+        involved = (*group.params([optimizer]), *group.leaves([optimizer]))
+        if changes_nothing(optimizer.param_groups, (p.grad for p in involved if p.grad is not None)):
+            return  # torch.distributed.checkpoint lets an optimizer make its state so
+        calls = 0 if group.window is None else group.window.micro_batches
+        raise StateError(
+            "optimizer.step() behind the session's back",
+            where=f"{type(optimizer).__name__}, {calls or 'no'} amp.backward() call(s) since the last step",
+            why="the gradients still carry the loss scale, and were neither checked nor clipped"
+            if calls
+            else "amp.step() took these gradients already, or loss.backward() made them without the session",
+            write="amp.step()" if calls else "amp.backward(loss), then amp.step()",
+        )
+
+
+class PlainRun:
+    """What a session's calls are part of: here the user's own loop, which asks nothing of them.
+
+    A train step that is being captured is another one, which overrides all of this.
+    """
+
+    def join(self, core: Core) -> None:
+        """Learn that a session takes part."""
+
+    def begin(self, scaler: Scaler) -> None:
+        """Make ready for gradients that will carry a scale, which stays as it is when a captured step is replayed."""
+        scaler.leave()
+
+    def refuse(self, core: Core, closure: Any, scheduler: Any) -> None:
+        """Refuse a step that cannot be part of this run, by what ``amp.step()`` was given."""
+        if core.device.type != "cuda":
+            return
+        with torch.cuda.device(core.device):  # torch asks the current device's stream
+            capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            # The account of the step would become part of that graph, with an event that nobody may ask afterwards.
+            raise UnsupportedError(
+                "amp.step() cannot be captured by torch.cuda.graph",
+                where=f"the current stream of {core.device}",
+                why="loss scales, hyper-parameters and the account of skipped steps live on between replays",
+                write="mezzo.capture(train_step, *example_batch), which makes the graph",
+            )
+
+    def seen(self, verdict: Verdict) -> Verdict:
+        """Return the verdict that a step goes on with."""
+        return verdict
+
+    def noted(self, core: Core, outcome: StepOutcome) -> Noted:
+        """Return what takes an outcome into the statistics."""
+        return core.stats.noted(outcome)
+
+
+_LOOP: Final = PlainRun()
+_CURRENT: Final[ContextVar[PlainRun]] = ContextVar("mezzo.session.run", default=_LOOP)
+
+
+def current() -> PlainRun:
+    """Return the run that is under way in this context; torch.compile, which cannot ask, is told of the user's loop."""
+    return _LOOP if torch.compiler.is_compiling() else _CURRENT.get()
+
+
+@contextmanager
+def under_way(run: PlainRun) -> Iterator[None]:
+    """Let sessions find a run with :func:`current`."""
+    token = _CURRENT.set(run)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)

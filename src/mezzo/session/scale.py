@@ -1,0 +1,90 @@
+"""The last station of a step: the loss scales that took part move, on the device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from mezzo.scale.scaler import Scaler
+from mezzo.session.outcome import StepOutcome
+from mezzo.session.verdict import Judged
+from mezzo.session.window.window import LossShare
+from mezzo.step.executors.choose import shared
+from mezzo.step.passes import not_finite
+from mezzo.tensors import LOW, moved
+
+__all__ = ["adapt"]
+
+
+def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, Tensor]) -> StepOutcome:
+    """Move the scale of each loss that took part, once for each scale that its gradients carried.
+
+    A loss that is not finite itself leaves its scale alone, unless gradients inside it overflowed on their way there.
+
+    Args:
+        scalers: The scale of each loss.
+        judged: The gradients.
+        inner_overflows: Whether gradients that a loss was computed from had overflowed, by loss.
+    """
+    device = judged.verdict.found_inf.device
+    failures, before, after = [], {}, {}
+    for loss_id, verdicts in _by_loss(judged.shares).items():
+        scaler = scalers[loss_id]
+        losses = [loss for number, loss in judged.losses if number == loss_id or not scaler.keeps_apart]
+        loss, inner = _one_of(losses, device), inner_overflows.get(loss_id)
+        for scale, found_inf in verdicts:
+            flags = [found_inf] if inner is None else [found_inf, inner]
+            failed, found, hold = shared(_told, (), [loss, *flags])
+            scaler.update(found, made_with=scale, hold=hold)
+        failures.append(failed)
+        last = verdicts[-1][0]
+        # A graph writes the next scale into the memory of this one.
+        before[loss_id], after[loss_id] = last.clone() if scaler.in_graph else last, scaler.state
+    return StepOutcome(
+        verdict=judged.verdict,
+        params=judged.params,
+        before=before,
+        after=after,
+        loss_failed=failures[0] if len(failures) == 1 else torch.stack(failures).any(),
+    )
+
+
+def _by_loss(shares: Iterable[LossShare]) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Return, by loss, lowest id first, each scale that its gradients carried, and whether any of these overflowed."""
+    groups: defaultdict[tuple[int, int], list[LossShare]] = defaultdict(list)
+    for share in shares:
+        groups[share.loss_id, id(share.scale)].append(share)
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for (loss_id, _), alike in sorted(groups.items(), key=lambda group: group[0][0]):
+        flags = [share.found_inf for share in alike]
+        pair = alike[0].scale, flags[0] if len(flags) == 1 else torch.stack(flags).any()
+        found.setdefault(loss_id, []).append(pair)
+    return found
+
+
+def _one_of(losses: list[Tensor], device: torch.device) -> Tensor:
+    """Return a 0-d tensor of a device that is finite where all losses are, without a sync."""
+    if len(losses) == 1:
+        loss = losses[0].reshape(())
+        return moved(loss, device, torch.float32 if loss.dtype in LOW else loss.dtype)
+    # In float64 only where a loss is: on float32 it would be infinite above 3.4e38.
+    dtype = torch.float64 if any(loss.dtype == torch.float64 for loss in losses) else torch.float32
+    there = [moved(loss.reshape(()), device, dtype) for loss in losses]
+    return (torch.stack(there) * 0).sum()
+
+
+def _told(loss: Tensor, found_inf: Tensor, inner: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return whether a loss itself failed, whether its gradients overflowed, and whether its scale is to stay.
+
+    Args:
+        loss: 0-d.
+        found_inf: 0-d bool: whether its gradients are not finite.
+        inner: 0-d bool: whether gradients that it was computed from had overflowed.
+    """
+    failed = not_finite(loss)
+    if inner is not None:
+        failed, found_inf = failed & ~inner, found_inf | inner
+    return failed, found_inf, found_inf & failed
