@@ -17,7 +17,7 @@ from mezzo.tensors import dtype_name
 from mezzo.trace.measure import range_of
 from mezzo.trace.where import LOSS
 
-__all__ = ["diagnose", "in_sum", "outside_models"]
+__all__ = ["diagnose", "outside_models"]
 
 _EPS: Final = "torch.finfo(x.dtype).eps"
 _FINITE_MASK: Final = 'scores.masked_fill(mask, torch.finfo(scores.dtype).min)   # in place of float("-inf")'
@@ -185,25 +185,3 @@ def outside_models(gradient: Tensor, number: int, output: Tensor, line: str | No
         cause += f"\nas inf in float16, most likely by the loss scale {scale:g}, by how much is not known here"
         cure = f"{lower_scale(context, scale / 2)}   # or lower"
     return _overflow(origin, context, "loss", cause, cure)
-
-
-def in_sum(name: str, total: Tensor, num_passes: int, context: Context) -> Overflow | None:
-    """Report an FP16 parameter whose gradients are finite one by one, while their sum is not.
-
-    Args:
-        name: The parameter's path.
-        total: The sum in FP32.
-        num_passes: How many backward passes there were.
-        context: What else is known.
-    """
-    dtype = torch.float16
-    needed, limit = range_of(total, "").largest, torch.finfo(dtype).max
-    if needed <= limit:
-        return None
-    origin = Origin(
-        number=0, source="made", phase="backward", module=name.rpartition(".")[0], op="", kernel="", line=None,
-        dtype=dtype, tensor=range_of(total.to(dtype), f"gradient of {name}"), inputs=(), needed=needed,
-    )  # fmt: skip
-    cause = f"{num_passes} backward passes since the last step add up: {_needs(origin)}"
-    scale = 2.0 ** math.floor(math.log2(context.loss_scale * limit / needed))
-    return _overflow(origin, context, "accumulation", cause, lower_scale(context, scale))

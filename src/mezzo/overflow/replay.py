@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from mezzo.overflow.calls import CallKeeper, Event, KeptCall
 from mezzo.overflow.cures import Context
-from mezzo.overflow.diagnose import in_sum, outside_models
+from mezzo.overflow.diagnose import outside_models
 from mezzo.overflow.report import Changed, Overflow
 from mezzo.overflow.search import Search, checked_models
 from mezzo.tensors import each_tensor
@@ -82,35 +83,36 @@ class Replay:
 
         Returns:
             The report; :class:`Changed` where inputs were changed in place since, so that a call cannot be run again;
-            ``None`` where all is finite, as when finite gradients overflow only in the sum of their squares.
+            ``None`` where all is finite, as when finite gradients overflow only in the sum of their squares, or as FP16
+            numbers that several backward passes add up.
 
         **Cost**: as :func:`locate`, once for each call and again for each of its backward passes that came later.
         """
-        search = _Replayed(self._models, self._region, float(loss_scale))
+        replayed = _Replayed(self._models, self._region, float(loss_scale))
         with untouched(self._models):
             for _, group in groupby(list(self._keeper.events), key=lambda event: id(event.call)):
-                if (found := search.look_at(list(group))) is not None:
+                if (found := replayed.look_at(list(group))) is not None:
                     return found
-        return Changed(tensors=tuple(search.changed)) if search.changed else search.late or search.sum_too_large()
+        return Changed(tensors=tuple(replayed.changed)) if replayed.changed else replayed.late
 
 
+@dataclass(slots=True)
 class _Replayed:
     """One run through all that was kept.
 
     Attributes:
+        models: The models.
+        region: Returns the context that they run in.
+        scale: The scale that the gradients carry.
         changed: What was changed in place.
         late: An overflow in a forward pass whose gradients were finite nevertheless.
-        sums: By name the gradients of FP16 parameters from all backward passes, added up in FP32, and of how many.
     """
 
-    def __init__(
-        self, models: list[nn.Module], region: Callable[[], AbstractContextManager[Any]], scale: float
-    ) -> None:
-        self.models, self.region, self.scale = models, region, scale
-        self.changed: dict[str, None] = {}
-        self.late: Overflow | None = None
-        self.sums: dict[str, tuple[Any, int]] = {}
-        self.context = Context(models, None)
+    models: list[nn.Module]
+    region: Callable[[], AbstractContextManager[Any]]
+    scale: float
+    changed: dict[str, None] = field(default_factory=dict)
+    late: Overflow | None = None
 
     def look_at(self, events: list[Event]) -> Overflow | None:
         """Run one call again, forward, and backward where its backward passes followed at once."""
@@ -138,7 +140,6 @@ class _Replayed:
                 if (found := search.backward(starts, list(gradients.values()), run)) is not None:
                     # What one model was given may be what another had made before.
                     return self.late if found.kind == "input" and self.late is not None else found
-                self._add_up(search)
         return None
 
     def _forward(self, search: Search, call: KeptCall) -> list[Tensor]:
@@ -160,20 +161,6 @@ class _Replayed:
         if not origin.may_be_meant:
             self.late = self.late or search.report(origin)
         return None
-
-    def _add_up(self, search: Search) -> None:
-        self.context = search.context
-        if self.context.policy is not None and self.context.policy.master_weights:
-            return  # masters take each gradient in FP32
-        for leaf, gradient in search.gradients:
-            if leaf.dtype == torch.float16 and (known := search.watch.names.of(leaf)) is not None:
-                total, count = self.sums.get(known[1], (0, 0))
-                self.sums[known[1]] = total + gradient.float(), count + 1
-
-    def sum_too_large(self) -> Overflow | None:
-        """Report a gradient that is finite in each backward pass, and not when they are added up."""
-        found = (in_sum(name, total, count, self.context) for name, (total, count) in self.sums.items())
-        return next((each for each in found if each is not None), None)
 
 
 def _leaf(value: Any) -> Any:

@@ -14,8 +14,7 @@ __all__ = ["Changed", "Kind", "Overflow", "Phase"]
 
 Phase = Literal["forward", "backward"]
 Kind = Literal[
-    "range", "scale", "zero", "domain", "unbounded", "masked", "written", "input", "parameter", "buffer", "loss",
-    "accumulation",
+    "range", "scale", "zero", "domain", "unbounded", "masked", "written", "input", "parameter", "buffer", "loss"
 ]  # fmt: skip
 
 
@@ -31,7 +30,6 @@ class Overflow(Document):
             number at all, such as the root of -1. ``unbounded``: beyond float32 too. ``masked``: a softmax over -inf
             alone. ``written``: the code's own ``inf`` or ``nan``. ``input``, ``parameter``, ``buffer``: non-finite
             before the step. ``loss``: made outside the models, between their outputs and the loss.
-            ``accumulation``: a sum of micro-batches' gradients.
         module: Path of the module; ``""`` is the model itself, ``(loss)`` what runs outside of it. With several models
             paths begin with the model's number.
         op: Base name of the op; in the backward phase of the op whose gradient it is.

@@ -127,7 +127,6 @@ class Search:
     def __init__(self, context: Context, where: Where | None = None) -> None:
         self.context = context
         self.watch = Watch(context, where or Where())
-        self.gradients: list[tuple[Tensor, Tensor]] = []  # of the last backward pass, by leaf
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -164,8 +163,8 @@ class Search:
         with gradients_aside(leaves := self._leaves(starts)):
             with watching(self.watch, backward=True):
                 run(starts, grad_tensors=gradients, retain_graph=True)
-            self.gradients = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
-        origin = self.watch.first(gradient for _, gradient in self.gradients)
+            found = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        origin = self.watch.first(found)
         if origin is None:
             return None
         if origin.phase == "forward" or origin.source != "made":
