@@ -487,7 +487,7 @@ def test_a_platform_without_fork_and_a_process_too_large_to_copy(monkeypatch):
     trouble = trial.survives_here(BFLOAT16, ["gemm"])
     assert trouble == "this process could not be copied to find out (this platform copies no processes)"
     # The probe's child is expendable: there it is tried in place.
-    assert child.try_in_copy("float32", None, "storage", timing=False) == child.Outcome("native")
+    assert child.try_in_copy("float32", None, "storage", timing=False) == child.Tried("native")
 
 
 @CAN_FORK

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["CASES", "ISA_VARIABLE", "PREFIX", "SIZES", "TIMED_CASES", "Outcome", "Status", "in_copy", "run_case"]
+__all__ = ["CASES", "ISA_VARIABLE", "PREFIX", "SIZES", "TIMED_CASES", "Status", "Tried", "in_copy", "run_case"]
 __all__ += ["time_case", "try_case", "try_format"]
 
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -59,7 +59,7 @@ Status = Literal["native", "crashes", "unsupported"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class Tried:
     """How one case ended."""
 
     status: Status
@@ -175,7 +175,7 @@ def _seconds(work: Work, device: str) -> float:
 
 def try_case(
     case: str, dtype: torch.dtype, device: str = "cpu", sizes: tuple[int, ...] = SIZES, *, timing: bool = True
-) -> Outcome:
+) -> Tried:
     """Run one case, and time it where it is one of ``TIMED_CASES``.
 
     Args:
@@ -189,19 +189,19 @@ def try_case(
     try:
         run_case(case, dtype, device, sizes)  # with the threads that the user's process would have
         if not timing or case not in TIMED_CASES:
-            return Outcome("native")
+            return Tried("native")
         # One thread: on a busy machine threads that wait for each other hide the arithmetic, and
         # an FP16 product six times slower than FP32 was measured as equally fast.
         torch.set_num_threads(1 if device == "cpu" else threads)
-        return Outcome("native", time_case(case, dtype, device, sizes[-1]))
+        return Tried("native", time_case(case, dtype, device, sizes[-1]))
     except REFUSALS as refusal:
         detail = str(refusal).splitlines()[0]
-        return Outcome("unsupported", detail=detail, accident=any(words in detail for words in NO_MEMORY))
+        return Tried("unsupported", detail=detail, accident=any(words in detail for words in NO_MEMORY))
     finally:
         torch.set_num_threads(threads)
 
 
-def try_format(tried: Callable[[str], Outcome]) -> dict[str, Outcome]:
+def try_format(tried: Callable[[str], Tried]) -> dict[str, Tried]:
     """Try the cases of one format, until one settles it: a kernel is missing, or the try itself went wrong.
 
     Args:
@@ -210,7 +210,7 @@ def try_format(tried: Callable[[str], Outcome]) -> dict[str, Outcome]:
     Returns:
         The outcome of each case; without the backward pass of one that kills, which begins with the same work.
     """
-    found: dict[str, Outcome] = {}
+    found: dict[str, Tried] = {}
     for case in CASES:
         forward = found.get(case.removesuffix("_backward"))
         if forward is not None and forward.status == "crashes":
@@ -221,7 +221,7 @@ def try_format(tried: Callable[[str], Outcome]) -> dict[str, Outcome]:
     return found
 
 
-def try_in_copy(dtype: str, setting: str | None, case: str, *, timing: bool) -> Outcome:
+def try_in_copy(dtype: str, setting: str | None, case: str, *, timing: bool) -> Tried:
     """Try one case in a copy of this process, or in itself where there are no copies.
 
     Args:
@@ -237,16 +237,16 @@ def try_in_copy(dtype: str, setting: str | None, case: str, *, timing: bool) -> 
         return dataclasses.asdict(try_case(case, getattr(torch, dtype), timing=timing))
 
     if not hasattr(os, "fork"):
-        return Outcome(**work())
+        return Tried(**work())
     told, ended = in_copy(work, CASE_TIMEOUT_S)
     if ended.by == "accident":  # once more: what stopped it from outside may be over
         told, ended = in_copy(work, CASE_TIMEOUT_S)
     if ended.by == "itself":
-        return Outcome(**told)
-    return Outcome("crashes", detail=f"the process {ended.trouble}", accident=ended.by != "fault")
+        return Tried(**told)
+    return Tried("crashes", detail=f"the process {ended.trouble}", accident=ended.by != "fault")
 
 
-def main(dtypes: list[str], setting: str | None, limit: str) -> dict[str, dict[str, dict[str, Outcome]]]:
+def main(dtypes: list[str], setting: str | None, limit: str) -> dict[str, dict[str, dict[str, Tried]]]:
     """Try formats without a limit; with mezzo's own limit, where something crashes; and time them as they will be used.
 
     Args:
@@ -258,7 +258,7 @@ def main(dtypes: list[str], setting: str | None, limit: str) -> dict[str, dict[s
         Under ``"free"``, ``"limited"`` and ``"timed"``: for each format the outcome of each case.
     """
 
-    def tried(under: str | None, *, timing: bool) -> dict[str, dict[str, Outcome]]:
+    def tried(under: str | None, *, timing: bool) -> dict[str, dict[str, Tried]]:
         return {dtype: try_format(partial(try_in_copy, dtype, under, timing=timing)) for dtype in dtypes}
 
     free = limited = timed = tried(None, timing=setting is None)

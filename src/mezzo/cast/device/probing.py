@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from mezzo.cast.device.child import ISA_VARIABLE, PREFIX, TIMED_CASES, Outcome, try_case, try_format
+from mezzo.cast.device.child import ISA_VARIABLE, PREFIX, TIMED_CASES, Tried, try_case, try_format
 from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 from mezzo.tensors import dtype_name
 
@@ -40,7 +40,7 @@ CHILD_TIMEOUT_S = 900.0
 ACCELERATOR_SIZES = (128, 4096)
 
 #: The cases of each format, by name.
-Outcomes = Mapping[str, Mapping[str, Outcome]]
+Table = Mapping[str, Mapping[str, Tried]]
 
 
 class CannotProbeError(Exception):
@@ -98,12 +98,12 @@ def accelerator_report(device_type: str, name: str, imitated: Container[torch.dt
     Cost:
         A second or two, many synchronisations, and about 0.5 GiB of device memory for their duration.
     """
-    outcomes: dict[str, dict[str, Outcome]] = {}
+    outcomes: dict[str, dict[str, Tried]] = {}
     for dtype in (torch.float32, *FORMATS):
 
-        def tried(case: str, dtype: torch.dtype = dtype) -> Outcome:
+        def tried(case: str, dtype: torch.dtype = dtype) -> Tried:
             if case == "gemm" and dtype in imitated:
-                return Outcome("unsupported", detail="torch only imitates it on this device")
+                return Tried("unsupported", detail="torch only imitates it on this device")
             return try_case(case, dtype, device_type, ACCELERATOR_SIZES)
 
         outcomes[dtype_name(dtype)] = try_format(tried)
@@ -111,7 +111,7 @@ def accelerator_report(device_type: str, name: str, imitated: Container[torch.dt
     return DeviceReport(device_type=device_type, name=name, formats=formats, needs_isa_limit=False)
 
 
-def _ask_child() -> dict[str, Outcomes]:
+def _ask_child() -> dict[str, Table]:
     """Start the child, and return the outcomes of every case: without a limit, with mezzo's own, and timed."""
     if not sys.executable or getattr(sys, "frozen", False):
         # A frozen program's executable is the program: starting it would run the user's work again.
@@ -134,7 +134,7 @@ def _ask_child() -> dict[str, Outcomes]:
     if done.returncode != 0 or not said:
         raise CannotProbeError(f"a child process ended with exit code {done.returncode} before it had said anything")
     return {
-        setting: {dtype: {case: Outcome(**fields) for case, fields in cases.items()} for dtype, cases in tried.items()}
+        setting: {dtype: {case: Tried(**fields) for case, fields in cases.items()} for dtype, cases in tried.items()}
         for setting, tried in json.loads(said[-1].removeprefix(PREFIX)).items()
     }
 
@@ -149,7 +149,7 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _support(dtype: torch.dtype, free: Outcomes, timed: Outcomes, note: str = "") -> FormatSupport:
+def _support(dtype: torch.dtype, free: Table, timed: Table, note: str = "") -> FormatSupport:
     """Draw the conclusion for one format from the outcomes of its cases."""
     own, fp32, tried = timed[dtype_name(dtype)], timed["float32"], free[dtype_name(dtype)]
     speeds: dict[str, float] = {}

@@ -65,15 +65,17 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         torch.float32
     """
     require_module(model)
-    handle = None
+    handle, originals = None, dict[Tensor, Tensor]()
     try:
         handle = Prepared(model, Policy.of(policy))
+        originals = handle.converted
         handle.release_originals()
+        return handle
     except BaseException:  # an interrupt: the caller gets no handle to undo this with
         if handle is not None:
+            handle.keep_originals(originals)
             handle.remove()
         raise
-    return handle
 
 
 class Prepared:
