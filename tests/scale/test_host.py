@@ -30,7 +30,7 @@ def same(one, other):
     return all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
 
 
-@given(CONFIGS, st.lists(st.booleans(), max_size=40))
+@given(CONFIGS, st.lists(st.booleans(), max_size=20))
 def test_both_executors_agree_bit_for_bit(config, pattern):
     kernels = host = config.start()
     for found in pattern:
@@ -48,7 +48,7 @@ def test_scales_that_never_move(config):
         assert same(kernels, host)
 
 
-@given(CONFIGS, st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=20))
+@given(CONFIGS, st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=12))
 def test_a_scaler_holds_and_outdates_as_the_kernels_do(config, pattern):
     """The path of an accelerator, spelled out, beside the one of this device."""
     scaler, state = Scaler(config, "cpu"), config.start()

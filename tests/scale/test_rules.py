@@ -16,7 +16,7 @@ from mezzo.scale import LossScale, ScaleState, collapsed, next_scale
 from mezzo.scale.config import allowed_skips
 
 YES, NO = torch.tensor(True), torch.tensor(False)
-steps = st.lists(st.booleans(), max_size=60)
+steps = st.lists(st.booleans(), max_size=30)
 intervals = st.integers(1, 6)
 budgets = st.integers(1, 4)
 
