@@ -92,22 +92,8 @@ class Comparison:
             }
             for row in self.rows
         ]
-        return {
-            "schema": SCHEMA,
-            "recipe": self.recipe,
-            "summary": self.summary,
-            "metric": dataclasses.asdict(self.metric),
-            "references": dict(self.references),
-            "data_sha256": self.data_sha256,
-            "steps": self.steps,
-            "seed": self.seed,
-            "date": self.date,
-            "machine": dict(self.machine),
-            "policies": list(self.policies),
-            "reference": self.reference,
-            "interrupted": self.interrupted,
-            "rows": rows,
-        }
+        fields = dataclasses.asdict(self) | {"policies": list(self.policies), "reference": self.reference, "rows": rows}
+        return {"schema": SCHEMA, **{name: value for name, value in fields.items() if name != "directory"}}
 
 
 def compare(

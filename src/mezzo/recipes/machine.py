@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 
 import torch
 
 import mezzo
+from mezzo.cast.device.cache import processor
 
 __all__ = ["default_device", "describe"]
 
@@ -35,7 +35,7 @@ def describe(device: torch.device) -> dict[str, str | int | bool]:
     """
     facts: dict[str, str | int | bool] = {
         "device": device.type,
-        "cpu": _cpu_model(),
+        "cpu": processor().name,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -47,13 +47,3 @@ def describe(device: torch.device) -> dict[str, str | int | bool]:
         facts["tf32_matmul"] = torch.backends.cuda.matmul.allow_tf32
         facts["tf32_convolution"] = torch.backends.cudnn.allow_tf32
     return facts
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return " ".join(value.split())
-    return platform.processor() or platform.machine()

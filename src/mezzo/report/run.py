@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -108,42 +108,32 @@ def _text(path: Path) -> str:
 
 # What tables and pictures read of a run ---------------------------------------------------------------------------
 
-_Form = type | tuple[type, ...] | list[Any] | dict[str, Any] | str
+_Form = str | list[Any] | dict[str, Any]
 
 
 def _wrong(value: Any, form: _Form, where: str) -> Iterator[str]:
-    """Yield what is not as a form asks: a type, types, a list of one form, keys with their forms, or "number"."""
-    if isinstance(form, dict):
-        if not isinstance(value, dict):
-            yield f"{where} is {shown(value)}, not an object"
-            return
+    """Yield what is not as a form asks: a word of ``_KINDS``, a list of one form, or keys with their forms."""
+    container: type[Any] = type(form)
+    if isinstance(form, str):
+        fits, words = _KINDS[form]
+        if not fits(value):
+            yield f"{where} is {shown(value)}, not {words}"
+    elif not isinstance(value, container):
+        yield f"{where} is {shown(value)}, not {'an object' if isinstance(form, dict) else 'a list'}"
+    elif isinstance(form, list):
+        for number, each in enumerate(value):
+            yield from _wrong(each, form[0], f"{where} {number}")
+    else:
         for key, inner in form.items():
-            optional = key.endswith("?")
-            name = key.removesuffix("?")
+            name, optional = key.removesuffix("?"), key.endswith("?")
             if name in value and not (optional and value[name] is None):
                 yield from _wrong(value[name], inner, f"{where}, {name}")
             elif not optional:
                 yield f"{where} has no {name}"
-    elif isinstance(form, list):
-        if not isinstance(value, list):
-            yield f"{where} is {shown(value)}, not a list"
-            return
-        for number, each in enumerate(value):
-            yield from _wrong(each, form[0], f"{where} {number}")
-    elif form == "number":
-        if not _is_number(value):
-            yield f"{where} is {shown(value)}, not a number"
-    elif form == "numbers":
-        if not isinstance(value, dict) or not all(map(_is_number, value.values())):
-            yield f"{where} is {shown(value)}, not numbers by name"
-    elif form == "decimals":
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 20:
-            yield f"{where} is {shown(value)}, not a number of decimals"
-    elif form is int:
-        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
-            yield f"{where} is {shown(value)}, not a count"
-    elif not isinstance(form, str) and not isinstance(value, form):
-        yield f"{where} is {shown(value)}, not {getattr(form, '__name__', form)}"
+
+
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int) and least <= value <= most
 
 
 def _is_number(value: Any) -> bool:
@@ -153,20 +143,28 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 2**1023
 
 
+_KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "text": (lambda value: isinstance(value, str), "str"),
+    "flag": (lambda value: isinstance(value, bool), "bool"),
+    "count": (lambda value: _is_whole(value, 1 - 2**63, 2**63 - 1), "a count"),
+    "decimals": (lambda value: _is_whole(value, 0, 20), "a number of decimals"),
+    "number": (_is_number, "a number"),
+    "numbers": (lambda value: isinstance(value, dict) and all(map(_is_number, value.values())), "numbers by name"),
+}
 _ROW: Final = {
-    "policy": str, "status": str, "arithmetic": str, "final_metric?": "number", "best_metric?": "number",
+    "policy": "text", "status": "text", "arithmetic": "text", "final_metric?": "number", "best_metric?": "number",
     "difference?": "number", "step_ms?": {"p10": "number", "median": "number", "p90": "number"},
-    "state_bytes?": {"total": int}, "saved_bytes?": int, "peak_bytes?": int, "skipped_steps": int,
-    "final_scale?": "number", "nonfinite_losses": int, "steps": int, "note?": str, "memory_format": str,
+    "state_bytes?": {"total": "count"}, "saved_bytes?": "count", "peak_bytes?": "count", "skipped_steps": "count",
+    "final_scale?": "number", "nonfinite_losses": "count", "steps": "count", "note?": "text", "memory_format": "text",
 }  # fmt: skip
 _SUMMARY: Final = {
-    "recipe": str, "summary": str, "steps": int, "seed": int, "date": str, "reference": str, "policies": [str],
-    "interrupted": bool, "references": "numbers", "rows": [_ROW],
-    "metric": {"name": str, "unit": str, "unit_of_difference": str, "decimals": "decimals"},
-    "machine": {"cpu": str, "threads": int, "torch": str, "mezzo": str, "gpu?": str},
+    "recipe": "text", "summary": "text", "steps": "count", "seed": "count", "date": "text", "reference": "text",
+    "policies": ["text"], "interrupted": "flag", "references": "numbers", "rows": [_ROW],
+    "metric": {"name": "text", "unit": "text", "unit_of_difference": "text", "decimals": "decimals"},
+    "machine": {"cpu": "text", "threads": "count", "torch": "text", "mezzo": "text", "gpu?": "text"},
 }  # fmt: skip
 _RECORD: Final = {
-    "policy": str, "step": int, "loss": "number", "scale": "number", "skipped": bool, "metric?": "number",
+    "policy": "text", "step": "count", "loss": "number", "scale": "number", "skipped": "flag", "metric?": "number",
 }  # fmt: skip
 _MOST_WRONG: Final = 20
 
