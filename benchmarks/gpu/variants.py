@@ -16,7 +16,7 @@ import mezzo.step.executors.triton.launch as executor_of
 import mezzo.step.executors.triton.source as source_of
 from mezzo.bench.shapes import shapes
 from mezzo.bench.timing import Behind, copying, spread
-from mezzo.step.passes import Cohort, Verdict
+from mezzo.step.passes import Bucket, Verdict
 from mezzo.step.storage import storage
 from mezzo.step.update import rule
 
@@ -103,7 +103,7 @@ class _Weights:
         update = rule("adamw")
         self.gradients = [torch.randn(size, device=device).to(case.low) for size in sizes]
         self.count = sum(gradient.numel() for gradient in self.gradients)
-        self.cohort = Cohort(
+        self.bucket = Bucket(
             rule=update,
             storage=form,
             hypers={name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in HYPERS.items()},
@@ -119,7 +119,7 @@ class _Weights:
         self.check = Verdict(norms=one, grad_norm=one, found_inf=one.eq(0), multiplier=one)
 
     def tensors(self) -> list[Tensor]:
-        groups = zip(self.cohort.weights, self.cohort.extras, self.cohort.states, strict=True)
+        groups = zip(self.bucket.weights, self.bucket.extras, self.bucket.states, strict=True)
         flat = (tensor for weight, extra, states in groups for tensor in (weight, extra, *states))
         return [tensor for tensor in flat if tensor is not None]
 
@@ -155,12 +155,12 @@ class _Weights:
     def after_one(self) -> list[Tensor]:
         """One update from the start on, by a kernel that is compiled by now."""
         self.begin()
-        executor_of.Triton().prepare(self.cohort)(self.gradients, self.check)
+        executor_of.Triton().prepare(self.bucket)(self.gradients, self.check)
         return self.tensors()
 
     def timed(self, gradients: list[Tensor], bandwidth: float) -> dict[str, Any]:
         self.begin()
-        update = executor_of.Triton().prepare(self.cohort)
+        update = executor_of.Triton().prepare(self.bucket)
         update(gradients, self.check)
 
         def several() -> None:

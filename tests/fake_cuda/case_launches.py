@@ -9,7 +9,7 @@ from mezzo.step.split import encode
 from .case_sessions import FIRST, Trained
 from .machine import Graph
 
-#: By policy and optimizer: mezzo's own launches, and so many small ones beside them. One a cohort writes the count of
+#: By policy and optimizer: mezzo's own launches, and so many small ones beside them. One a bucket writes the count of
 #: steps, which is computed first: a step that is refused half-way has not counted.
 LAUNCHES = {
     ("O1 bf16", "split"): (["squares", "roots", "adamw_plain"], 6),

@@ -8,7 +8,7 @@ import torch
 
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Portable
-from mezzo.step.passes import advance, judge, updated
+from mezzo.step.passes import counted, judge, updated
 from mezzo.step.storage import PLAIN
 from mezzo.step.update import rule
 
@@ -97,8 +97,8 @@ def test_several_norms_that_overflow_together_are_found():
 
 def test_the_step_counts_updates_and_not_skips():
     steps = [torch.tensor(3), torch.tensor(2**40)]
-    advance(steps, torch.tensor(False))
-    advance(steps, torch.tensor(True))
+    for skipped in (False, True):
+        steps = counted(torch.tensor(skipped), *steps)
     assert [step.item() for step in steps] == [4, 2**40 + 1]
     assert steps[0].dtype == torch.int64
 

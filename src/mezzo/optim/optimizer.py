@@ -1,4 +1,4 @@
-"""The part that all of mezzo's optimizers share: parameter groups, cohorts, and where weights have their other half."""
+"""The part that all of mezzo's optimizers share: parameter groups, buckets, and where weights have their other half."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mezzo.optim.halves import HalvesOptimizer, Joined
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import Group
 from mezzo.step.executors.choose import executor_for, portable, shared
-from mezzo.step.passes import Cohort, NoKernel, Update, Verdict, counted
+from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.split import judged_together
 from mezzo.step.storage import Storage, storage
-from mezzo.step.update import RULES, Rule, rule
+from mezzo.step.update import RULES, UpdateRule, rule
 from mezzo.step.whole import Call, Piece, Work
 from mezzo.tensors import LOW
 
@@ -36,11 +36,11 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple
 
 @dataclass(slots=True, eq=False)
 class _Ready:
-    """A cohort with its second pass, and the parameters it is for."""
+    """A bucket with its second pass, and the parameters it is for."""
 
     params: list[Tensor]
-    cohort: Cohort
-    update: Update
+    bucket: Bucket
+    update: BucketUpdate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class _Wanted:
     """The parameters of a group that have gradients, their rule, and what tells one such set from another."""
 
     params: list[Tensor]
-    rule: Rule
+    rule: UpdateRule
     key: tuple[Any, ...]
 
 
@@ -197,17 +197,17 @@ class OnePassOptimizer(HalvesOptimizer):
         work = Work()
         steps: list[Tensor] = []
         counts: list[Tensor] = []
-        for device in {each.cohort.step.device for each in ready}:
+        for device in {each.bucket.step.device for each in ready}:
             here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
-            there = [each for each in ready if each.cohort.step.device == device]
-            before = {id(each.cohort.step): each.cohort.step for each in there}
+            there = [each for each in ready if each.bucket.step.device == device]
+            before = {id(each.bucket.step): each.bucket.step for each in there}
             after = shared(counted, (), [here.found_inf, *before.values()])
             steps += before.values()
             counts += after
             next_of = dict(zip(before, after, strict=True))
             for each in there:
                 gradients = [param.grad for param in each.params if param.grad is not None]
-                work.add(*self._pieces(each, gradients, here, next_of[id(each.cohort.step)]))
+                work.add(*self._pieces(each, gradients, here, next_of[id(each.bucket.step)]))
         params = [param for each in ready for param in each.params]
         updates = self.updates + 1
 
@@ -228,11 +228,11 @@ class OnePassOptimizer(HalvesOptimizer):
         return Verdict.of_flags(found_inf, grad_scale, device)
 
     def _pieces(self, ready: _Ready, gradients: list[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
-        """Return a cohort's update, without kernels of its own where these cannot be built (any more)."""
+        """Return a bucket's update, without kernels of its own where these cannot be built (any more)."""
         try:
             return ready.update.pieces(gradients, verdict, step)
         except NoKernel as error:
-            ready.update = portable(error).prepare(ready.cohort)
+            ready.update = portable(error).prepare(ready.bucket)
             return ready.update.pieces(gradients, verdict, step)
 
     def _gradients(self) -> Iterator[Tensor]:
@@ -291,15 +291,15 @@ class OnePassOptimizer(HalvesOptimizer):
         return wanted
 
     def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
-        """Return a group's cohorts, built anew when other parameters have gradients."""
+        """Return a group's buckets, built anew when other parameters have gradients."""
         known = self._ready.get(number)
         if known is None or known[0] != wanted.key:
             known = self._ready[number] = (wanted.key, list(self._built(number, wanted.params, wanted.rule)))
-        for device in {each.cohort.step.device for each in known[1]}:
+        for device in {each.bucket.step.device for each in known[1]}:
             self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
         return known[1]
 
-    def _built(self, number: int, params: list[Tensor], update_rule: Rule) -> Iterator[_Ready]:
+    def _built(self, number: int, params: list[Tensor], update_rule: UpdateRule) -> Iterator[_Ready]:
         group = self.param_groups[number]
         self._give_state(group, params, update_rule)
         alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
@@ -309,7 +309,7 @@ class OnePassOptimizer(HalvesOptimizer):
             self._leave_others_behind(members)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
             form = self._storage(group, members[0])
-            cohort = Cohort(
+            bucket = Bucket(
                 rule=update_rule,
                 storage=form,
                 hypers=hypers.tensors,
@@ -320,12 +320,12 @@ class OnePassOptimizer(HalvesOptimizer):
                 seed=number,
             )
             try:
-                update = executor_for(device).prepare(cohort)
+                update = executor_for(device).prepare(bucket)
             except NoKernel as error:
-                update = portable(error).prepare(cohort)
-            yield _Ready(members, cohort, update)
+                update = portable(error).prepare(bucket)
+            yield _Ready(members, bucket, update)
 
-    def _rule_of(self, group: Group) -> Rule:
+    def _rule_of(self, group: Group) -> UpdateRule:
         return rule(self._rule, *self._options(group))
 
     def _options(self, group: Group) -> list[str]:
@@ -350,7 +350,7 @@ class OnePassOptimizer(HalvesOptimizer):
         self._hypers.clear()
         self._edits.see(self._with_masters())
 
-    def _give_state(self, group: Group, params: list[Tensor], update_rule: Rule) -> None:
+    def _give_state(self, group: Group, params: list[Tensor], update_rule: UpdateRule) -> None:
         """Make what parameters lack: a count that all new ones share, zeros, and the other half of a weight."""
         fresh: dict[torch.device, Tensor] = {}
         for param in params:

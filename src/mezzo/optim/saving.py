@@ -22,7 +22,7 @@ from mezzo.optim.state import (
     share_counts,
 )
 from mezzo.step.storage import Storage
-from mezzo.step.update import Rule
+from mezzo.step.update import UpdateRule
 from mezzo.tensors import LOW
 
 __all__ = ["Group", "SavedOptimizer"]
@@ -38,7 +38,7 @@ class SavedOptimizer(Optimizer):
     """
 
     @abstractmethod
-    def _rule_of(self, group: Group) -> Rule:
+    def _rule_of(self, group: Group) -> UpdateRule:
         """Return a group's update rule."""
 
     @abstractmethod

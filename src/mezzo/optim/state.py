@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mezzo.errors import StateError
 from mezzo.step.storage import SPLIT, Storage
-from mezzo.step.update import RULES, Rule
+from mezzo.step.update import RULES, UpdateRule
 
 __all__ = [
     "EXTRAS",
@@ -56,7 +56,7 @@ def restored_state(
     present: Mapping[str, Any],
     param: Tensor,
     form: Storage,
-    update_rule: Rule,
+    update_rule: UpdateRule,
     state_dtype: str,
     weight_dtype: str | None = None,
 ) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def restored_state(
     return state
 
 
-def _require_whole(saved: Mapping[str, Any], update_rule: Rule, param: Tensor) -> None:
+def _require_whole(saved: Mapping[str, Any], update_rule: UpdateRule, param: Tensor) -> None:
     """Refuse a history of which a part is missing; one that has not begun yet may be as short as it likes."""
     missing = [name for name in update_rule.states if name not in saved]
     if "step" not in saved:

@@ -6,7 +6,7 @@ the executors' business (:mod:`mezzo.step.executors`); what happens to an elemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,18 +17,16 @@ from mezzo.errors import UnsupportedError
 from mezzo.scale.state import inverse
 from mezzo.step.rounding import noise, stochastic
 from mezzo.step.storage import Parts, Storage
-from mezzo.step.update import Rule, States
+from mezzo.step.update import States, UpdateRule
 from mezzo.step.whole import Piece, Work
 from mezzo.tensors import moved
 
 __all__ = [
-    "Cohort",
+    "Bucket",
+    "BucketUpdate",
     "Executor",
-    "InPieces",
     "NoKernel",
-    "Update",
     "Verdict",
-    "advance",
     "clip_coefficient",
     "counted",
     "decided",
@@ -169,24 +167,18 @@ def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:
     return tuple(step + ~found_inf for step in steps)
 
 
-def advance(steps: Iterable[Tensor], found_inf: Tensor) -> None:
-    """Count one update more in each 0-d int64 tensor, unless the step is skipped. No host sync."""
-    for step in steps:
-        step.copy_(counted(found_inf, step)[0])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cohort:
+class Bucket:
     """Weights that are always updated together: one device, one rule, one storage, one history.
 
-    A parameter that misses a step which others take (its gradient is None) belongs in a cohort of its own from then
+    A parameter that misses a step which others take (its gradient is None) belongs in a bucket of its own from then
     on, since bias corrections depend on the count.
 
     Args:
         rule: What to do.
         storage: How the weights lie in memory.
         hypers: The rule's hyper-parameters: 0-d float64 tensors on the device.
-        step: 0-d int64 on the device: how many updates there were, this one included once :func:`advance` ran.
+        step: 0-d int64 on the device: how many updates there were, this one included where an update runs.
         weights: The model's tensors.
         extras: The optimizer's tensor beside each weight, or None where the storage has none.
         states: The rule's states of each weight, float32 or bfloat16, laid out as the weight is. In bfloat16 they
@@ -194,7 +186,7 @@ class Cohort:
         seed: For random rounding; ranks that hold different weights give different ones.
     """
 
-    rule: Rule
+    rule: UpdateRule
     storage: Storage
     hypers: Mapping[str, Tensor]
     step: Tensor
@@ -217,8 +209,10 @@ class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
     """An executor cannot build a kernel; another one may do without."""
 
 
-class Update(Protocol):
-    """Pass 2 for one cohort."""
+class BucketUpdate:
+    """Pass 2 for one bucket."""
+
+    bucket: Bucket
 
     def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
         """Return what updates every weight, extra and state in place, all that can be refused being refused first.
@@ -227,24 +221,12 @@ class Update(Protocol):
         ``verdict.multiplier`` on the way, and never written. With ``verdict.found_inf`` nothing at all is written.
         Every hyper-parameter is read from its tensor now, and ``step`` counts this step already.
         """
-
-    def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """Do it at once, where ``cohort.step`` counts this step."""
-
-
-class InPieces:
-    """An update that has pieces, done at once."""
-
-    cohort: Cohort
-
-    def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
-        """See :class:`Update`."""
         raise NotImplementedError
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """See :class:`Update`."""
-        Work(*self.pieces(gradients, verdict, self.cohort.step)).finish()
+        """Do it at once, where ``bucket.step`` counts this step."""
+        Work(*self.pieces(gradients, verdict, self.bucket.step)).finish()
 
 
 class Executor(Protocol):
@@ -253,12 +235,12 @@ class Executor(Protocol):
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Read gradients once: (gradients,) float32, the 2-norm of each, not finite if a value is not."""
 
-    def prepare(self, cohort: Cohort) -> Update:
-        """Return pass 2 for a cohort. Tensors that are given other memory later are found again."""
+    def prepare(self, bucket: Bucket) -> BucketUpdate:
+        """Return pass 2 for a bucket. Tensors that are given other memory later are found again."""
 
 
 def updated(
-    rule: Rule,
+    rule: UpdateRule,
     storage: Storage,
     gradient: Tensor,
     parts: Parts,
@@ -297,7 +279,7 @@ def updated(
 
 
 def stepped(
-    rule: Rule,
+    rule: UpdateRule,
     storage: Storage,
     gradient: Tensor,
     parts: Parts,

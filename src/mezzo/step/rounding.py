@@ -118,7 +118,7 @@ def key_of(order: Tensor, step: Tensor, start: Tensor) -> Tensor:
     """Make the keys of some parameters, element-wise: what kernels repeat.
 
     Args:
-        order: int32: which parameters of their cohort.
+        order: int32: which parameters of their bucket.
         step: 0-d int32: the step under way.
         start: 0-d int32, of :func:`seeded`.
     """

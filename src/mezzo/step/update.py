@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest
 
-__all__ = ["RULES", "Rule", "States", "rule"]
+__all__ = ["RULES", "States", "UpdateRule", "rule"]
 
 States: TypeAlias = tuple[Tensor, ...]
 Scalars: TypeAlias = Mapping[str, Tensor]
@@ -35,7 +35,7 @@ class Native(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class UpdateRule:
     """One update rule. Two rules are equal if name and options are.
 
     Args:
@@ -297,7 +297,7 @@ RULES: Final[Mapping[str, _Family]] = MappingProxyType(
 
 
 @cache
-def rule(name: str, *options: str) -> Rule:
+def rule(name: str, *options: str) -> UpdateRule:
     """Return an update rule; the same call returns the same object, so that compiled code is found again.
 
     Args:
@@ -325,7 +325,7 @@ def rule(name: str, *options: str) -> Rule:
     if "nesterov" in options and "momentum" not in options:
         raise PolicyError("nesterov without momentum", why="it looks ahead along it", write="momentum=0.9")
     flags = dict.fromkeys(options, True)
-    return Rule(
+    return UpdateRule(
         name=name,
         options=frozenset(options),
         hypers=family.hypers,

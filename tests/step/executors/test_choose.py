@@ -97,7 +97,7 @@ def test_without_a_compiler_for_triton_cuda_devices_are_updated_block_by_block(m
         tries.append(1)
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
-    monkeypatch.setattr(triton, "_Norms", launch)
+    monkeypatch.setattr(triton, "_TritonNorms", launch)
     with caplog.at_level(logging.WARNING, logger="mezzo"):
         assert isinstance(executor_for(cuda), Portable)
         executor_for(cuda)

@@ -11,7 +11,7 @@ from mezzo.step import split
 from mezzo.step.executors import portable
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.passes import Cohort, advance, judge, updated
+from mezzo.step.passes import Bucket, counted, judge, updated
 from mezzo.step.storage import PLAIN, storage
 from mezzo.step.update import rule
 
@@ -63,12 +63,12 @@ def random(shape, seed, scale=1.0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def cohort_of(name, master, dtype, shapes=SHAPES, state_dtype=FP32, rounding="nearest", weights=None):
+def bucket_of(name, master, dtype, shapes=SHAPES, state_dtype=FP32, rounding="nearest", weights=None):
     update = rule(*name.split())
     kept = storage(master, dtype, rounding=rounding)
     weights = weights or [random(shape, seed, 0.1) for seed, shape in enumerate(shapes)]
     made = [kept.make(weight, dtype, None) for weight in weights]
-    return Cohort(
+    return Bucket(
         rule=update,
         storage=kept,
         hypers=hypers_of(name),
@@ -79,8 +79,8 @@ def cohort_of(name, master, dtype, shapes=SHAPES, state_dtype=FP32, rounding="ne
     )
 
 
-def tensors_of(cohort):
-    flat = [*cohort.weights, *cohort.extras, *(state for states in cohort.states for state in states), cohort.step]
+def tensors_of(bucket):
+    flat = [*bucket.weights, *bucket.extras, *(state for states in bucket.states for state in states), bucket.step]
     return [tensor for tensor in flat if tensor is not None]
 
 
@@ -91,25 +91,31 @@ def same_bits(one, other):
     )
 
 
-def gradients_of(cohort, step, dtype, scale=1024.0):
-    return [random(w.shape, 1000 * step + i, scale * 1e-2).to(dtype) for i, w in enumerate(cohort.weights)]
+def gradients_of(bucket, step, dtype, scale=1024.0):
+    return [random(w.shape, 1000 * step + i, scale * 1e-2).to(dtype) for i, w in enumerate(bucket.weights)]
 
 
-def take(executor, cohort, update, gradients, *, inverse=1 / 1024, max_norm=None):
+def advance(steps, found_inf):
+    """Count, as an optimizer does."""
+    for step, new in zip(steps, counted(found_inf, *steps), strict=True):
+        step.copy_(new)
+
+
+def take(executor, bucket, update, gradients, *, inverse=1 / 1024, max_norm=None):
     """One whole step, as a session would take it."""
     before = [gradient.clone() for gradient in gradients]
     check = judge(executor.norms(gradients), torch.tensor(inverse), max_norm=max_norm)
-    advance([cohort.step], check.found_inf)
+    advance([bucket.step], check.found_inf)
     update(gradients, check)
     assert same_bits(gradients, before)  # whatever happens, gradients are never written
     return check
 
 
-def values_of(cohort):
-    """The FP32 values that a cohort stands for."""
+def values_of(bucket):
+    """The FP32 values that a bucket stands for."""
     return [
-        cohort.storage.read(cohort.storage.parts(weight, extra))
-        for weight, extra in zip(cohort.weights, cohort.extras, strict=True)
+        bucket.storage.read(bucket.storage.parts(weight, extra))
+        for weight, extra in zip(bucket.weights, bucket.extras, strict=True)
     ]
 
 
@@ -146,8 +152,8 @@ class Lion(torch.optim.Optimizer):
 class Reference:
     """The same training in float64, by torch's unscaling by hand, clipping and optimizer."""
 
-    def __init__(self, name, cohort):
-        self.params = [torch.nn.Parameter(value.double()) for value in values_of(cohort)]
+    def __init__(self, name, bucket):
+        self.params = [torch.nn.Parameter(value.double()) for value in values_of(bucket)]
         self.optimizer = Lion(self.params) if name == "lion" else torch_optimizer(name, self.params)
 
     def step(self, gradients, max_norm=None):
@@ -159,22 +165,22 @@ class Reference:
 
 
 def check_against_torch(executor, name, master, dtype, gradient_dtype, shapes=SHAPES):
-    cohort = cohort_of(name, master, dtype, shapes)
+    bucket = bucket_of(name, master, dtype, shapes)
     if "nesterov" in name:
-        cohort.hypers["dampening"].zero_()
-    reference = Reference(name, cohort)
-    update = executor.prepare(cohort)
+        bucket.hypers["dampening"].zero_()
+    reference = Reference(name, bucket)
+    update = executor.prepare(bucket)
     for step in range(8):
-        gradients = gradients_of(cohort, step, gradient_dtype)
-        take(executor, cohort, update, gradients, max_norm=1.0)
+        gradients = gradients_of(bucket, step, gradient_dtype)
+        take(executor, bucket, update, gradients, max_norm=1.0)
         reference.step(gradients, max_norm=1.0)
-    for mine, theirs, weight in zip(values_of(cohort), reference.params, cohort.weights, strict=True):
+    for mine, theirs, weight in zip(values_of(bucket), reference.params, bucket.weights, strict=True):
         # Eight FP32 updates of weights below 0.5, each within 2 units in the last place, and eight times FP16's
         # fixed-point remainder. Lion's sign may differ where its argument is nearly 0.
         wrong = (mine - theirs.detach()).abs() > 8 * (2 * 2.0**-25 + 2.0**-40)
         assert wrong.sum() <= (3 if name == "lion" else 0), (name, master, dtype)
         assert torch.equal(weight.float(), split.halves(mine, dtype)[0].to(dtype).float())
-    assert cohort.step == 8
+    assert bucket.step == 8
 
 
 def test_eight_clipped_scaled_steps_are_torch_s(executor):
@@ -188,7 +194,7 @@ def test_eight_clipped_scaled_steps_are_torch_s_by_compiled_kernels(compiled):
 
 
 def test_in_bfloat16_split_equals_full_bit_for_bit(executor):
-    halves, full = (cohort_of("adamw", master, BF16) for master in ("split", "full"))
+    halves, full = (bucket_of("adamw", master, BF16) for master in ("split", "full"))
     updates = executor.prepare(halves), executor.prepare(full)
     for step in range(5):
         gradients = gradients_of(halves, step, BF16)
@@ -205,41 +211,41 @@ def test_a_skipped_step_writes_nothing(executor):
 
 
 def check_that_nothing_is_written(executor, bad):
-    cohort = cohort_of("adamw", "split", BF16)
-    update = executor.prepare(cohort)
-    take(executor, cohort, update, gradients_of(cohort, 0, BF16))
-    before = [tensor.clone() for tensor in tensors_of(cohort)]
-    gradients = gradients_of(cohort, 1, BF16)
+    bucket = bucket_of("adamw", "split", BF16)
+    update = executor.prepare(bucket)
+    take(executor, bucket, update, gradients_of(bucket, 0, BF16))
+    before = [tensor.clone() for tensor in tensors_of(bucket)]
+    gradients = gradients_of(bucket, 1, BF16)
     gradients[1][2, 3] = bad
-    check = take(executor, cohort, update, gradients)
+    check = take(executor, bucket, update, gradients)
     assert check.found_inf
-    assert same_bits(tensors_of(cohort), before)
-    assert not take(executor, cohort, update, gradients_of(cohort, 2, BF16)).found_inf
-    assert cohort.step == 2
-    assert not same_bits(cohort.weights, before[: len(cohort.weights)])
+    assert same_bits(tensors_of(bucket), before)
+    assert not take(executor, bucket, update, gradients_of(bucket, 2, BF16)).found_inf
+    assert bucket.step == 2
+    assert not same_bits(bucket.weights, before[: len(bucket.weights)])
 
 
 def test_where_the_flag_stays_on_the_device_the_old_bits_are_written_again(compiled):
     """The paths of other devices, run on the CPU: predicated copies instead of an early return."""
     for executor, master in ((Portable(), "split"), (Portable(), "full"), (Portable(), None), (compiled, "split")):
-        cohort = cohort_of("adamw", master, BF16, shapes=[(1000,)])
-        cohort.weights[0][:3] = torch.tensor([-0.0, math.inf, 1e-40])
-        update = executor.prepare(cohort)
+        bucket = bucket_of("adamw", master, BF16, shapes=[(1000,)])
+        bucket.weights[0][:3] = torch.tensor([-0.0, math.inf, 1e-40])
+        update = executor.prepare(bucket)
         update.on_cpu = False
-        before = [tensor.clone() for tensor in tensors_of(cohort)]
+        before = [tensor.clone() for tensor in tensors_of(bucket)]
         update([torch.full((1000,), math.inf)], judge(torch.tensor([math.inf]), torch.tensor(1.0)))
-        assert same_bits(tensors_of(cohort), before)
+        assert same_bits(tensors_of(bucket), before)
         update([torch.ones(1000)], judge(torch.ones(1), torch.tensor(1.0)))
-        assert not same_bits(tensors_of(cohort), before)
+        assert not same_bits(tensors_of(bucket), before)
 
 
-def pure_step(cohort, index, gradient, check):
+def pure_step(bucket, index, gradient, check):
     """The pure function on whole tensors: what every executor is measured against."""
-    weight, extra = cohort.weights[index], cohort.extras[index]
-    parts, states = cohort.storage.parts(weight, extra), cohort.states[index]
-    scalars = cohort.rule.scalars(cohort.hypers, cohort.step)
+    weight, extra = bucket.weights[index], bucket.extras[index]
+    parts, states = bucket.storage.parts(weight, extra), bucket.states[index]
+    scalars = bucket.rule.scalars(bucket.hypers, bucket.step)
     values, new = updated(
-        cohort.rule, cohort.storage, gradient, parts, states, scalars, check.multiplier, lambda _: None
+        bucket.rule, bucket.storage, gradient, parts, states, scalars, check.multiplier, lambda _: None
     )
     for target, value in zip((*parts, *states), (*values, *new), strict=True):
         target.copy_(value)
@@ -260,7 +266,7 @@ def test_any_layout_of_weight_and_gradient(executor):
 
 
 def check_layout(executor, weight):
-    mine, theirs = (cohort_of("adamw", "split", BF16, weights=[weight, weight.clone()]) for _ in range(2))
+    mine, theirs = (bucket_of("adamw", "split", BF16, weights=[weight, weight.clone()]) for _ in range(2))
     update = executor.prepare(mine)
     for step in range(2):
         gradients = [random(weight.shape, step).to(BF16).contiguous(), random(weight.shape, step + 9).to(BF16)]
@@ -276,15 +282,15 @@ def check_layout(executor, weight):
 
 
 def test_weights_with_gaps_and_states_laid_out_otherwise_are_updated_too(executor):
-    cohort = cohort_of("adamw", "split", BF16, shapes=[(40, 30)])
-    other = cohort_of("adamw", "split", BF16, shapes=[(40, 30)])
+    bucket = bucket_of("adamw", "split", BF16, shapes=[(40, 30)])
+    other = bucket_of("adamw", "split", BF16, shapes=[(40, 30)])
     holder = torch.zeros(40, 60, dtype=BF16)
-    gap = holder[:, ::2].copy_(cohort.weights[0])
-    states = tuple(torch.zeros(30, 40).t() for _ in cohort.states[0])
-    odd = Cohort(
-        rule=cohort.rule, storage=cohort.storage, hypers=cohort.hypers, step=cohort.step,
-        weights=[gap, cohort.weights[0]], extras=[cohort.extras[0].clone(), cohort.extras[0]],
-        states=[cohort.states[0], states],
+    gap = holder[:, ::2].copy_(bucket.weights[0])
+    states = tuple(torch.zeros(30, 40).t() for _ in bucket.states[0])
+    odd = Bucket(
+        rule=bucket.rule, storage=bucket.storage, hypers=bucket.hypers, step=bucket.step,
+        weights=[gap, bucket.weights[0]], extras=[bucket.extras[0].clone(), bucket.extras[0]],
+        states=[bucket.states[0], states],
     )  # fmt: skip
     gradient = random((40, 30), 5).to(BF16)
     take(executor, odd, executor.prepare(odd), [gradient, gradient.t().contiguous().t()], inverse=1.0)
@@ -295,46 +301,46 @@ def test_weights_with_gaps_and_states_laid_out_otherwise_are_updated_too(executo
 
 
 def test_tensors_given_other_memory_are_found_again(executor):
-    cohort = cohort_of("adamw", "split", BF16, shapes=[(20_000,), (8,)])
-    update = executor.prepare(cohort)
-    take(executor, cohort, update, gradients_of(cohort, 0, BF16))
-    old = [weight.clone() for weight in cohort.weights]
-    for weight in cohort.weights:
+    bucket = bucket_of("adamw", "split", BF16, shapes=[(20_000,), (8,)])
+    update = executor.prepare(bucket)
+    take(executor, bucket, update, gradients_of(bucket, 0, BF16))
+    old = [weight.clone() for weight in bucket.weights]
+    for weight in bucket.weights:
         weight.data = weight.data.clone()
-    take(executor, cohort, update, gradients_of(cohort, 1, BF16))
-    assert not any(torch.equal(*pair) for pair in zip(old, cohort.weights, strict=True))
+    take(executor, bucket, update, gradients_of(bucket, 1, BF16))
+    assert not any(torch.equal(*pair) for pair in zip(old, bucket.weights, strict=True))
 
 
 @pytest.mark.parametrize("name", [*EXECUTORS, "compiled"])
 def test_schedules_of_every_hyper_parameter_are_followed_and_nothing_is_compiled_again(name, compiled):
     executor = compiled if name == "compiled" else EXECUTORS[name]()
-    cohort = cohort_of("adamw", "split", BF16)
-    reference = Reference("adamw", cohort)
-    update = executor.prepare(cohort)
-    take(executor, cohort, update, gradients_of(cohort, 0, BF16))
-    reference.step(gradients_of(cohort, 0, BF16))
+    bucket = bucket_of("adamw", "split", BF16)
+    reference = Reference("adamw", bucket)
+    update = executor.prepare(bucket)
+    take(executor, bucket, update, gradients_of(bucket, 0, BF16))
+    reference.step(gradients_of(bucket, 0, BF16))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(1, 6):
             group = reference.optimizer.param_groups[0]
             group["lr"], group["weight_decay"], group["eps"] = 1e-2 / step, 0.1 * step, 1e-8 * step
             group["betas"] = 0.9 - 0.1 * step, 0.99 - 0.01 * step
             values = {**group, "beta1": group["betas"][0], "beta2": group["betas"][1]}
-            for name, tensor in cohort.hypers.items():
+            for name, tensor in bucket.hypers.items():
                 tensor.fill_(values[name])
-            gradients = gradients_of(cohort, step, BF16)
+            gradients = gradients_of(bucket, step, BF16)
             reference.step(gradients)
-            take(executor, cohort, update, gradients)
-    for mine, theirs in zip(values_of(cohort), reference.params, strict=True):
+            take(executor, bucket, update, gradients)
+    for mine, theirs in zip(values_of(bucket), reference.params, strict=True):
         torch.testing.assert_close(mine, theirs.detach().float(), rtol=0, atol=6 * 2 * 2.0**-25)
 
 
 def test_one_kernel_serves_every_length(compiled):
-    first = cohort_of("adamw", "split", BF16)
+    first = bucket_of("adamw", "split", BF16)
     take(compiled, first, compiled.prepare(first), gradients_of(first, 0, BF16))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for shape in [(2,), (16,), (17,), (50, 400), (1 << 15,)]:
-            cohort = cohort_of("adamw", "split", BF16, shapes=[shape])
-            take(compiled, cohort, compiled.prepare(cohort), gradients_of(cohort, 0, BF16))
+            bucket = bucket_of("adamw", "split", BF16, shapes=[shape])
+            take(compiled, bucket, compiled.prepare(bucket), gradients_of(bucket, 0, BF16))
 
 
 def test_fp32_weights_in_a_low_precision_model_need_no_storage():
@@ -343,23 +349,23 @@ def test_fp32_weights_in_a_low_precision_model_need_no_storage():
 
 
 def check_that_fp32_needs_no_storage(executor, name):
-    cohort = cohort_of(name, "split", FP32)
-    assert cohort.storage is PLAIN
-    other = cohort_of(name, "full", BF16, weights=[value.clone() for value in values_of(cohort)])
-    for each in (cohort, other):
-        take(executor, each, executor.prepare(each), gradients_of(cohort, 0, FP32))
-    assert same_bits(cohort.weights, values_of(other))
+    bucket = bucket_of(name, "split", FP32)
+    assert bucket.storage is PLAIN
+    other = bucket_of(name, "full", BF16, weights=[value.clone() for value in values_of(bucket)])
+    for each in (bucket, other):
+        take(executor, each, executor.prepare(each), gradients_of(bucket, 0, FP32))
+    assert same_bits(bucket.weights, values_of(other))
 
 
 def drift(executor, rounding, dtype, steps=50):
     """100 000 weights of 1.0 pushed down by a sixteenth of FP16's or BF16's spacing below 1, step after step."""
-    cohort = cohort_of("sgd", None, dtype, rounding=rounding, weights=[torch.ones(100_000)])
-    cohort.hypers["lr"].fill_(torch.finfo(dtype).eps / 32)
-    cohort.hypers["weight_decay"].zero_()
-    update = executor.prepare(cohort)
+    bucket = bucket_of("sgd", None, dtype, rounding=rounding, weights=[torch.ones(100_000)])
+    bucket.hypers["lr"].fill_(torch.finfo(dtype).eps / 32)
+    bucket.hypers["weight_decay"].zero_()
+    update = executor.prepare(bucket)
     for _ in range(steps):
-        take(executor, cohort, update, [torch.ones(100_000, dtype=dtype)], inverse=1.0)
-    return cohort.weights[0].double(), 1 - steps * torch.finfo(dtype).eps / 32
+        take(executor, bucket, update, [torch.ones(100_000, dtype=dtype)], inverse=1.0)
+    return bucket.weights[0].double(), 1 - steps * torch.finfo(dtype).eps / 32
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -379,42 +385,42 @@ def test_kahan_keeps_most_of_what_is_dropped():
     executor = Portable()
     errors = {}
     for rounding in ("nearest", "kahan"):
-        cohort = cohort_of("adamw", None, BF16, rounding=rounding)
-        full = cohort_of("adamw", "full", BF16, weights=[value.clone() for value in values_of(cohort)])
-        updates = executor.prepare(cohort), executor.prepare(full)
+        bucket = bucket_of("adamw", None, BF16, rounding=rounding)
+        full = bucket_of("adamw", "full", BF16, weights=[value.clone() for value in values_of(bucket)])
+        updates = executor.prepare(bucket), executor.prepare(full)
         for step in range(20):
-            gradients = gradients_of(cohort, step, BF16)
-            take(executor, cohort, updates[0], gradients)
+            gradients = gradients_of(bucket, step, BF16)
+            take(executor, bucket, updates[0], gradients)
             take(executor, full, updates[1], gradients)
-        errors[rounding] = (values_of(cohort)[0] - values_of(full)[0]).abs().mean()
+        errors[rounding] = (values_of(bucket)[0] - values_of(full)[0]).abs().mean()
     assert errors["kahan"] < errors["nearest"] / 100  # 2^-8 in theory: eight bits more
 
 
 def test_second_moments_in_bfloat16_shrink_as_they_should(executor):
-    cohort = cohort_of("adamw", "split", BF16, shapes=[(20_000,)], state_dtype=BF16)
-    exact = cohort_of("adamw", "split", BF16, shapes=[(20_000,)])
-    updates = executor.prepare(cohort), executor.prepare(exact)
-    for each in (cohort, exact):
+    bucket = bucket_of("adamw", "split", BF16, shapes=[(20_000,)], state_dtype=BF16)
+    exact = bucket_of("adamw", "split", BF16, shapes=[(20_000,)])
+    updates = executor.prepare(bucket), executor.prepare(exact)
+    for each in (bucket, exact):
         each.hypers["beta2"].fill_(0.999)
     for step in range(60):
         gradient = [torch.full((20_000,), 1.0 if step == 0 else 1e-3)]
-        take(executor, cohort, updates[0], gradient, inverse=1.0)
+        take(executor, bucket, updates[0], gradient, inverse=1.0)
         take(executor, exact, updates[1], gradient, inverse=1.0)
-    mine, theirs = cohort.states[0][1].double(), exact.states[0][1].double()
+    mine, theirs = bucket.states[0][1].double(), exact.states[0][1].double()
     assert theirs[0] < 0.00095  # to nearest it would have stayed at 0.001 for ever
     # each rounding is within 2^-7 of the value; 60 of them, at random, over 20 000 elements
     assert abs(mine.mean() / theirs.mean() - 1) < 5 * 2.0**-7 * (60 / 20_000) ** 0.5
-    torch.testing.assert_close(values_of(cohort)[0], values_of(exact)[0], rtol=0, atol=0.03)
+    torch.testing.assert_close(values_of(bucket)[0], values_of(exact)[0], rtol=0, atol=0.03)
 
 
 def test_random_bits_depend_on_place_and_step_alone(executor, monkeypatch):
     def run():
         shapes = [(5000,), (300,), (7, 11), (2000,)]
-        cohort = cohort_of("adamw", None, BF16, rounding="stochastic", state_dtype=BF16, shapes=shapes)
-        update = executor.prepare(cohort)
+        bucket = bucket_of("adamw", None, BF16, rounding="stochastic", state_dtype=BF16, shapes=shapes)
+        update = executor.prepare(bucket)
         for step in range(3):
-            take(executor, cohort, update, gradients_of(cohort, step, BF16))
-        return tensors_of(cohort)
+            take(executor, bucket, update, gradients_of(bucket, step, BF16))
+        return tensors_of(bucket)
 
     whole = run()
     monkeypatch.setattr(portable, "CPU_BLOCK", 512)
@@ -430,14 +436,14 @@ def test_an_update_by_nothing_keeps_every_kind_of_value(executor, dtype):
     """Zeros, subnormals, infinities and NaN go through decoding, the rule and encoding of compiled code unharmed."""
     spread = (random(40_000, 1, 8.0).exp2() * random(40_000, 2)).clamp(-65504, 65504)
     w = torch.cat([torch.tensor([*ODD[:9], math.inf, -math.inf, math.nan]), spread])
-    cohort = cohort_of("adamw", "split", dtype, weights=[w])
-    before = values_of(cohort)[0].clone()
+    bucket = bucket_of("adamw", "split", dtype, weights=[w])
+    before = values_of(bucket)[0].clone()
     for name in ("lr", "weight_decay"):
-        cohort.hypers[name].zero_()
-    take(executor, cohort, executor.prepare(cohort), [torch.zeros(len(w), dtype=dtype)])
-    (after,) = values_of(cohort)
+        bucket.hypers[name].zero_()
+    take(executor, bucket, executor.prepare(bucket), [torch.zeros(len(w), dtype=dtype)])
+    (after,) = values_of(bucket)
     assert torch.equal(after.isnan(), w.isnan())
-    assert torch.equal(cohort.weights[0].isnan(), w.isnan())  # the forward pass sees it
+    assert torch.equal(bucket.weights[0].isnan(), w.isnan())  # the forward pass sees it
     assert same_bits([after.nan_to_num(7)], [before.nan_to_num(7)])
 
 
@@ -447,7 +453,7 @@ def test_neither_pass_asks_the_device_for_a_value(master):
     with torch.device("meta"):  # there are none there
         weights = [torch.empty(20, 30, dtype=BF16), torch.empty(5, dtype=BF16), torch.empty(6, dtype=BF16)]
         extra = {"remainder": torch.int16, "master": FP32}.get(kept.extra)
-        cohort = Cohort(
+        bucket = Bucket(
             rule=rule("adamw"),
             storage=kept,
             hypers={name: torch.tensor(0.5, dtype=torch.float64) for name in rule("adamw").hypers},
@@ -457,8 +463,8 @@ def test_neither_pass_asks_the_device_for_a_value(master):
             states=[(torch.zeros_like(weight, dtype=BF16), torch.zeros_like(weight, dtype=FP32)) for weight in weights],
         )
         check = judge(executor.norms(weights), torch.tensor(1.0), max_norm=1.0)
-    advance([cohort.step], check.found_inf)
-    executor.prepare(cohort)(weights, check)
+    advance([bucket.step], check.found_inf)
+    executor.prepare(bucket)(weights, check)
 
 
 def test_where_torch_cannot_compile_the_error_names_the_way_out(monkeypatch):
@@ -466,7 +472,7 @@ def test_where_torch_cannot_compile_the_error_names_the_way_out(monkeypatch):
         raise RuntimeError("backend='inductor' raised:\nNo working C++ compiler found\nand a page more")
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: refuse)
-    cohort = cohort_of("lion maximize", "split", BF16, shapes=[(5,)])
+    bucket = bucket_of("lion maximize", "split", BF16, shapes=[(5,)])
     with pytest.raises(UnsupportedError, match=r"lion_split on cpu(?s:.*)No working C(?s:.*)apt install g") as caught:
-        take(Compiled(), cohort, Compiled().prepare(cohort), gradients_of(cohort, 0, BF16))
+        take(Compiled(), bucket, Compiled().prepare(bucket), gradients_of(bucket, 0, BF16))
     assert "page more" not in str(caught.value)

@@ -11,11 +11,11 @@ from mezzo.step.executors.cpp import launch as cpp
 from mezzo.step.executors.cpp import source as cpp_source
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Portable
-from mezzo.step.passes import advance, judge
+from mezzo.step.passes import judge
 from mezzo.step.storage import FULL, SPLIT
 from mezzo.step.update import rule
 
-from .test_contract import BF16, FP16, FP32, cohort_of, gradients_of, same_bits, take, tensors_of
+from .test_contract import BF16, FP16, FP32, advance, bucket_of, gradients_of, same_bits, take, tensors_of
 
 WIDENED = """
 extern "C" void kernel(const uint16_t* from, float* to, int64_t count, int64_t start) {
@@ -73,15 +73,15 @@ def test_what_is_too_large_for_float16_is_infinite(compiler):
 def test_the_number_of_threads_changes_no_bit(gradient, monkeypatch):
     monkeypatch.setattr(cpp, "WORTH_A_THREAD", 100)
     shapes, before = [(50_000,), (3, 5), (17_000,)], torch.get_num_threads()
-    mine, theirs = (cohort_of("adamw", "split", FP16, shapes, state_dtype=BF16) for _ in range(2))
+    mine, theirs = (bucket_of("adamw", "split", FP16, shapes, state_dtype=BF16) for _ in range(2))
     found = []
     try:
-        for cohort, threads in ((mine, 1), (theirs, 2)):
+        for bucket, threads in ((mine, 1), (theirs, 2)):
             torch.set_num_threads(threads)
             executor = Cpp()
-            update = executor.prepare(cohort)
+            update = executor.prepare(bucket)
             for number in range(2):
-                found.append(take(executor, cohort, update, gradients_of(cohort, number, gradient)).norms)
+                found.append(take(executor, bucket, update, gradients_of(bucket, number, gradient)).norms)
     finally:
         torch.set_num_threads(before)
     assert same_bits(found[:2], found[2:])
@@ -101,20 +101,20 @@ def test_threads_are_torch_s_and_as_many_as_are_worth_waking():
 
 def test_nothing_is_asked_of_a_tensor():
     """Not even on the CPU, where asking costs little: the flag is read by the kernel."""
-    executor, cohort = Cpp(), cohort_of("adamw", "split", BF16)
-    update = executor.prepare(cohort)
-    take(executor, cohort, update, gradients_of(cohort, 2, BF16))  # traces, compiles and makes tables
+    executor, bucket = Cpp(), bucket_of("adamw", "split", BF16)
+    update = executor.prepare(bucket)
+    take(executor, bucket, update, gradients_of(bucket, 2, BF16))  # traces, compiles and makes tables
     for number in range(2):
-        gradients = gradients_of(cohort, number, BF16)
+        gradients = gradients_of(bucket, number, BF16)
         if number:
             gradients[1][0, 0] = torch.inf
-        before = [tensor.clone() for tensor in tensors_of(cohort)]
+        before = [tensor.clone() for tensor in tensors_of(bucket)]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
             check = judge(executor.norms(gradients), torch.tensor(1 / 1024), max_norm=1.0)
-            advance([cohort.step], check.found_inf)
+            advance([bucket.step], check.found_inf)
             update(gradients, check)
         assert "aten::_local_scalar_dense" not in {event.name for event in profiled.events()}
-        assert same_bits(tensors_of(cohort), before) is bool(check.found_inf) is bool(number)
+        assert same_bits(tensors_of(bucket), before) is bool(check.found_inf) is bool(number)
 
 
 @pytest.mark.parametrize("count", [1, 40])
@@ -123,27 +123,27 @@ def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch, coun
 
     def counted(source):
         kernel, kind = built(source), "norms" if "double* sums" in source else "update"
-        return build.Kernel(lambda *args: calls.append(kind) or kernel._function(*args))
+        return build.CppKernel(lambda *args: calls.append(kind) or kernel._function(*args))
 
     monkeypatch.setattr(cpp, "built", counted)
-    executor, cohort = Cpp(), cohort_of("adamw", "split", BF16, [(20,)] * count)
-    update = executor.prepare(cohort)
+    executor, bucket = Cpp(), bucket_of("adamw", "split", BF16, [(20,)] * count)
+    update = executor.prepare(bucket)
     for number in range(2):
-        take(executor, cohort, update, gradients_of(cohort, number, BF16))
+        take(executor, bucket, update, gradients_of(bucket, number, BF16))
     assert calls == ["norms", "update"] * 2
 
 
 def test_tables_follow_tensors_that_were_given_other_memory():
-    cohort, executor = cohort_of("sgd", "full", BF16, [(20,), (3,)]), Cpp()
-    update = executor.prepare(cohort)
-    gradients = [torch.ones_like(weight) for weight in cohort.weights]
+    bucket, executor = bucket_of("sgd", "full", BF16, [(20,), (3,)]), Cpp()
+    update = executor.prepare(bucket)
+    gradients = [torch.ones_like(weight) for weight in bucket.weights]
     for _ in range(2):
-        values = [extra.clone() for extra in cohort.extras]
-        take(executor, cohort, update, gradients, inverse=1.0)
-        for value, extra in zip(values, cohort.extras, strict=True):
+        values = [extra.clone() for extra in bucket.extras]
+        take(executor, bucket, update, gradients, inverse=1.0)
+        for value, extra in zip(values, bucket.extras, strict=True):
             assert not same_bits([value], [extra])
-        cohort.weights[0].data = cohort.weights[0].data.clone()
-        cohort.extras[1] = cohort.extras[1].clone()
+        bucket.weights[0].data = bucket.weights[0].data.clone()
+        bucket.extras[1] = bucket.extras[1].clone()
         gradients = [gradient.float() for gradient in gradients]
 
 
@@ -155,41 +155,41 @@ def test_old_tables_of_norms_are_forgotten():
 
 
 def test_two_threads_of_python_may_step_at_once():
-    cohorts = [cohort_of("adamw", "split", BF16, [(200_000,)]) for _ in range(2)]
+    buckets = [bucket_of("adamw", "split", BF16, [(200_000,)]) for _ in range(2)]
     executor = Cpp()
     checks = []
-    for cohort in cohorts:
-        gradients = gradients_of(cohort, 0, BF16)
+    for bucket in buckets:
+        gradients = gradients_of(bucket, 0, BF16)
         check = judge(executor.norms(gradients), torch.tensor(1 / 1024))
-        advance([cohort.step], check.found_inf)
-        checks.append((executor.prepare(cohort), gradients, check))
+        advance([bucket.step], check.found_inf)
+        checks.append((executor.prepare(bucket), gradients, check))
     threads = [threading.Thread(target=update, args=(gradients, check)) for update, gradients, check in checks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert same_bits(tensors_of(cohorts[0]), tensors_of(cohorts[1]))
+    assert same_bits(tensors_of(buckets[0]), tensors_of(buckets[1]))
 
 
 def test_what_is_wrong_is_told_before_anything_is_updated(monkeypatch):
     def refuse(source):
         raise UnsupportedError("no space")
 
-    cohort = cohort_of("lion", "split", BF16)
+    bucket = bucket_of("lion", "split", BF16)
     monkeypatch.setattr(cpp, "built", refuse)
     with pytest.raises(UnsupportedError, match="no space"):
-        Cpp().prepare(cohort)  # which a step does for all cohorts first
+        Cpp().prepare(bucket)  # which a step does for all buckets first
 
 
 def test_a_negative_view_is_read_as_what_it_is():
-    cohort, executor = cohort_of("sgd", "split", FP32, [(300,)]), Cpp()
-    before = cohort.weights[0].clone()
+    bucket, executor = bucket_of("sgd", "split", FP32, [(300,)]), Cpp()
+    before = bucket.weights[0].clone()
     gradient = torch._neg_view(torch.ones(300))
     assert gradient.is_neg()
     check = judge(executor.norms([gradient]), torch.tensor(1.0))
-    advance([cohort.step], check.found_inf)
-    executor.prepare(cohort)([gradient], check)
-    assert (cohort.weights[0] > before).all()
+    advance([bucket.step], check.found_inf)
+    executor.prepare(bucket)([gradient], check)
+    assert (bucket.weights[0] > before).all()
 
 
 def test_tensors_without_memory_are_refused():
@@ -209,22 +209,22 @@ def test_tensors_without_memory_are_refused():
 @pytest.mark.parametrize("executor", [Cpp(), Portable()], ids=["cpp", "portable"])
 def test_a_weight_that_was_turned_round_keeps_its_own_momentum(executor):
     """At the same address, of the same shape: only its strides differ."""
-    cohort = cohort_of("sgd momentum", None, FP32, [(300, 300)])
-    theirs = [cohort.weights[0].clone(), torch.zeros(300, 300)]
-    update = executor.prepare(cohort)
+    bucket = bucket_of("sgd momentum", None, FP32, [(300, 300)])
+    theirs = [bucket.weights[0].clone(), torch.zeros(300, 300)]
+    update = executor.prepare(bucket)
     for number in range(2):
         gradient = torch.randn(300, 300, generator=torch.Generator().manual_seed(number))
-        take(executor, cohort, update, [gradient], inverse=1.0)
+        take(executor, bucket, update, [gradient], inverse=1.0)
         decayed = gradient + 0.01 * theirs[0]
         theirs[1] = theirs[1] * 0.9 + decayed * (0.9 if number else 1.0)
         theirs[0] = theirs[0] - 0.1 * theirs[1]
-        torch.testing.assert_close(cohort.weights[0], theirs[0], rtol=1e-5, atol=1e-6)
-        cohort.weights[0].data, theirs[0] = cohort.weights[0].data.t(), theirs[0].t().clone()
+        torch.testing.assert_close(bucket.weights[0], theirs[0], rtol=1e-5, atol=1e-6)
+        bucket.weights[0].data, theirs[0] = bucket.weights[0].data.t(), theirs[0].t().clone()
 
 
 def test_no_weights_at_all():
-    cohort = cohort_of("adamw", "split", BF16, [])
-    Cpp().prepare(cohort)([], judge(torch.ones(1), torch.tensor(1.0)))
+    bucket = bucket_of("adamw", "split", BF16, [])
+    Cpp().prepare(bucket)([], judge(torch.ones(1), torch.tensor(1.0)))
 
 
 def test_a_float64_bound_does_not_change_what_kernels_read():

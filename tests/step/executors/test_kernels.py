@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Portable
-from mezzo.step.passes import advance, judge, updated
+from mezzo.step.passes import judge, updated
 from mezzo.step.rounding import keys, noise
 from mezzo.step.storage import PLAIN
 
@@ -20,8 +20,9 @@ from .test_contract import (
     FP16,
     FP32,
     ODD,
+    advance,
+    bucket_of,
     check_against_torch,
-    cohort_of,
     gradients_of,
     random,
     same_bits,
@@ -76,47 +77,47 @@ class Ieee(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def moved(cohort, device):
-    """A copy of a cohort, on another device or not."""
+def moved(bucket, device):
+    """A copy of a bucket, on another device or not."""
 
     def to(tensor):
         return None if tensor is None else torch.empty_like(tensor, device=device).copy_(tensor)
 
     return dataclasses.replace(
-        cohort,
-        hypers={name: to(value) for name, value in cohort.hypers.items()},
-        step=to(cohort.step),
-        weights=[to(weight) for weight in cohort.weights],
-        extras=[to(extra) for extra in cohort.extras],
-        states=[tuple(to(state) for state in states) for states in cohort.states],
+        bucket,
+        hypers={name: to(value) for name, value in bucket.hypers.items()},
+        step=to(bucket.step),
+        weights=[to(weight) for weight in bucket.weights],
+        extras=[to(extra) for extra in bucket.extras],
+        states=[tuple(to(state) for state in states) for states in bucket.states],
     )
 
 
 def made(device, *args, **kwargs):
-    return moved(cohort_of(*args, **kwargs), device)
+    return moved(bucket_of(*args, **kwargs), device)
 
 
-def pure_step(cohort, gradients, check):
+def pure_step(bucket, gradients, check):
     """What every executor is measured against, predicated like this one."""
-    seeds = keys(cohort.step, len(gradients), cohort.seed)
+    seeds = keys(bucket.step, len(gradients), bucket.seed)
     for index, gradient in enumerate(gradients):
-        parts = cohort.storage.parts(cohort.weights[index], cohort.extras[index])
-        scalars = cohort.rule.scalars(cohort.hypers, cohort.step)
+        parts = bucket.storage.parts(bucket.weights[index], bucket.extras[index])
+        scalars = bucket.rule.scalars(bucket.hypers, bucket.step)
         order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
         with Ieee():
             values, new = updated(
-                cohort.rule, cohort.storage, gradient, parts, cohort.states[index], scalars, check.multiplier,
+                bucket.rule, bucket.storage, gradient, parts, bucket.states[index], scalars, check.multiplier,
                 lambda slot, order=order, key=seeds[index]: noise(order, key, slot),
             )  # fmt: skip
-        for target, value in zip((*parts, *cohort.states[index]), (*values, *new), strict=True):
+        for target, value in zip((*parts, *bucket.states[index]), (*values, *new), strict=True):
             target.copy_(value)
 
 
-def step(executor, cohort, update, gradients, **kwargs):
-    inverse = torch.tensor(1 / 1024, device=cohort.step.device)
+def step(executor, bucket, update, gradients, **kwargs):
+    inverse = torch.tensor(1 / 1024, device=bucket.step.device)
     before = [gradient.clone() for gradient in gradients]
     check = judge(executor.norms(gradients), inverse, **kwargs)
-    advance([cohort.step], check.found_inf)
+    advance([bucket.step], check.found_inf)
     update(gradients, check)
     assert same_bits(gradients, before)
     return check
@@ -196,7 +197,7 @@ def test_random_bits_are_every_executor_s(kernels):
     if kernels.device.type != "cpu":
         pytest.skip("another executor on the CPU is the reference")
     for master, state, rounding in ((None, FP32, "stochastic"), ("split", BF16, "nearest")):
-        mine, theirs = (cohort_of("lion", master, BF16, SHAPES, state_dtype=state, rounding=rounding) for _ in range(2))
+        mine, theirs = (bucket_of("lion", master, BF16, SHAPES, state_dtype=state, rounding=rounding) for _ in range(2))
         updates = kernels.executor().prepare(mine), Portable().prepare(theirs)
         for number in range(2):
             gradients = gradients_of(mine, number, BF16)
@@ -211,24 +212,24 @@ def test_a_skipped_step_writes_nothing(kernels):
 
 
 def check_that_nothing_is_written(kernels, bad, state):
-    cohort, executor = made(kernels.device, "adamw", "split", BF16, SHAPES, state_dtype=state), kernels.executor()
+    bucket, executor = made(kernels.device, "adamw", "split", BF16, SHAPES, state_dtype=state), kernels.executor()
     odd = torch.zeros(6, 10, dtype=BF16, device=kernels.device)[:, :5]  # updated by torch's operations
-    cohort = dataclasses.replace(
-        cohort,
-        weights=[*cohort.weights, odd],
-        extras=[*cohort.extras, torch.zeros(6, 5, dtype=torch.int16, device=kernels.device)],
-        states=[*cohort.states, tuple(torch.zeros(6, 5, dtype=state, device=kernels.device) for _ in range(2))],
+    bucket = dataclasses.replace(
+        bucket,
+        weights=[*bucket.weights, odd],
+        extras=[*bucket.extras, torch.zeros(6, 5, dtype=torch.int16, device=kernels.device)],
+        states=[*bucket.states, tuple(torch.zeros(6, 5, dtype=state, device=kernels.device) for _ in range(2))],
     )
-    update = executor.prepare(cohort)
-    step(executor, cohort, update, on(kernels.device, gradients_of(cohort, 0, BF16)))
-    before = [tensor.clone() for tensor in tensors_of(cohort)]
-    gradients = on(kernels.device, gradients_of(cohort, 1, BF16))
+    update = executor.prepare(bucket)
+    step(executor, bucket, update, on(kernels.device, gradients_of(bucket, 0, BF16)))
+    before = [tensor.clone() for tensor in tensors_of(bucket)]
+    gradients = on(kernels.device, gradients_of(bucket, 1, BF16))
     gradients[1][2, 3] = bad
-    assert step(executor, cohort, update, gradients).found_inf
-    assert same_bits(tensors_of(cohort), before)
-    assert not step(executor, cohort, update, on(kernels.device, gradients_of(cohort, 2, BF16))).found_inf
-    assert cohort.step == 2
-    assert not any(same_bits([one], [other]) for one, other in zip(cohort.weights, before, strict=False))
+    assert step(executor, bucket, update, gradients).found_inf
+    assert same_bits(tensors_of(bucket), before)
+    assert not step(executor, bucket, update, on(kernels.device, gradients_of(bucket, 2, BF16))).found_inf
+    assert bucket.step == 2
+    assert not any(same_bits([one], [other]) for one, other in zip(bucket.weights, before, strict=False))
 
 
 LAYOUTS = {

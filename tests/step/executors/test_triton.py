@@ -23,7 +23,7 @@ from mezzo.step.executors.portable import Portable
 from mezzo.step.executors.triton import launch as tables
 from mezzo.step.executors.triton import source as source_of
 from mezzo.step.executors.triton.launch import Triton
-from mezzo.step.passes import advance, judge
+from mezzo.step.passes import judge
 from mezzo.step.storage import FULL, KAHAN, PLAIN, SPLIT, STOCHASTIC
 from mezzo.step.update import rule
 
@@ -31,7 +31,8 @@ from .test_contract import (
     BF16,
     FP16,
     FP32,
-    cohort_of,
+    advance,
+    bucket_of,
     gradients_of,
     random,
     same_bits,
@@ -88,13 +89,13 @@ def uploads(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 40])
 def test_launches_do_not_depend_on_the_number_of_tensors(device, launches, count):
-    cohort, executor = made(device, "adamw", "split", BF16, [(20,)] * count), Triton()
-    update = executor.prepare(cohort)
-    step(executor, cohort, update, on(device, gradients_of(cohort, 0, BF16)))
+    bucket, executor = made(device, "adamw", "split", BF16, [(20,)] * count), Triton()
+    update = executor.prepare(bucket)
+    step(executor, bucket, update, on(device, gradients_of(bucket, 0, BF16)))
     assert launches == ["squares", "roots", "scalars", "adamw_split"]
     launches.clear()
-    mixed = [gradient.to((BF16, FP32)[i % 2]) for i, gradient in enumerate(gradients_of(cohort, 1, BF16))]
-    step(executor, cohort, update, on(device, mixed))
+    mixed = [gradient.to((BF16, FP32)[i % 2]) for i, gradient in enumerate(gradients_of(bucket, 1, BF16))]
+    step(executor, bucket, update, on(device, mixed))
     assert launches == ["squares", *["squares"] * (count > 1), "roots", "scalars", *["adamw_split"] * min(count, 2)]
 
 
@@ -111,16 +112,16 @@ class Wrapped(torch.Tensor):
 
 
 def test_tensors_without_memory_are_refused_before_any_launch(device, launches):
-    cohort, executor = made(device, "adamw", "split", BF16, [(20,), (20,)]), Triton()
-    update = executor.prepare(cohort)
-    gradients = [gradients_of(cohort, 0, BF16)[0].to(device), Wrapped(torch.ones(20, dtype=BF16, device=device))]
+    bucket, executor = made(device, "adamw", "split", BF16, [(20,), (20,)]), Triton()
+    update = executor.prepare(bucket)
+    gradients = [gradients_of(bucket, 0, BF16)[0].to(device), Wrapped(torch.ones(20, dtype=BF16, device=device))]
     check = judge(torch.ones(2, device=device), torch.ones((), device=device))
-    before = [tensor.clone() for tensor in tensors_of(cohort)]
+    before = [tensor.clone() for tensor in tensors_of(bucket)]
     for read in (lambda: executor.norms(gradients), lambda: update(gradients, check)):
         with pytest.raises(UnsupportedError, match=r"cannot find a tensor\n  where  Wrapped of shape \(20,\)"):
             read()
     assert launches == []
-    assert same_bits(before, tensors_of(cohort))
+    assert same_bits(before, tensors_of(bucket))
 
 
 class Kernels(TorchDispatchMode):
@@ -138,10 +139,10 @@ class Kernels(TorchDispatchMode):
 def test_torch_s_operations_around_them_do_not_either(device):
     counts = []
     for number in (1, 40):
-        cohort, executor = made(device, "adamw", "split", BF16, [(20,)] * number, state_dtype=BF16), Triton()
-        update = executor.prepare(cohort)
-        gradients = on(device, gradients_of(cohort, 0, BF16))
-        step(executor, cohort, update, gradients)
+        bucket, executor = made(device, "adamw", "split", BF16, [(20,)] * number, state_dtype=BF16), Triton()
+        update = executor.prepare(bucket)
+        gradients = on(device, gradients_of(bucket, 0, BF16))
+        step(executor, bucket, update, gradients)
         check = judge(executor.norms(gradients), torch.ones((), device=device))
         with Kernels() as kernels:
             executor.norms(gradients)
@@ -151,24 +152,24 @@ def test_torch_s_operations_around_them_do_not_either(device):
 
 
 def test_addresses_are_uploaded_when_they_have_changed(device, uploads):
-    cohort, executor = made(device, "adamw", "split", BF16, SHAPES), Triton()
-    update = executor.prepare(cohort)
-    gradients = on(device, gradients_of(cohort, 0, BF16))
-    step(executor, cohort, update, gradients)
+    bucket, executor = made(device, "adamw", "split", BF16, SHAPES), Triton()
+    update = executor.prepare(bucket)
+    gradients = on(device, gradients_of(bucket, 0, BF16))
+    step(executor, bucket, update, gradients)
     uploads.clear()
     for _ in range(3):
-        step(executor, cohort, update, gradients)
+        step(executor, bucket, update, gradients)
     assert not uploads
     gradients[1] = gradients[1].clone()
-    step(executor, cohort, update, gradients)
+    step(executor, bucket, update, gradients)
     assert len(uploads) == 1  # for both passes
-    before = [weight.clone() for weight in cohort.weights]
-    for weight in cohort.weights:
+    before = [weight.clone() for weight in bucket.weights]
+    for weight in bucket.weights:
         weight.data = weight.data.clone()
     uploads.clear()
-    step(executor, cohort, update, gradients)
+    step(executor, bucket, update, gradients)
     assert len(uploads) == 2  # rows and chunks
-    assert not any(same_bits([one], [other]) for one, other in zip(before, cohort.weights, strict=True))
+    assert not any(same_bits([one], [other]) for one, other in zip(before, bucket.weights, strict=True))
 
 
 def test_old_tables_of_norms_are_forgotten(device):
@@ -182,64 +183,64 @@ def test_old_tables_of_norms_are_forgotten(device):
 @pytest.mark.usefixtures("interpreted")
 def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypatch, uploads):
     """As if captured: uploads are recorded, and the tables that a graph will read are kept."""
-    cohort, executor = cohort_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
-    update = executor.prepare(cohort)
-    gradients = gradients_of(cohort, 0, BF16)
-    take(executor, cohort, update, gradients)
+    bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
+    update = executor.prepare(bucket)
+    gradients = gradients_of(bucket, 0, BF16)
+    take(executor, bucket, update, gradients)
     uploads.clear()
     capturing = True
     monkeypatch.setattr(tables, "_is_capturing", lambda device: capturing)
-    take(executor, cohort, update, gradients)
+    take(executor, bucket, update, gradients)
     kept = list(executor._kept)
     assert sum(each is update.addresses.table for each in kept) == 2  # both passes read it
     assert any(each[0] is update.rows for each in kept if isinstance(each, tuple))
-    theirs = moved(cohort, "cpu")
+    theirs = moved(bucket, "cpu")
     elsewhere = [gradient.clone() for gradient in gradients]
-    check = take(executor, cohort, update, elsewhere)
+    check = take(executor, bucket, update, elsewhere)
     advance([theirs.step], check.found_inf)
     pure_step(theirs, elsewhere, check)
-    assert_same_but_for_nan(cohort, theirs)
+    assert_same_but_for_nan(bucket, theirs)
     assert not uploads
     addresses = torch.tensor([gradient.data_ptr() for gradient in elsewhere])
     fresh = [pair for pair in executor._kept[len(kept) :] if len(pair) == 2 and torch.is_tensor(pair[1])]
     recorded = [pair for pair in fresh if all(torch.equal(each, addresses) for each in pair)]
     assert len(recorded) == 2  # one for each pass, in host and device memory
     for _ in range(tables.RESERVE - 1):
-        take(executor, cohort, update, [gradient.clone() for gradient in gradients_of(cohort, 1, BF16)])
+        take(executor, bucket, update, [gradient.clone() for gradient in gradients_of(bucket, 1, BF16)])
     with pytest.raises(
         UnsupportedError, match=r"(?s)cannot be captured.*lay elsewhere 4 times.*write  as many such steps"
     ):
-        take(executor, cohort, update, [gradient.clone() for gradient in gradients])
+        take(executor, bucket, update, [gradient.clone() for gradient in gradients])
     capturing = False
-    take(executor, cohort, update, elsewhere)  # what was recorded has not happened: uploaded after all
+    take(executor, bucket, update, elsewhere)  # what was recorded has not happened: uploaded after all
     assert len(uploads) == 1
 
 
-def alike_steps(executor, cohort, update, count):
+def alike_steps(executor, bucket, update, count):
     """Steps with gradients that lie elsewhere each time, all of them alive until the last."""
-    sets = [gradients_of(cohort, number, BF16) for number in range(count)]
+    sets = [gradients_of(bucket, number, BF16) for number in range(count)]
     for gradients in sets:
-        take(executor, cohort, update, gradients)
+        take(executor, bucket, update, gradients)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_the_reserve_follows_what_rehearsals_take(monkeypatch):
     """Nine alike steps in a graph, after one rehearsal of them; then a second graph, after another one."""
-    cohort, executor = cohort_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
-    update, theirs = executor.prepare(cohort), moved(cohort, "cpu")
+    bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
+    update, theirs = executor.prepare(bucket), moved(bucket, "cpu")
     for capturing in (False, True, False, True):
         monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
-        alike_steps(executor, cohort, update, 9)
+        alike_steps(executor, bucket, update, 9)
     assert len(executor._kept) > 4 * 9
     with pytest.raises(UnsupportedError, match=r"(?s)lay elsewhere 32 times.*at most 64 in it"):
-        alike_steps(executor, moved(cohort, "cpu"), lambda gradients, check: None, 33)
+        alike_steps(executor, moved(bucket, "cpu"), lambda gradients, check: None, 33)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
     other = Triton()
     alike = other.prepare(theirs)
     for _ in range(4):
         alike_steps(other, theirs, alike, 9)
-    assert cohort.step == 36
-    assert same_bits(tensors_of(cohort), tensors_of(theirs))
+    assert bucket.step == 36
+    assert same_bits(tensors_of(bucket), tensors_of(theirs))
 
 
 def test_the_reserve_is_bounded(device):
@@ -259,7 +260,7 @@ def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding)
     """Not a default device, on which no table could be pinned; and not a default dtype."""
     gaps = torch.zeros(6, 10, dtype=BF16)[:, :5]  # updated by torch's operations
     shapes = [(2500,), (3, 5)]
-    mine = cohort_of("lion", master, BF16, shapes, state_dtype=BF16, rounding=rounding)
+    mine = bucket_of("lion", master, BF16, shapes, state_dtype=BF16, rounding=rounding)
     extra = torch.zeros(6, 5, dtype=torch.int16) if master == "split" else None
     mine = dataclasses.replace(
         mine,
@@ -292,19 +293,19 @@ def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding)
 
 @pytest.mark.usefixtures("interpreted")
 def test_tables_of_other_tensors_cannot_be_made_while_a_graph_is_captured(monkeypatch):
-    cohort, executor = cohort_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
-    update = executor.prepare(cohort)
-    gradients = gradients_of(cohort, 0, BF16)
-    check = take(executor, cohort, update, gradients)
-    before = [tensor.clone() for tensor in tensors_of(cohort)]
+    bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
+    update = executor.prepare(bucket)
+    gradients = gradients_of(bucket, 0, BF16)
+    check = take(executor, bucket, update, gradients)
+    before = [tensor.clone() for tensor in tensors_of(bucket)]
     monkeypatch.setattr(tables, "_is_capturing", lambda device: True)
     with pytest.raises(UnsupportedError, match=r"(?s)cannot be captured.*gradients of other shapes, on cpu"):
         executor.norms(gradients[:1])
     with pytest.raises(UnsupportedError, match="weights or states that were given other memory"):
         update([gradient.float() for gradient in gradients], check)
     with pytest.raises(UnsupportedError, match="weights or states"):
-        executor.prepare(cohort)(gradients, check)
-    assert same_bits(tensors_of(cohort), before)
+        executor.prepare(bucket)(gradients, check)
+    assert same_bits(tensors_of(bucket), before)
 
 
 class Net(torch.nn.Module):
@@ -514,12 +515,12 @@ def no_syncs():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("state", [FP32, BF16])
 def test_a_step_makes_no_host_sync(no_syncs, state):
-    cohort, executor = made("cuda", "adamw", "split", BF16, SHAPES, state_dtype=state), Triton()
-    update, inverse = executor.prepare(cohort), torch.tensor(1 / 1024, device="cuda")
-    sets = [on("cuda", gradients_of(cohort, number, BF16)) for number in range(4)]  # each lies elsewhere
+    bucket, executor = made("cuda", "adamw", "split", BF16, SHAPES, state_dtype=state), Triton()
+    update, inverse = executor.prepare(bucket), torch.tensor(1 / 1024, device="cuda")
+    sets = [on("cuda", gradients_of(bucket, number, BF16)) for number in range(4)]  # each lies elsewhere
     for number in (0, 0, 1, 2, 3):
         check = judge(executor.norms(sets[number]), inverse, max_norm=1.0)
-        advance([cohort.step], check.found_inf)
+        advance([bucket.step], check.found_inf)
         update(sets[number], check)
         if number == 0:
             no_syncs()
@@ -530,9 +531,9 @@ def test_a_step_makes_no_host_sync(no_syncs, state):
 def test_the_profiler_counts_the_same_kernels_for_one_tensor_and_for_many():
     counts = []
     for number in (1, 200):
-        cohort, executor = made("cuda", "adamw", "split", BF16, [(3000,)] * number), Triton()
-        update, gradients = executor.prepare(cohort), on("cuda", gradients_of(cohort, 0, BF16))
-        step(executor, cohort, update, gradients)
+        bucket, executor = made("cuda", "adamw", "split", BF16, [(3000,)] * number), Triton()
+        update, gradients = executor.prepare(bucket), on("cuda", gradients_of(bucket, 0, BF16))
+        step(executor, bucket, update, gradients)
         check = judge(executor.norms(gradients), torch.ones((), device="cuda"))
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
@@ -553,9 +554,9 @@ def test_a_captured_step_replays_what_the_eager_one_does(where):
     theirs, executor, inverse = moved(mine, "cuda"), Triton(), torch.tensor(1 / 1024, device="cuda")
     updates = executor.prepare(mine), executor.prepare(theirs)
 
-    def run(cohort, update, gradients):
+    def run(bucket, update, gradients):
         check = judge(executor.norms(gradients), inverse, max_norm=1.0)
-        advance([cohort.step], check.found_inf)
+        advance([bucket.step], check.found_inf)
         update(gradients, check)
 
     static = on("cuda", gradients_of(mine, 0, BF16))

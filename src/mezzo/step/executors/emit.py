@@ -18,7 +18,7 @@ from mezzo.errors import UnsupportedError
 from mezzo.step.passes import stepped
 from mezzo.step.rounding import key_of
 from mezzo.step.storage import Storage
-from mezzo.step.update import Rule
+from mezzo.step.update import UpdateRule
 from mezzo.tensors import LOW
 
 __all__ = ["ALIKE", "Dialect", "Lines", "expression", "key_lines", "update_name", "written"]
@@ -92,12 +92,12 @@ class Lines:
     random: bool
 
 
-def update_name(rule: Rule, storage: Storage) -> str:
+def update_name(rule: UpdateRule, storage: Storage) -> str:
     """Return what profilers call the kernel of a rule with its options and a storage."""
     return "_".join((rule.name, *sorted(rule.options), storage.name))
 
 
-def written(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect) -> Lines:
+def written(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect) -> Lines:
     """Write the update of one element.
 
     What is not stored goes by the names of ``rule.numbers``, ``multiplier``, ``key`` and ``order``.
@@ -144,7 +144,7 @@ def key_lines(dialect: Dialect) -> tuple[list[str], str]:
     return lines, list(known.values())[-1]
 
 
-def _traced(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> fx.Graph:
+def _traced(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> fx.Graph:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     gradient, *targets = (torch.ones(2, dtype=dtype, device="cpu") for dtype in dtypes)
@@ -166,7 +166,7 @@ def _traced(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> fx
 
 
 def _body(
-    graph: fx.Graph, names: list[str], rule: Rule, dtypes: tuple[torch.dtype, ...], dialect: Dialect
+    graph: fx.Graph, names: list[str], rule: UpdateRule, dtypes: tuple[torch.dtype, ...], dialect: Dialect
 ) -> list[str]:
     """Write one line for each operation, and one store for each target."""
     lines: list[str] = []

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.tables import laid_out
-from mezzo.step.passes import Cohort, InPieces, NoKernel, Update, Verdict, stepped
+from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, stepped
 from mezzo.step.rounding import keys
 from mezzo.step.storage import Storage
-from mezzo.step.update import Rule, Scalars, States
+from mezzo.step.update import Scalars, States, UpdateRule
 from mezzo.step.whole import Call, Piece
 from mezzo.tensors import flat
 
@@ -57,9 +57,9 @@ class Portable:
             return torch.stack(torch._foreach_norm([each.detach() for each in gradients], 2, torch.float32))
         return torch.stack([_squares(gradient).sqrt() for gradient in gradients])
 
-    def prepare(self, cohort: Cohort) -> Update:
+    def prepare(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
-        return _PortableUpdate(cohort)
+        return _PortableUpdate(bucket)
 
 
 class Compiled(Portable):
@@ -86,52 +86,52 @@ class Compiled(Portable):
                 write="unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE",
             )
 
-    def prepare(self, cohort: Cohort) -> Update:
+    def prepare(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
-        return _CompiledUpdate(cohort)
+        return _CompiledUpdate(bucket)
 
 
-class _PortableUpdate(InPieces):
+class _PortableUpdate(BucketUpdate):
     """Pass 2 by :func:`mezzo.step.passes.updated`, block by block."""
 
-    def __init__(self, cohort: Cohort) -> None:
-        self.cohort = cohort
-        self.on_cpu = cohort.step.device.type == "cpu"
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.on_cpu = bucket.step.device.type == "cpu"
         self.size = CPU_BLOCK if self.on_cpu else DEVICE_BLOCK
-        self.rule_of_vectors = cohort.rule
+        self.rule_of_vectors = bucket.rule
 
     @torch.no_grad()
     def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
-        """See :class:`mezzo.step.passes.Update`."""
+        """See :class:`mezzo.step.passes.BucketUpdate`."""
         if self.on_cpu and check.found_inf:  # here the flag is host memory
             return []
-        cohort = self.cohort
+        bucket = self.bucket
         self.make_ready(gradients, step)
-        scalars = cohort.rule.scalars(cohort.hypers, step)
-        seeds = keys(step, len(gradients), cohort.seed) if cohort.random else scalars.new_zeros((), dtype=torch.int32)
+        scalars = bucket.rule.scalars(bucket.hypers, step)
+        seeds = keys(step, len(gradients), bucket.seed) if bucket.random else scalars.new_zeros((), dtype=torch.int32)
         pieces: list[Piece] = []
         for index, gradient in enumerate(gradients):
-            for start, block in _blocks(gradient.detach(), cohort.targets(index), self.size):
-                key = seeds[index] + start if cohort.random else seeds
+            for start, block in _blocks(gradient.detach(), bucket.targets(index), self.size):
+                key = seeds[index] + start if bucket.random else seeds
                 pieces.append(partial(self.block, block[0], block[1:], scalars, check, key))
         return pieces
 
     def make_ready(self, gradients: Sequence[Tensor], step: Tensor) -> None:
         """Let torch's kernel stand for the rule in this step, where there is one."""
-        if self.on_cpu and self.cohort.rule.native is not None and not self.cohort.random:
-            self.rule_of_vectors = _by_torch(self.cohort.rule, self.cohort.hypers, step)
+        if self.on_cpu and self.bucket.rule.native is not None and not self.bucket.random:
+            self.rule_of_vectors = _by_torch(self.bucket.rule, self.bucket.hypers, step)
 
     def block(
         self, gradient: Tensor, targets: Sequence[Tensor], scalars: Tensor, check: Verdict, key: Tensor
     ) -> list[Call]:
         """Return what writes a block's new values."""
         is_vectors = all(each.is_contiguous() for each in (gradient, *targets))
-        rule = self.rule_of_vectors if is_vectors else self.cohort.rule
-        return calls(rule, self.cohort.storage, gradient, targets, scalars, check, key, predicated=not self.on_cpu)
+        rule = self.rule_of_vectors if is_vectors else self.bucket.rule
+        return calls(rule, self.bucket.storage, gradient, targets, scalars, check, key, predicated=not self.on_cpu)
 
 
 def calls(
-    rule: Rule,
+    rule: UpdateRule,
     storage: Storage,
     gradient: Tensor,
     targets: Sequence[Tensor],
@@ -161,7 +161,7 @@ def calls(
 
 
 def _new_values(
-    rule: Rule,
+    rule: UpdateRule,
     storage: Storage,
     gradient: Tensor,
     targets: Sequence[Tensor],
@@ -174,7 +174,7 @@ def _new_values(
     return stepped(rule, storage, gradient, tuple(parts), tuple(states), scalars, multiplier, key, order)
 
 
-def _by_torch(rule: Rule, hypers: Mapping[str, Tensor], step: Tensor) -> Rule:
+def _by_torch(rule: UpdateRule, hypers: Mapping[str, Tensor], step: Tensor) -> UpdateRule:
     """Return a rule whose arithmetic is torch's own kernel for the CPU, on vectors."""
     native, count = rule.native, step.to(torch.float32)
     assert native is not None, "asked for rules that have one"
@@ -216,14 +216,14 @@ def _squares(gradient: Tensor) -> Tensor:
 class _CompiledUpdate(_PortableUpdate):
     """Pass 2 by a compiled :func:`mezzo.step.passes.updated`, with a flag that stays on the device."""
 
-    def __init__(self, cohort: Cohort) -> None:
-        super().__init__(cohort)
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
         self.size = COMPILED_BLOCK
 
     def make_ready(self, gradients: Sequence[Tensor], step: Tensor) -> None:
         """Compile what these gradients need, if it is missing, before anything is updated."""
         for index, gradient in enumerate(gradients):
-            self.kernel(gradient, self.cohort.targets(index))
+            self.kernel(gradient, self.bucket.targets(index))
 
     def block(
         self, gradient: Tensor, targets: Sequence[Tensor], scalars: Tensor, check: Verdict, key: Tensor
@@ -236,11 +236,13 @@ class _CompiledUpdate(_PortableUpdate):
 
     def kernel(self, gradient: Tensor, targets: Sequence[Tensor]) -> Callable[..., None]:
         dtypes = (gradient.dtype, *(target.dtype for target in targets))
-        return _kernel(self.cohort.rule, self.cohort.storage, dtypes, self.cohort.step.device)
+        return _kernel(self.bucket.rule, self.bucket.storage, dtypes, self.bucket.step.device)
 
 
 @cache
-def _kernel(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Callable[..., None]:
+def _kernel(
+    rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Callable[..., None]:
     """Compile pass 2 for vectors: of a gradient's dtype, then of the parts' and states'."""
 
     def update(

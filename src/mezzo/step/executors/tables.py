@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.passes import Cohort
+from mezzo.step.passes import Bucket
 from mezzo.tensors import CASTABLE, flat
 
 __all__ = [
@@ -64,7 +64,7 @@ def upload_captured(table: Tensor, host: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Where the weights of a cohort lie, with all that belongs to them.
+    """Where the weights of a bucket lie, with all that belongs to them.
 
     Args:
         table: (weights, 1 + parts + states) int64: length, then addresses.
@@ -77,12 +77,12 @@ class Rows:
     others: dict[int, tuple[Tensor, ...]]
 
     @classmethod
-    def of(cls, cohort: Cohort, gradients: Sequence[Tensor]) -> Rows:
-        """Look at a cohort and its gradients."""
+    def of(cls, bucket: Bucket, gradients: Sequence[Tensor]) -> Rows:
+        """Look at a bucket and its gradients."""
         rows, alike = [], dict[tuple[torch.dtype, ...], list[int]]()
         others: dict[int, tuple[Tensor, ...]] = {}
         for index, gradient in enumerate(gradients):
-            targets = cohort.targets(index)
+            targets = bucket.targets(index)
             vectors = flat(*targets)
             if vectors is None:
                 others[index] = targets
@@ -92,21 +92,21 @@ class Rows:
         return cls(table=as_table(rows), alike=alike, others=others)
 
 
-def stored(cohort: Cohort) -> list[Tensor]:
-    """Return all tensors that belong to the weights of a cohort, in one order."""
-    return [tensor for index in range(len(cohort.weights)) for tensor in cohort.targets(index)]
+def stored(bucket: Bucket) -> list[Tensor]:
+    """Return all tensors that belong to the weights of a bucket, in one order."""
+    return [tensor for index in range(len(bucket.weights)) for tensor in bucket.targets(index)]
 
 
-def where(cohort: Cohort, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[object, ...]:
+def where(bucket: Bucket, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[object, ...]:
     """Return what :class:`Rows` depend on: equal as long as nothing was given other memory or another dtype.
 
     Args:
-        cohort: The cohort.
+        bucket: The bucket.
         tensors: Of :func:`stored`, which need not be asked for again.
         gradients: Of this step.
     """
     places = tuple([tensor.data_ptr() for tensor in tensors])
-    strides = tuple([weight.stride() for weight in cohort.weights])
+    strides = tuple([weight.stride() for weight in bucket.weights])
     return places, strides, tuple([gradient.dtype for gradient in gradients])
 
 

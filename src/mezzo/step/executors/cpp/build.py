@@ -20,7 +20,7 @@ from typing import Any, Final
 from mezzo import files
 from mezzo.errors import UnsupportedError
 
-__all__ = ["Kernel", "built"]
+__all__ = ["CppKernel", "built"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 _COUNT: Final = itertools.count()
 
 
-class Kernel:
+class CppKernel:
     """A compiled function; tensors go as their addresses, numbers as int64."""
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -55,7 +55,7 @@ class Kernel:
 
 
 @cache
-def built(source: str) -> Kernel:
+def built(source: str) -> CppKernel:
     """Compile ``extern "C" void kernel(…)`` and return it.
 
     Args:
@@ -117,7 +117,7 @@ def _digest(name: str, program: bytes) -> bytes:
 # Loading ----------------------------------------------------------------------------------------------------
 
 
-def _loaded(program: bytes) -> Kernel | None:
+def _loaded(program: bytes) -> CppKernel | None:
     """Load exactly these bytes: a file that others see could change between its check and its use, and after it."""
     try:
         with _as_file(program) as path:
@@ -125,7 +125,7 @@ def _loaded(program: bytes) -> Kernel | None:
     except (OSError, AttributeError):
         return None
     function.restype = None
-    return Kernel(function)
+    return CppKernel(function)
 
 
 @contextlib.contextmanager

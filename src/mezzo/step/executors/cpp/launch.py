@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.cpp.build import Kernel, built
+from mezzo.step.executors.cpp.build import CppKernel, built
 from mezzo.step.executors.cpp.source import norm_source, update_source
 from mezzo.step.executors.portable import calls
 from mezzo.step.executors.tables import (
@@ -25,7 +25,7 @@ from mezzo.step.executors.tables import (
     vector,
     where,
 )
-from mezzo.step.passes import Cohort, InPieces, NoKernel, Update, Verdict
+from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
 from mezzo.step.rounding import keys
 from mezzo.step.whole import Call, Piece
 
@@ -40,7 +40,7 @@ REMEMBERED: Final = 16
 
 
 class Cpp:
-    """One call for each pass over a cohort, however many tensors there are.
+    """One call for each pass over a bucket, however many tensors there are.
 
     Loops over elements, one for each set of dtypes, that a C++ compiler turns into vector instructions. Chunks of
     tensors are shared among OpenMP's threads, torch's own where torch runs on the compiler's OpenMP (GCC's, in torch's
@@ -55,7 +55,7 @@ class Cpp:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[torch.dtype, int], ...], _Norms] = {}
+        self._known: dict[tuple[tuple[torch.dtype, int], ...], _CppNorms] = {}
         self._lock = threading.Lock()  # one executor serves all optimizers of a process
 
     def require(self, device: torch.device) -> None:
@@ -75,15 +75,15 @@ class Cpp:
             if (known := self._known.get(kinds)) is None:
                 if len(self._known) == REMEMBERED:
                     self._known.pop(next(iter(self._known)))
-                known = self._known[kinds] = _Norms(kinds)
+                known = self._known[kinds] = _CppNorms(kinds)
         return known(vectors)
 
-    def prepare(self, cohort: Cohort) -> Update:
+    def prepare(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
-        return _CppUpdate(cohort)
+        return _CppUpdate(bucket)
 
 
-class _Norms:
+class _CppNorms:
     """Pass 1 for gradients of certain dtypes and lengths, wherever they lie."""
 
     def __init__(self, kinds: Sequence[tuple[torch.dtype, int]]) -> None:
@@ -106,38 +106,38 @@ class _Norms:
         return squares.sqrt_().to(torch.float32)
 
 
-class _CppUpdate(InPieces):
-    """Pass 2 for one cohort: a call for each set of dtypes in it, which is one unless somebody mixed them."""
+class _CppUpdate(BucketUpdate):
+    """Pass 2 for one bucket: a call for each set of dtypes in it, which is one unless somebody mixed them."""
 
-    def __init__(self, cohort: Cohort) -> None:
-        self.cohort = cohort
-        self.tensors = stored(cohort)
-        self.random = cohort.random
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.tensors = stored(bucket)
+        self.random = bucket.random
         self.seen: tuple[object, ...] = ()
         self.no_keys = torch.zeros(1, dtype=torch.int32, device="cpu")
-        if cohort.weights:  # here nothing is updated yet; gradients have the weight's dtype, as a rule
-            targets = cohort.targets(0)
+        if bucket.weights:  # here nothing is updated yet; gradients have the weight's dtype, as a rule
+            targets = bucket.targets(0)
             dtypes = (targets[0].dtype, *(target.dtype for target in targets))
-            _kernel(update_source(cohort.rule, cohort.storage, dtypes))
+            _kernel(update_source(bucket.rule, bucket.storage, dtypes))
 
     @torch.no_grad()
     def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
-        """See :class:`mezzo.step.passes.Update`."""
-        cohort = self.cohort
+        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        bucket = self.bucket
         if not gradients:
             return []
         gradients = [readable(gradient) for gradient in gradients]
         self.follow(gradients)
-        scalars = cohort.rule.scalars(cohort.hypers, step)
-        seeds = keys(step, len(gradients), cohort.seed) if self.random else self.no_keys
-        one_by_one = partial(calls, cohort.rule, cohort.storage)
+        scalars = bucket.rule.scalars(bucket.hypers, step)
+        seeds = keys(step, len(gradients), bucket.seed) if self.random else self.no_keys
+        one_by_one = partial(calls, bucket.rule, bucket.storage)
         alone = [
             partial(one_by_one, gradients[at], targets, scalars, check, seeds[at if self.random else 0])
             for at, targets in self.rows.others.items()
         ]
         vectors = [
             gradient if index in self.rows.others else laid_out(gradient, weight)
-            for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
+            for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
         ]
         places = as_table(addresses(vectors))
         numbers = (scalars, check.multiplier.to(torch.float32), check.found_inf.to(torch.bool), seeds)
@@ -150,22 +150,22 @@ class _CppUpdate(InPieces):
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
-        seen = where(self.cohort, self.tensors, gradients)
+        seen = where(self.bucket, self.tensors, gradients)
         if seen == self.seen:
             return
         self.seen = ()  # until all tables follow: an interrupt may come in between
-        self.rows = Rows.of(self.cohort, gradients)
+        self.rows = Rows.of(self.bucket, gradients)
         lengths = self.rows.table[:, 0]
         self.launches = []
         for dtypes, indices in self.rows.alike.items():
             places = as_table(indices)
             cut = chunked(lengths[places], places, CHUNK)
-            kernel = _kernel(update_source(self.cohort.rule, self.cohort.storage, dtypes))
-            self.launches.append((kernel, cut, sum(self.cohort.weights[index].numel() for index in indices)))
+            kernel = _kernel(update_source(self.bucket.rule, self.bucket.storage, dtypes))
+            self.launches.append((kernel, cut, sum(self.bucket.weights[index].numel() for index in indices)))
         self.seen = seen
 
 
-def _kernel(source: str) -> Kernel:
+def _kernel(source: str) -> CppKernel:
     try:
         return built(source)
     except (UnsupportedError, OSError) as error:  # such as a full disk

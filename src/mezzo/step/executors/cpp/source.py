@@ -16,7 +16,7 @@ import torch
 
 from mezzo.step.executors.emit import ALIKE, Dialect, written
 from mezzo.step.storage import Storage
-from mezzo.step.update import Rule
+from mezzo.step.update import UpdateRule
 
 __all__ = ["CPP", "norm_source", "update_source"]
 
@@ -217,7 +217,7 @@ def _row(name: str, dtype: torch.dtype, *, read: bool = True, constant: bool = F
 
 
 @cache
-def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> str:
+def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> str:
     """Write the kernel of pass 2 for tensors without gaps.
 
     ``kernel`` takes pointers: a gradient's address for each tensor (int64), the rows of tensors (int64: length, then

@@ -26,9 +26,9 @@ from mezzo.step.executors.tables import (
 )
 from mezzo.step.executors.triton import source
 from mezzo.step.executors.triton.shared import Shared
-from mezzo.step.passes import Cohort, InPieces, Update, Verdict
+from mezzo.step.passes import Bucket, BucketUpdate, Verdict
 from mezzo.step.rounding import keys, seeded
-from mezzo.step.update import Rule
+from mezzo.step.update import UpdateRule
 from mezzo.step.whole import Call, Piece
 
 __all__ = ["Triton", "refuse_capture"]
@@ -57,7 +57,7 @@ _OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ft
 
 
 class Triton:
-    """Two launches for pass 1, and one for pass 2 of each cohort, however many tensors there are.
+    """Two launches for pass 1, and one for pass 2 of each bucket, however many tensors there are.
 
     Kernels are written from the rule and the storage (:mod:`mezzo.step.executors.emit`), one for each set of dtypes;
     each dtype among gradients takes a launch of its own. Weights with gaps, or whose states lie otherwise, are updated
@@ -67,7 +67,7 @@ class Triton:
     since nobody tells when the graph goes.
 
     **Cost**: seconds to compile a kernel, which Triton keeps on disk. Per step the bytes of the stored tensors, once,
-    about 15 one-element kernels a cohort, and an upload of 8 bytes a gradient if one has moved. 8 bytes of tables for
+    about 15 one-element kernels a bucket, and an upload of 8 bytes a gradient if one has moved. 8 bytes of tables for
     every 1024 weights. No host sync.
 
     Raises:
@@ -78,7 +78,7 @@ class Triton:
     def __init__(self) -> None:
         self._kept: list[object] = []
         self._latest: _Latest = {}
-        self._known: dict[tuple[object, ...], _Norms] = {}
+        self._known: dict[tuple[object, ...], _TritonNorms] = {}
         self.shared = Shared()
 
     def require(self, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class Triton:
             UnsupportedError: Triton cannot: it builds what launches kernels on each machine, with a C compiler.
         """
         try:
-            _Norms([(torch.float32, 1)], device, [], {})([torch.ones(1, dtype=torch.float32, device=device)])
+            _TritonNorms([(torch.float32, 1)], device, [], {})([torch.ones(1, dtype=torch.float32, device=device)])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler's, a linker's, a file's: whatever it is, no step would get past it
@@ -111,15 +111,15 @@ class Triton:
         if key not in self._known:
             if len(self._known) == REMEMBERED:
                 self._known.pop(next(iter(self._known))).release()
-            self._known[key] = _Norms(kinds, vectors[0].device, self._kept, self._latest)
+            self._known[key] = _TritonNorms(kinds, vectors[0].device, self._kept, self._latest)
         return self._known[key](vectors)
 
-    def prepare(self, cohort: Cohort) -> Update:
+    def prepare(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
-        return _TritonUpdate(cohort, self.shared, self._kept, self._latest)
+        return _TritonUpdate(bucket, self.shared, self._kept, self._latest)
 
 
-class _Norms:
+class _TritonNorms:
     """Pass 1 for gradients of certain dtypes and lengths, wherever they lie."""
 
     def __init__(
@@ -167,14 +167,14 @@ class _Norms:
         _release([self.lengths, self.spans, *(chunks for _, chunks in self.launches)])
 
 
-class _TritonUpdate(InPieces):
-    """Pass 2 for one cohort: a launch for each set of dtypes in it, which is one unless somebody mixed them."""
+class _TritonUpdate(BucketUpdate):
+    """Pass 2 for one bucket: a launch for each set of dtypes in it, which is one unless somebody mixed them."""
 
-    def __init__(self, cohort: Cohort, shared: Shared, kept: list[object], latest: _Latest) -> None:
-        self.cohort, self.shared, self.kept = cohort, shared, kept
-        self.tensors = stored(cohort)
-        self.device = cohort.step.device
-        self.addresses = _Addresses(len(cohort.weights), self.device, kept, latest)
+    def __init__(self, bucket: Bucket, shared: Shared, kept: list[object], latest: _Latest) -> None:
+        self.bucket, self.shared, self.kept = bucket, shared, kept
+        self.tensors = stored(bucket)
+        self.device = bucket.step.device
+        self.addresses = _Addresses(len(bucket.weights), self.device, kept, latest)
         self.seen: tuple[object, ...] = ()
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.launches: list[tuple[Any, Tensor]] = []
@@ -182,28 +182,28 @@ class _TritonUpdate(InPieces):
 
     @torch.no_grad()
     def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
-        """See :class:`mezzo.step.passes.Update`."""
-        cohort = self.cohort
+        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        bucket = self.bucket
         gradients = [readable(gradient) for gradient in gradients]
         self.follow(gradients)
         if _is_capturing(self.device):
             self.kept.append((self.rows, self.launches))
         vectors = [
             gradient if index in self.others else laid_out(gradient, weight)
-            for index, (gradient, weight) in enumerate(zip(gradients, cohort.weights, strict=True))
+            for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
         ]
         table = self.addresses.of(vectors)
-        hypers = [cohort.hypers[name] for name in cohort.rule.hypers]
-        (scalars,) = self.shared(_scalars, (cohort.rule,), [step, *hypers])
+        hypers = [bucket.hypers[name] for name in bucket.rule.hypers]
+        (scalars,) = self.shared(_scalars, (bucket.rule,), [step, *hypers])
         alone: list[Piece] = []
         if self.others:
-            seeds = keys(step, len(gradients), cohort.seed)
-            one_by_one = partial(calls, cohort.rule, cohort.storage)
+            seeds = keys(step, len(gradients), bucket.seed)
+            one_by_one = partial(calls, bucket.rule, bucket.storage)
             alone = [
                 partial(one_by_one, gradients[at], targets, scalars, check, seeds[at])
                 for at, targets in self.others.items()
             ]
-        shared = (scalars, check.multiplier, check.found_inf, step, seeded(cohort.seed))
+        shared = (scalars, check.multiplier, check.found_inf, step, seeded(bucket.seed))
         launches: list[Call] = [
             partial(kernel[(len(chunks),)], table, self.rows, chunks, *shared, BLOCK=BLOCK, **_OPTIONS)
             for kernel, chunks in self.launches
@@ -220,13 +220,13 @@ class _TritonUpdate(InPieces):
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
-        seen = where(self.cohort, self.tensors, gradients)
+        seen = where(self.bucket, self.tensors, gradients)
         if seen == self.seen:
             return
         self.seen = ()  # until all tables follow: an interrupt may come in between
         refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
         _release([self.rows, *(chunks for _, chunks in self.launches)])
-        found = Rows.of(self.cohort, gradients)
+        found = Rows.of(self.bucket, gradients)
         self.others, self.rows = found.others, _uploaded(found.table, self.device)
         self.launches = [
             (self.kernel(dtypes), _uploaded(chunked(found.table[places, 0], as_table(places), BLOCK), self.device))
@@ -235,7 +235,7 @@ class _TritonUpdate(InPieces):
         self.seen = seen
 
     def kernel(self, dtypes: tuple[torch.dtype, ...]) -> Any:
-        rule, storage = self.cohort.rule, self.cohort.storage
+        rule, storage = self.bucket.rule, self.bucket.storage
         return source.jitted(source.update_source(rule, storage, dtypes), update_name(rule, storage))
 
 
@@ -306,7 +306,7 @@ class _Addresses:
         _release([self.table])
 
 
-def _scalars(rule: Rule, step: Tensor, *hypers: Tensor) -> tuple[Tensor]:
+def _scalars(rule: UpdateRule, step: Tensor, *hypers: Tensor) -> tuple[Tensor]:
     return (rule.scalars(dict(zip(rule.hypers, hypers, strict=True)), step),)
 
 

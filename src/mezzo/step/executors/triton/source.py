@@ -17,7 +17,7 @@ import torch
 
 from mezzo.step.executors.emit import ALIKE, Dialect, key_lines, update_name, written
 from mezzo.step.storage import Storage
-from mezzo.step.update import Rule
+from mezzo.step.update import UpdateRule
 
 __all__ = ["TRITON", "element_type", "jitted", "norm_source", "on", "update_source"]
 
@@ -157,12 +157,12 @@ def roots(partials, spans, norms, BLOCK: tl.constexpr):
 
 
 @cache
-def update_source(rule: Rule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> str:
+def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> str:
     """Write the kernel of pass 2 for tensors without gaps.
 
     Its arguments are device memory: a gradient's address for each tensor (int64), the rows of tensors (int64: length,
     then the addresses of parts and states), the chunks (int32: tensor, number of the block), numbers of the rule,
-    multiplier, flag and count of steps; and where the cohort's random keys start. One program updates one chunk.
+    multiplier, flag and count of steps; and where the bucket's random keys start. One program updates one chunk.
 
     Args:
         rule: What to do.
