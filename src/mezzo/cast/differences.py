@@ -129,43 +129,17 @@ def _find(policy: Policy, device_type: str, module: str | None, _reasons: tuple[
     # A module pinned to FP32 gets FP32 inputs at its boundary: inside, nothing has to be cast.
     whole = _whole_module(policy, module)
     native_autocast = policy.autocast and whole not in ("fp32", "fp32_math", "native", "promote")
-    handlers: dict[Callable[..., Any], Handler] = {}
-    alike: dict[str, Handler] = {}
-    for op in dict.fromkeys(
-        [*OPS, *(op for rule in policy.rules for op in rule.ops), *((*EMULATED, *COMPOSED) if emulated else ())]
-    ):
-        decision = policy.explain(op, module, device_type=device_type)
-        wanted: Treatment = decision.treatment
-        if decision.rule is not None and decision.rule.op is None and not native_autocast:
-            wanted = "native"
-        torch_does = _torch_does(op, device_type) if native_autocast else "native"
-        if decision.rule is None and device_type != "cpu" and native_autocast and policy.norms == "fp32":
-            wanted = torch_does  # portable means what torch does on an accelerator: there is no difference there
-        if emulated and wanted == "native" and op in COMPOSED and native_autocast:
-            # torch's autocast would run the products inside in arithmetic that the device lacks. They are rounded
-            # once, at the end, instead of one by one.
-            handlers.update(dict.fromkeys(functions(op), Handler(op=op, treatment="fp32", low_result=True)))
-            continue
-        if emulated and wanted == torch_does == "native" and op in RECURRENT and native_autocast:
-            # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
-            handler = Handler(op=op, treatment="low", emulated=True, keeps_states=True)
-            handlers.update(dict.fromkeys(functions(op), handler))
-            continue
-        by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
-        if wanted == "native" and torch_does == "fp32" and decision.rule is None:
-            wanted = "fp32_math"  # a CPU without the low-precision kernel: same dtypes, FP32 inside
-        # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
-        built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
-        if wanted == torch_does and not by_emulation and not built_in:
-            if wanted == "low":
-                alike[op] = Handler(op=op, treatment="low", emulated=False)
-            continue
-        reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
-        handler = Handler(op=op, treatment=wanted, emulated=by_emulation, reason=reason)
-        handlers.update(dict.fromkeys(functions(op), handler))
-    if handlers:  # the mode runs anyway: products go through it too, so that their weights are cast once
-        for op, handler in alike.items():
-            handlers.update(dict.fromkeys(functions(op), handler))
+    ops = [*OPS, *(op for rule in policy.rules for op in rule.ops), *((*EMULATED, *COMPOSED) if emulated else ())]
+    differing, alike = dict[str, Handler](), dict[str, Handler]()
+    for op in dict.fromkeys(ops):
+        handler, differs = _treated(op, policy, device_type, module, emulated=emulated, autocasts=native_autocast)
+        if differs:
+            differing[op] = handler
+        elif handler.treatment == "low":
+            alike[op] = handler
+    if differing:  # the mode runs anyway: products go through it too, so that their weights are cast once
+        differing.update(alike)
+    handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
     differences = Differences(
         device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         handlers=handlers, opened=_concerned(handlers), pinned={},
@@ -173,6 +147,35 @@ def _find(policy: Policy, device_type: str, module: str | None, _reasons: tuple[
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces
     return differences
+
+
+def _treated(
+    op: str, policy: Policy, device_type: str, module: str | None, *, emulated: bool, autocasts: bool
+) -> tuple[Handler, bool]:
+    """Say how an op is carried out in a region, and whether torch alone would do otherwise."""
+    decision = policy.explain(op, module, device_type=device_type)
+    wanted: Treatment = decision.treatment
+    if decision.rule is not None and decision.rule.op is None and not autocasts:
+        wanted = "native"
+    torch_does = _torch_does(op, device_type) if autocasts else "native"
+    if decision.rule is None and device_type != "cpu" and autocasts and policy.norms == "fp32":
+        wanted = torch_does  # portable means what torch does on an accelerator: there is no difference there
+    if emulated and autocasts and wanted == "native":
+        if op in COMPOSED:
+            # torch's autocast would run the products inside in arithmetic that the device lacks. They are rounded
+            # once, at the end, instead of one by one.
+            return Handler(op=op, treatment="fp32", low_result=True), True
+        if op in RECURRENT and torch_does == "native":
+            # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
+            return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
+    by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
+    if wanted == "native" and torch_does == "fp32" and decision.rule is None:
+        wanted = "fp32_math"  # a CPU without the low-precision kernel: same dtypes, FP32 inside
+    # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
+    built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
+    reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
+    differs = wanted != torch_does or by_emulation or built_in
+    return Handler(op=op, treatment=wanted, emulated=by_emulation, reason=reason), differs
 
 
 @functools.lru_cache(maxsize=1024)
