@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
 
-from .pairs import pairwise
+from ..support.tables import pairwise
 
 LEVELS, DTYPES, EMULATE = ("O1", "O2"), ("float16", "bfloat16"), ("true", "false")
 POLICIES = [

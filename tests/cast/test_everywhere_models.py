@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import mezzo
 from mezzo import StateError
 
-from .pairs import pairwise
+from ..support.tables import pairwise
 
 KINDS = ["dtype=float16,emulate=true", "dtype=bfloat16,emulate=true", "dtype=bfloat16,emulate=false"]
 POLICIES = [f"{level},{kind},loss_scale=128" for level in ("O1", "O2") for kind in KINDS]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 
-from .pairs import pairwise
+from ..support.tables import pairwise
 
 POLICIES = [
     "O1,dtype=bfloat16,emulate=true",

@@ -103,7 +103,7 @@ def main(folder, kills, seed):
     Run().save(Path(folder) / "elsewhere.pt")
     unit = time.perf_counter() - began  # about one pass and one write, on a machine as busy as this one
     # A busy machine lets fewer writers come to an end before they are killed: then it takes more of them.
-    while num_kills < kills or (num_kills < 10 * kills and (torn < 5 or max(loaded) < 20)):
+    while num_kills < kills or (num_kills < 10 * kills and (torn < kills // 10 or max(loaded) < kills * 2 // 5)):
         num_kills += 1
         torn += killed_writer(path, chance.uniform(0, 3 * unit))
         run = Run()

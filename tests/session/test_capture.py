@@ -21,6 +21,7 @@ from mezzo.session.capture.captured import Captured
 from mezzo.session.capture.cuda import CudaGraph, _syncs_refused
 from mezzo.step import gradients
 
+from ..support.tables import thinned
 from .host_graph import HostGraph, Predicated
 
 POLICIES = [
@@ -105,8 +106,7 @@ def both(make, data, between=lambda loop, number: None):
     return run(eager, eager.train_step, data, between), run(other, captured, data, between), other
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("policy, make", thinned(POLICIES, OPTIMIZERS, every=3))
 def test_fifty_captured_steps_are_fifty_eager_ones_bit_for_bit(policy, make, bits):
     def between(loop, number):
         loop.schedule.step()

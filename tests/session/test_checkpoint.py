@@ -44,19 +44,21 @@ def names(path):
     return sorted(os.listdir(path.parent))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-def test_fifty_kills_while_writing_lose_nothing(seed, tmp_path):
+@pytest.mark.parametrize(
+    "kills, seed", [(15, 0), *(pytest.param(50, seed, marks=pytest.mark.slow) for seed in range(4))]
+)
+def test_kills_while_writing_lose_nothing(kills, seed, tmp_path):
     """Each time the last complete checkpoint loads, and training goes on from it as if nothing had happened."""
     script = Path(__file__).with_name("killed_writers.py")
-    command = [sys.executable, "-W", "error", str(script), str(tmp_path), "50", str(seed)]
+    command = [sys.executable, "-W", "error", str(script), str(tmp_path), str(kills), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout)
-    assert seen["kills"] >= 50
+    assert seen["kills"] >= kills
     assert seen["equal"]
-    assert seen["torn"] >= 5  # kills that came in the middle of a file
-    assert seen["passes"] >= 20  # and the others let training go on,
-    assert seen["skipped"] >= 1  # through overflows
+    assert seen["torn"] >= kills // 10  # kills that came in the middle of a file
+    assert seen["passes"] >= kills * 2 // 5  # and the others let training go on,
+    assert seen["skipped"] >= (kills == 50)  # through overflows
     assert seen["left"] == []
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 import mezzo
 from mezzo import MixedPrecision, NumericsError, PolicyError, StateError
 
+from ..support.tables import pairwise, thinned
 from .loops import INF, Syncs, assert_same, batch, network
 
 LEVELS = ["O0,loss_scale=dynamic", "O1,emulate=true", "O2,emulate=true"]
@@ -137,9 +138,10 @@ class Loop:
 # The optimizer sees the true gradients ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("policy", ["O0", "O0,loss_scale=dynamic", "O0,loss_scale=1024"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind, policy, clip",
+    pairwise(list(OPTIMIZERS), ["O0", "O0,loss_scale=dynamic", "O0,loss_scale=1024"], [None, 0.1]),
+)
 def test_fp32_trajectories_are_plain_torch_s_bit_for_bit(kind, policy, clip):
     mine, plain = Loop(kind, policy, clip), Loop(kind, clip=clip)
     for step in range(5):
@@ -149,8 +151,10 @@ def test_fp32_trajectories_are_plain_torch_s_bit_for_bit(kind, policy, clip):
     assert_same(mine.model.state_dict(), plain.model.state_dict())
 
 
-@pytest.mark.parametrize("policy", ["O1,emulate=true", "O2,emulate=true", "O1,dtype=bfloat16,emulate=true"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind, policy",
+    thinned(OPTIMIZERS, ["O1,emulate=true", "O2,emulate=true", "O1,dtype=bfloat16,emulate=true"], every=2),
+)
 def test_low_precision_trajectories_stay_near_fp32(kind, policy):
     mine, plain = Loop(kind, policy), Loop(kind)
     start = plain.loss(0).item()
@@ -241,9 +245,7 @@ def test_a_closure_may_accumulate_and_may_clear_with_the_session(policy):
 # Overflows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("policy", LEVELS)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind, policy, late", pairwise(list(OPTIMIZERS), list(LEVELS), [False, True]))
 def test_an_overflow_puts_everything_back_and_halves_the_scale_once(kind, policy, late):
     loop = Loop(kind, policy)
     for step in range(2):
@@ -316,11 +318,20 @@ def test_a_scheduler_steps_with_the_weights_only():
 # Costs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"scheduler": []}, {"scheduler": lambda: None}])
-@pytest.mark.parametrize("on_overflow", ["skip", "raise"])
-@pytest.mark.parametrize("policy", ["O0", *LEVELS])
-@pytest.mark.parametrize("kind, evaluations", [("sgd", 1), ("sam", 2)])
-def test_one_host_sync_for_each_evaluation(kind, evaluations, policy, on_overflow, options):
+EVALUATIONS = {"sgd": 1, "sam": 2}
+
+
+@pytest.mark.parametrize(
+    "kind, policy, on_overflow, options",
+    pairwise(
+        list(EVALUATIONS),
+        ["O0", *LEVELS],
+        ["skip", "raise"],
+        [{}, {"scheduler": []}, {"scheduler": lambda: None}],
+    ),
+)
+def test_one_host_sync_for_each_evaluation(kind, policy, on_overflow, options):
+    evaluations = EVALUATIONS[kind]
     loop = Loop(kind, policy, 1.0, on_overflow=on_overflow)
     loop.step(0)
     with Syncs() as syncs:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from mezzo import LossScale, MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
 
+from ..support.tables import pairwise, thinned
 from .loops import Syncs, assert_same
 
 POLICIES = [
@@ -168,8 +169,7 @@ def test_every_way_to_train_stays_near_fp32(policy, tolerance):
 # Resume ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, optimizer", thinned(POLICIES, OPTIMIZERS, every=2))
 def test_resuming_is_bit_exact(policy, optimizer, tmp_path):
     policy = Policy.parse(policy)
     if policy.loss_scale.mode == "dynamic":  # so that growth falls between save and end
@@ -179,7 +179,7 @@ def test_resuming_is_bit_exact(policy, optimizer, tmp_path):
     saved = {"model": model.state_dict(), "optimizer": steps.state_dict(), "amp": amp.state_dict()}
     torch.save(saved, tmp_path / "checkpoint.pt")
     train(amp, model, range(10, 20))
-    for order in itertools.permutations(saved):
+    for order in list(itertools.permutations(saved))[:: 5 if optimizer == "sgd" else 6]:
         again, fresh, resumed = session(policy, optimizer, max_grad_norm=1.0)
         loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
         for part in order:
@@ -187,8 +187,6 @@ def test_resuming_is_bit_exact(policy, optimizer, tmp_path):
         train(resumed, again, range(10, 20))
         assert_same(snapshot(again, fresh), snapshot(model, steps))
         assert_same(resumed.state_dict(), amp.state_dict())
-        if optimizer == "adamw":
-            break
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -213,9 +211,7 @@ def test_resuming_inside_an_accumulation_window_is_bit_exact(policy, parts_befor
 # Overflow -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, poison, fused", pairwise(POLICIES, [float("inf"), float("nan")], [False, True]))
 def test_a_gradient_that_is_not_finite_skips_the_step(policy, poison, fused):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)

@@ -14,6 +14,8 @@ from torch import nn
 
 from mezzo import MixedPrecision
 
+from ..support.tables import pairwise, thinned
+
 INTERVAL, INIT = 2, 256.0
 SCALE = f"loss_scale=dynamic(init={INIT:g},interval={INTERVAL})"
 STEPS = 4
@@ -160,40 +162,37 @@ BF16 = {
     "O2": "O2,dtype=bfloat16,emulate=true",
     "O2 scaled": f"O2,dtype=bfloat16,emulate=true,{SCALE}",
 }
-LOSSES = pytest.mark.parametrize(
-    "num_losses, own",
-    [pytest.param(1, False, id="1 loss"), pytest.param(2, False, id="shared"), pytest.param(2, True, id="own")],
+#: How many losses, and whether each has a scale of its own.
+LOSSES = {"1 loss": (1, False), "shared": (2, False), "own": (2, True)}
+
+
+@pytest.mark.parametrize(
+    "level, num_optimizers, num_models, losses", pairwise(list(FP16), [1, 2], [1, 2, 3], list(LOSSES))
 )
-
-
-@LOSSES
-@pytest.mark.parametrize("num_models", [1, 2, 3])
-@pytest.mark.parametrize("num_optimizers", [1, 2])
-@pytest.mark.parametrize("level", FP16)
-def test_weights_and_scales_are_exact_wherever_an_infinity_strikes(level, num_optimizers, num_models, num_losses, own):
+def test_weights_and_scales_are_exact_wherever_an_infinity_strikes(level, num_optimizers, num_models, losses):
+    num_losses, own = LOSSES[losses]
     for strike in strikes(num_losses):
         check(Run(FP16[level], num_optimizers, num_models, num_losses, own), strike)
 
 
-@LOSSES
-@pytest.mark.parametrize("level", BF16)
-def test_bf16_with_and_without_a_scale(level, num_losses, own):
+@pytest.mark.parametrize("level, losses", thinned(BF16, LOSSES, every=2))
+def test_bf16_with_and_without_a_scale(level, losses):
+    num_losses, own = LOSSES[losses]
     for strike in strikes(num_losses, at=(0, 1)):
         check(Run(BF16[level], 2, 2, num_losses, own), strike, steps=3)
 
 
-@LOSSES
-@pytest.mark.parametrize("level", FP16)
-def test_fused_optimizers(level, num_losses, own):
+@pytest.mark.parametrize("level, losses", thinned(FP16, LOSSES, every=2))
+def test_fused_optimizers(level, losses):
+    num_losses, own = LOSSES[losses]
     for strike in strikes(num_losses):
         check(Run(FP16[level], 2, 2, num_losses, own, fused=True), strike)
 
 
-@LOSSES
-@pytest.mark.parametrize("num_models", [1, 3])
-@pytest.mark.parametrize("level", FP16)
-def test_optimizers_that_step_one_by_one(level, num_models, num_losses, own):
+@pytest.mark.parametrize("level, num_models, losses", pairwise(list(FP16), [1, 3], list(LOSSES)))
+def test_optimizers_that_step_one_by_one(level, num_models, losses):
     """Only the one whose gradients overflowed is skipped, and an iteration moves a scale once, whoever comes first."""
+    num_losses, own = LOSSES[losses]
     for strike in strikes(num_losses, at=(1, 2)):
         run = Run(FP16[level], 2, num_models, num_losses, own)
         skips = [set(), set()]
