@@ -1,7 +1,8 @@
-"""Fill the tables of README and docs/benchmarks.md: between each pair of markers, what committed results say."""
+"""Fill the pages: between each pair of markers, what committed results, an example or the tests' first lines say."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -84,6 +85,21 @@ def overflow() -> str:
     return f"```\n{report.rstrip()}\n```"
 
 
+def guards() -> str:
+    """What each test file guards, by folder: the first sentence of each."""
+    lines: list[str] = []
+    for folder in sorted({path.parent for path in _test_files()}):
+        lines += ["", f"`{folder.relative_to(ROOT)}/`", ""]
+        for path in sorted(each for each in _test_files() if each.parent == folder):
+            first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+            lines.append(f"- `{path.name}`: {' '.join(first.split()).replace('``', '`')}")
+    return "\n".join(lines[1:])
+
+
+def _test_files() -> list[Path]:
+    return [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("tests/**/case_*.py")]
+
+
 def ratios(pattern: str) -> str:
     """The table of the newest benchmark that matches, with its machine and date."""
     result = newest(pattern)
@@ -128,6 +144,7 @@ def trainings() -> str:
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
         "README.md": {"overflow": overflow, "figures": figures},
+        "CONTRIBUTING.md": {"tests": guards},
         "docs/benchmarks.md": {
             "digits-cnn": lambda: to_markdown(compared("digits-cnn")),
             "docs-lm": lambda: to_markdown(compared("docs-lm")),

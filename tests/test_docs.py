@@ -75,5 +75,17 @@ def test_figures_and_printed_output_are_those_of_results_and_examples(page):
     assert pages.filled(page) == (ROOT / page).read_text(), "run: .venv/bin/python benchmarks/pages.py"
 
 
+def test_files_and_folders_that_contributing_names_exist():
+    text = re.sub(r"<!-- tests -->.*<!-- /tests -->", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`((?:[\w.-]+/)*[\w-]+(?:\.py|/))`", text))
+    roots = [
+        ROOT,
+        ROOT / "tests" / "acceptance",
+        ROOT / "src" / "mezzo",
+        *(path for path in (ROOT / "src" / "mezzo").iterdir() if path.is_dir()),
+    ]
+    assert {path for path in named if not any((root / path).exists() for root in roots)} == set()
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
