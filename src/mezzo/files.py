@@ -80,7 +80,7 @@ def _beside(target: Path, mode: int, folder: int | None = None) -> Iterator[int]
     Args:
         target: The other file.
         mode: Of the new one.
-        folder: The open folder of both, where its path may lead elsewhere meanwhile.
+        folder: The open folder of both. Without it the path is used, which may come to lead to another place.
 
     Yields:
         The new file's descriptor. If the block raises, the file is gone.

@@ -49,8 +49,8 @@ def from_table(entry: Op, device_type: str | None, *, lists: Lists, norms: Norms
         return Decision(treatment=treatment, rule=None, reason=reason, source=source)
     treatment = entry.portable if lists == "portable" else on[_default_kind()]
     words = _AS_IN if lists == "portable" else {}
-    elsewhere = [f"on {_KINDS[kind]} {words.get(there, there)}" for kind, there in on.items() if there != treatment]
-    reason = "; ".join((entry.reason, *elsewhere))
+    others = [f"on {_KINDS[kind]} {words.get(there, there)}" for kind, there in on.items() if there != treatment]
+    reason = "; ".join((entry.reason, *others))
     return Decision(treatment=treatment, rule=None, reason=reason, source=entry.source)
 
 

@@ -164,7 +164,7 @@ def held(before: ScaleState, after: ScaleState, hold: Tensor) -> ScaleState:
 
     Args:
         before: The state to keep where ``hold`` is true.
-        after: The state to take elsewhere.
+        after: The state to take where it is false.
         hold: 0-d bool.
 
     Cost:

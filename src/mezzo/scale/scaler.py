@@ -26,7 +26,7 @@ def _one_by_one(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[T
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """What was found of the gradients that one scale made: numbers in host memory, 0-d tensors elsewhere.
+    """What was found of the gradients that one scale made: numbers for a state on the CPU, 0-d tensors for any other.
 
     Attributes:
         before: The state whose scale they carried.

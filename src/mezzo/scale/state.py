@@ -49,7 +49,7 @@ class ScaleState:
         return type(self)(**{key: getattr(self, key).clone() for key in KEYS})
 
     def copy_(self, other: ScaleState) -> None:
-        """Take over another state's values, in place: for whoever holds addresses, as a captured graph does.
+        """Take over another state's values, in place: a captured graph holds addresses.
 
         Args:
             other: A state whose window is as long.
