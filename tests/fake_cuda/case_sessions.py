@@ -32,11 +32,17 @@ OPTIMIZERS = {
 }
 WAYS = ["plain", "accumulated", "two losses", "unscaled", "buffers restored"]
 ALL = [(policy, optimizer, way) for policy in POLICIES for optimizer in OPTIMIZERS for way in WAYS]
-#: Three of each policy, and at least three of each optimizer and each way.
+#: Each policy and each optimizer, and each way with a loss scale or masters to keep.
 CASES = [
-    (policy, list(OPTIMIZERS)[(p + 3 * turn) % len(OPTIMIZERS)], WAYS[(p + turn) % len(WAYS)])
-    for p, policy in enumerate(POLICIES)
-    for turn in range(3)
+    ("O0", "fused AdamW", "accumulated"),
+    ("O1 fp16", "split", "two losses"),
+    ("O1 fp16", "SGD", "plain"),
+    ("O1 bf16", "fused SGD", "buffers restored"),
+    ("O2 fp16", "full", "unscaled"),
+    ("O2 fp16", "fused AdamW", "plain"),
+    ("O2 bf16", "moments", "accumulated"),
+    ("O3 fp16", "Lion", "buffers restored"),
+    ("O3 bf16", "split", "unscaled"),
 ]
 OTHERS = [case for case in ALL if case not in CASES]
 

@@ -1,10 +1,10 @@
-"""Whole sessions on a CUDA device that computes nothing: files of tests, each in a process of its own.
+"""Whole sessions on a CUDA device that computes nothing: files of tests, in processes of their own.
 
 They are each ``case_*.py`` here, and in every room each ``test_*_on_gpu.py``, whose tests run on a real GPU as well.
 
 torch can be told of such a device only while a process begins (:mod:`.machine`). To run one file or one case by hand:
 
-    pytest tests/fake_cuda -k case_sessions                 # as the suite does, its output on failure
+    pytest tests/fake_cuda -k cases                 # as the suite does, its output on failure
     MEZZO_FAKE_CUDA=<library> pytest -o python_files='case_*.py' tests/fake_cuda/case_sessions.py -k "O2 and split"
 
 ``<library>`` is what :func:`library` has compiled, ``$XDG_CACHE_HOME/mezzo/fake_cuda-*.so``.
@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = [*HERE.glob("case_*.py"), *HERE.parent.glob("*/test_*_on_gpu.py")]
-CASES = {path.stem: path for path in sorted(FILES)}
+#: What runs together: torch is imported, and the device set up, once in each process.
+CASES = {"cases": sorted(HERE.glob("case_*.py")), "rooms": sorted(HERE.parent.glob("**/test_*_on_gpu.py"))}
 
 
 def library() -> Path:
@@ -57,7 +57,7 @@ def test_on_a_device_that_computes_nothing(case, request):
     slow = asked if asked in ("", "slow") else "not slow"
     command = [
         sys.executable, "-m", "pytest", "-q", "-n0", "-o", "python_files=case_*.py test_*.py", "-m", slow,
-        "-p", "no:cacheprovider", "--no-header", "--tb=short", "--show-capture=no", "-rN", str(CASES[case]),
+        "-p", "no:cacheprovider", "--no-header", "--tb=short", "--show-capture=no", "-rN", *map(str, CASES[case]),
     ]  # fmt: skip
     kernels = Path(os.environ["XDG_CACHE_HOME"], "mezzo", "triton")
     surroundings = {**os.environ, "MEZZO_FAKE_CUDA": str(library()), "TRITON_CACHE_DIR": str(kernels)}

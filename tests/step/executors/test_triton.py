@@ -87,7 +87,7 @@ def uploads(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("count", [1, 9])
 def test_launches_do_not_depend_on_the_number_of_tensors(device, launches, count):
     bucket, executor = made(device, "adamw", "split", BF16, [(20,)] * count), Triton()
     update = executor.prepare(bucket)
@@ -138,7 +138,7 @@ class Kernels(TorchDispatchMode):
 
 def test_torch_s_operations_around_them_do_not_either(device):
     counts = []
-    for number in (1, 40):
+    for number in (1, 6):
         bucket, executor = made(device, "adamw", "split", BF16, [(20,)] * number, state_dtype=BF16), Triton()
         update = executor.prepare(bucket)
         gradients = on(device, gradients_of(bucket, 0, BF16))
@@ -225,21 +225,21 @@ def alike_steps(executor, bucket, update, count):
 
 @pytest.mark.usefixtures("interpreted")
 def test_the_reserve_follows_what_rehearsals_take(monkeypatch):
-    """Nine alike steps in a graph, after one rehearsal of them; then a second graph, after another one."""
+    """Five alike steps in a graph, after one rehearsal of them; then a second graph, after another one."""
     bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
     update, theirs = executor.prepare(bucket), moved(bucket, "cpu")
     for capturing in (False, True, False, True):
         monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
-        alike_steps(executor, bucket, update, 9)
-    assert len(executor._kept) > 4 * 9
-    with pytest.raises(UnsupportedError, match=r"(?s)lay elsewhere 32 times.*at most 64 in it"):
-        alike_steps(executor, moved(bucket, "cpu"), lambda gradients, check: None, 33)
+        alike_steps(executor, bucket, update, 5)
+    assert len(executor._kept) > 4 * 5
+    with pytest.raises(UnsupportedError, match=r"(?s)lay elsewhere 16 times.*at most 64 in it"):
+        alike_steps(executor, moved(bucket, "cpu"), lambda gradients, check: None, 17)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
     other = Triton()
     alike = other.prepare(theirs)
     for _ in range(4):
-        alike_steps(other, theirs, alike, 9)
-    assert bucket.step == 36
+        alike_steps(other, theirs, alike, 5)
+    assert bucket.step == 20
     assert same_bits(tensors_of(bucket), tensors_of(theirs))
 
 
