@@ -284,7 +284,7 @@ def test_models_of_one_session_may_share_a_module(policy):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what goes through a hook, read by Dynamo itself
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_models_and_methods(fullgraph):
     if fullgraph and torch_version() < (2, 12):
         pytest.skip("needs torch 2.12, whose graphs hold copy.copy: this model returns a dataclass, which is copied")

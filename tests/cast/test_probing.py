@@ -248,6 +248,7 @@ def test_the_older_name_of_the_variable_counts_when_the_newer_is_absent(monkeypa
     assert probing.isa_setting() is None
 
 
+@pytest.mark.slow  # the whole probe is run for real in test_device.py
 def test_the_real_child_agrees_with_float32_about_which_cases_exist():
     """The real program without the variable, in the two formats that are measured soonest."""
     environment = {key: value for key, value in os.environ.items() if key != "ONEDNN_MAX_CPU_ISA"}
