@@ -15,7 +15,7 @@ MOST_LINES = 400
 MOST_FILES = 14
 
 # What does not fit yet. These lists only get shorter.
-LONG_FILES = {"optim/masters.py"}
+LONG_FILES: set[str] = set()
 FULL_FOLDERS: set[str] = set()
 CLASSES_TWICE: set[str] = set()
 

@@ -144,8 +144,8 @@ def test_gradients_cast_together_are_those_cast_one_by_one(monkeypatch, room):
     copies = []
     plain = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: copies.append(len(of)) or plain(to, of))
-    monkeypatch.setattr("mezzo.optim.masters._LAUNCHING", "cpu")
-    monkeypatch.setattr("mezzo.optim.masters._TOGETHER", room)
+    monkeypatch.setattr("mezzo.optim.gathering._LAUNCHING", "cpu")
+    monkeypatch.setattr("mezzo.optim.gathering._TOGETHER", room)
     masters = MasterWeights(torch.optim.SGD(params, lr=0.1), grad_dtype="param")
     masters.gather()
     found = [masters.master_of(param).grad for param in params]
@@ -169,7 +169,7 @@ def test_gradients_cast_together_are_those_cast_one_by_one(monkeypatch, room):
 
 
 def test_gradients_in_fp32_move_without_a_copy(monkeypatch):
-    monkeypatch.setattr("mezzo.optim.masters._LAUNCHING", "cpu")
+    monkeypatch.setattr("mezzo.optim.gathering._LAUNCHING", "cpu")
     params = params_of(torch.bfloat16)
     masters = MasterWeights(torch.optim.SGD(params, lr=0.1), grad_dtype="float32")
     gradients = [torch.ones(param.shape) for param in params]

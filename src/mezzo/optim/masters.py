@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import PolicyError, StateError, message, some_of
-from mezzo.step.asked import is_asked_by_checkpoint, no_distributed_checkpoint
-from mezzo.step.whole import Call, at_once
+from mezzo.optim.asked import is_asked_by_checkpoint, no_distributed_checkpoint
+from mezzo.optim.gathering import gather
 from mezzo.tensors import LOW, mark
 
-__all__ = ["MasterWeights", "held_state"]
-
-#: Where one launch casts many gradients to FP32.
-_LAUNCHING: Final = "cuda"
-#: Elements that it casts at most, but for the last gradient's: so that few low-precision ones wait for it.
-_TOGETHER: Final = 1 << 24
-#: Elements of FP32 in 256 bytes.
-_ALIGNED: Final = 64
+__all__ = ["MasterWeights"]
 
 
 class MasterWeights:
@@ -179,24 +170,7 @@ class MasterWeights:
         **Cost**: at its peak 4 bytes a parameter, plus the largest low-precision gradient; on CUDA, where one launch
         casts many, plus 32 MiB of them.
         """
-        together: list[tuple[Tensor, nn.Parameter, Tensor]] = []
-        for param, master in self._master.items():
-            if (gradient := param.grad) is None:
-                continue
-            move: Call
-            if accumulate and master.grad is not None:
-                move = partial(master.grad.add_, gradient)
-            elif _is_cast_together(gradient):
-                if together and not _fits(together, gradient):
-                    _cast_together(together)
-                    together = []
-                together.append((param, master, gradient))
-                continue
-            else:
-                move = partial(setattr, master, "grad", gradient.to(torch.float32))
-            at_once(move, partial(setattr, param, "grad", None))  # or an interrupt would lose it, or count it twice
-        if together:
-            _cast_together(together)
+        gather(self._master, accumulate=accumulate)
 
     def drop_gradients(self) -> None:
         """Free the masters' gradients: between steps only the model's are held."""
@@ -405,41 +379,6 @@ class MasterWeights:
         self._seen.clear()
 
 
-def _is_cast_together(gradient: Tensor) -> bool:
-    """Whether a gradient is one of many that one launch casts, which reads memory as it is."""
-    return (
-        gradient.device.type == _LAUNCHING
-        and gradient.dtype in LOW  # FP32 moves without a copy
-        and gradient.layout == torch.strided
-        and gradient.is_contiguous()
-        and not gradient.is_neg()
-        and not is_traceable_wrapper_subclass(gradient)
-    )
-
-
-def _fits(together: list[tuple[Tensor, nn.Parameter, Tensor]], gradient: Tensor) -> bool:
-    first, elements = together[0][2], sum(each.numel() for *_, each in together)
-    return (gradient.device, gradient.dtype) == (first.device, first.dtype) and elements < _TOGETHER
-
-
-@torch.no_grad()
-def _cast_together(moving: list[tuple[Tensor, nn.Parameter, Tensor]]) -> None:
-    """Move the gradients of parameters to their masters in FP32, with one launch, into one buffer.
-
-    Each begins at a multiple of 256 bytes, as the allocator's own tensors do, and has a version of its own.
-    """
-    gradients = [gradient for *_, gradient in moving]
-    rooms = [-(-gradient.numel() // _ALIGNED) * _ALIGNED for gradient in gradients]
-    buffer = torch.empty(sum(rooms), dtype=torch.float32, device=gradients[0].device)
-    wide = [
-        room[: gradient.numel()].view(gradient.shape).data
-        for room, gradient in zip(torch.split(buffer, rooms), gradients, strict=True)
-    ]
-    torch._foreach_copy_(wide, gradients)
-    for (param, master, _), gradient in zip(moving, wide, strict=True):
-        at_once(partial(setattr, master, "grad", gradient), partial(setattr, param, "grad", None))
-
-
 def _is_low(param: Tensor) -> bool:
     return param.dtype in LOW
 
@@ -447,23 +386,6 @@ def _is_low(param: Tensor) -> bool:
 def _master_for(param: Tensor, originals: Mapping[Tensor, Tensor]) -> nn.Parameter:
     source = originals.get(param)
     return nn.Parameter(param.detach().float() if source is None else source, requires_grad=param.requires_grad)
-
-
-def held_state(optimizer: Optimizer, params: Mapping[nn.Parameter, str]) -> list[str]:
-    """Name the parameters for which an optimizer holds floating state of the parameter's shape.
-
-    Args:
-        optimizer: The optimizer.
-        params: The names of the parameters in question.
-    """
-    return [
-        name
-        for param, name in params.items()
-        if any(
-            isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim() > 0
-            for value in optimizer.state.get(param, {}).values()
-        )
-    ]
 
 
 def _widen_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mezzo.errors import StateError
 from mezzo.step.storage import SPLIT, Storage
@@ -17,6 +18,7 @@ from mezzo.step.update import RULES, UpdateRule
 __all__ = [
     "EXTRAS",
     "WEIGHT_DTYPES",
+    "held_state",
     "merged_groups",
     "plain_group",
     "plain_state",
@@ -186,3 +188,20 @@ def _require_shape(name: str, value: Tensor, param: Tensor) -> None:
             where=f"{tuple(value.shape)} → {tuple(param.shape)}",
             write="the same model and optimizer",
         )
+
+
+def held_state(optimizer: Optimizer, params: Mapping[nn.Parameter, str]) -> list[str]:
+    """Name the parameters for which an optimizer holds floating state of the parameter's shape.
+
+    Args:
+        optimizer: The optimizer.
+        params: The names of the parameters in question.
+    """
+    return [
+        name
+        for param, name in params.items()
+        if any(
+            isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim() > 0
+            for value in optimizer.state.get(param, {}).values()
+        )
+    ]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
-from mezzo.optim.masters import held_state
 from mezzo.optim.optimizer import as_one_pass, one_pass
+from mezzo.optim.state import held_state
 from mezzo.policy import Policy
 from mezzo.session.arguments import listed
 

@@ -1,0 +1,85 @@
+"""Gradients of low-precision parameters, on their way to FP32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mezzo.step.whole import Call, at_once
+from mezzo.tensors import LOW
+
+__all__ = ["gather"]
+
+#: Where one launch casts many gradients to FP32.
+_LAUNCHING: Final = "cuda"
+#: Elements that it casts at most, but for the last gradient's: so that few low-precision ones wait for it.
+_TOGETHER: Final = 1 << 24
+#: Elements of FP32 in 256 bytes.
+_ALIGNED: Final = 64
+
+
+def gather(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
+    """Move the gradients of parameters to their masters, in FP32, freeing each as its copy is made.
+
+    Args:
+        masters: By parameter.
+        accumulate: Add to what the master already holds, instead of replacing it.
+    """
+    together: list[tuple[Tensor, nn.Parameter, Tensor]] = []
+    for param, master in masters.items():
+        if (gradient := param.grad) is None:
+            continue
+        move: Call
+        if accumulate and master.grad is not None:
+            move = partial(master.grad.add_, gradient)
+        elif _is_cast_together(gradient):
+            if together and not _fits(together, gradient):
+                _cast_together(together)
+                together = []
+            together.append((param, master, gradient))
+            continue
+        else:
+            move = partial(setattr, master, "grad", gradient.to(torch.float32))
+        at_once(move, partial(setattr, param, "grad", None))  # or an interrupt would lose it, or count it twice
+    if together:
+        _cast_together(together)
+
+
+def _is_cast_together(gradient: Tensor) -> bool:
+    """Whether a gradient is one of many that one launch casts, which reads memory as it is."""
+    return (
+        gradient.device.type == _LAUNCHING
+        and gradient.dtype in LOW  # FP32 moves without a copy
+        and gradient.layout == torch.strided
+        and gradient.is_contiguous()
+        and not gradient.is_neg()
+        and not is_traceable_wrapper_subclass(gradient)
+    )
+
+
+def _fits(together: list[tuple[Tensor, nn.Parameter, Tensor]], gradient: Tensor) -> bool:
+    first, elements = together[0][2], sum(each.numel() for *_, each in together)
+    return (gradient.device, gradient.dtype) == (first.device, first.dtype) and elements < _TOGETHER
+
+
+@torch.no_grad()
+def _cast_together(moving: list[tuple[Tensor, nn.Parameter, Tensor]]) -> None:
+    """Move the gradients of parameters to their masters in FP32, with one launch, into one buffer.
+
+    Each begins at a multiple of 256 bytes, as the allocator's own tensors do, and has a version of its own.
+    """
+    gradients = [gradient for *_, gradient in moving]
+    rooms = [-(-gradient.numel() // _ALIGNED) * _ALIGNED for gradient in gradients]
+    buffer = torch.empty(sum(rooms), dtype=torch.float32, device=gradients[0].device)
+    wide = [
+        room[: gradient.numel()].view(gradient.shape).data
+        for room, gradient in zip(torch.split(buffer, rooms), gradients, strict=True)
+    ]
+    torch._foreach_copy_(wide, gradients)
+    for (param, master, _), gradient in zip(moving, wide, strict=True):
+        at_once(partial(setattr, master, "grad", gradient), partial(setattr, param, "grad", None))
