@@ -144,9 +144,13 @@ def test_a_checkpoint_is_migrated_by_a_hook():
 # Counts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1, 2**24 - 1, 2**24 + 1, 2**31 + 1, 2**53 - 1])
-@pytest.mark.parametrize("kind", EVERY)
-def test_a_count_is_saved_exactly(kind, count):
+def test_a_count_is_saved_exactly():
+    for kind in EVERY:
+        for count in (0, 1, 2**24 - 1, 2**24 + 1, 2**31 + 1, 2**53 - 1):
+            check_count(kind, count)
+
+
+def check_count(kind, count):
     params, others = weights(), weights()
     optimizer, loaded = kind(params), kind(others)
     train(params, optimizer, 1)
@@ -216,9 +220,13 @@ def test_what_users_note_in_the_state_is_saved_and_loaded(kind):
     assert copy.deepcopy(loaded).state["epoch"] == 3
 
 
-@pytest.mark.parametrize("number", [numpy.float32(0.5), numpy.float64(0.5), numpy.float16(0.5), Fraction(1, 2)])
-@pytest.mark.parametrize("kind", EVERY)
-def test_numbers_of_numpy_s_are_numbers(kind, number):
+def test_numbers_of_numpy_s_are_numbers():
+    for kind in EVERY:
+        for number in (numpy.float32(0.5), numpy.float64(0.5), numpy.float16(0.5), Fraction(1, 2)):
+            check_number(kind, number)
+
+
+def check_number(kind, number):
     one, other = weights(), weights()
     optimizer, same = kind(one, lr=number), kind(other, lr=0.5)
     train(one, optimizer)
@@ -247,9 +255,13 @@ def test_what_is_no_number_is_refused_in_mid_run_too(wrong):
     assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
 
 
-@pytest.mark.parametrize("collection", [set, frozenset])
-@pytest.mark.parametrize("kind", EVERY)
-def test_a_set_has_no_order_that_a_state_could_belong_to(kind, collection):
+def test_a_set_has_no_order_that_a_state_could_belong_to():
+    for kind in EVERY:
+        for collection in (set, frozenset):
+            check_set(kind, collection)
+
+
+def check_set(kind, collection):
     match = r"ordered collections, not in a (frozen)?set\n  why    its order changes(.|\n)*write  a list of them"
     with pytest.raises(TypeError, match=match):
         kind(collection(weights()))
