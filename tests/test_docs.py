@@ -87,5 +87,15 @@ def test_files_and_folders_that_contributing_names_exist():
     assert {path for path in named if not any((root / path).exists() for root in roots)} == set()
 
 
+def test_contributing_names_every_room():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rooms = [
+        path
+        for path in (ROOT / "src" / "mezzo").iterdir()
+        if not path.name.startswith("_") and path.suffix in ("", ".py")
+    ]
+    assert [path.name for path in rooms if f"`{path.name}{'/' if path.is_dir() else ''}`" not in text] == []
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
