@@ -110,7 +110,7 @@ def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tens
     Returns:
         The verdict. Nothing is written.
 
-    **Cost**: about 8 one-element kernels, no host sync; it can be captured in a CUDA graph.
+    **Cost**: no host sync; it can be captured in a CUDA graph. About 8 one-element kernels, one as :func:`decided`.
 
     Example:
         >>> import torch

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mezzo.scale import LossScale, scaler
-from mezzo.session import stats, update
+from mezzo.session import scale, stats
 from mezzo.step import passes
 from mezzo.step.executors.emit import update_name
 from mezzo.step.executors.triton import launch, shared
@@ -134,8 +134,8 @@ SHARED = {
     "verdict": (passes.decided, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
     "counts": (passes.counted, (), [FLAG, I64, I64], 24),
     "next scale": (scaler._moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, FLAG, FLAG], 32),
-    "loss": (update._told, (), [F32, FLAG], 24),
-    "account": (stats._packed, (), [FLAG, FLAG, F32, I64], 24),
+    "loss": (scale._told, (), [F32, FLAG], 24),
+    "account": (stats.account, (), [FLAG, FLAG, F32, I64], 24),
 }
 POINTERS = {FP32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*u1"}
 

@@ -8,7 +8,7 @@ import torch
 from mezzo import UnsupportedError
 from mezzo.scale import scaler
 from mezzo.scale.config import LossScale
-from mezzo.session import stats, update
+from mezzo.session import scale, stats
 from mezzo.step import passes
 from mezzo.step.executors.scalars import spelled
 from mezzo.step.update import rule
@@ -116,15 +116,15 @@ def test_losses_that_fail_by_themselves(interpreted, launched):
         for dtype in (torch.float32, torch.float64):
             for flags in ([False], [True], [True, True], [False, True], [True, False]):
                 tensors = [torch.tensor(loss, dtype=dtype), *map(torch.tensor, flags)]
-                same(compute(update._told, (), tensors), update._told(*tensors))
+                same(compute(scale._told, (), tensors), scale._told(*tensors))
     assert {*launched} == {"told"}
 
 
-def test_numbers_of_several_dtypes_are_packed(interpreted, launched):
+def test_the_account_takes_numbers_of_several_dtypes(interpreted, launched):
     tensors = [torch.tensor(True), torch.tensor(False), torch.tensor(0.5), torch.tensor(7)]
-    (vector,) = programs.Shared()(stats._packed, (), tensors)
+    (vector,) = programs.Shared()(stats.account, (), tensors)
     assert (vector.tolist(), vector.dtype) == ([1.0, 0.0, 0.5, 7.0], torch.float32)
-    assert launched == ["packed"]
+    assert launched == ["account"]
 
 
 def given_back(number, vector):

@@ -67,7 +67,7 @@ class Triton:
     since nobody tells when the graph goes.
 
     **Cost**: seconds to compile a kernel, which Triton keeps on disk. Per step the bytes of the stored tensors, once,
-    about 15 one-element kernels a bucket, and an upload of 8 bytes a gradient if one has moved. 8 bytes of tables for
+    one launch of one warp a bucket, and an upload of 8 bytes a gradient if one has moved. 8 bytes of tables for
     every 1024 weights. No host sync.
 
     Raises:
