@@ -27,14 +27,14 @@ def mezzo(capsys, tmp_path, monkeypatch):
 
 def test_one_policy_gives_one_row_and_a_run_directory(mezzo, tmp_path):
     code, out, err = mezzo(
-        "train", "docs-lm", "--policy", "O2,dtype=bfloat16", "--steps", "2", "--seed", "3", "--out", "run"
+        "train", "digits-cnn", "--policy", "O2,dtype=bfloat16", "--steps", "2", "--seed", "3", "--out", "run"
     )
     assert code == 0
     assert len([line for line in out.splitlines() if line.startswith("O2,dtype=bfloat16")]) == 1
-    assert "for reference: bigram entropy of the held-out text " in out
+    assert "for reference: commonest digit " in out
     assert "O2,dtype=bfloat16: finished, 2 steps in " in err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["recipe"], summary["steps"], summary["seed"]) == ("docs-lm", 2, 3)
+    assert (summary["recipe"], summary["steps"], summary["seed"]) == ("digits-cnn", 2, 3)
     assert summary["policies"] == ["O2,dtype=bfloat16"]
     assert summary["rows"][0]["difference"] is None
     assert (tmp_path / "run" / "curves.png").exists()

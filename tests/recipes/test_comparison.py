@@ -197,7 +197,12 @@ def test_the_default_policies_are_those_of_the_demo():
     ]  # fmt: skip
 
 
-def test_a_short_real_run_learns_under_every_default_policy(emulating):
+@pytest.mark.parametrize(
+    "policies",
+    [["O0", "O1,dtype=float16", "O2,dtype=bfloat16"], pytest.param(DEFAULT_POLICIES, marks=pytest.mark.slow)],
+    ids=["three", "all"],
+)
+def test_a_short_real_run_learns_under_the_default_policies(emulating, policies):
     """The honest short form of the slow criteria: 40 of 300 steps at half the width, far above chance, as FP32."""
     digits = get("digits-cnn")
     seen = []
@@ -210,9 +215,9 @@ def test_a_short_real_run_learns_under_every_default_policy(emulating):
         seen.append(model)
         return digits.evaluate(model, split) if len(seen) % 10 == 0 else 0.0
 
-    result = compare(dataclasses.replace(digits, build=build, evaluate=evaluate), steps=40)
+    result = compare(dataclasses.replace(digits, build=build, evaluate=evaluate), policies, steps=40)
     rows = {row.policy: row for row in result.rows}
-    assert list(rows) == list(DEFAULT_POLICIES)
+    assert list(rows) == list(policies)
     fp32 = rows["O0"].final_metric
     assert fp32 > 93.0
     for policy, row in rows.items():
