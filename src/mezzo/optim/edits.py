@@ -1,4 +1,4 @@
-"""Weights that somebody else has written: a clamp, a loaded checkpoint."""
+"""Weights that the user's code has written: a clamp, a loaded checkpoint."""
 
 from __future__ import annotations
 

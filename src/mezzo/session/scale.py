@@ -35,6 +35,8 @@ def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, T
         scaler = scalers[loss_id]
         losses = [loss for number, loss in judged.losses if number == loss_id or not scaler.keeps_apart]
         loss, inner = _one_of(losses, device), inner_overflows.get(loss_id)
+        # One scale is updated once, however many optimizers stepped with its gradients; several if the loss was
+        # backpropagated with the scale of an earlier step as well.
         for scale, found_inf in verdicts:
             flags = [found_inf] if inner is None else [found_inf, inner]
             failed, found, hold = shared(_told, (), [loss, *flags])

@@ -109,7 +109,7 @@ class StepStats:
         self.start_over(scales)
 
     def start_over(self, scales: list[Tensor]) -> None:
-        """Follow scales from here on that came from elsewhere; the count of steps goes on."""
+        """Follow other scales from here on, as a load brings them; the count of steps goes on."""
         self.settle()
         self._failure, self._forward_failures = None, 0
         first = [float(scale.cpu().numpy()) for scale in scales]

@@ -52,7 +52,7 @@ def take(
         core.look_for_edits(groups)
         judged = check(groups, optimizers, core.device, core.max_grad_norm)
         core.weights.refuse_lost_bits(judged.dtypes)
-        judged = judged.with_verdict(current().seen(judged.verdict))
+        judged = judged.with_verdict(current().seen(judged.verdict))  # a rehearsal for a graph skips
         found = Found(judged.verdict.found_inf)
         pieces = update(core.writes, judged, stepping, alone, found, core.weights.masters)
         return _finished(core, groups, judged, found, pieces, schedulers)
@@ -74,6 +74,7 @@ def _finished(
     overflow = _located(core.replay, judged) if core.replay is not None and found else None
     ending = _Ending(core, groups, judged)
     stepping = [partial(_one, each) for each in schedulers] if schedulers and not found else []
+    # From here on the step counts: what a closure has done is no longer undone, and an interrupt waits.
     core.writes.begin([*pieces, *ending.pieces(), *stepping], partial(_abandon, groups), core.writes.undo.clear)
     core.writes.run()
     ending.then()

@@ -68,6 +68,7 @@ def update(
     for optimizer in optimizers:
         its_masters = masters.get(id(optimizer))
         if (own := as_one_pass(optimizer)) is not None:
+            # Prepared before any piece runs: what one optimizer refuses is refused before another has stepped.
             its_verdict = verdict if optimizer in multiplying else verdict.applied()
             own.prepare(its_verdict, keep=optimizer in multiplying)
             pieces += writes.steps_of_mezzo(own, its_verdict)

@@ -78,12 +78,14 @@ def check(
             write="amp.zero_grad() only after amp.step()",
         )
     gradients = dense(params)
+    # Where mezzo's optimizers take all of them, their executor reads the gradients once for all norms.
     stepping = [optimizer for group in groups for optimizer in group.optimizers if optimizer in optimizers]
     places = alike(gradients)
     each = norms(gradients, device, one_pass=len(one_pass(stepping)) == len(stepping), groups=places)
     scale = None if one is None or one.is_one else one.scale
     numbers: list[Tensor | float] = [] if scale is None else [scale]
     numbers += [] if max_norm is None else [float(max_norm)]
+    # One launch on a GPU: the same pure function that the contract suite tests, traced and spelled as one kernel.
     found = shared(decided, (scale is not None, max_norm is not None), [each, *numbers])
     verdict = Verdict(norms=each, grad_norm=found[0], found_inf=found[1], multiplier=found[2], is_one=not numbers)
     if one is not None:

@@ -36,7 +36,7 @@ _SIGNATURES: Final = {
 _FOLLOWS: Final = 1 << 3
 _FLAGS: Final = _FOLLOWS | 1 << 11
 _DIRECTORY: Final = 0x10  # an attribute of MS-DOS, for which torch would return memory as it finds it
-_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF  # the number stands in a longer field elsewhere
+_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF  # the number stands in the longer field of the extra data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

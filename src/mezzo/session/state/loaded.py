@@ -61,7 +61,7 @@ def _load_scales(core: Core, scales: list[ScaleState]) -> None:
 
 
 def _load_loss_scales(core: Core, before: LossScale, state: Mapping[str, Any]) -> None:
-    """Continue the saved loss scales where the session's are of the same kind; start afresh elsewhere."""
+    """Continue the saved loss scales where the session's are of the same kind; start afresh where they are not."""
     now = core.policy.loss_scale
     same_kind = before.mode == now.mode and (now.mode == "dynamic" or before.init == now.init)
     continued = same_kind and len(state["loss_scales"]) == len(core.scalers)

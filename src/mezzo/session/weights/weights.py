@@ -113,6 +113,7 @@ class Weights:
         for hook in (*self._step_hooks, *self.load_hooks):
             hook.remove()
         self.load_hooks.clear()
+        # Read before any tensor changes its dtype, while keepers still know what belongs to which weight.
         exact = {param: keeper.master_of(param).detach() for param, keeper in self.stored().items()}
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self.prepared):

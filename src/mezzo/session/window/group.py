@@ -105,15 +105,18 @@ class GradientGroup:
             if self._unscaled is not None:
                 self._unscaled.withdraw()
             if self._can_be_added(self.window.carried, scaler):
+                # What lies with the masters goes back, so that autograd adds to all of it, and users can clear it.
                 self.give_back()
             else:
                 for masters in self.masters:
                     masters.gather()
                 self._set_aside(self.window)
             self.window.new_gradients = {}
+            # Only now: one backward pass alone needs no FP32 gradients, and most windows have one.
             self.wide.begin()
         self.window.micro_batches += 1
         self.window.losses.append((loss_id, loss.detach()))
+        # With its version: a scale that is written to afterwards is not the one that these gradients carry.
         self.window.carried = CarriedScale(
             loss_id, scale, scale._version, is_one=not scaler.changes_gradients, is_common=not scaler.keeps_apart
         )
@@ -196,6 +199,7 @@ class GradientGroup:
                 why="losses with different scales are summed apart, and .grad is only what the last of them made",
                 write="amp.unscale_(), which shows the whole sum, before the edit; amp.zero_grad() to begin anew",
             )
+        # A new dict in one assignment: after an interrupt either nothing was dropped, or all of it.
         kept = {} if len(cleared) == len(window.new_gradients) else window.unscaled_sums.copy()
         for param in cleared:
             kept.pop(param, None)
@@ -214,6 +218,7 @@ class GradientGroup:
             if factor is not None:
                 wide = wide * moved(factor, wide.device)
             before = window.unscaled_sums.get(param)
+            # The sum and the emptied .grad change together: an interrupt would lose the gradient, or count it twice.
             total = wide if before is None else added(before, wide)
             at_once(partial(setitem, window.unscaled_sums, param, total), partial(setattr, param, "grad", None))
         window.carried = None
@@ -249,9 +254,9 @@ class GradientGroup:
             return
         window.require_unchanged()
         self.gather()
-        self.wide.begin()
+        self.wide.begin()  # dividing an FP16 gradient by its scale in FP16 would flush small ones to zero
         if window.unscaled_sums:
-            self._set_aside(window)
+            self._set_aside(window)  # the last scale's gradients, too: then all sums are unscaled
             calls: list[Call] = []
             for param, total in window.unscaled_sums.items():
                 kept = getattr(param, "grad_dtype", None) or param.dtype
@@ -293,6 +298,7 @@ class GradientGroup:
             self._unscaled.put_back()
             gradients = None  # some have another dtype now, and other memory
         stale = self.stale
+        # Gradients that never carried a scale may be added to, as in a loop without mezzo.
         if window.carried is None or not window.carried.is_one:
             stale = set(map(mark_of_dense, gradients or dense(self._with_gradients())))
         self.stale, self._unscaled, self.window = stale, None, None

@@ -134,6 +134,8 @@ class Window:
                 carry it again, and not only its value.
             params: The tensors that the optimizers update, by name.
         """
+        # A scale is the same tensor for all that carried it, and for the scaler: which one it was tells whether later
+        # gradients may be added, so that a copy of its value would not do.
         window = cls()
         window.micro_batches = state["micro_batches"]
         if (carried := state["carried"]) is not None:
