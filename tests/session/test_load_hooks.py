@@ -1,4 +1,4 @@
-"""ExactLoading: weights that a session's model loads in another precision keep all their bits."""
+"""Weights that a session's model loads in another precision keep all their bits."""
 
 import copy
 import logging
