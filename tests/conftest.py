@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import importlib
 import os
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"mezzo-tests-{
 if "MEZZO_FAKE_CUDA" in os.environ:
     ctypes.CDLL(os.environ["MEZZO_FAKE_CUDA"])
 
+import numpy
 import pytest
 import torch
 from hypothesis import settings
@@ -89,3 +91,20 @@ def computing(gpu):
     if not gpu.computes:
         pytest.skip("needs a CUDA device that computes")
     return gpu
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Let kernels made here run in Triton's interpreter."""
+    triton = pytest.importorskip("triton", reason="needs Triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    language = importlib.import_module("triton.language")
+    # If torch has imported Triton before, functions of its library are not the interpreter's.
+    for name in ("max", "sum"):
+        monkeypatch.setattr(language, name, triton.jit(getattr(language, name).fn))
+    # The interpreter patches what the compiler uses too, and does not put all of it back.
+    before = [(module, dict(vars(module))) for module in (language, language.core, language.math, language.standard)]
+    with numpy.errstate(all="ignore"):  # infinities are part of the arithmetic
+        yield
+    for module, names in before:
+        vars(module).update(names)

@@ -40,6 +40,7 @@ class Coverage:
         overflow: Values that leave the finite range; infinities of the tensor count here.
         nan: Values that were NaN already.
         total: The number of elements.
+        exact: Whether the counts are counted; if not, some are interpolated from a histogram.
     """
 
     zero: int
@@ -49,6 +50,7 @@ class Coverage:
     overflow: int
     nan: int
     total: int
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +266,7 @@ class Format:
 
         Example:
             >>> FP16.coverage(torch.tensor([0.0, 1e-8, 1e-6, 1.0, 1e5, float("nan")]))
-            Coverage(zero=1, underflow=1, subnormal=1, normal=1, overflow=1, nan=1, total=6)
+            Coverage(zero=1, underflow=1, subnormal=1, normal=1, overflow=1, nan=1, total=6, exact=True)
             >>> FP16.coverage(torch.tensor([1e-8]), scale=1024.0).subnormal
             1
         """

@@ -1,5 +1,18 @@
-"""Evidence about numbers; so far the search for the first that is not finite, which lives in :mod:`mezzo.overflow`."""
+"""Evidence about numbers: where they lie, what a format would lose of them, which updates vanish.
 
+The search for the first that is not finite lives in :mod:`mezzo.overflow`, and can be asked here too.
+"""
+
+from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram, swallowed
 from mezzo.overflow import Changed, Overflow, Range, Replay, locate
 
-__all__ = ["Changed", "Overflow", "Range", "Replay", "locate"]
+__all__ = [
+    "Changed",
+    "ExponentHistogram",
+    "Overflow",
+    "Range",
+    "Replay",
+    "exponent_histogram",
+    "locate",
+    "swallowed",
+]
