@@ -375,8 +375,7 @@ def by_name(name: str | torch.dtype | Format) -> Format:
     """Find a format by what a user calls it.
 
     Args:
-        name: A name or a short name in any case (``"float16"``, ``"fp16"``, ``"half"``,
-            ``"torch.float16"``), a torch dtype, or a ``Format``, which is returned as it is.
+        name: A name in any case (``"float16"``, ``"fp16"``, ``"half"``, ``"torch.float16"``), a dtype, or a ``Format``.
 
     Returns:
         The format.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.cpp.build import Kernel, built
+from mezzo.step.executors.cpp.build import CppKernel, built
 from mezzo.step.executors.triton import source
 from mezzo.tensors import flat
 
@@ -164,7 +164,7 @@ def count_into(row: Tensor, tensor: Tensor) -> None:
 
 
 @cache
-def _kernel() -> Kernel | None:
+def _kernel() -> CppKernel | None:
     try:
         return built(_CPP)
     except UnsupportedError as error:
