@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo import optim
+from mezzo.optim.optimizer import as_one_pass
 from mezzo.session import MixedPrecision
 from mezzo.tensors import dtype_name
 
@@ -117,7 +118,7 @@ def _session(
         amp = MixedPrecision(nn.ParameterList(weights.params), optimizer, _policy(level, dtype), max_grad_norm=1.0)
         weights.make_gradients()
         zero = torch.zeros((), device=device, requires_grad=True)
-        rewrites = not isinstance(optimizer, optim.OnePassOptimizer)
+        rewrites = as_one_pass(optimizer) is None
 
         def before() -> None:
             amp.zero_grad()
