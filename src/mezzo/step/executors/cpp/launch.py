@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 import torch
@@ -55,8 +54,9 @@ class Cpp:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[torch.dtype, int], ...], _CppNorms] = {}
-        self._lock = threading.Lock()  # one executor serves all optimizers of a process
+        # One executor serves all optimizers of a process, in any thread. The cache of C's needs no lock: one that is
+        # taken in Python can be left locked by an interrupt, and the next step would wait for ever.
+        self._known = lru_cache(REMEMBERED)(_CppNorms)
 
     def require(self, device: torch.device) -> None:
         """Compile pass 1 for FP32.
@@ -71,12 +71,7 @@ class Cpp:
         """See :class:`mezzo.step.passes.Executor`."""
         vectors = [vector(readable(gradient)) for gradient in gradients]
         kinds = tuple([(each.dtype, each.numel()) for each in vectors])
-        with self._lock:
-            if (known := self._known.get(kinds)) is None:
-                if len(self._known) == REMEMBERED:
-                    self._known.pop(next(iter(self._known)))
-                known = self._known[kinds] = _CppNorms(kinds)
-        return known(vectors)
+        return self._known(kinds)(vectors)
 
     def prepare(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
