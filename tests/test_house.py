@@ -10,7 +10,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 
 #: Lines of code, without docstrings and comments. A change that needs more says in its message what for.
-MOST_CODE = 17_400
+MOST_CODE = 17_450
 MOST_LINES = 400
 MOST_FILES = 14
 

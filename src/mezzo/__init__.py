@@ -39,3 +39,8 @@ def __getattr__(name: str) -> Any:
     if name in ("integrations", "numerics", "optim", "overflow"):
         return importlib.import_module(f"mezzo.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names that are not imported yet, too."""
+    return sorted({*globals(), *__all__})

@@ -147,7 +147,8 @@ def test_what_has_no_histogram_says_what_to_write():
         (torch.zeros(3, dtype=torch.float64), r"tensor\.float\(\)"),
         (torch.zeros(3, dtype=torch.int32), r"tensor\.float\(\)"),
         (torch.zeros(3, dtype=torch.complex64), r"view_as_real"),
-        (torch.eye(3).to_sparse(), r"coalesce\(\)\.values\(\)"),
+        (torch.eye(3).to_sparse(), r"tensor\.coalesce\(\)\.values\(\)"),
+        (torch.eye(3).to_sparse_coo().coalesce(), r"tensor\.coalesce\(\)\.values\(\)"),
     ):
         with pytest.raises(PolicyError, match=write):
             exponent_histogram(tensor)
@@ -181,3 +182,15 @@ def test_swallowed_counts_what_changes_and_what_does_not():
     assert math.isnan(swallowed(weight, torch.zeros(3000), "float16"))
     with pytest.raises(PolicyError, match="differ in shape"):
         swallowed(weight, update[:5], "float16")
+    for wrong in (weight.int(), weight.bool(), torch.zeros(3000, dtype=torch.complex64)):
+        with pytest.raises(PolicyError, match="swallow no updates"):
+            swallowed(wrong, update, "float16")
+        with pytest.raises(PolicyError, match="swallow no updates"):
+            swallowed(weight, wrong, "float16")
+
+
+def test_a_histogram_is_printed_in_a_line():
+    assert repr(exponent_histogram(torch.tensor([0.0, 0.75, -6.0, math.nan]))) == (
+        "ExponentHistogram(4 values, 2^-1 to 2^2, max_abs=6, zeros=1, infs=0, nans=1)"
+    )
+    assert repr(exponent_histogram(torch.zeros(0))).startswith("ExponentHistogram(0 values, max_abs=0")

@@ -290,6 +290,7 @@ def calls_of_two_losses(policy, loss_ids):
 )
 def test_losses_that_share_one_scale_set_nothing_aside(policy):
     """Without a scale, or with a constant one, two losses cost what two micro-batches do: the same ops and bytes."""
+    calls_of_two_losses(policy, (0, 0))  # the executor's tables are made once a process
     one, two = calls_of_two_losses(policy, (0, 0)), calls_of_two_losses(policy, (0, 1))
     assert two.names == one.names
     assert two.bytes == one.bytes
@@ -893,3 +894,11 @@ def test_raising_on_overflow_leaves_the_loop_able_to_go_on():
     assert [p.tolist() for p in model.each] == [[-1.0, -1.0]] * 2
     assert amp.loss_scale.tolist() == [256.0, 256.0]  # fell, and grew again
     assert amp.stats().skipped == 1
+
+
+def test_raising_says_whether_the_loss_itself_was_not_finite():
+    model = Weights(2)
+    amp = session(model, on_overflow="raise")
+    amp.backward(model.loss(float("inf")))  # 0 · inf
+    with pytest.raises(NumericsError, match=r"why +the loss itself is not finite, which no loss scale cures; nothing"):
+        amp.step()

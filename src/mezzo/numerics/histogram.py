@@ -19,7 +19,7 @@ __all__ = ["ExponentHistogram", "exponent_histogram", "swallowed"]
 _CHUNK = 1 << 21
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class ExponentHistogram:
     """How many values of a tensor lie in each binade, from 2^−149, float32's smallest number, to 2^127.
 
@@ -38,7 +38,15 @@ class ExponentHistogram:
     """
 
     row: Tensor
-    _numbers: list[int] | None = field(default=None, init=False, repr=False)
+    _numbers: list[int] | None = field(default=None, init=False)
+
+    def __repr__(self) -> str:
+        held = [exponent for exponent in range(FIRST, FIRST + BINS) if self.count(exponent)]
+        binades = f"2^{held[0]} to 2^{held[-1]}, " if held else ""
+        return (
+            f"ExponentHistogram({self.total} values, {binades}max_abs={self.max_abs:.6g}, zeros={self.zeros}, "
+            f"infs={self.infs}, nans={self.nans})"
+        )
 
     @property
     def numbers(self) -> list[int]:
@@ -119,7 +127,7 @@ class ExponentHistogram:
         )
 
     def best_scale(self, format: str | torch.dtype | Format = "float16") -> float:
-        """Return the largest power of two that keeps every value finite: ``scale * max|x| < format.max``.
+        """Return the largest power of two with ``scale * max|x| < format.max``, which leaves every value finite.
 
         Raises:
             NumericsError: There is an infinity or NaN among the values, or nothing but zeros: no scale helps, or any.
@@ -183,6 +191,7 @@ def exponent_histogram(tensor: Tensor) -> ExponentHistogram:
     """
     if tensor.dtype not in COUNTABLE or tensor.layout != torch.strided:
         is_strided = tensor.layout == torch.strided
+        values = "coalesce().values()" if tensor.layout == torch.sparse_coo else "values()"
         raise PolicyError(
             f"{dtype_name(tensor.dtype)} tensors have no histogram of exponents"
             if is_strided
@@ -191,7 +200,7 @@ def exponent_histogram(tensor: Tensor) -> ExponentHistogram:
             why=f"it takes dense {', '.join(map(dtype_name, COUNTABLE))}",
             write="exponent_histogram(torch.view_as_real(tensor).float())"
             if tensor.is_complex()
-            else f"exponent_histogram(tensor.{'float()' if is_strided else 'coalesce().values()'})",
+            else f"exponent_histogram(tensor.{'float()' if is_strided else values})",
         )
     row = torch.zeros(ROW, dtype=torch.int64, device=tensor.device)
     count_into(row, tensor)
@@ -202,7 +211,7 @@ def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format)
     """Return the share of updates that vanish when they are added to a weight stored in some format.
 
     Among the elements with ``update != 0``, those where ``round(weight + update) == weight`` in the format: the weight
-    does not move, however many such steps are taken.
+    does not move, however many such steps are taken. An update that is NaN moves it.
 
     Args:
         weight: Any floating dtype; rounded to the format first where it is not on its grid.
@@ -223,6 +232,13 @@ def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format)
         0.5
     """
     target = by_name(dtype)
+    for tensor in (weight, update):
+        if not tensor.is_floating_point():
+            raise PolicyError(
+                f"{dtype_name(tensor.dtype)} tensors swallow no updates",
+                why="a weight and its update are real floating-point numbers",
+                write="swallowed(weight, new_weight - weight, dtype)",
+            )
     if weight.shape != update.shape:
         raise PolicyError(
             "a weight and its update differ in shape",

@@ -165,7 +165,7 @@ def _is_usable(name: str, value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value) or (name not in _FINITE and not math.isnan(value))
 
 
-def overflowed(judged: Judged, name_of: Callable[[Tensor], str]) -> NumericsError:
+def overflowed(judged: Judged, name_of: Callable[[Tensor], str], loss_failed: Tensor) -> NumericsError:
     """Build the error of ``on_overflow="raise"``; the host waits for the device."""
     bad = [name_of(p) for p, ok in zip(judged.params, judged.verdict.norms.isfinite().tolist(), strict=True) if not ok]
     scales = sorted({float(share.scale) for share in judged.shares})
@@ -173,6 +173,8 @@ def overflowed(judged: Judged, name_of: Callable[[Tensor], str]) -> NumericsErro
     return NumericsError(
         "the gradients are not finite",
         where=f"{len(bad)} of {len(judged.params)}: {some_of(bad)}" if bad else "their norm, once unscaled",
-        why=f"an overflow{' under the loss scale ' + under if under else ''}; nothing was updated",
+        why="the loss itself is not finite, which no loss scale cures; nothing was updated"
+        if loss_failed
+        else f"an overflow{' under the loss scale ' + under if under else ''}; nothing was updated",
         write='on_overflow="explain", which says where it began; or on_overflow="skip" to go on',
     )

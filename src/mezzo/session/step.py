@@ -82,7 +82,7 @@ def _finished(
         logger.warning("%s", overflow)
     step = ending.outcome.step(overflow, core.stats.check)
     if core.on_overflow == "raise" and found:
-        raise overflowed(judged, core.weights.name_of)
+        raise overflowed(judged, core.weights.name_of, ending.outcome.loss_failed)
     return step
 
 
