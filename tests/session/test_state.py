@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mezzo import LossScale, MixedPrecision, NumericsError, ScaleCollapsed, StateError
+from mezzo import LossScale, MixedPrecision, NumericsError, ScaleCollapsed, StateError, optim
 from mezzo.session.window.window import Window
 
 DYNAMIC = "dynamic(init=1024,interval=3)"
@@ -684,3 +684,25 @@ def test_wrappers_change_no_names(policy, bits):
             for load in reversed(loads) if session_first else loads:
                 load()
             assert bits((model.state_dict(), amp.state_dict())) == bits(saved[0])
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["model", "optimizer", "amp"])))
+def test_fp16_halves_beside_a_tie_of_subnormals_are_loaded_as_they_were(order):
+    """There two pairs of halves stand for one FP32 value, and the forward pass reads only one half."""
+    tie = torch.nextafter(torch.tensor(3 * 2.0**-24 + 2.0**-25), torch.tensor(0.0)).reshape(1)
+
+    def parts():
+        model = nn.Module()
+        model.weight = nn.Parameter(tie.clone())
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        return {"model": model, "optimizer": optimizer, "amp": MixedPrecision(model, optimizer, "O2,emulate=true")}
+
+    kept, resumed = parts(), parts()
+    saved = {name: copy.deepcopy(part.state_dict()) for name, part in kept.items()}
+    for name in order:
+        resumed[name].load_state_dict(saved[name])
+    before = kept["optimizer"].master_of(kept["model"].weight)
+    kept["model"].load_state_dict(saved["model"])
+    for part in (kept, resumed):
+        assert torch.equal(part["model"].weight, saved["model"]["weight"])
+        assert torch.equal(part["optimizer"].master_of(part["model"].weight), before)

@@ -902,3 +902,14 @@ def test_raising_says_whether_the_loss_itself_was_not_finite():
     amp.backward(model.loss(float("inf")))  # 0 · inf
     with pytest.raises(NumericsError, match=r"why +the loss itself is not finite, which no loss scale cures; nothing"):
         amp.step()
+
+
+def test_new_gradients_in_the_memory_of_freed_ones_are_no_old_ones():
+    """torch's fused optimizers do not write gradients: a new tensor at a freed address has the same version, too."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(12)])
+    amp = MixedPrecision(model, torch.optim.AdamW(model.parameters(), fused=True), "O1,emulate=true")
+    for _ in range(4):
+        amp.backward(model(torch.randn(3, 64)).square().mean())
+        amp.step()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)

@@ -156,6 +156,11 @@ class HalvesOptimizer(SavedOptimizer):
         group = next(group for group in self.param_groups if any(param is each for each in group["params"]))
         form = self._storage(group, param)
         weight, extra = form.make(value, param.dtype, None)
+        kept = self.state[param].get(form.extra) if form.extra == "remainder" else None
+        if kept is not None and extra is not None:
+            # Halves that stand for this value already stay: beside a tie FP16 has two pairs for one value.
+            same = form.read(form.parts(param.detach(), kept)) == value
+            weight, extra = torch.where(same, param, weight), torch.where(same, kept, extra)
         param.copy_(weight)
         if form.extra is not None and extra is not None:
             if form.extra in self.state[param]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo import tensors
 from mezzo.step.executors.choose import executor_for, portable
@@ -16,8 +17,9 @@ from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
 from mezzo.tensors import LOW, moved
 
-__all__ = ["alike", "dense", "mark", "multiplications", "norms"]
+__all__ = ["Stale", "alike", "dense", "is_left", "left_over", "mark", "multiplications", "norms"]
 
+Stale: TypeAlias = dict[tuple[int, int], StorageWeakRef | None]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
 
@@ -39,6 +41,26 @@ def mark(gradient: Tensor) -> tuple[int, int]:
     """Return what tells one writing of a gradient from the next."""
     values = gradient._values() if gradient.is_sparse else gradient
     return tensors.mark(values)
+
+
+def left_over(gradients: Iterable[Tensor]) -> Stale:
+    """Note gradients as they are; the memory of a freed one may be another's, so that its storage is known as well."""
+    values = (each._values() if each.is_sparse else each for each in gradients)
+    return {tensors.mark(each): _storage(each) for each in values}
+
+
+def _storage(values: Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
+    except RuntimeError:  # of a layout that has no storage
+        return None
+
+
+def is_left(gradient: Tensor, noted: Stale) -> bool:
+    """Whether a gradient is one of those noted, and unwritten since."""
+    key = mark(gradient)
+    kept = noted.get(key)
+    return key in noted and not (kept is not None and kept.expired())  # type: ignore[no-untyped-call]
 
 
 def norms(

@@ -18,7 +18,7 @@ from mezzo.session.state.differences import check
 from mezzo.session.state.load_hooks import watch
 from mezzo.session.state.saved import names_of_updated
 from mezzo.session.window.window import Window
-from mezzo.step.gradients import mark
+from mezzo.step.gradients import left_over
 
 __all__ = ["load"]
 
@@ -119,7 +119,7 @@ def _load_windows(core: Core, state: Mapping[str, Any]) -> None:
             window = {**window, "aside": {n: total for n, total in window["aside"].items() if n not in cleared}}
         group.resume(window and Window.from_state_dict(window, scales, {**params, **masters}))
         theirs = (param.grad for param in group.params() if names.get(id(param)) in left)
-        group.stale = {mark(gradient) for gradient in theirs if gradient is not None}
+        group.stale = left_over(gradient for gradient in theirs if gradient is not None)
         if group.window is not None and group.window.is_unscaled:
             group.show(core.weights.name_of)
     carrying = [group for group in core.groups if group.window and group.window.carries_scale]

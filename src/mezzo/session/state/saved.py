@@ -10,7 +10,7 @@ from torch import Tensor
 from mezzo.errors import StateError, some_of
 from mezzo.session.core import Core
 from mezzo.session.state.schema import STATE_VERSION
-from mezzo.step.gradients import mark
+from mezzo.step.gradients import is_left
 from mezzo.tensors import described
 
 __all__ = ["names_of_updated", "save"]
@@ -89,7 +89,7 @@ def _gradients(core: Core, names: Mapping[int, str]) -> tuple[dict[str, Tensor],
         names[id(param)]
         for group in core.groups
         for param in group.params()
-        if param.grad is not None and mark(param.grad) in group.stale
+        if param.grad is not None and is_left(param.grad, group.stale)
     ]
     held = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
     return gradients, held, left

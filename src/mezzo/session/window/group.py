@@ -18,10 +18,9 @@ from mezzo.scale.state import inverse
 from mezzo.session.window.unscaled import Unscaled
 from mezzo.session.window.wide import WideGradients, added
 from mezzo.session.window.window import CarriedScale, LossShare, Window
-from mezzo.step.gradients import dense, mark, multiplications, norms
+from mezzo.step.gradients import Stale, dense, is_left, left_over, mark, multiplications, norms
 from mezzo.step.passes import judge
 from mezzo.step.whole import Call, at_once
-from mezzo.tensors import mark as mark_of_dense
 from mezzo.tensors import moved
 
 __all__ = ["GradientGroup"]
@@ -45,7 +44,7 @@ class GradientGroup:
         self.optimizers, self.masters = optimizers, masters
         self.window: Window | None = None
         self.wide = WideGradients(optimizers, masters)
-        self.stale: set[tuple[int, int]] = set()
+        self.stale: Stale = {}
         self._unscaled: Unscaled | None = None  # from unscale_ to the step
         self._num_param_groups = self._count_param_groups()
 
@@ -142,7 +141,7 @@ class GradientGroup:
     def _refuse_stale(self) -> None:
         """Refuse to add scaled gradients to those that the last step left, which carry another scale or none."""
         held = (p.grad for pair in self.with_leaves() for p in pair if p.grad is not None) if self.stale else ()
-        if not self.stale.isdisjoint(map(mark, held)):
+        if any(is_left(gradient, self.stale) for gradient in held):
             raise StateError(
                 "the last step's gradients are still there",
                 why="they are unscaled by now, and the new ones would be added to them with the loss scale",
@@ -300,7 +299,7 @@ class GradientGroup:
         stale = self.stale
         # Gradients that never carried a scale may be added to, as in a loop without mezzo.
         if window.carried is None or not window.carried.is_one:
-            stale = set(map(mark_of_dense, gradients or dense(self._with_gradients())))
+            stale = left_over(gradients or dense(self._with_gradients()))
         self.stale, self._unscaled, self.window = stale, None, None
         self.wide.end()
 
@@ -329,10 +328,10 @@ class GradientGroup:
 
     def remembering(self) -> Callable[[], None]:
         """Return what drops the window, and brings back what is known of gradients now; they are not looked at."""
-        stale, is_wide = set(self.stale), self.wide.is_on
+        stale, is_wide = dict(self.stale), self.wide.is_on
 
         def restore() -> None:
             self.window, self._unscaled = None, None
-            self.stale, self.wide.is_on = set(stale), is_wide
+            self.stale, self.wide.is_on = dict(stale), is_wide
 
         return restore

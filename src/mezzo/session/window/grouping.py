@@ -54,7 +54,7 @@ def regrouped(
             where="a parameter group that was added since the last step",
             write="add_param_group with parameters of no other optimizer; or O1, which needs no masters",
         )
-    stale = {mark for group in known for mark in group.stale}
+    stale = {key: kept for group in known for key, kept in group.stale.items()}
     for group in found:
-        group.stale = set(stale)
+        group.stale = dict(stale)
     return found
