@@ -6,6 +6,7 @@ the executors' business (:mod:`mezzo.step.executors`); what happens to an elemen
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -209,11 +210,12 @@ class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
     """An executor cannot build a kernel; another one may do without."""
 
 
-class BucketUpdate:
+class BucketUpdate(ABC):
     """Pass 2 for one bucket."""
 
     bucket: Bucket
 
+    @abstractmethod
     def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
         """Return what updates every weight, extra and state in place, all that can be refused being refused first.
 
@@ -221,7 +223,6 @@ class BucketUpdate:
         ``verdict.multiplier`` on the way, and never written. With ``verdict.found_inf`` nothing at all is written.
         Every hyper-parameter is read from its tensor now, and ``step`` counts this step already.
         """
-        raise NotImplementedError
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
