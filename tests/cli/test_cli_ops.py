@@ -27,7 +27,7 @@ def test_the_whole_table(capsys):
     assert (code, err) == (0, "")
     rows = rows_of(out)
     assert set(OPS) <= set(rows)
-    assert rows["op"] == "O1,dtype=float16 torch CUDA torch CPU reason source".split()
+    assert rows["op"] == "O1,dtype=float16 torch CUDA torch CPU reason whose lists name it".split()
     assert rows["softmax"][:5] == ["fp32", "fp32", "native", "exponential", "range"]
     assert rows["linear"][:4] == ["low", "low", "low", "gemm"]
     assert rows["relu"] == "native native native bandwidth-bound no list names it".split()
@@ -85,6 +85,7 @@ def test_json(capsys):
     assert first == {
         "op": "conv1d", "device": None, "treatment": "fp32", "rule": "fp32=conv1d", "torch_cuda": "low",
         "torch_cpu": "low", "reason": "the rule fp32=conv1d matches first", "source": "policy",
+        "lists": OPS["conv1d"].source,
     }  # fmt: skip
     assert (second["rule"], second["treatment"], second["reason"]) == (None, "low", "gemm")
     assert len(json.loads(printed(capsys, "--json")[1])) == len(OPS)
@@ -114,7 +115,7 @@ def test_an_unknown_device_is_a_usage_error(capsys):
     code, out, err = printed(capsys, "softmax", "--device", "gpu")
     assert (code, out) == (2, "")
     assert err.startswith("mezzo: unknown device type 'gpu'\n")
-    assert 'write  "cpu" or "cuda"' in err
+    assert 'why    torch has no such device type\n  write  "cpu" or "cuda"' in err
 
 
 def test_paddles_mul_is_a_matrix_product(capsys):
@@ -145,9 +146,10 @@ def test_in_place_spellings_are_usage_errors(capsys):
     assert "write  'exp'" in err
 
 
-def test_a_glob_without_a_match_is_a_failed_check(capsys):
+def test_a_glob_without_a_match_is_a_usage_error_like_an_unknown_name(capsys):
+    assert printed(capsys, "zzz")[0] == 2
     code, out, err = printed(capsys, "zzz*")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith("mezzo: no op matches 'zzz*'\n")
 
 

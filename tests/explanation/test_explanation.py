@@ -17,7 +17,7 @@ EXPLANATION = Explanation(
     rows=(
         Row(
             module="body.0", op="linear", given=("float32",), computes_in=("bfloat16",), returns=("bfloat16",), count=2,
-            treatment="low", rule=None, reason="gemm", source="torch CUDA list", line="/model.py:7",
+            treatment="low", rule=None, reason="gemm", source="op table", line="/model.py:7",
         ),
         Row(
             module="", op="exp", given=("bfloat16",), computes_in=("float32",), returns=("float32",), count=1,
@@ -109,7 +109,7 @@ def test_differences_name_both_sides():
     lines = {str(each) for each in EXPLANATION.differences(EMPTY)}
     assert lines == {
         "policy policy: O1,dtype=bfloat16 → O0",
-        "op body.0 linear (/model.py:7): 2 × float32 → bfloat16 → bfloat16, low by torch CUDA list → –",
+        "op body.0 linear (/model.py:7): 2 × float32 → bfloat16 → bfloat16, low by op table → –",
         "op (model) exp: 1 × bfloat16 → float32 → float32, low by low=exp → –",
         "casts body.0 forward parameter: 2 × bfloat16→float32 by emulation, 6144 bytes; "
         "2 × float32→bfloat16 by policy, 6144 bytes → –",
@@ -142,7 +142,7 @@ def test_text_is_plain_and_whole():
     lines = text.splitlines()
     assert lines[0] == "Net under O1,dtype=bfloat16 on cpu, native arithmetic, torch 2.13.0"
     (linear,) = [line for line in lines if line.split()[:2] == ["body.0", "linear"] and "gemm" in line]
-    assert linear.split() == ("body.0 linear 2 float32 bfloat16 bfloat16 low torch CUDA list gemm /model.py:7".split())
+    assert linear.split() == ("body.0 linear 2 float32 bfloat16 bfloat16 low op table gemm /model.py:7".split())
     (marked,) = [line for line in lines if " exp " in line]
     assert "low (!)" in marked
     assert "rule low=exp" in marked

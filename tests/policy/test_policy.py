@@ -190,8 +190,24 @@ def test_explain_gives_rule_reason_and_source():
     assert "fp32_module=head" in inside.reason
     outside = policy.explain("linear", "body.fc")
     assert (outside.treatment, outside.rule, outside.reason) == ("low", None, "gemm")
-    assert "CUDA" in outside.source
-    assert Policy.O2().explain("linear").treatment == "native"
+    assert (inside.source, outside.source) == ("policy", "op table")
+    without = Policy.O2().explain("linear")
+    assert (without.treatment, without.source) == ("native", "level O2")
+
+
+def test_the_source_is_who_decided_and_not_whose_lists_name_the_op():
+    """Every list names softmax, and none of them was asked."""
+    assert "apex float list" in OPS["softmax"].source
+    for change, source in (
+        ({}, "op table"),
+        ({"norms": "fp32_math"}, "norms=fp32_math"),
+        ({"lists": "device"}, "lists=device"),
+        ({"rules": [Rule("low", op="softmax")]}, "policy"),
+    ):
+        assert Policy.O1(**change).explain("softmax").source == source
+    assert Policy.O1().explain("fft_rfft", device_type="cuda").source == "torch"
+    assert Policy.O1().explain("exp_").source == "torch"
+    assert Policy.O1().explain("torch.randn").source == "op table"
 
 
 def test_explain_follows_the_device_lists_on_request():

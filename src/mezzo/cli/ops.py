@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for
-from mezzo.errors import MezzoError, printable
+from mezzo.errors import PolicyError, printable, shown
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS, matching, resolve
 
@@ -57,12 +57,12 @@ def ops(
     console = console_for(200)
     table = Table(box=box.SIMPLE_HEAD)
     decided = f"{value} on {device}" if device else str(value)
-    for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "source"):
+    for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "whose lists name it"):
         # As Text, for a policy's text may hold brackets that rich would take for markup.
         table.add_column(Text(printable(column)), no_wrap=column in ("op", "torch CUDA", "torch CPU"))
     for name in names:
         row = described(name, value, device)
-        cells = ("op", "treatment", "torch_cuda", "torch_cpu", "reason", "source")
+        cells = ("op", "treatment", "torch_cuda", "torch_cpu", "reason", "lists")
         table.add_row(*(Text(row[cell]) for cell in cells))
     console.print(table)
 
@@ -76,11 +76,11 @@ def described(name: str, policy: Policy, device_type: str | None = None) -> dict
         device_type: Where; when omitted the reason names the devices where the treatment is another.
 
     Returns:
-        The op, the device, its treatment there and the rule that gave it, torch's own treatments, the reason and its
-        source.
+        The op, the device, its treatment there and the rule that gave it, torch's own treatments, the reason, who
+        decided, and whose lists name the op.
 
     Raises:
-        PolicyError: Nobody knows the op, or torch no such device type.
+        PolicyError: No op has this name, or torch has no such device type.
 
     Example:
         >>> row = described("softmax", Policy.O1(rules=[]))
@@ -98,6 +98,7 @@ def described(name: str, policy: Policy, device_type: str | None = None) -> dict
         "torch_cpu": "native" if entry is None else entry.cpu,
         "reason": decision.reason,
         "source": decision.source,
+        "lists": "no list names it" if entry is None else entry.source,
     }
 
 
@@ -108,8 +109,8 @@ def _chosen(pattern: str | None) -> list[str]:
         return [resolve(pattern)]
     names = sorted(matching(pattern))
     if not names:
-        raise MezzoError(
-            f"no op matches {pattern!r}",
+        raise PolicyError(
+            f"no op matches {shown(pattern)}",
             why="a glob is matched with base names, such as softmax, conv2d, linalg_inv, fft_rfft",
             write="mezzo ops '*norm*'",
         )

@@ -17,6 +17,7 @@ Norms = Literal["fp32", "fp32_math"]
 
 #: The kinds of device that the table tells apart, and how they are called where none is asked about.
 _KINDS: Final = {"cpu": "a CPU", "cuda": "an accelerator"}
+_DECIDERS: Final[dict[Lists, str]] = {"portable": "op table", "device": "lists=device"}
 _AS_IN: Final[dict[Treatment, str]] = {
     "native": "left to torch, as in torch.amp",
     "fp32_math": "FP32 inside, the input's dtype out",
@@ -45,13 +46,13 @@ def from_table(entry: Op, device_type: str | None, *, lists: Lists, norms: Norms
         treatment = on["cpu" if _checked(device_type) == "cpu" else "cuda"]
         differs = lists == "portable" and treatment != entry.portable
         reason = f"{entry.reason}; on {device_type} {_AS_IN[treatment]}" if differs else entry.reason
-        source = "torch" if differs and treatment == "native" else entry.source
+        source = "torch" if differs and treatment == "native" else _DECIDERS[lists]
         return Decision(treatment=treatment, rule=None, reason=reason, source=source)
     treatment = entry.portable if lists == "portable" else on[_default_kind()]
     words = _AS_IN if lists == "portable" else {}
     others = [f"on {_KINDS[kind]} {words.get(there, there)}" for kind, there in on.items() if there != treatment]
     reason = "; ".join((entry.reason, *others))
-    return Decision(treatment=treatment, rule=None, reason=reason, source=entry.source)
+    return Decision(treatment=treatment, rule=None, reason=reason, source=_DECIDERS[lists])
 
 
 def _on(entry: Op, kind: str, lists: Lists, norms: Norms) -> Treatment:
@@ -66,9 +67,8 @@ def _checked(device_type: str) -> str:
     try:
         return device_type if device_type in _KINDS else torch.device(device_type).type
     except RuntimeError as error:
-        raise PolicyError(
-            f"unknown device type {device_type!r}", why=str(error).splitlines()[0], write='"cpu" or "cuda"'
-        ) from error
+        why = "torch has no such device type"
+        raise PolicyError(f"unknown device type {device_type!r}", why=why, write='"cpu" or "cuda"') from error
 
 
 def _default_kind() -> str:
