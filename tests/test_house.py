@@ -11,19 +11,19 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
-    "bench": 450,
+    "bench": 448,
     "cast": 2_416,
-    "cli": 633,
+    "cli": 655,
     "explanation": 557,
     "integrations": 50,
     "numerics": 316,
     "optim": 1_342,
     "overflow": 874,
-    "policy": 1_163,
+    "policy": 1_164,
     "recipes": 858,
     "report": 440,
     "scale": 609,
-    "session": 3_819,
+    "session": 3_824,
     "step": 2_340,
     "trace": 966,
     "the ground": 592,

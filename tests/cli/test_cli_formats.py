@@ -97,6 +97,8 @@ def test_an_unknown_name_is_a_usage_error(capsys):
     assert (code, out) == (2, "")
     assert "unknown number format 'flaot16'" in err
     assert "did you mean 'float16'?" in err
+    assert "write  mezzo formats float16" in err
+    assert "by_name" not in err
 
 
 def test_help_leads_with_examples(capsys):

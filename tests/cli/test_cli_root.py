@@ -1,5 +1,7 @@
 """The root command: help, version, and exit codes a shell can read."""
 
+import itertools
+
 import pytest
 
 import mezzo
@@ -22,6 +24,16 @@ def test_help_leads_with_examples(capsys):
 
 def test_version(capsys):
     assert run(capsys, "--version") == (0, f"mezzo {mezzo.__version__}\n", "")
+
+
+def test_help_is_folded_where_the_terminal_ends_and_nowhere_else(capsys, monkeypatch):
+    """The sources' own line ends would leave every second line half empty."""
+    monkeypatch.setenv("COLUMNS", "100")
+    _, out, _ = run(capsys, "explain", "--help")
+    lines = [line.strip() for line in out.splitlines()]
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("A factory takes no argument")]
+    for line, after in itertools.pairwise(lines[first : lines.index("", first)]):
+        assert len(f"{line} {after.split()[0]}") > 96
 
 
 @pytest.mark.parametrize("words", [("comprae",), ("formats", "--jsno")])

@@ -236,6 +236,14 @@ def test_all_that_a_step_says_raises_and_its_repr_does_not():
     assert "skipped=" in repr(step)
 
 
+def test_a_session_s_repr_says_what_it_trains_and_how():
+    _, amp = session(level="O1,dtype=bfloat16,emulate=true")
+    policy = "O1,dtype=bfloat16,emulate=true"
+    assert repr(amp) == str(amp) == f"MixedPrecision(Weights, SGD, policy='{policy}')"
+    amp.close()
+    assert repr(amp) == "MixedPrecision(closed)"
+
+
 @pytest.mark.parametrize(
     "rules, pattern",
     [

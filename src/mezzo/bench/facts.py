@@ -27,10 +27,8 @@ def checked_device(device: str | torch.device) -> torch.device:
     """
     try:
         where = torch.device(device)
-    except RuntimeError as error:
-        raise PolicyError(
-            f"unknown device {device!r}", why=str(error).splitlines()[0][:80], write="cpu or cuda"
-        ) from None
+    except RuntimeError:
+        raise PolicyError(f"unknown device {device!r}", why="torch has no such device", write="cpu or cuda") from None
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"nothing is measured on {where.type}", write="cpu or cuda")
     if where.type == "cuda" and not torch.cuda.is_available():

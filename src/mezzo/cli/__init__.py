@@ -6,7 +6,10 @@ folder prints.
 
 from __future__ import annotations
 
+import inspect
 import sys
+
+from typer.models import CommandInfo
 
 from mezzo.cli import bench, compare, doctor, explain, formats, ops, train  # noqa: F401  (each verb registers itself)
 from mezzo.cli.app import app
@@ -21,6 +24,17 @@ EXIT_CODES: tuple[tuple[type[MezzoError], int], ...] = (
     (NumericsError, 4),
     (MezzoError, 1),
 )
+
+
+def _unfold_help(commands: list[CommandInfo]) -> None:
+    """Make each paragraph of the help one line, to be folded where the terminal ends and not where the source does."""
+    for command in commands:
+        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(each.replace("\n", " ") for each in paragraphs)
+
+
+for _each in (app, *(group.typer_instance for group in app.registered_groups if group.typer_instance)):
+    _unfold_help(_each.registered_commands)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,6 +13,7 @@ from mezzo.bench import bench_step
 from mezzo.bench.shapes import SHAPES
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for
+from mezzo.errors import PolicyError
 from mezzo.recipes.machine import default_device
 
 __all__ = ["bench"]
@@ -57,6 +58,9 @@ def step(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
 )
 def train(context: typer.Context) -> None:
-    """Print the command that does it since networks are no part of the package."""
-    typer.echo("mezzo bench train has moved out of the package; in a clone of mezzo's repository run")
-    typer.echo(f"  {shlex.join(['python', 'benchmarks/train.py', *context.args])}")
+    """Refuse, with the command that does it since networks are no part of the package."""
+    raise PolicyError(
+        "mezzo bench train has moved out of the package",
+        why="it needs networks, which lie in a clone of mezzo's repository",
+        write=shlex.join(["python", "benchmarks/train.py", *context.args]),
+    )

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for
+from mezzo.errors import PolicyError, nearest, shown
 from mezzo.formats import FORMATS, Format, by_name
 from mezzo.tensors import dtype_name
 
@@ -34,7 +35,7 @@ def formats(
 
     [bold]mezzo formats --json[/bold]   for a program to read
     """
-    chosen = None if name is None else by_name(name)
+    chosen = None if name is None else _named(name)
     if as_json:
         data = [described(entry) for entry in FORMATS.values()] if chosen is None else described(chosen, True)
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
@@ -46,6 +47,16 @@ def formats(
     widths = f"{chosen.exponent_bits} exponent bits (bias {chosen.bias}), {chosen.mantissa_bits} mantissa bits"
     console.print(f"{chosen.name}: 1 sign bit, {widths}", style="bold", highlight=False)
     console.print(_landmarks(chosen))
+
+
+def _named(name: str) -> Format:
+    try:
+        return by_name(name)
+    except PolicyError:  # which says what to write in Python
+        why = nearest(name, FORMATS)
+        raise PolicyError(
+            f"unknown number format {shown(name)}", why=why, write="mezzo formats float16, or mezzo formats for all"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,12 @@ class MixedPrecision:
 
                 core.replay = Replay(core.models, region=core.weights.region)
 
+    def __repr__(self) -> str:
+        if self._core.is_closed:
+            return "MixedPrecision(closed)"
+        subjects = ", ".join(type(each).__name__ for each in (*self._core.models, *self._core.optimizers))
+        return f"MixedPrecision({subjects}, policy={str(self.policy)!r})"
+
     def __deepcopy__(self, memo: Any) -> MixedPrecision:
         raise StateError(
             "a session cannot be copied",
