@@ -3,16 +3,24 @@
 The search for the first that is not finite lives in :mod:`mezzo.overflow`, and can be asked here too.
 """
 
+from mezzo.numerics.evidence import KINDS, Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
+from mezzo.numerics.evidence_file import read as read_evidence
 from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram, swallowed
 from mezzo.overflow import Changed, Overflow, Range, Replay, locate
 
 __all__ = [
+    "KINDS",
     "Changed",
+    "Evidence",
     "ExponentHistogram",
     "Overflow",
     "Range",
+    "RecordedStep",
+    "RecordedTensor",
     "Replay",
+    "SwallowedUpdates",
     "exponent_histogram",
     "locate",
+    "read_evidence",
     "swallowed",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +48,24 @@ class ExponentHistogram:
             f"ExponentHistogram({self.total} values, {binades}max_abs={self.max_abs:.6g}, zeros={self.zeros}, "
             f"infs={self.infs}, nans={self.nans})"
         )
+
+    @classmethod
+    def total_of(cls, histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
+        """Return the histogram of the values of several together, on the host.
+
+        Example:
+            >>> import torch
+            >>> parts = (exponent_histogram(torch.full((3,), 2.0**k)) for k in (0, 4))
+            >>> ExponentHistogram.total_of(parts)
+            ExponentHistogram(6 values, 2^0 to 2^4, max_abs=16, zeros=0, infs=0, nans=0)
+        """
+        total = torch.zeros(ROW, dtype=torch.int64)
+        for each in histograms:
+            row = torch.tensor(each.numbers)
+            largest = torch.maximum(total[LARGEST], row[LARGEST])
+            total += row
+            total[LARGEST] = largest
+        return cls(total)
 
     @property
     def numbers(self) -> list[int]:

@@ -1,0 +1,309 @@
+"""What was recorded of a run, as a value: histograms by kind, module and step, and updates that vanish.
+
+A :class:`Evidence` is what a recorder hands out, and what is read back from the file that it wrote
+(:mod:`mezzo.numerics.evidence_file`): one from memory and one from a file answer alike.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import torch
+
+from mezzo.errors import PolicyError, StateError, nearest, shown, some_of
+from mezzo.formats import Format, by_name
+from mezzo.numerics.histogram import ExponentHistogram
+
+__all__ = [
+    "KINDS", "Evidence", "EvidenceHeader", "RecordedModule", "RecordedStep", "RecordedTensor", "SwallowedUpdates",
+    "kind_of",
+]  # fmt: skip
+
+#: What is recorded of a module, in the order in which a step makes it.
+KINDS: Final = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
+
+Steps = Literal["newest", "all"] | int
+
+
+def kind_of(name: str) -> str:
+    """Find a kind by what a user calls it: singular or plural, with underscores, hyphens or spaces.
+
+    Raises:
+        PolicyError: There is no such kind; the message names the nearest one.
+
+    Example:
+        >>> kind_of("Activation gradient"), kind_of("weight-gradients")
+        ('activation_gradients', 'weight_gradients')
+    """
+    word = re.sub(r"[\s_-]+", "_", name.strip().lower()) if isinstance(name, str) else ""
+    for kind in KINDS:
+        if word in (kind, kind.removesuffix("s")):
+            return kind
+    raise PolicyError(f"unknown kind of tensors {shown(name)}", why=nearest(word, KINDS), write=f'"{KINDS[2]}"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwallowedUpdates:
+    """How many updates of a weight vanish.
+
+    Attributes:
+        updated: Elements whose update is not zero.
+        swallowed: Of these, by storage format: elements where round(w + Δw) == w.
+        beyond: Of these: elements whose weight is at least 2048 times their update, in magnitude.
+    """
+
+    updated: int
+    swallowed: Mapping[str, int]
+    beyond: int
+
+    def share(self, format: str | torch.dtype | Format) -> float:
+        """Return the share of updates that a storage format swallows; NaN where no element is updated.
+
+        Raises:
+            PolicyError: This format was not recorded.
+        """
+        name = by_name(format).name
+        if name not in self.swallowed:
+            raise PolicyError(
+                f"updates swallowed by {name} were not recorded",
+                why=f"recorded: {', '.join(self.swallowed) or 'none'}",
+                write=f'Recorder(model, optimizer, formats=("{name}", …))',
+            )
+        return self.swallowed[name] / self.updated if self.updated else math.nan
+
+    @property
+    def share_beyond(self) -> float:
+        """The share of updates whose weight is at least 2048 times larger; NaN where no element is updated."""
+        return self.beyond / self.updated if self.updated else math.nan
+
+    def __add__(self, other: SwallowedUpdates) -> SwallowedUpdates:
+        common = [name for name in self.swallowed if name in other.swallowed]
+        return SwallowedUpdates(
+            updated=self.updated + other.updated,
+            swallowed={name: self.swallowed[name] + other.swallowed[name] for name in common},
+            beyond=self.beyond + other.beyond,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTensor:
+    """What one step had of one tensor of a module, summed over its calls in the step.
+
+    Attributes:
+        kind: One of :data:`KINDS`.
+        module: The module's path; empty for the model itself.
+        name: The parameter's name in the module, or ``output``, with the place in it where it is a container.
+        dtype: Of the tensor. Gradients are recorded unscaled, so that in float16 they hold more than that dtype could.
+        histogram: Of its values.
+        swallowed: Of updates: what vanishes of them.
+    """
+
+    kind: str
+    module: str
+    name: str
+    dtype: str
+    histogram: ExponentHistogram
+    swallowed: SwallowedUpdates | None = None
+
+    @property
+    def path(self) -> str:
+        """The module's path and the tensor's name, as ``blocks.0.up.weight``."""
+        return f"{self.module}.{self.name}" if self.module else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """One recorded step.
+
+    Attributes:
+        step: Its number, from 1.
+        loss_scales: The scale of each loss that took part; empty where losses are not scaled.
+        skipped: Whether the weights were left alone; there are no updates then.
+        tensors: What it had.
+    """
+
+    step: int
+    loss_scales: tuple[float, ...]
+    skipped: bool
+    tensors: tuple[RecordedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedModule:
+    """A module that is recorded.
+
+    Attributes:
+        path: Its path; empty for the model itself.
+        type: The name of its class.
+        parameters: The dtypes of its own parameters by name.
+        same_as: For a module that the model holds at several places: the path that it is recorded at.
+        tied: Of its parameters, those that are recorded as another module's: by name, the path of that one.
+    """
+
+    path: str
+    type: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    same_as: str | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceHeader:
+    """Of what the evidence is.
+
+    Attributes:
+        mezzo: The version that recorded it.
+        model: The name of the model's class.
+        policy: The session's policy as text; ``None`` without a session.
+        compute_dtype: The policy's dtype; ``None`` without a session.
+        loss_scale: ``none``, ``constant`` or ``dynamic``; ``given`` where a loop without a session named its scale.
+        every: A step is recorded, and then each that comes so many steps later.
+        kinds: What is recorded.
+        formats: The formats that updates are rounded to.
+        modules: Those that are recorded, in the order of the forward pass.
+    """
+
+    mezzo: str
+    model: str
+    policy: str | None
+    compute_dtype: str | None
+    loss_scale: str
+    every: int
+    kinds: tuple[str, ...]
+    formats: tuple[str, ...]
+    modules: tuple[RecordedModule, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What was recorded of a run.
+
+    Attributes:
+        header: Of what.
+        steps: The recorded steps, oldest first.
+        num_steps: How many steps were taken, recorded or not, as far as it is known.
+        is_partial: Whether the run was interrupted, or is still going on.
+    """
+
+    header: EvidenceHeader
+    steps: tuple[RecordedStep, ...]
+    num_steps: int
+    is_partial: bool = False
+
+    def histogram(
+        self,
+        kind: str | Iterable[str],
+        module: str | None = None,
+        *,
+        step: Steps = "newest",
+        name: str | None = None,
+    ) -> ExponentHistogram:
+        """Sum the histograms of some tensors.
+
+        Args:
+            kind: One of :data:`KINDS` in any spelling that :func:`kind_of` takes, or several.
+            module: A module's path or a glob of paths; all when omitted. It stands for the module's own tensors, not
+                for those of modules inside it.
+            step: The newest step that has such a tensor, ``"all"``, or a step's number.
+            name: A parameter's name, or ``output``; all when omitted.
+
+        Raises:
+            PolicyError: No such kind or module was recorded.
+            StateError: No step, or not that one, has such a tensor.
+        """
+        return ExponentHistogram.total_of(each.histogram for each in self.tensors(kind, module, step=step, name=name))
+
+    def swallowed(
+        self, module: str | None = None, *, step: Steps = "newest", name: str | None = None
+    ) -> SwallowedUpdates:
+        """Count the updates that vanish, summed over some weights; arguments as of :meth:`histogram`."""
+        first, *rest = (each.swallowed for each in self.tensors("updates", module, step=step, name=name))
+        assert first is not None, "updates say what vanishes of them"
+        for each in rest:
+            assert each is not None, "updates say what vanishes of them"
+            first = first + each
+        return first
+
+    def tensors(
+        self,
+        kind: str | Iterable[str],
+        module: str | None = None,
+        *,
+        step: Steps = "newest",
+        name: str | None = None,
+    ) -> list[RecordedTensor]:
+        """Return what :meth:`histogram` would sum; never an empty list."""
+        kinds = [kind_of(each) for each in ([kind] if isinstance(kind, str) else kind)]
+        places = None if module is None else self._places(module)
+        found: list[RecordedTensor] = []
+        for recorded in self._chosen(step):
+            found += (
+                each
+                for each in recorded.tensors
+                if each.kind in kinds
+                and (name is None or each.name == name)
+                and (places is None or (each.module, None) in places or (each.module, each.name) in places)
+            )
+            if found and step == "newest":
+                break
+        if not found:
+            raise self._nothing(kinds, module, step, name)
+        return found
+
+    def _chosen(self, step: Steps) -> Iterator[RecordedStep]:
+        """Return the steps asked for, newest first."""
+        if isinstance(step, int):
+            found = [each for each in self.steps if each.step == step]
+            if not found:
+                held = [str(each.step) for each in self.steps]
+                raise StateError(f"step {step} was not recorded", why=f"recorded: {some_of(held) or 'none yet'}")
+            return iter(found)
+        if step not in ("newest", "all"):
+            raise PolicyError(f"unknown steps {shown(step)}", write='step="newest", step="all" or step=51')
+        return reversed(self.steps)
+
+    def _places(self, module: str) -> set[tuple[str, str | None]]:
+        """Return where tensors of modules are recorded: paths, each with a tensor's name, or ``None`` for all."""
+        is_glob = any(character in module for character in "*?[")
+        places: set[tuple[str, str | None]] = set()
+        for each in self.header.modules:
+            if each.path == module or (is_glob and fnmatch.fnmatchcase(each.path, module)):
+                places.add((each.path if each.same_as is None else each.same_as, None))
+                for path in each.tied.values():
+                    owner, _, name = path.rpartition(".")
+                    places.add((owner, name))
+        if not places:
+            raise PolicyError(
+                f"no recorded module is called {shown(module)}",
+                why=nearest(module, [each.path for each in self.header.modules if each.path][:_MOST_NAMES]),
+                write='histogram("activations", "blocks.0"), or a glob of paths, or nothing for all modules',
+            )
+        return places
+
+    def _nothing(self, kinds: list[str], module: str | None, step: Steps, name: str | None) -> StateError:
+        of = "" if module is None else f" of {shown(module)}"
+        missing = [kind for kind in kinds if kind not in self.header.kinds]
+        if missing:
+            why = f"recorded: {', '.join(self.header.kinds)}"
+        elif not self.steps:
+            why = f"no step was recorded yet, of {self.num_steps} taken"
+        elif name is not None:
+            held = {e.name for s in self.steps for e in s.tensors if e.kind in kinds}
+            why = f"no tensor has the name {shown(name)}; there are {some_of(sorted(held))}"
+        elif isinstance(step, int):
+            why = f"step {step} was skipped" if self._was_skipped(step) else f"step {step} had none"
+        else:
+            why = "no recorded step called it" if module is not None else "no recorded step had any"
+        return StateError(f"there are no {' and no '.join(kinds)}{of}", why=why)
+
+    def _was_skipped(self, step: int) -> bool:
+        return any(each.skipped for each in self.steps if each.step == step)
+
+
+#: Names of a vocabulary that an error lists.
+_MOST_NAMES: Final = 40
