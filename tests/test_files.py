@@ -103,28 +103,32 @@ def test_only_a_regular_file_is_read(home, kind):
 
 @NEEDS_ROOT
 def test_a_folder_exchanged_between_the_check_and_the_use_is_not_entered(home, monkeypatch, tmp_path):
-    """At every call that opens something, another user puts a folder of their own in its place."""
+    """At every call that looks at something or opens it, another user puts a folder of their own in its place."""
     files.keep("below/name", b"mine")
     theirs = tmp_path / "theirs"
     (theirs / "below").mkdir(parents=True)
     (theirs / "below" / "name").write_bytes(b"theirs")
     for path in (theirs, theirs / "below", theirs / "below" / "name"):
         os.chown(path, 12345, -1)
-    opened, calls = os.open, 0
+    calls = 0
 
-    def attacked(path, flags, mode=0o777, **options):
-        nonlocal calls
-        calls += 1
-        if calls == attacked_call:
-            (home / "mezzo").rename(home / "aside")
-            (home / "mezzo").symlink_to(theirs)
-        return opened(path, flags, mode, **options)
+    def attacked(real):
+        def call(*args, **options):
+            nonlocal calls
+            calls += 1
+            if calls == attacked_call:
+                (home / "mezzo").rename(home / "aside")
+                (home / "mezzo").symlink_to(theirs)
+            return real(*args, **options)
 
-    depth = len((home / "mezzo" / "below" / "name").parts)
-    for attacked_call in range(1, depth + 1):  # noqa: B007 - what the attack looks at
+        return call
+
+    attacks = len((home / "mezzo" / "below" / "name").parts)  # each folder is looked at, and the file opened
+    for attacked_call in range(1, attacks + 1):  # noqa: B007 - what the attack looks at
         calls = 0
         with monkeypatch.context() as patch:
-            patch.setattr(os, "open", attacked)
+            patch.setattr(os, "stat", attacked(os.stat))
+            patch.setattr(os, "open", attacked(os.open))
             try:
                 found = files.kept("below/name")
             except OSError:

@@ -28,13 +28,12 @@ from mezzo.errors import message
 if sys.platform != "win32":  # which has no such locks: what a dead process left there stays
     import fcntl
 
-__all__ = ["cache_folder", "is_partial", "keep", "kept", "opened", "private_folder", "regular_or_new", "whole"]
+__all__ = ["cache_folder", "is_partial", "keep", "kept", "opened", "private_folder", "whole"]
 
 #: A partial file's name is at most this long with its 18 characters around: file systems that encrypt names take 143.
 _LONGEST_NAME: Final = 100
-_LINKS: Final = 40  # as the kernel follows them
 #: Not so on Windows, where nothing is kept: what others could have put there cannot be told.
-_HAS_OWNERS: Final = os.open in os.supports_dir_fd and hasattr(os, "geteuid")
+_HAS_OWNERS: Final = hasattr(os, "geteuid")
 
 
 # Files that a user names ------------------------------------------------------------------------------------
@@ -52,9 +51,10 @@ def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         The stream to write to. If the block raises, the old file is as it was and the new one is gone.
 
     Raises:
-        OSError: As :func:`regular_or_new`; or the file cannot be written, whatever the block made of that error.
+        OSError: There is no folder for it, or something else is there than a file; or it cannot be written, whatever
+            the block made of that error.
     """
-    target, old = regular_or_new(path)
+    target, old = _regular_or_new(path)
     _remove_abandoned(target)
     with _beside(target, 0o666 if old is None else 0o600) as descriptor:
         file = _File(descriptor, target)
@@ -74,46 +74,44 @@ def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _beside(target: Path, mode: int, folder: int | None = None) -> Iterator[int]:
-    """Create a file beside another, which takes its name and place when the block ends and the disk has it.
+def _beside(target: Path, mode: int) -> Iterator[int]:
+    """Create a file beside another, which takes its name when the block ends and the disk has it.
 
     Args:
         target: The other file.
         mode: Of the new one.
-        folder: The open folder of both. Without it the path is used, which may come to lead to another place.
 
     Yields:
         The new file's descriptor. If the block raises, the file is gone.
     """
-    place = str(target) if folder is None else target.name
-    beside, descriptor = _created(os.path.join(os.path.dirname(place), f".{_label(target)}"), mode, folder)
+    beside, descriptor = _created(target, mode)
     try:
         yield descriptor
         os.fsync(descriptor)
-        os.replace(beside, place, src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(beside, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.unlink(beside, dir_fd=folder)
+            os.unlink(beside)
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:
             error.filename = str(target)
         raise
     finally:
         os.close(descriptor)
     with contextlib.suppress(OSError):  # the rename itself, where the system lets a folder be synced
-        above = os.open(target.parent, os.O_RDONLY) if folder is None else os.dup(folder)
+        above = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(above)
         finally:
             os.close(above)
 
 
-def _created(start: str, mode: int, folder: int | None) -> tuple[str, int]:
+def _created(target: Path, mode: int) -> tuple[str, int]:
     """Create a file that nobody else writes to, locked for as long as it is open."""
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     while True:
-        name = f"{start}.{secrets.token_hex(4)}.partial"
-        descriptor = os.open(name, flags, mode, dir_fd=folder)
-        if folder is not None or not _lock(descriptor) or os.path.exists(name):
+        name = str(target.with_name(f".{_label(target)}.{secrets.token_hex(4)}.partial"))
+        descriptor = os.open(name, flags, mode)
+        if not _lock(descriptor) or os.path.exists(name):
             return name, descriptor
         os.close(descriptor)  # taken for abandoned, and removed, before it was locked
 
@@ -123,40 +121,25 @@ def is_partial(name: str) -> bool:
     return re.fullmatch(r"\..+\.[0-9a-f]{8}\.partial", name) is not None
 
 
-def regular_or_new(path: str | os.PathLike[str]) -> tuple[Path, os.stat_result | None]:
+def _regular_or_new(path: str | os.PathLike[str]) -> tuple[Path, os.stat_result | None]:
     """Return where a path leads to, and the facts of the regular file that is there, if one is.
 
     Raises:
         OSError: There is no folder for it, or something else is there: a folder, a device, a pipe.
     """
-    text, target = os.fspath(path), Path(os.path.realpath(path))
+    target, facts = Path(os.path.realpath(path)), None
     if not target.parent.is_dir():
-        raise FileNotFoundError(
-            message(
-                "there is no folder to save in",
-                where=str(target.parent),
-                write=f"os.makedirs({str(target.parent)!r}, exist_ok=True)",
-            )
-        )
-    try:
+        write = f"os.makedirs({str(target.parent)!r}, exist_ok=True)"
+        raise FileNotFoundError(message("there is no folder to save in", where=str(target.parent), write=write))
+    with contextlib.suppress(FileNotFoundError):
         facts = os.stat(target)
-    except FileNotFoundError:
-        facts = None
-    if text.endswith(os.sep) or (facts is not None and stat.S_ISDIR(facts.st_mode)):
-        raise IsADirectoryError(
-            message(
-                "a file is to be written, and this is a folder", where=str(target), write=repr(str(target / "last.pt"))
-            )
-        )
-    if facts is not None and not stat.S_ISREG(facts.st_mode):
-        raise FileExistsError(
-            message(
-                f"a file is to be written, and this is {_kind(facts.st_mode)}",
-                where=str(target),
-                why="a new file under its name would replace it",
-                write="the path of a regular file, or of none",
-            )
-        )
+    mode = stat.S_IFDIR if os.fspath(path).endswith(os.sep) else facts.st_mode if facts else stat.S_IFREG
+    what = f"a file is to be written, and this is {_kind(mode)}"
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(message(what, where=str(target), write=repr(str(target / "last.pt"))))
+    if not stat.S_ISREG(mode):
+        why = "a new file under its name would replace it"
+        raise FileExistsError(message(what, where=str(target), why=why, write="the path of a regular file, or of none"))
     return target, facts
 
 
@@ -168,7 +151,11 @@ def opened(path: str | os.PathLike[str]) -> io.BufferedReader:
     """
     name = os.fspath(path)
     _require_regular(os.stat(name).st_mode, name)
-    descriptor = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    return _reader(name)
+
+
+def _reader(name: str, flags: int = 0) -> io.BufferedReader:
+    descriptor = os.open(name, os.O_RDONLY | flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         _require_regular(os.fstat(descriptor).st_mode, name)
         return open(descriptor, "rb")
@@ -184,14 +171,8 @@ def _require_regular(mode: int, name: str) -> None:
 
 
 def _kind(mode: int) -> str:
-    kinds = {
-        stat.S_ISDIR: "a folder",
-        stat.S_ISCHR: "a device",
-        stat.S_ISBLK: "a device",
-        stat.S_ISFIFO: "a pipe",
-        stat.S_ISSOCK: "a socket",
-    }
-    return next((words for fits, words in kinds.items() if fits(mode)), "no regular file")
+    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return (names | dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device")).get(stat.S_IFMT(mode), "no regular file")
 
 
 class _File(io.FileIO):
@@ -280,18 +261,10 @@ def kept(name: str) -> bytes:
             a folder on the way to it is theirs, or they may write to it.
         RuntimeError: As :func:`cache_folder`.
     """
-    path = cache_folder() / name
-    with _trusted(path.parent) as folder:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(path.name, flags, dir_fd=folder)
-        try:
-            facts = os.fstat(descriptor)
-            _require_regular(facts.st_mode, str(path))
-            _require_ours(facts, str(path))
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read()
-        finally:
-            os.close(descriptor)
+    path = _trusted((cache_folder() / name).parent) / Path(name).name
+    with _reader(str(path), os.O_NOFOLLOW) as file:
+        _require_ours(os.fstat(file.fileno()), path)
+        return file.read()
 
 
 def keep(name: str, data: bytes) -> None:
@@ -305,12 +278,8 @@ def keep(name: str, data: bytes) -> None:
         OSError: It cannot be written, or another user could exchange it.
         RuntimeError: As :func:`cache_folder`.
     """
-    path = cache_folder() / name
-    with (
-        _trusted(path.parent, make=True) as folder,
-        _beside(path, 0o600, folder) as descriptor,
-        open(descriptor, "wb", closefd=False) as file,
-    ):
+    path = _trusted((cache_folder() / name).parent, make=True) / Path(name).name
+    with _beside(path, 0o600) as descriptor, open(descriptor, "wb", closefd=False) as file:
         file.write(data)
 
 
@@ -321,70 +290,44 @@ def private_folder() -> Iterator[Path]:
     Raises:
         OSError: Neither the system's temporary folder nor the cache is such a place.
     """
-    with contextlib.ExitStack() as stack:
+    try:
+        base = _trusted(Path(tempfile.gettempdir()))
+    except OSError:
         try:
-            base = Path(tempfile.gettempdir())
-            stack.enter_context(_trusted(base))
-        except OSError:
-            try:
-                base = cache_folder()
-            except RuntimeError as error:
-                raise OSError(errno.ENOENT, str(error)) from error
-            stack.enter_context(_trusted(base, make=True))
-        path = Path(tempfile.mkdtemp(prefix="mezzo-", dir=base))
-        stack.callback(shutil.rmtree, path, ignore_errors=True)
+            base = _trusted(cache_folder(), make=True)
+        except RuntimeError as error:
+            raise OSError(errno.ENOENT, str(error)) from error
+    path = Path(tempfile.mkdtemp(prefix="mezzo-", dir=base))
+    try:
         yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _trusted(path: Path, *, make: bool = False) -> Iterator[int]:
-    """Open a folder, component by component, which nobody but this user and root can exchange or write to.
+def _trusted(path: Path, *, make: bool = False) -> Path:
+    """Return where a folder really is, if nobody but this user and root can exchange it or write to it.
 
-    Each component is opened below the one before it, which has been checked already: nothing can be exchanged between
-    the check and the use. A symbolic link is followed where only this user or root can have made it.
+    What is looked at lies in folders that have been looked at before: once it is found to be ours, nobody else can
+    put another in its place. A symbolic link is followed where only this user or root can have made it.
     """
     if not _HAS_OWNERS:
         raise PermissionError(errno.EACCES, "this system cannot tell whose folders these are", str(path))
-    walked, rest, links = "/", [*reversed(path.parts[1:])], 0
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    folder = os.open("/", flags)
-    try:
-        _require_ours(os.fstat(folder), walked)
-        while rest:
-            part = rest.pop()
-            try:
-                facts = os.stat(part, dir_fd=folder, follow_symlinks=False)
-            except FileNotFoundError:
-                if not make:
-                    raise
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, 0o700, dir_fd=folder)
-                facts = os.stat(part, dir_fd=folder, follow_symlinks=False)
-            if stat.S_ISLNK(facts.st_mode):
-                _require_ours(facts, os.path.join(walked, part))
-                links += 1
-                if links > _LINKS:
-                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-                place = Path(os.readlink(part, dir_fd=folder))
-                rest += reversed(place.parts[1:] if place.is_absolute() else place.parts)
-                if not place.is_absolute():
-                    continue
-                walked, part = "/", "/"
-            else:
-                walked = os.path.join(walked, part)
-            below = os.open(part, flags, dir_fd=folder)
-            os.close(folder)
-            folder = below
-            _require_ours(os.fstat(folder), walked)
-        yield folder
-    finally:
-        os.close(folder)
+    for place in (*reversed(path.parents), path):
+        if make and not os.path.lexists(place):
+            with contextlib.suppress(FileExistsError):
+                place.mkdir(0o700)
+        facts = place.lstat()
+        _require_ours(facts, place)
+        if stat.S_ISLNK(facts.st_mode):
+            place.stat()  # raises where links lead in a circle
+            return _trusted(place.parent / os.readlink(place) / path.relative_to(place), make=make)
+    return path
 
 
-def _require_ours(facts: os.stat_result, path: str) -> None:
+def _require_ours(facts: os.stat_result, path: Path) -> None:
     """Refuse what is another user's, or what others may write to; in a sticky folder only an owner moves files."""
     if facts.st_uid not in (0, os.geteuid()):
-        raise PermissionError(errno.EACCES, f"it belongs to another user, {facts.st_uid}", path)
+        raise PermissionError(errno.EACCES, f"it belongs to another user, {facts.st_uid}", str(path))
     is_sticky = stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX
     if facts.st_mode & 0o022 and not is_sticky and not stat.S_ISLNK(facts.st_mode):
-        raise PermissionError(errno.EACCES, "other users may write to it", path)
+        raise PermissionError(errno.EACCES, "other users may write to it", str(path))
