@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.policy.ops.lists import torch_version
 
 LOW = ["O2,dtype=bfloat16,emulate=true", "O2,dtype=float16,emulate=true", "O3,dtype=bfloat16,emulate=false"]
 
@@ -286,7 +285,7 @@ def test_models_of_one_session_may_share_a_module(policy):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what goes through a hook, read by Dynamo itself
 @pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_models_and_methods(fullgraph):
-    if fullgraph and torch_version() < (2, 12):
+    if fullgraph and torch.__version__ < (2, 12):
         pytest.skip("needs torch 2.12, whose graphs hold copy.copy: this model returns a dataclass, which is copied")
     torch.compiler.reset()
     model, _ = speech("O2,dtype=bfloat16,emulate=false")

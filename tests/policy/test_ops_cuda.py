@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mezzo import Policy, PolicyError
 from mezzo.policy.ops import OPS, resolve
-from mezzo.policy.ops.lists import torch_version
 
 # Where the portable lists give another dtype than CUDA's autocast, on purpose. Rows without a low kernel on CUDA are
 # not repeated: CUDA raises, and so does the simulation, except on empty inputs.
@@ -59,7 +59,7 @@ def test_portable_lists_give_cuda_dtypes_on_a_cpu(rows):
     wrong = {}
     for row in rows:
         op = row_of(row["op"])
-        newer = row["op"] == "nn.functional.rms_norm" and torch_version() < (2, 12)  # then on no list of torch's
+        newer = row["op"] == "nn.functional.rms_norm" and torch.__version__ < (2, 12)  # then on no list of torch's
         known = newer or row["op"] in ON_PURPOSE or (op is not None and op.reason == "no low kernel")
         # Where CUDA's autocast raises for want of a kernel, anything that works is an improvement.
         if row["mezzo"] != row["cuda"] and not is_error(row["cuda"]) and not known:

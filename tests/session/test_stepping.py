@@ -9,7 +9,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import MixedPrecision, NumericsError
-from mezzo.policy.ops.lists import torch_version
 
 EPS = 2.0**-23
 INF, NAN = float("inf"), float("nan")
@@ -94,7 +93,7 @@ class Watch(TorchDispatchMode):
 
 # Adagrad makes its state when it is built, which O3 refuses to round.
 #: Before torch 2.12 its fused Adagrad takes no flag, and is stepped as optimizers without a predicate are.
-FOLDING = [name for name in FUSED if name != "adagrad" or torch_version() >= (2, 12)]
+FOLDING = [name for name in FUSED if name != "adagrad" or torch.__version__ >= (2, 12)]
 LEVELS_OF_FUSED = [(p, o) for p in POLICIES for o in FOLDING if not (p.startswith("O3") and o == "adagrad")]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
 from mezzo.policy.ops.aliases import PADDLE_ALIASES, SYNONYMS, synonyms_of
-from mezzo.policy.ops.lists import APEX, FLEET, PADDLE, Treatment, base_names
+from mezzo.policy.ops.lists import APEX, FLEET, PADDLE, Treatment, registered
 
 __all__ = ["NORMS", "OPS", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment"]
 
@@ -137,8 +137,9 @@ _ROWS: Final = (
     _Rows("fp32", "no low kernel", "linalg_lu_factor linalg_lu lu", "_lu_with_info", cpu="native"),
     # Promote: arguments of one dtype, the widest.
     _Rows("promote", "type-mixing", """
-        addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add grid_sampler"""),
-    _Rows("promote", "type-mixing", "grid_sample", "grid_sampler"),
+        addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add"""),
+    _Rows("promote", "type-mixing", "grid_sampler", cpu="fp32"),
+    _Rows("promote", "type-mixing", "grid_sample", "grid_sampler", cpu="fp32"),
     _Rows("promote", "type-mixing", "inner", "tensordot"),
     _Rows("promote", "type-mixing", "cat stack", cuda="promote", note="torch's built-in promotion on CUDA"),
     _Rows("promote", "type-mixing", "index_copy"),
@@ -230,13 +231,12 @@ def _row(name: str, rows: _Rows) -> Op:
     columns: dict[str, Treatment] = {"CUDA": "native", "CPU": "native"}
     listed: list[tuple[str, str]] = []
     through: list[tuple[str, str]] = []
-    if rows.reason != "composite":
-        for title, names in (("CUDA", base_names("cuda")), ("CPU", base_names("cpu"))):
-            for part in (*own, *parts):
-                if part in names:
-                    columns[title] = names[part]
-                    (listed if part in own else through).append((title, part))
-                    break
+    for title in ("CUDA", "CPU") if rows.reason != "composite" else ():
+        if (part := next((each for each in (*own, *parts) if each in registered(title)), None)) is not None:
+            # Portable is what CUDA does. A CPU computes in FP32 what CUDA leaves alone or bans.
+            differs = title == "CPU" and rows.portable in ("native", "ban")
+            columns[title] = "fp32" if differs else rows.portable
+            (listed if part in own else through).append((title, part))
     notes = [f"torch {' and '.join(title for title, _ in listed)} list{'s' * (len(listed) > 1)}"] if listed else []
     notes += [f"made of {part}, on torch's {title} list" for title, part in through]
     notes += [f"made of {', '.join(parts)}"] if rows.reason == "composite" else []
