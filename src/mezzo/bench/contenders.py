@@ -18,6 +18,8 @@ from mezzo.tensors import dtype_name
 
 __all__ = ["CAPTURED", "CONTENDERS", "Contender", "Ready"]
 
+_SCALE: Final = 1024.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
@@ -36,21 +38,22 @@ class Ready:
     kept: Callable[[], list[Tensor]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+#: From shapes, dtype and device to a step.
+Build = Callable[[list[tuple[int, ...]], torch.dtype, torch.device], Ready]
+
+
+@dataclass(frozen=True, slots=True)
 class Contender:
     """One way to step.
 
     Attributes:
-        build: From shapes, dtype and device to a step.
-        moved_bytes: Bytes a parameter that the step reads and writes, casts included, by dtype, counted pass by pass
-            (each tensor once for each pass over it).
+        build: Makes it ready.
+        moved_bytes: Bytes a parameter that the step reads and writes, casts included, counted pass by pass (each tensor
+            once for each pass over it).
     """
 
-    build: Callable[[list[tuple[int, ...]], torch.dtype, torch.device], Ready]
-    moved_bytes: Mapping[torch.dtype, float]
-
-
-_SCALE: Final = 1024.0
+    build: Build
+    moved_bytes: float
 
 
 class _Weights:
@@ -73,16 +76,19 @@ class _Weights:
         for param, gradient in zip(self.params, self._gradients, strict=True):
             param.grad = gradient.clone() if copies else gradient
 
+    def casts(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return what the next forward pass computes with."""
+        return [param.detach().to(dtype) for param in self.params]
 
-def _kept(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return weights, gradients and state, each once."""
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    masters = [param for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in params if param.grad is not None]
-    return list({id(t): t for t in (*params, *gradients, *masters, *states)}.values())
+    def kept(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return weights, gradients and state, each once."""
+        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        masters = [param for group in optimizer.param_groups for param in group["params"]]
+        gradients = [param.grad for param in self.params if param.grad is not None]
+        return list({id(t): t for t in (*self.params, *gradients, *masters, *states)}.values())
 
 
-def _torch_amp(**options: Any) -> Callable[[list[tuple[int, ...]], torch.dtype, torch.device], Ready]:
+def _torch_amp(**options: Any) -> Build:
     """torch.amp as its documentation has it: FP32 weights, ``unscale_``, ``clip_grad_norm_``, ``step``, ``update``."""
 
     def build(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Ready:
@@ -101,78 +107,60 @@ def _torch_amp(**options: Any) -> Callable[[list[tuple[int, ...]], torch.dtype, 
             scaler.step(optimizer)
             scaler.update()
 
-        def casts() -> list[Tensor]:
-            return [param.detach().to(dtype) for param in weights.params]
-
-        return Ready(before=before, step=step, casts=casts, kept=lambda: _kept(weights.params, optimizer))
+        return Ready(before=before, step=step, casts=lambda: weights.casts(dtype), kept=lambda: weights.kept(optimizer))
 
     return build
 
 
 def _session(
-    level: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-) -> Callable[[list[tuple[int, ...]], torch.dtype, torch.device], Ready]:
+    level: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *, captured: bool = False
+) -> Build:
+    """A session's step.
+
+    Args:
+        level: Of the policy.
+        make: Makes the optimizer.
+        captured: Whether it is a replay of a CUDA graph, with the backward pass of one element that makes a train step
+            of it.
+    """
+
     def build(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Ready:
         weights = _Weights(shapes, device)
         optimizer = make(weights.params)
-        amp = MixedPrecision(nn.ParameterList(weights.params), optimizer, _policy(level, dtype), max_grad_norm=1.0)
+        policy = f"{level},dtype={dtype_name(dtype)},loss_scale=dynamic(init={_SCALE:g}),emulate=true"
+        amp = MixedPrecision(nn.ParameterList(weights.params), optimizer, policy, max_grad_norm=1.0)
         weights.make_gradients()
-        zero = torch.zeros((), device=device, requires_grad=True)
+        one = torch.zeros((), device=device, requires_grad=True)
         rewrites = as_one_pass(optimizer) is None
 
         def before() -> None:
             amp.zero_grad()
-            amp.backward(zero * 1.0)
+            amp.backward(one * 1.0)
             weights.give(copies=rewrites)
-
-        def casts() -> list[Tensor]:
-            return [param.detach().to(dtype) for param in weights.params]
-
-        return Ready(
-            before=before,
-            step=amp.step,
-            casts=casts if level == "O1" else None,
-            kept=lambda: _kept(weights.params, optimizer),
-        )
-
-    return build
-
-
-def _captured(
-    make: Callable[[list[nn.Parameter]], optim.OnePassOptimizer],
-) -> Callable[[list[tuple[int, ...]], torch.dtype, torch.device], Ready]:
-    """The step as a replay of a CUDA graph, with the backward pass of one element that it needs to be a train step."""
-
-    def build(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Ready:
-        weights = _Weights(shapes, device)
-        optimizer = make(weights.params)
-        amp = MixedPrecision(nn.ParameterList(weights.params), optimizer, _policy("O2", dtype), max_grad_norm=1.0)
-        weights.make_gradients()
-        one = torch.zeros((), device=device, requires_grad=True)
 
         def train_step() -> None:
             one.grad = None
-            amp.backward(one * 1.0)
-            weights.give(copies=False)
+            before()
             amp.step()
             amp.zero_grad()
 
         return Ready(
-            before=lambda: weights.give(copies=False),  # for what is kept; the graph sets them by itself
-            step=mezzo.capture(train_step),
-            casts=None,
-            kept=lambda: _kept(weights.params, optimizer),
+            # The graph sets gradients by itself; those that are given count among what is kept.
+            before=(lambda: weights.give(copies=False)) if captured else before,
+            step=mezzo.capture(train_step) if captured else amp.step,
+            casts=(lambda: weights.casts(dtype)) if level == "O1" else None,
+            kept=lambda: weights.kept(optimizer),
         )
 
     return build
 
 
-def _policy(level: str, dtype: torch.dtype) -> str:
-    return f"{level},dtype={dtype_name(dtype)},loss_scale=dynamic(init={_SCALE:g}),emulate=true"
+def _fused(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True)
 
 
-def _both(half: float, bfloat: float) -> Mapping[torch.dtype, float]:
-    return MappingProxyType({torch.float16: half, torch.bfloat16: bfloat})
+def _short_moments(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return optim.AdamW(params, state_dtype="bfloat16")
 
 
 #: By name; the first is what all others are compared with. torch.amp: unscale 8, norm 4, clip 8, AdamW 28, cast 6.
@@ -180,30 +168,20 @@ def _both(half: float, bfloat: float) -> Mapping[torch.dtype, float]:
 #: to FP32 6, norm 4, AdamW 32, rounding 6. One pass: norm 2, then gradient, weight, remainder and moments.
 CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
     {
-        "torch.amp, fused AdamW": Contender(build=_torch_amp(fused=True), moved_bytes=_both(54, 54)),
-        "torch.amp, foreach AdamW": Contender(build=_torch_amp(foreach=True), moved_bytes=_both(54, 54)),
-        "mezzo O1, torch's fused AdamW": Contender(
-            build=_session("O1", lambda params: torch.optim.AdamW(params, fused=True)), moved_bytes=_both(42, 42)
-        ),
-        "mezzo O2, masters, torch's fused AdamW": Contender(
-            build=_session("O2", lambda params: torch.optim.AdamW(params, fused=True)), moved_bytes=_both(48, 48)
-        ),
-        "mezzo O2, AdamW full": Contender(
-            build=_session("O2", lambda params: optim.AdamW(params, master="full")), moved_bytes=_both(30, 30)
-        ),
-        "mezzo O2, AdamW split": Contender(build=_session("O2", optim.AdamW), moved_bytes=_both(28, 28)),
-        "mezzo O2, AdamW split, BF16 moments": Contender(
-            build=_session("O2", lambda params: optim.AdamW(params, state_dtype="bfloat16")), moved_bytes=_both(20, 20)
-        ),
+        "torch.amp, fused AdamW": Contender(_torch_amp(fused=True), 54),
+        "torch.amp, foreach AdamW": Contender(_torch_amp(foreach=True), 54),
+        "mezzo O1, torch's fused AdamW": Contender(_session("O1", _fused), 42),
+        "mezzo O2, masters, torch's fused AdamW": Contender(_session("O2", _fused), 48),
+        "mezzo O2, AdamW full": Contender(_session("O2", lambda params: optim.AdamW(params, master="full")), 30),
+        "mezzo O2, AdamW split": Contender(_session("O2", optim.AdamW), 28),
+        "mezzo O2, AdamW split, BF16 moments": Contender(_session("O2", _short_moments), 20),
     }
 )
 
 #: The same steps without their Python, which CUDA devices alone have.
 CAPTURED: Final[Mapping[str, Contender]] = MappingProxyType(
     {
-        "mezzo O2, AdamW split, captured": Contender(build=_captured(optim.AdamW), moved_bytes=_both(28, 28)),
-        "mezzo O2, AdamW split, BF16 moments, captured": Contender(
-            build=_captured(lambda params: optim.AdamW(params, state_dtype="bfloat16")), moved_bytes=_both(20, 20)
-        ),
+        "mezzo O2, AdamW split, captured": Contender(_session("O2", optim.AdamW, captured=True), 28),
+        "mezzo O2, AdamW split, BF16 moments, captured": Contender(_session("O2", _short_moments, captured=True), 20),
     }
 )

@@ -136,7 +136,7 @@ def bench_step(
     names = list(there) if contenders is None else contenders
     _check(names, there, where)
     count = sum(map(math.prod, sizes))
-    copy = _Copy(call=copying(where, COPY_BYTES[where.type]), moved_bytes=2 * COPY_BYTES[where.type])
+    copy = copying(where, COPY_BYTES[where.type])
     rows, bandwidths = [], []
     for each in names:
         row, bandwidth = _timed({key: there[key] for key in (names[0], each)}, copy, sizes, low, where, repetitions)
@@ -154,14 +154,6 @@ def bench_step(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Copy:
-    """What bandwidths are compared with."""
-
-    call: Callable[[], object]
-    moved_bytes: int
-
-
 def _check(names: list[str], there: Mapping[str, Contender], device: torch.device) -> None:
     for name in names:
         if name in CAPTURED and name not in there:
@@ -172,7 +164,7 @@ def _check(names: list[str], there: Mapping[str, Contender], device: torch.devic
 
 def _timed(
     contenders: Mapping[str, Contender],
-    copy: _Copy,
+    copy: Callable[[], object],
     sizes: list[tuple[int, ...]],
     dtype: torch.dtype,
     device: torch.device,
@@ -183,7 +175,7 @@ def _timed(
     ready = {each: contender.build(sizes, dtype, device) for each, contender in contenders.items()}
     calls = {each: (r.before, r.step) for each, r in ready.items()}
     calls |= {f"{each} casts": (_nothing, r.casts) for each, r in ready.items() if r.casts is not None}
-    calls["copy"] = (_nothing, copy.call)
+    calls["copy"] = (_nothing, copy)
     found = rounds(calls, Behind(device), repetitions)
     taken = {each: [one.seconds for one in times] for each, times in found.items()}
     none = [0.0] * repetitions
@@ -193,21 +185,21 @@ def _timed(
     }
     ratio = against(totals[name], totals[rival])
     ready[name].before()  # some steps free the gradients
-    count, moved, steps = sum(map(math.prod, sizes)), contenders[name].moved_bytes[dtype], found[name]
+    count, moved, copied = sum(map(math.prod, sizes)), contenders[name].moved_bytes, 2 * COPY_BYTES[device.type]
     row = StepRow(
         name=name,
         step_ms=1e3 * spread(taken[name]).median,
-        host_ms=1e3 * spread([one.host_seconds for one in steps]).median,
-        ahead=all(one.ahead for one in steps),
+        host_ms=1e3 * spread([one.host_seconds for one in found[name]]).median,
+        ahead=all(one.ahead for one in found[name]),
         casts_ms=1e3 * spread(taken.get(f"{name} casts", none)).median,
         ratio=ratio.median,
         ratio_p10=ratio.p10,
         ratio_p90=ratio.p90,
         moved_bytes=moved,
         kept_bytes=sum(tensor.nbytes for tensor in ready[name].kept()) / count,
-        bandwidth_share=moved * count / copy.moved_bytes * against(taken["copy"], totals[name]).median,
+        bandwidth_share=moved * count / copied * against(taken["copy"], totals[name]).median,
     )
-    return row, copy.moved_bytes / spread(taken["copy"]).median
+    return row, copied / spread(taken["copy"]).median
 
 
 def _nothing() -> None:
