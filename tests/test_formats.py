@@ -633,7 +633,8 @@ def test_by_name(name, expected):
     [
         ("flaot16", "did you mean 'float16'?"),
         ("bf61", "did you mean 'bf16'?"),
-        (torch.int8, "valid: float32, tf32, float16"),
+        (torch.int8, "why    valid: float32, tf32, float16"),
+        (torch.float64, "why    valid: float32, tf32, float16"),
         (16, "valid: float32, tf32, float16"),
         ("", "valid: float32, tf32, float16"),
     ],

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
-    "bench": 448,
+    "bench": 417,
     "cast": 2_416,
     "cli": 655,
     "explanation": 557,
@@ -19,14 +19,14 @@ MOST_CODE = {
     "numerics": 736,
     "optim": 1_342,
     "overflow": 874,
-    "policy": 1_164,
+    "policy": 1_057,
     "recipes": 858,
     "report": 440,
     "scale": 609,
     "session": 3_824,
     "step": 2_340,
     "trace": 966,
-    "the ground": 592,
+    "the ground": 533,
 }
 MOST_LINES = 400
 MOST_FILES = 14

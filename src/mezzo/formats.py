@@ -394,7 +394,7 @@ def by_name(name: str | torch.dtype | Format) -> Format:
     if found is None or not isinstance(name, str | torch.dtype):
         raise PolicyError(
             f"unknown number format {name!r}",
-            why=nearest(word, (*FORMATS, *_ALIASES)),
+            why=nearest(word if isinstance(name, str) else "", (*FORMATS, *_ALIASES)),  # a dtype is no misspelt word
             write='by_name("float16"), by_name("fp16") or by_name(torch.float16)',
         )
     return found

@@ -114,6 +114,11 @@ def test_several_impossible_things_are_reported_together():
         (lambda: Policy.parse("O2,autocast=maybe"), "unknown autocast 'maybe'", "valid: true, false"),
         (lambda: Rule("fp23", op="exp"), "unknown treatment 'fp23'", "did you mean 'fp32'?"),
         (lambda: Policy.O2(autocast=1), "unknown autocast '1'", "valid: true, false"),
+        (lambda: Policy.O2(level="O9"), "unknown level 'O9'", "valid: O0, O1, O2, O3"),
+        (lambda: Policy.parse("runs/mine.toml"), "unknown level 'runs/mine.toml'", "write  Policy.load(path)"),
+        (lambda: Policy.parse("O1,loss_scale=dynamic(init=1024,low=exp"), "a bracket is not closed", "init=1024)"),
+        (lambda: Policy.O1(loss_scale="dynamic(init=1024"), "unknown loss scale", "a bracket is not closed"),
+        (lambda: Policy.O1(loss_scale=1e99), "init is 1e+99", "to 3.4e38\n  write  2**16"),
     ],
 )
 def test_unknown_words_name_the_nearest_valid_one(make, says, suggests):
@@ -121,6 +126,12 @@ def test_unknown_words_name_the_nearest_valid_one(make, says, suggests):
         make()
     assert says in str(caught.value)
     assert suggests in str(caught.value)
+
+
+def test_a_dtype_that_no_policy_has_is_no_misspelt_word():
+    with pytest.raises(PolicyError) as caught:
+        Policy.O1(torch.float64)
+    assert "did you mean" not in str(caught.value)
 
 
 def test_all_problems_of_a_text_are_reported_together():
@@ -181,6 +192,13 @@ def test_builders_return_new_policies():
     policy = Policy.O1()
     policy.low("softmax")
     assert policy.rules == ()
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_builder_that_names_no_op_is_refused(treatment):
+    with pytest.raises(PolicyError) as caught:
+        getattr(Policy.O1(), treatment)()
+    assert str(caught.value) == f'{treatment}() names no op\n  write  policy.{treatment}("softmax")'
 
 
 def test_explain_gives_rule_reason_and_source():

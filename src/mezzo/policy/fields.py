@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -12,37 +12,32 @@ from mezzo.policy.rules import Rule, format_rules, parse_rules, rule_keys
 from mezzo.scale import LossScale
 from mezzo.tensors import LOW, dtype_name
 
-__all__ = [
-    "FIELDS", "LEVELS", "Level", "as_dtype", "coerce", "default_dtype", "impossible_combinations", "level_fields",
-    "read", "show", "text_of", "wrong_values",
-]  # fmt: skip
+__all__ = ["FIELDS", "LEVELS", "Level", "impossible_combinations", "level_fields", "read", "replaced", "resolved",
+           "text_of", "wrong_values"]  # fmt: skip
 
 Level = Literal["O0", "O1", "O2", "O3"]
 #: The optimisation levels, in the field's numbering (apex).
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
-_DTYPES: Final[dict[str, torch.dtype]] = {
+_DTYPES: Final[dict[str, Any]] = {
     "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float32": torch.float32, "fp32": torch.float32, "float": torch.float32,
 }  # fmt: skip
-_CHOICES: Final[dict[str, tuple[Any, ...]]] = {
-    "level": LEVELS,
-    "accumulate": ("fp32", "native"),
-    "lists": ("portable", "device"),
-    "norms": ("fp32", "fp32_math"),
-    "emulate": ("auto", True, False),
+_BOOLEANS: Final[dict[str, Any]] = {"true": True, "false": False}
+#: What each field can be, by the words for it.
+_WORDS: Final[dict[str, dict[str, Any]]] = {
+    "level": {level: level for level in LEVELS},
+    **dict.fromkeys(("dtype", "param_dtype"), _DTYPES),
+    "output_dtype": {**_DTYPES, "none": None},
+    **dict.fromkeys(("autocast", "keep_batchnorm_fp32", "master_weights"), _BOOLEANS),
+    "accumulate": {"fp32": "fp32", "native": "native"},
+    "lists": {"portable": "portable", "device": "device"},
+    "norms": {"fp32": "fp32", "fp32_math": "fp32_math"},
+    "emulate": {"auto": "auto", **_BOOLEANS},
 }
-_BOOLEANS: Final = ("autocast", "keep_batchnorm_fp32", "master_weights")
-
-#: Every field but the level, the dtype and the rules, in the order in which a policy's text has them.
-FIELDS: Final = (
-    "param_dtype", "output_dtype", "autocast", "keep_batchnorm_fp32", "master_weights", "loss_scale", "accumulate",
-    "lists", "norms", "emulate",
-)  # fmt: skip
 #: Of a policy's text, in characters: a real one has hundreds.
 _LONGEST_TEXT: Final = 100_000
-_NAMES: Final = ("level", "dtype", *FIELDS, "rules")
 
 
 def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
@@ -67,9 +62,8 @@ def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def default_dtype(level: str) -> str:
-    """Return the dtype that a level computes in where none is named."""
-    return "float32" if level == "O0" else "float16"
+#: Every field but the level, the dtype and the rules, in the order in which a policy's text has them.
+FIELDS: Final = tuple(level_fields("O0", torch.float32))[2:]
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[PolicyError]:
@@ -79,10 +73,6 @@ def wrong_values(values: Mapping[str, Any]) -> Iterator[PolicyError]:
 
 def _wrong_value(name: str, value: Any) -> PolicyError | None:
     """Return the error for one field's value, if it is wrong."""
-    if name in ("dtype", "param_dtype", "output_dtype"):
-        known = isinstance(value, torch.dtype) and value in _DTYPES.values()
-        known = known or (name == "output_dtype" and value is None)
-        return None if known else _unknown_dtype(name, value)
     if name == "loss_scale":
         text = f"loss_scale is {shown(value)}, not a LossScale"
         return None if isinstance(value, LossScale) else PolicyError(text, write="policy.evolve(loss_scale=1024)")
@@ -90,10 +80,14 @@ def _wrong_value(name: str, value: Any) -> PolicyError | None:
         if isinstance(value, tuple) and all(isinstance(rule, Rule) for rule in value):
             return _too_many(value)
         return PolicyError("rules must be a tuple of Rule", write='rules=(Rule("fp32", op="softmax"),)')
-    choices = _CHOICES.get(name, (True, False))
-    # 1 == True, but a number is no answer to a yes-or-no question.
-    known = isinstance(value, str | bool) and value in choices
-    return None if known else _unknown_value(name, value, choices)
+    known = _WORDS[name].values()
+    is_word = isinstance(value, str | torch.dtype | bool | None)  # 1 == True, and answers no yes-or-no question
+    if is_word and value in known:
+        return None
+    words = list(dict.fromkeys(map(text_of, known)))
+    word = text_of(value) if is_word else shown(value)
+    why = nearest("" if isinstance(value, torch.dtype) else word, words)  # a dtype is no misspelt word
+    return PolicyError(f"unknown {name} {shown(word)}", why=why, write=f"{name}={words[0]}")
 
 
 def _too_many(rules: tuple[Rule, ...]) -> PolicyError | None:
@@ -116,42 +110,28 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
     """
     level, dtype, param_dtype, scale = (values[name] for name in ("level", "dtype", "param_dtype", "loss_scale"))
     low, is_fp32, name = param_dtype in LOW, dtype == torch.float32, dtype_name(dtype)
-    if level == "O0" and not is_fp32:
-        yield PolicyError(f"O0 cannot compute in {name}", why="O0 is the FP32 reference", write=f"O1,dtype={name}")
-    if level != "O0" and is_fp32:
-        yield PolicyError(
-            f"{level} cannot compute in float32", why="nothing would be mixed", write="O0, or dtype=bfloat16"
-        )
-    if is_fp32 and values["autocast"]:
-        yield PolicyError(
-            f"{level} with dtype=float32 cannot autocast",
-            why="autocast casts to a low-precision dtype",
-            write="O1",
-        )
-    if low and param_dtype != dtype:
-        yield PolicyError(
-            f"weights cannot be {dtype_name(param_dtype)} while ops compute in {name}",
-            why="each use would cast between two 16-bit formats, which is as lossy as both together",
-            write=f"param_dtype={name} or param_dtype=float32",
-        )
-    if level != "O0" and dtype in LOW and not low and not values["autocast"]:
-        yield PolicyError(
-            f"{level} with float32 weights and no autocast has nothing in {name}",
-            why="neither the weights nor the ops would be low precision",
-            write=f"autocast=true, or param_dtype={name}",
-        )
-    if values["master_weights"] and not low:
-        yield PolicyError(
-            "master weights need low-precision weights",
-            why="float32 weights are their own masters",
-            write=f"O2,dtype={name if dtype in LOW else 'float16'}, or master_weights=false",
-        )
-    if not values["keep_batchnorm_fp32"] and not low:
-        yield PolicyError(
-            "keep_batchnorm_fp32=false has no effect on float32 weights",
-            why="only weights stored in low precision can take batch norm with them",
-            write="O3, or O2,keep_batchnorm_fp32=false",
-        )
+    problems = (  # whether it is there, what, why, what to write
+        (level == "O0" and not is_fp32,
+         f"O0 cannot compute in {name}", "O0 is the FP32 reference", f"O1,dtype={name}"),
+        (level != "O0" and is_fp32,
+         f"{level} cannot compute in float32", "nothing would be mixed", "O0, or dtype=bfloat16"),
+        (is_fp32 and values["autocast"],
+         f"{level} with dtype=float32 cannot autocast", "autocast casts to a low-precision dtype", "O1"),
+        (low and param_dtype != dtype,
+         f"weights cannot be {dtype_name(param_dtype)} while ops compute in {name}",
+         "each use would cast between two 16-bit formats, which is as lossy as both together",
+         f"param_dtype={name} or param_dtype=float32"),
+        (level != "O0" and dtype in LOW and not low and not values["autocast"],
+         f"{level} with float32 weights and no autocast has nothing in {name}",
+         "neither the weights nor the ops would be low precision", f"autocast=true, or param_dtype={name}"),
+        (values["master_weights"] and not low,
+         "master weights need low-precision weights", "float32 weights are their own masters",
+         f"O2,dtype={name if dtype in LOW else 'float16'}, or master_weights=false"),
+        (not values["keep_batchnorm_fp32"] and not low,
+         "keep_batchnorm_fp32=false has no effect on float32 weights",
+         "only weights stored in low precision can take batch norm with them", "O3, or O2,keep_batchnorm_fp32=false"),
+    )  # fmt: skip
+    yield from (PolicyError(what, why=why, write=write) for is_there, what, why, write in problems if is_there)
     yield from _contradictions(values["rules"])
     changes_gradients = scale.mode == "dynamic" or (scale.mode == "constant" and scale.init != 1.0)
     if param_dtype == torch.float16 and not values["master_weights"] and changes_gradients:
@@ -180,59 +160,53 @@ def _contradictions(rules: tuple[Rule, ...]) -> Iterator[PolicyError]:
 # Values and their text ----------------------------------------------------------------------------
 
 
-def coerce(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn text and shorthand into the fields' own types; unknown fields are errors."""
-    for name in fields:
-        if name not in _NAMES:
+def resolved(level: Level, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of every field: what is given, by its word or shorthand, and what the level says of the others.
+
+    Raises:
+        PolicyError: A field is unknown, the dtype or the loss scale cannot be read.
+    """
+    dtype = _value("dtype", given.get("dtype", "float32" if level == "O0" else "float16"))
+    if problem := _wrong_value("dtype", dtype):
+        raise problem
+    return level_fields(level, dtype) | replaced(given)
+
+
+def replaced(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are given, by their words or shorthands.
+
+    Raises:
+        PolicyError: As :func:`resolved`.
+    """
+    for name in given:
+        if name not in ("level", "dtype", *FIELDS, "rules"):
             raise _unknown_key(name)
-    converters: dict[str, Callable[[Any], Any]] = {
-        "dtype": lambda value: as_dtype("dtype", value),
-        "param_dtype": lambda value: as_dtype("param_dtype", value),
-        "output_dtype": lambda value: None if value is None or _is(value, "none") else as_dtype("output_dtype", value),
-        "loss_scale": LossScale.parse,
-        "rules": lambda value: tuple(value) if isinstance(value, list) else value,
-        **dict.fromkeys((*_BOOLEANS, "emulate"), _as_boolean),
-    }
-    return {name: converters.get(name, lambda value: value)(value) for name, value in fields.items()}
+    return {name: _value(name, value) for name, value in given.items()}
 
 
-def _is(value: Any, word: str) -> bool:
-    return isinstance(value, str) and value == word
-
-
-def as_dtype(name: str, value: Any) -> torch.dtype:
-    """Read a dtype from its name; the field is named in the error."""
-    if isinstance(value, torch.dtype):
-        return value
-    if isinstance(value, str) and value.removeprefix("torch.") in _DTYPES:
-        return _DTYPES[value.removeprefix("torch.")]
-    raise _unknown_dtype(name, value)
-
-
-def _as_boolean(value: Any) -> Any:
-    """Read ``true`` and ``false``; anything else is left for the check of the field's vocabulary."""
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+def _value(name: str, value: Any) -> Any:
+    """Read the value of a field; what is no word of the field's is left to be refused."""
+    if name == "loss_scale":
+        return LossScale.parse(value)
+    if name == "rules":
+        return tuple(value) if isinstance(value, list) else value
+    return _WORDS[name].get(value.removeprefix("torch.").lower(), value) if isinstance(value, str) else value
 
 
 def text_of(value: Any) -> str:
     """Write one value as a policy's text has it."""
+    if isinstance(value, tuple):
+        return format_rules(value) or "no rules"
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def show(value: Any) -> str:
-    """Write one value for people: rules as text, too."""
-    return (format_rules(value) or "no rules") if isinstance(value, tuple) else text_of(value)
-
-
-def read(text: str) -> tuple[Level, str, dict[str, Any]]:
+def read(text: str) -> tuple[Level, dict[str, Any]]:
     """Read a policy's text; see :meth:`mezzo.Policy.parse`.
 
     Returns:
-        The level, the dtype, and the other fields that the text has.
+        The level, and the fields that the text has.
     """
     if len(text) > _LONGEST_TEXT:
         raise PolicyError(
@@ -242,11 +216,10 @@ def read(text: str) -> tuple[Level, str, dict[str, Any]]:
         )
     level, *items = _split(text)
     if level not in LEVELS:
-        raise PolicyError(
-            f"policy {shown(text)}: unknown level {shown(level)}",
-            why=nearest(level, LEVELS),
-            write='a level first, such as "O1,dtype=bfloat16"',
-        )
+        is_path = "/" in level or level.endswith(".toml")
+        write = "Policy.load(path)   # of a file" if is_path else 'a level first, such as "O1,dtype=bfloat16"'
+        what = f"policy {shown(text)}: unknown level {shown(level)}"
+        raise PolicyError(what, why=nearest(level, LEVELS), write=write)
     problems: list[PolicyError] = []
     fields: dict[str, Any] = {}
     rules: list[Rule] = []
@@ -263,7 +236,7 @@ def read(text: str) -> tuple[Level, str, dict[str, Any]]:
                 rules += parse_rules(key, value)
             elif key not in ("dtype", *FIELDS):
                 raise _unknown_key(key)
-            elif problem := _wrong_value(key, coerce({key: value})[key]):
+            elif problem := _wrong_value(key, _value(key, value)):
                 raise problem
             else:
                 fields[key] = value
@@ -271,8 +244,7 @@ def read(text: str) -> tuple[Level, str, dict[str, Any]]:
             problems.append(problem)
     if problems:
         raise PolicyError(f"policy {shown(text)}: {PolicyError.together(problems)}")
-    dtype = fields.pop("dtype", default_dtype(level))
-    return level, dtype, {**fields, "rules": tuple(rules)}
+    return level, {**fields, "rules": tuple(rules)}
 
 
 def _split(text: str) -> list[str]:
@@ -284,6 +256,8 @@ def _split(text: str) -> list[str]:
         if character == "," and depth == 0:
             parts.append(text[begin:at])
             begin = at + 1
+    if depth > 0:
+        raise PolicyError(f"policy {shown(text)}: a bracket is not closed", write="O1,loss_scale=dynamic(init=1024)")
     return [*parts, text[begin:]]
 
 
@@ -292,21 +266,3 @@ def _unknown_key(key: str) -> PolicyError:
     words = ("dtype", *FIELDS, *rule_keys())
     why = nearest(key, words)
     return PolicyError(f"unknown policy key {shown(key)}", why=why, write="O1,dtype=bfloat16,fp32=softmax")
-
-
-def _unknown_dtype(name: str, value: Any) -> PolicyError:
-    words = ("float16", "bfloat16", "float32")
-    return PolicyError(
-        f"unknown {name} {shown(_word(value))}", why=nearest(_word(value), words), write=f'{name}="bfloat16"'
-    )
-
-
-def _unknown_value(name: str, value: Any, choices: tuple[Any, ...]) -> PolicyError:
-    words = [text_of(choice) for choice in choices]
-    why = nearest(_word(value), words)
-    return PolicyError(f"unknown {name} {shown(_word(value))}", why=why, write=f"{name}={words[0]}")
-
-
-def _word(value: Any) -> str:
-    """Return what to compare with a vocabulary."""
-    return text_of(value) if isinstance(value, str | torch.dtype | bool | None) else shown(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -14,7 +13,7 @@ from mezzo.errors import PolicyError, printable, shown
 from mezzo.policy import fields
 from mezzo.policy.decide import from_table
 from mezzo.policy.fields import LEVELS, Level
-from mezzo.policy.ops import OPS, out_of_place, resolve, written_form
+from mezzo.policy.ops import OPS, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, format_rules
 from mezzo.scale import LossScale
 
@@ -84,27 +83,22 @@ class Policy:
     @classmethod
     def O0(cls, **overrides: Any) -> Self:
         """FP32 throughout: the reference every other level is compared with."""
-        return cls._of("O0", "float32", overrides)
+        return cls(**fields.resolved("O0", overrides))
 
     @classmethod
     def O1(cls, dtype: str | torch.dtype = "float16", **overrides: Any) -> Self:
         """FP32 weights; each op cast by the op table. The level to start with."""
-        return cls._of("O1", dtype, overrides)
+        return cls(**fields.resolved("O1", {"dtype": dtype, **overrides}))
 
     @classmethod
     def O2(cls, dtype: str | torch.dtype = "float16", **overrides: Any) -> Self:
         """Low-precision weights with FP32 masters; batch norm stays FP32."""
-        return cls._of("O2", dtype, overrides)
+        return cls(**fields.resolved("O2", {"dtype": dtype, **overrides}))
 
     @classmethod
     def O3(cls, dtype: str | torch.dtype = "float16", **overrides: Any) -> Self:
         """Low precision throughout: the speed to aim for, not a way to train."""
-        return cls._of("O3", dtype, overrides)
-
-    @classmethod
-    def _of(cls, level: Level, dtype: str | torch.dtype, overrides: Mapping[str, Any]) -> Self:
-        defaults = fields.level_fields(level, fields.as_dtype("dtype", dtype))
-        return cls(**defaults | fields.coerce({"level": level, **overrides}))
+        return cls(**fields.resolved("O3", {"dtype": dtype, **overrides}))
 
     def _values(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
@@ -115,33 +109,33 @@ class Policy:
         Raises:
             PolicyError: An unknown field, or as the constructor.
         """
-        return dataclasses.replace(self, **fields.coerce(overrides))
+        return dataclasses.replace(self, **fields.replaced(overrides))
 
     # Rules ------------------------------------------------------------------------------------------
 
     def low(self, *ops: str) -> Self:
         """Run these ops in ``dtype``. The new rules come first, as for every builder below."""
-        return self._first(Rule("low", op=op) for op in ops)
+        return self._on_ops("low", ops)
 
     def fp32(self, *ops: str) -> Self:
         """Run these ops in FP32 and return FP32."""
-        return self._first(Rule("fp32", op=op) for op in ops)
+        return self._on_ops("fp32", ops)
 
     def fp32_math(self, *ops: str) -> Self:
         """Run these ops in FP32 and return their input's dtype."""
-        return self._first(Rule("fp32_math", op=op) for op in ops)
+        return self._on_ops("fp32_math", ops)
 
     def promote(self, *ops: str) -> Self:
         """Run these ops in the widest of their inputs' dtypes."""
-        return self._first(Rule("promote", op=op) for op in ops)
+        return self._on_ops("promote", ops)
 
     def native(self, *ops: str) -> Self:
         """Run these ops in the dtypes they are given, without a cast."""
-        return self._first(Rule("native", op=op) for op in ops)
+        return self._on_ops("native", ops)
 
     def ban(self, *ops: str) -> Self:
         """Refuse these ops with an error."""
-        return self._first(Rule("ban", op=op) for op in ops)
+        return self._on_ops("ban", ops)
 
     def keep_fp32(self, *, modules: Any = (), params: Any = ()) -> Self:
         """Keep modules and parameters in FP32: what they store, and every op that uses it.
@@ -154,6 +148,11 @@ class Policy:
         return self._first(
             [*(Rule("fp32", module=glob) for glob in modules), *(Rule("fp32", param=glob) for glob in params)]
         )
+
+    def _on_ops(self, treatment: Treatment, ops: tuple[str, ...]) -> Self:
+        if not ops:
+            raise PolicyError(f"{treatment}() names no op", write=f'policy.{treatment}("softmax")')
+        return self._first(Rule(treatment, op=op) for op in ops)
 
     def _first(self, rules: Any) -> Self:
         first = tuple(rules)
@@ -254,7 +253,7 @@ class Policy:
         """
         if not isinstance(text, str):
             raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,dtype=bfloat16")')
-        return cls._of(*fields.read(text))
+        return cls(**fields.resolved(*fields.read(text)))
 
     @classmethod
     def of(cls, value: Policy | str | os.PathLike[str]) -> Policy:
@@ -278,7 +277,7 @@ class Policy:
         """List the fields in which two policies differ, as ``field: this → other``."""
         mine, theirs = self._values(), other._values()
         return tuple(
-            f"{name}: {fields.show(value)} → {fields.show(theirs[name])}"
+            f"{name}: {fields.text_of(value)} → {fields.text_of(theirs[name])}"
             for name, value in mine.items()
             if value != theirs[name]
         )
@@ -302,7 +301,7 @@ class Policy:
         from mezzo.policy import toml
 
         try:
-            return cls._of(*toml.load(path))
+            return cls(**fields.resolved(*toml.load(path)))
         except PolicyError as problem:
             if printable(os.fspath(path)) in str(problem):
                 raise

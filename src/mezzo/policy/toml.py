@@ -11,7 +11,7 @@ from typing import Any
 
 from mezzo import files
 from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, shown
-from mezzo.policy.fields import FIELDS, LEVELS, default_dtype, text_of
+from mezzo.policy.fields import FIELDS, LEVELS, text_of
 from mezzo.policy.rules import Rule
 
 __all__ = ["load", "save"]
@@ -42,11 +42,11 @@ def save(values: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         raise PolicyError(f"the policy cannot be written to {shown(os.fspath(path))}", why=str(error)) from error
 
 
-def load(path: str | os.PathLike[str]) -> tuple[Any, Any, dict[str, Any]]:
+def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     """Read a policy file; see :meth:`mezzo.Policy.load`.
 
     Returns:
-        The level, the dtype, and the other fields.
+        The level, and the fields that the file has.
     """
     try:
         with files.opened(path) as file:
@@ -82,9 +82,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, Any, dict[str, Any]]:
         problems.append(PolicyError(f"version {shown(version)} of policy files is unknown", where=os.fspath(path)))
     if problems:
         raise PolicyError.together(problems)
-    level = table.pop("level")
-    dtype = table.pop("dtype", default_dtype(level))
-    return level, dtype, table | {"rules": tuple(Rule(**rule) for rule in rules)}
+    return table.pop("level"), table | {"rules": tuple(Rule(**rule) for rule in rules)}
 
 
 def _unknown_keys(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> list[PolicyError]:

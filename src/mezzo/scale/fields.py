@@ -50,7 +50,7 @@ def _normal(value: float) -> bool:
 #: Every field with a range, in the order of the class.
 _RANGES: Final[Mapping[str, _Range]] = MappingProxyType(
     {
-        "init": _Range(_normal, "a scale is a normal float32 number, from 2**-126", "init=2**16"),
+        "init": _Range(_normal, "a scale is a normal float32 number, from 2**-126 to 3.4e38", "2**16"),
         "growth": _Range(lambda x: 1 < x <= HIGHEST, "a factor above 1 raises the scale", "growth=2"),
         "backoff": _Range(lambda x: 0 < x < 1, "only a factor between 0 and 1 lowers the scale", "backoff=0.5"),
         "interval": _Range(_whole(1), "it counts steps, from 1 to 2**31 - 1", "interval=2000"),
@@ -201,14 +201,14 @@ def read(text: str) -> dict[str, Any]:
             why=f"a loss scale's text has at most {_LONGEST_TEXT:,} characters",
             write="dynamic(init=1024,interval=100)",
         )
-    number = _number(text.strip())
-    if number is not None:
+    if (number := _number(text.strip())) is not None:
         return {"mode": "constant", "init": number}
     shape = _SHAPE.fullmatch(text.strip())
     if shape is None or shape["mode"] not in MODES:
+        is_open = text.count("(") > text.count(")")
         raise PolicyError(
             f"unknown loss scale {text!r}",
-            why=nearest(shape["mode"] if shape else text, MODES),
+            why="a bracket is not closed" if is_open else nearest(shape["mode"] if shape else text, MODES),
             write="none, dynamic, dynamic(init=1024,interval=100), constant(1024) or 1024",
         )
     mode, where = shape["mode"], f"loss scale {text!r}"
