@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from mezzo.errors import StateError
 from mezzo.session.arguments import check_numbers, only
-from mezzo.session.core import Core
+from mezzo.session.core import Core, current
 from mezzo.session.update import Found
 from mezzo.session.verdict import Judged, check, together
 from mezzo.session.window.group import GradientGroup
@@ -49,7 +49,7 @@ def evaluated(
         if group.window is None:
             raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
         core.look_for_edits([group])
-        judged = check([group], [optimizer], core.device, core.max_grad_norm)
+        judged = current().seen(check([group], [optimizer], core.device, core.max_grad_norm))
         evaluations.append(judged)
         core.weights.refuse_lost_bits(judged.dtypes)
         if not judged.verdict.is_one:

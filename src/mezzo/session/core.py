@@ -17,6 +17,7 @@ from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.session.outcome import StepOutcome
 from mezzo.session.stats import Noted, StepStats
+from mezzo.session.verdict import Judged
 from mezzo.session.weights.weights import Weights
 from mezzo.session.window.buffers import NormBuffers
 from mezzo.session.window.edits import EditWatch
@@ -24,7 +25,6 @@ from mezzo.session.window.group import GradientGroup
 from mezzo.session.window.grouping import grouped, regrouped
 from mezzo.session.writes import Writes
 from mezzo.step.executors.choose import shared
-from mezzo.step.passes import Verdict
 
 if TYPE_CHECKING:
     from mezzo.overflow import Replay
@@ -232,9 +232,15 @@ class PlainRun:
                 write="mezzo.capture(train_step, *example_batch), which makes the graph",
             )
 
-    def seen(self, verdict: Verdict) -> Verdict:
-        """Return the verdict that a step goes on with."""
-        return verdict
+    def seen(self, judged: Judged) -> Judged:
+        """Look at the gradients of a step, before anything multiplies them, and return what it goes on with.
+
+        An optimizer that evaluates a closure has several such gradients in one step.
+        """
+        return judged
+
+    def refuse_capture(self, what: str) -> None:
+        """Refuse a call that captures a train step, or runs a captured one, as part of this run."""
 
     def noted(self, core: Core, outcome: StepOutcome) -> Noted:
         """Return what takes an outcome into the statistics."""

@@ -52,7 +52,7 @@ def take(
         core.look_for_edits(groups)
         judged = check(groups, optimizers, core.device, core.max_grad_norm)
         core.weights.refuse_lost_bits(judged.dtypes)
-        judged = judged.with_verdict(current().seen(judged.verdict))  # a rehearsal for a graph skips
+        judged = current().seen(judged)  # a rehearsal for a graph skips
         found = Found(judged.verdict.found_inf)
         pieces = update(core.writes, judged, stepping, alone, found, core.weights.masters)
         return _finished(core, groups, judged, found, pieces, schedulers)

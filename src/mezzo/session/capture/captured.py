@@ -143,8 +143,8 @@ class Captured(Generic[R]):
         self._make_graph = make_graph
         self._batch: Batch | None = None
         self._recorded: _Recorded[R] | None = None
+        current().refuse_capture("mezzo.capture()")
         if make_graph is not None:
-            _refuse_nesting("mezzo.capture()")
             self._recorded = self._record(make_graph(), self._layout.leaves(example))
 
     @property
@@ -171,9 +171,9 @@ class Captured(Generic[R]):
             ScaleCollapsed: As ``amp.step()`` raises it, at most two steps late.
         """
         leaves = self._layout.leaves(batch)
+        current().refuse_capture("a captured step")
         if self._make_graph is None:
             return _detached(self._train_step(*batch))
-        _refuse_nesting("a captured step")
         if self._recorded is not None and any(guard.has_moved() for guard in self._recorded.guards):
             for guard in self._recorded.guards:
                 guard.check()
@@ -233,15 +233,6 @@ class Captured(Generic[R]):
         for each in snapshots.values():
             each.require_complete()
             each.between_runs()
-
-
-def _refuse_nesting(what: str) -> None:
-    if isinstance(current(), GraphRun):
-        raise StateError(
-            f"{what} inside a train step that is being captured",
-            why="a graph cannot hold another",
-            write="one function that does the work of both, captured once",
-        )
 
 
 def _no_session() -> StateError:

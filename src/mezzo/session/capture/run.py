@@ -18,7 +18,7 @@ from mezzo.session.capture.snapshot import Snapshot
 from mezzo.session.core import Core, PlainRun, current, under_way
 from mezzo.session.outcome import StepOutcome
 from mezzo.session.stats import Noted
-from mezzo.step.passes import Verdict
+from mezzo.session.verdict import Judged
 
 __all__ = ["Elsewhere", "GraphRun"]
 
@@ -74,9 +74,17 @@ class GraphRun(PlainRun):
         """Refuse a step that asks the host."""
         refuse_host_arguments(closure, scheduler)
 
-    def seen(self, verdict: Verdict) -> Verdict:
+    def seen(self, judged: Judged) -> Judged:
         """Skip each step of a rehearsal, so that nothing is written."""
-        return verdict.skipped() if self._rehearsing else verdict
+        return judged.with_verdict(judged.verdict.skipped()) if self._rehearsing else judged
+
+    def refuse_capture(self, what: str) -> None:
+        """Refuse a captured train step as part of another."""
+        raise StateError(
+            f"{what} inside a train step that is being captured",
+            why="a graph cannot hold another",
+            write="one function that does the work of both, captured once",
+        )
 
     def noted(self, core: Core, outcome: StepOutcome) -> Noted:
         """Keep an outcome for the replays; a run itself counts no step."""
