@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,21 +48,13 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
         >>> sorted(mezzo.load(path))
         ['amp', 'model', 'optimizer']
     """
-    with whole(path) as file, _with_checksums():
-        torch.save(state, file)
-
-
-@contextlib.contextmanager
-def _with_checksums() -> Iterator[None]:
-    """Have torch write checksums, whatever this process asks of its other files: without them no damage is seen."""
-    if get_crc32_options():
-        yield
-        return
-    set_crc32_options(True)
+    before = get_crc32_options()
+    set_crc32_options(True)  # whatever this process asks of its other files: without them no damage is seen
     try:
-        yield
+        with whole(path) as file:
+            torch.save(state, file)
     finally:
-        set_crc32_options(False)
+        set_crc32_options(before)
 
 
 def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool = True) -> Any:
