@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -97,42 +97,40 @@ class StepStats:
     """
 
     def __init__(self, config: LossScale, scales: list[Tensor], name_of: Callable[[Tensor], str]) -> None:
-        self._config = config
-        self._name_of = name_of
+        self._config, self._name_of = config, name_of
         self._steps = self._skipped = 0
         self._recent: deque[bool] = deque(maxlen=config.interval)
+        self._stream: torch.Stream | None = None  # of the last step
+        self._follow(scales)
+
+    def _follow(self, scales: list[Tensor]) -> None:
+        """Follow these scales from here on; the count of steps goes on."""
         self._waiting: list[tuple[StepOutcome, Tensor]] = []
         self._flying: deque[_Flight] = deque()
-        self._stream: torch.Stream | None = None  # of the last step
         self._failure: NumericsError | None = None
         self._forward_failures = 0
-        self.start_over(scales)
-
-    def start_over(self, scales: list[Tensor]) -> None:
-        """Follow other scales from here on, as a load brings them; the count of steps goes on."""
-        self.settle()
-        self._failure, self._forward_failures = None, 0
         first = [float(scale.cpu().numpy()) for scale in scales]
         self._scales = [_Scale(scale, scale, scale) for scale in first]
 
-    def note(self, outcome: StepOutcome, packed: Tensor | None = None) -> None:
+    def note(self, outcome: StepOutcome, packed: Tensor) -> None:
         """Take an outcome, and send it on its way.
 
         Args:
             outcome: The outcome.
-            packed: What :meth:`packed` returned of it, if a graph did that: its next replay writes there again.
+            packed: What :meth:`packed` returned of it, in a graph whose next replay writes there again.
         """
-        _take(self.noted(outcome, packed))
+        calls, then = self.noted(outcome, packed)
+        at_once(*calls)
+        then()
 
     def noted(self, outcome: StepOutcome, packed: Tensor | None = None) -> Noted:
         """Return what takes an outcome, in one go, and what is to be called then; arguments as of :meth:`note`."""
         if outcome.verdict.found_inf.device.type == "cpu":
-            # Through numpy: on the host already, so that nothing is asked of a device.
             if packed is not None:
                 return self._counted_packed(outcome, packed)
-            return self._counted(
-                outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.verdict.norms
-            )
+            # Through numpy: on the host already, so that nothing is asked of a device.
+            numbers = [float(number.numpy()) for number in outcome.numbers()]
+            return self._counted(outcome, numbers, outcome.verdict.norms)
         waiting = outcome, self.packed(outcome) if packed is None else packed.clone()
         stream = torch.accelerator.current_stream(outcome.verdict.found_inf.device)
         calls: list[Call] = [partial(self._waiting.append, waiting), partial(setattr, self, "_stream", stream)]
@@ -151,7 +149,7 @@ class StepStats:
         """
         must_know = self._config.patience is not None
         while self._flying and (self._flying[0].event.query() or (must_know and len(self._flying) > 1)):
-            self._land_one()
+            self._land()
         if self._failure is not None:
             raise self._failure
 
@@ -173,7 +171,8 @@ class StepStats:
     def settle(self) -> None:
         """Wait for everything that is on its way."""
         self._send()
-        self._land()
+        while self._flying:
+            self._land()
 
     # The way to the host -------------------------------------------------------------------------------
 
@@ -202,10 +201,7 @@ class StepStats:
         at_once(partial(self._flying.append, flight), partial(self._waiting.__delitem__, slice(len(waiting))))
 
     def _land(self) -> None:
-        while self._flying:
-            self._land_one()
-
-    def _land_one(self) -> None:
+        """Count the outcomes of the first flight, waiting until they have arrived."""
         flight = self._flying[0]
         flight.event.synchronize()
         while flight.outcomes:
@@ -220,15 +216,31 @@ class StepStats:
 
     def _counted(self, outcome: StepOutcome, numbers: list[float], norms: Tensor) -> Noted:
         skipped, loss_failed, *rest = numbers
-        step = self._steps + 1
+        step, patience = self._steps + 1, self._config.patience or math.inf
         failures = self._forward_failures + 1 if skipped and loss_failed else 0
-        scales, failure, moves = list(self._scales), self._forward_failure(step, failures), list[Callable[[], None]]()
+        scales, says = list(self._scales), list[Callable[[], None]]()
+        failure: NumericsError | None = None
+        if failures == 1:
+            stays = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
+            says.append(partial(logger.warning, "the loss of step %d is not finite: skipped%s", step, stays))
+        if failures >= patience:
+            # Such steps leave the scale alone, and no scale can cure them.
+            failure = NumericsError(
+                f"the loss was not finite for {failures} steps in a row",
+                where=f"step {step}",
+                why="the forward pass or the data overflowed, which no loss scale can cure",
+                write='MixedPrecision(…, on_overflow="explain"), which says where it began',
+            )
         for loss_id, scale, floor_overflows in zip(outcome.after, rest[::2], rest[1::2], strict=True):
-            if scale != scales[loss_id].now:
-                moves.append(partial(self._say_move, loss_id, scales[loss_id].now, scale, step))
+            if scale != (before := scales[loss_id].now):
+                what = f"loss scale of loss {loss_id}" if len(scales) > 1 else "loss scale"
+                at_floor = "; this is its floor" if scale == as_float32(self._config.floor) else ""
+                why = "" if scale > before else f", which overflowed{at_floor}"
+                says.append(partial(logger.info, "%s %.6g → %.6g after step %d%s", what, before, scale, step, why))
                 scales[loss_id] = scales[loss_id].moved(scale)
-            if self._config.patience is not None and floor_overflows >= self._config.patience:
-                failure = self._collapse(loss_id, scale, step, int(floor_overflows), outcome.params, norms)
+            if floor_overflows >= patience:
+                loss = f"loss {loss_id}, " if len(scales) > 1 else ""
+                failure = self._collapse(f"{loss}step {step}", scale, int(floor_overflows), outcome.params, norms)
         new = {
             "_steps": step,
             "_skipped": self._skipped + bool(skipped),
@@ -238,51 +250,19 @@ class StepStats:
         }
 
         def then() -> None:
-            if failures == 1:
-                scale = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
-                logger.warning("the loss of step %d is not finite: skipped%s", step, scale)
-            for say in moves:
+            for say in says:
                 say()
 
         return Noted([partial(self._recent.append, bool(skipped)), partial(vars(self).update, new)], then)
 
-    def _forward_failure(self, step: int, failures: int) -> NumericsError | None:
-        """Build the error of steps whose loss is not finite: they leave the scale alone, and no scale can cure them."""
-        if self._config.patience is None or failures < self._config.patience:
-            return None
-        return NumericsError(
-            f"the loss was not finite for {failures} steps in a row",
-            where=f"step {step}",
-            why="the forward pass or the data overflowed, which no loss scale can cure",
-            write='MixedPrecision(…, on_overflow="explain"), which says where it began',
-        )
-
-    def _say_move(self, loss_id: int, before: float, scale: float, step: int) -> None:
-        which = f" of loss {loss_id}" if len(self._scales) > 1 else ""
-        grew = scale > before
-        at_floor = not grew and scale == as_float32(self._config.floor)
-        logger.info(
-            "loss scale%s %.6g → %.6g after step %d%s",
-            which,
-            before,
-            scale,
-            step,
-            "" if grew else ", which overflowed; this is its floor" if at_floor else ", which overflowed",
-        )
-
     def _collapse(
-        self, loss_id: int, scale: float, step: int, overflows: int, params: list[Tensor], norms: Tensor
+        self, where: str, scale: float, overflows: int, params: list[Tensor], norms: Tensor
     ) -> ScaleCollapsed:
         bad = [self._name_of(p) for p, norm in zip(params, norms.numpy(), strict=True) if not math.isfinite(norm)]
-        guilty = (
-            f"{len(bad)} of {len(params)} gradients not finite: {some_of(bad)}"
-            if bad
-            else "finite as they stand, infinite once unscaled"
-        )
-        which = f"loss {loss_id}, " if len(self._scales) > 1 else ""
+        guilty = f"{len(bad)} of {len(params)} gradients not finite: {some_of(bad)}"
         return ScaleCollapsed(
             f"the loss scale collapsed: {overflows} overflows in a row at its floor, {scale:.6g}",
-            where=f"{which}step {step}, {guilty}",
+            where=f"{where}, {guilty if bad else 'finite as they stand, infinite once unscaled'}",
             why="no scale makes these gradients finite: the overflow comes from the model, the loss or the data",
             write='MixedPrecision(…, on_overflow="explain"), which says where; or dtype=bfloat16, with FP32\'s range',
         )
@@ -297,10 +277,7 @@ class StepStats:
             "skipped": self._skipped,
             "recent": "".join("X" if skipped else "." for skipped in self._recent),
             "forward_failures": self._forward_failures,
-            "scales": [
-                {"lowest": s.lowest, "highest": s.highest, "growths": s.growths, "backoffs": s.backoffs}
-                for s in self._scales
-            ],
+            "scales": [{key: value for key, value in asdict(scale).items() if key != "now"} for scale in self._scales],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], scales: list[Tensor], *, continued: bool = True) -> None:
@@ -311,23 +288,16 @@ class StepStats:
             scales: The scale of each loss after loading.
             continued: Whether these are the saved scales, whose history goes on; if not, one begins here.
         """
-        self._waiting = []
-        self._flying.clear()
-        self.start_over(scales)
+        self._follow(scales)
         self._steps, self._skipped = state["steps"], state["skipped"]
         self._forward_failures = state["forward_failures"]
         self._recent.clear()
         self._recent.extend(mark == "X" for mark in state["recent"])
         if continued:
+            pairs = [(scale.now, saved) for scale, saved in zip(self._scales, state["scales"], strict=True)]
             self._scales = [
-                _Scale(
-                    scale.now,
-                    min(saved["lowest"], scale.now),
-                    max(saved["highest"], scale.now),
-                    saved["growths"],
-                    saved["backoffs"],
-                )
-                for scale, saved in zip(self._scales, state["scales"], strict=True)
+                _Scale(now, min(saved["lowest"], now), max(saved["highest"], now), saved["growths"], saved["backoffs"])
+                for now, saved in pairs
             ]
 
 
@@ -338,8 +308,3 @@ def account(*numbers: Tensor) -> tuple[Tensor]:
         *numbers: 0-d: of :meth:`mezzo.session.outcome.StepOutcome.numbers`.
     """
     return (torch.stack([number.to(torch.float32) for number in numbers]),)
-
-
-def _take(noted: Noted) -> None:
-    at_once(*noted.calls)
-    noted.then()
