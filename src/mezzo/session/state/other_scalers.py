@@ -52,7 +52,12 @@ def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState]
         return None
     config = policy.loss_scale
     if not state:
-        _require_none(config)
+        if config.mode != "none":
+            raise StateError(
+                "an empty mapping is not the state of a MixedPrecision session",
+                why=f"so is that of a disabled torch.amp.GradScaler; this session's loss scale, {config}, is not in it",
+                write="nothing: leave amp.load_state_dict() out, and the loss scale starts afresh",
+            )
         return [config.start()] * num_losses
     if not state.keys().isdisjoint(_TORCH_KEYS):
         _require_dynamic(config, _TORCH)
@@ -93,15 +98,6 @@ def _require_keys(state: Mapping[str, Any], keys: Any, library: str) -> None:
     if missing := [key for key in keys if key not in state]:
         has = f"it has {', '.join(map(str, state)) or 'nothing'}"
         raise StateError(f"the state of {library} lacks {', '.join(missing)}", why=has)
-
-
-def _require_none(config: LossScale) -> None:
-    if config.mode != "none":
-        raise StateError(
-            "an empty mapping is not the state of a MixedPrecision session",
-            why=f"so is that of a disabled torch.amp.GradScaler; this session's loss scale, {config}, is not in it",
-            write="nothing: leave amp.load_state_dict() out, and the loss scale starts afresh",
-        )
 
 
 def _require_dynamic(config: LossScale, library: str) -> None:

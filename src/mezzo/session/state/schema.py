@@ -26,29 +26,22 @@ def wrong_values(state: Any) -> list[str]:
 
 def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
     """Yield names and numbers that stand for nothing in the state itself."""
-    named = {"masters", "gradients", "master_gradients"}
-    tensors = [(key, name, tensor) for key in state if key in named for name, tensor in state[key].items()]
-    windows = [(f"windows[{i}]", window) for i, window in enumerate(state["windows"]) if window is not None]
-    tensors += [(f"{at}.aside", name, tensor) for at, window in windows for name, tensor in window["aside"].items()]
-    for where, name, tensor in tensors:
-        if name not in state["parameters"]:
-            yield f"{where}: {name} is no parameter"
-        elif state["parameters"][name].partition(" ")[2] != str(list(tensor.shape)):
-            yield f"{where}.{name} is {described(tensor)}, and the parameter {state['parameters'][name]}"
+    params, windows = state["parameters"], [(f"windows[{i}]", w) for i, w in enumerate(state["windows"]) if w]
+    tensors = [(kind, state[kind]) for kind in ("masters", "gradients", "master_gradients")]
+    tensors += [(f"{at}.aside", window["aside"]) for at, window in windows]
+    for where, found in tensors:
+        for name, tensor in found.items():
+            if name in params and params[name].partition(" ")[2] != str(list(tensor.shape)):
+                yield f"{where}.{name} is {described(tensor)}, and the parameter {params[name]}"
+    named = [*tensors, ("left", state["left"]), *((f"{at}.beside", window["beside"]) for at, window in windows)]
+    yield from (f"{where}: {name} is no parameter" for where, names in named for name in names if name not in params)
     parts = [(f"{at}.{key}", each) for at, window in windows for key in ("settled", "losses") for each in window[key]]
     parts += [(f"{at}.carried", window["carried"]) for at, window in windows if window["carried"] is not None]
     parts += [("on_the_way", each) for each in state["on_the_way"]]
-    names = [("left", state["left"]), *((f"{at}.beside", window["beside"]) for at, window in windows)]
-    yield from (f"{where}: {n} is no parameter" for where, each in names for n in each if n not in state["parameters"])
-    losses = len(state["loss_scales"])
-    for where, part in parts:
-        for key, count in (("loss_id", losses), ("scale", len(state["carried_scales"]))):
-            if part.get(key, -1) >= count:
-                yield f"{where}.{key} is {part[key]}, of {count}"
-    for key, count in (
-        ("stats.scales", len(state["stats"]["scales"])),
-        ("carried_scales", min(losses, len(state["carried_scales"]))),
-    ):
+    losses, carried = len(state["loss_scales"]), len(state["carried_scales"])
+    for key, count in (("loss_id", losses), ("scale", carried)):
+        yield from (f"{where}.{key} is {part[key]}, of {count}" for where, part in parts if part.get(key, -1) >= count)
+    for key, count in (("stats.scales", len(state["stats"]["scales"])), ("carried_scales", min(losses, carried))):
         if count != losses:
             yield f"{key} are {count}, and loss_scales {losses}"
 
@@ -96,11 +89,6 @@ def _shown(value: Any) -> str:
     return shown(value) if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
 
 
-def _has_values(value: Any, *layouts: torch.layout) -> bool:
-    """Whether a value is a tensor of one of these layouts that holds numbers, as one on the meta device does not."""
-    return isinstance(value, Tensor) and value.layout in layouts and not value.is_meta and not value.is_quantized
-
-
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
@@ -134,13 +122,21 @@ _FLAG = _A("True or False", lambda value: isinstance(value, bool))
 _TEXT = _A("text", lambda value: isinstance(value, str))
 _DESCRIPTION = _A("a dtype and a shape", _is_description)
 _MARKS = _A("text of '.' and 'X'", lambda value: isinstance(value, str) and set(value) <= {".", "X"})
-_TENSOR = _A("a tensor", lambda value: _has_values(value, torch.strided))
-_FP32 = _A("a float32 tensor", lambda value: _has_values(value, torch.strided) and value.dtype == torch.float32)
-_GRADIENT = _A("a gradient", lambda value: _has_values(value, torch.strided, torch.sparse_coo))
-_FP32_GRADIENT = _A(
-    "a float32 gradient",
-    lambda value: _has_values(value, torch.strided, torch.sparse_coo) and value.dtype == torch.float32,
-)
+
+
+def _tensor(kind: str, dtype: torch.dtype | None = None, *layouts: torch.layout) -> _A:
+    """Return the kind of tensors that hold numbers, as those on the meta device do not."""
+
+    def fits(value: Any) -> bool:
+        has_values = isinstance(value, Tensor) and not value.is_meta and not value.is_quantized
+        return has_values and value.layout in (torch.strided, *layouts) and dtype in (None, value.dtype)
+
+    return _A(kind, fits)
+
+
+_TENSOR, _FP32 = _tensor("a tensor"), _tensor("a float32 tensor", torch.float32)
+_GRADIENT = _tensor("a gradient", None, torch.sparse_coo)
+_FP32_GRADIENT = _tensor("a float32 gradient", torch.float32, torch.sparse_coo)
 
 _WINDOW: Form = {
     "micro_batches": _COUNT,
