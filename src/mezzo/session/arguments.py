@@ -21,8 +21,8 @@ __all__ = [
     "checked_schedulers",
     "chosen",
     "listed",
+    "not_finite",
     "only",
-    "overflowed",
 ]
 
 #: Hyper-parameters that torch's optimizers have, and that no one means to be infinite.
@@ -165,7 +165,7 @@ def _is_usable(name: str, value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value) or (name not in _FINITE and not math.isnan(value))
 
 
-def overflowed(judged: Judged, name_of: Callable[[Tensor], str], loss_failed: Tensor) -> NumericsError:
+def not_finite(judged: Judged, name_of: Callable[[Tensor], str], loss_failed: Tensor) -> NumericsError:
     """Build the error of ``on_overflow="raise"``; the host waits for the device."""
     bad = [name_of(p) for p, ok in zip(judged.params, judged.verdict.norms.isfinite().tolist(), strict=True) if not ok]
     scales = sorted({float(share.scale) for share in judged.shares})

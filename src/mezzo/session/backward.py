@@ -36,7 +36,7 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
     if len(optimizers) < len(core.optimizers):
         options.setdefault("inputs", _differentiable(involved, optimizers))
     for group in involved:
-        group.forget_cleared(core.weights.name_of)
+        group.take_clearing()
     for group in involved:
         group.begin(scaler, loss_id, loss)
     core.weights.keep_casts()

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 from mezzo.errors import StateError
 from mezzo.session.arguments import check_numbers, only
 from mezzo.session.core import Core, current
-from mezzo.session.update import Found
 from mezzo.session.verdict import Judged, check, together
 from mezzo.session.window.group import GradientGroup
 from mezzo.step.gradients import multiplications
@@ -26,7 +25,7 @@ __all__ = ["evaluated"]
 
 def evaluated(
     core: Core, optimizers: list[Optimizer], closure: Callable[[], Any]
-) -> tuple[list[GradientGroup], Judged, Found, list[Piece]]:
+) -> tuple[list[GradientGroup], Judged, Callable[[], bool], list[Piece]]:
     """Let one optimizer evaluate the loss itself, each evaluation judged, unscaled and clipped.
 
     Args:
@@ -42,7 +41,7 @@ def evaluated(
     check_numbers([optimizer])
     masters = core.weights.masters.get(id(optimizer))
     evaluations: list[Judged] = []
-    found: list[Found] = []
+    found: list[bool] = []
 
     @torch.no_grad()
     def unscale() -> None:
@@ -56,14 +55,14 @@ def evaluated(
             at_once(*multiplications(judged.gradients, judged.verdict.multiplier))
         group.close()
         core.weights.forget_casts()  # the optimizer is about to move the weights, through .data it may be
-        found.append(Found(judged.verdict.found_inf))
+        found.append(bool(judged.verdict.found_inf))
         if found[-1]:
             raise Overflowed
 
     def evaluate() -> Any:
         if masters is not None:
             masters.round_to_params()  # the optimizer may have moved them since the last evaluation
-            group.give_back()  # for closures that clear the model's gradients, and not the optimizer's
+            group.wide.give_back()  # for closures that clear the model's gradients, and not the optimizer's
         with torch.enable_grad():  # as torch's own optimizers do, and others may not
             loss = closure()
         unscale()
@@ -96,7 +95,7 @@ def evaluated(
         what = f"{type(optimizer).__name__}.step() did not evaluate the closure"
         raise StateError(what, write="amp.backward(loss), then amp.step() without closure=")
     core.evaluating = None
-    return [group], together(evaluations), found[-1], [partial(rounded, back=bool(found[-1]))]
+    return [group], together(evaluations), lambda: found[-1], [partial(rounded, back=found[-1])]
 
 
 class Overflowed(Exception):  # noqa: N818 - it never leaves the session
@@ -141,16 +140,9 @@ class _State:
     def restore(self) -> None:
         self._optimizer.state.clear()
         for key, values in self._values.items():
-            there = self._state[key]
-            if not isinstance(there, dict):
-                self._optimizer.state[key] = values
-                continue
-            for name, value in values.items():
-                if isinstance(value, Tensor):
-                    there[name].copy_(value)  # an optimizer may know its address
-                else:
-                    there[name] = value
-            self._optimizer.state[key] = there
+            if isinstance(there := self._state[key], dict):  # an optimizer may know the addresses of its tensors
+                values = {n: there[n].copy_(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+            self._optimizer.state[key] = values
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             params = group["params"]
             group.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -21,8 +21,7 @@ from mezzo.session.verdict import Judged
 from mezzo.session.weights.weights import Weights
 from mezzo.session.window.buffers import NormBuffers
 from mezzo.session.window.edits import EditWatch
-from mezzo.session.window.group import GradientGroup
-from mezzo.session.window.grouping import grouped, regrouped
+from mezzo.session.window.group import GradientGroup, grouped
 from mezzo.session.writes import Writes
 from mezzo.step.executors.choose import shared
 
@@ -48,6 +47,7 @@ class Core:
         on_overflow: What a skipped step does besides.
         weights: Models and optimizers, as the policy has them.
         groups: The optimizers by the gradients they share, each group with its accumulation window.
+        num_param_groups: How many parameter groups the optimizers had when they were grouped.
         scalers: The scale of each loss.
         stats: The count of steps.
         buffers: Batch norm's statistics before the window, with ``restore_buffers=True``.
@@ -73,6 +73,7 @@ class Core:
         self.on_overflow: Literal["skip", "explain", "raise"] = "skip"
         self.weights = Weights(models, optimizers, policy)
         self.groups: list[GradientGroup] = []
+        self.num_param_groups = 0
         device = device or next(self.weights.updated()).device
         self.scalers = [Scaler(policy.loss_scale, device, shared) for _ in range(num_losses)]
         self.stats = StepStats(policy.loss_scale, self.scale_tensors(), self.weights.name_of)
@@ -112,9 +113,10 @@ class Core:
 
     def group_optimizers(self) -> None:
         """Group the optimizers, anew if one was given parameter groups since, outside an accumulation window."""
-        masters = self.weights.masters
-        known = self.groups
-        self.groups = regrouped(known, self.optimizers, masters) if known else grouped(self.optimizers, masters)
+        count = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
+        if count != self.num_param_groups and not any(group.window for group in self.groups):
+            self.groups = grouped(self.groups, self.optimizers, self.weights.masters, self.weights.name_of)
+            self.num_param_groups = count
 
     def open_groups(self, optimizers: list[Optimizer], call: str) -> list[GradientGroup]:
         """Return the groups of some optimizers that have gradients to step with.
@@ -140,14 +142,30 @@ class Core:
             )
         return found
 
-    def look_for_edits(self, groups: Iterable[GradientGroup]) -> None:
+    def look_for_edits(self, groups: list[GradientGroup]) -> None:
         """Take note of cleared gradients, and say it where code that writes to scaled ones may have meant to clip."""
-        windows = []
         for group in groups:
-            group.forget_cleared(self.weights.name_of)
-            windows.append(group.window)
-        scaled = any(each is not None and each.carries_scale for each in windows)
-        self.edits.look(carrying=scaled and self.max_grad_norm is None)
+            group.take_clearing()
+        carrying = any(group.window is not None and group.window.carries_scale for group in groups)
+        self.edits.look(carrying=carrying and self.max_grad_norm is None)
+
+    def close(self, groups: list[GradientGroup], judged: Judged) -> None:
+        """Close the windows of groups that have stepped; to do it twice is to do it once.
+
+        Args:
+            groups: The groups.
+            judged: Their gradients.
+        """
+        for group in groups:
+            for masters in group.masters:
+                masters.drop_gradients()
+            group.close(judged.gradients if len(group.optimizers) == 1 else None)
+        for share in judged.shares:
+            self.inner_overflows.pop(share.loss_id, None)
+        if self.buffers is not None:
+            self.buffers.restore_where(judged.verdict.found_inf)
+        self.weights.restored.clear()
+        self.forget_passes()
 
     def forget_passes(self) -> None:
         """Let go of what forward passes left behind: casts of weights, and what a replay would need."""

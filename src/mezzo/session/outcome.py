@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from mezzo.scale import ScaleState
@@ -25,14 +24,16 @@ class StepOutcome:
     Attributes:
         verdict: On its gradients.
         params: The tensors whose gradients these are.
-        before: The scale that gradients carried, by loss.
+        scale: Float32: the scale that gradients carried; 0-d, or one for each loss if several took part.
+        next_scale: Float32: the scale from now on, in the shape of ``scale``.
         after: The state of each of these losses' scales now.
         loss_failed: 0-d bool: whether a loss was not finite by itself, so that its scale stayed.
     """
 
     verdict: Verdict
     params: list[Tensor]
-    before: Mapping[int, Tensor]
+    scale: Tensor
+    next_scale: Tensor
     after: Mapping[int, ScaleState]
     loss_failed: Tensor
 
@@ -40,26 +41,6 @@ class StepOutcome:
         """Return what the host wants to know: whether it was skipped, and of each scale its value and its wait."""
         scales = (t for state in self.after.values() for t in (state.scale, state.floor_overflows))
         return [self.verdict.found_inf, self.loss_failed, *scales]
-
-    def step(self, overflow: Overflow | Changed | None, check: Callable[[], None]) -> Step:
-        """Return what ``amp.step()`` returns.
-
-        Args:
-            overflow: Where an overflow began, if that was looked for.
-            check: Raises once the loss scale has collapsed, as far as the host knows.
-        """
-        return Step(
-            skipped=self.verdict.found_inf,
-            scale=_one_or_all(list(self.before.values())),
-            next_scale=_one_or_all([state.scale for state in self.after.values()]),
-            grad_norm=self.verdict.grad_norm,
-            overflow=overflow,
-            check=check,
-        )
-
-
-def _one_or_all(scales: list[Tensor]) -> Tensor:
-    return scales[0] if len(scales) == 1 else torch.stack(scales)
 
 
 class Step:
@@ -70,44 +51,36 @@ class Step:
     Reading an attribute raises :class:`ScaleCollapsed` once the host knows that the loss scale has collapsed.
     """
 
-    __slots__ = ("_check", "_grad_norm", "_next_scale", "_overflow", "_scale", "_skipped")
+    __slots__ = ("_check", "_outcome", "_overflow")
 
     def __init__(
-        self,
-        *,
-        skipped: Tensor,
-        scale: Tensor,
-        next_scale: Tensor,
-        grad_norm: Tensor,
-        overflow: Overflow | Changed | None = None,
-        check: Callable[[], None] = lambda: None,
+        self, outcome: StepOutcome, check: Callable[[], None], overflow: Overflow | Changed | None = None
     ) -> None:
-        self._skipped, self._scale, self._next_scale, self._grad_norm = skipped, scale, next_scale, grad_norm
-        self._overflow, self._check = overflow, check
+        self._outcome, self._check, self._overflow = outcome, check, overflow
 
     @property
     def skipped(self) -> Tensor:
         """0-d bool: whether a gradient was not finite, so that nothing was updated."""
         self._check()
-        return self._skipped
+        return self._outcome.verdict.found_inf
 
     @property
     def scale(self) -> Tensor:
         """Float32: the loss scale that the gradients carried; 0-d, or one for each loss if several took part."""
         self._check()
-        return self._scale
+        return self._outcome.scale
 
     @property
     def next_scale(self) -> Tensor:
         """Float32: the loss scale from now on, in the shape of ``scale``."""
         self._check()
-        return self._next_scale
+        return self._outcome.next_scale
 
     @property
     def grad_norm(self) -> Tensor:
         """0-d float32: 2-norm of all unscaled gradients, before clipping."""
         self._check()
-        return self._grad_norm
+        return self._outcome.verdict.grad_norm
 
     @property
     def overflow(self) -> Overflow | Changed | None:
@@ -118,7 +91,6 @@ class Step:
         return self._overflow
 
     def __repr__(self) -> str:
-        return (
-            f"Step(skipped={self._skipped}, scale={self._scale}, next_scale={self._next_scale}, "
-            f"grad_norm={self._grad_norm})"
-        )
+        made, verdict = self._outcome, self._outcome.verdict
+        scales = f"scale={made.scale}, next_scale={made.next_scale}"
+        return f"Step(skipped={verdict.found_inf}, {scales}, grad_norm={verdict.grad_norm})"

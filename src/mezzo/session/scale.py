@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -30,41 +30,45 @@ def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, T
         inner_overflows: Whether gradients that a loss was computed from had overflowed, by loss.
     """
     device = judged.verdict.found_inf.device
-    failures, before, after = [], {}, {}
+    failures, before, after = [], [], {}
     for loss_id, verdicts in _by_loss(judged.shares).items():
         scaler = scalers[loss_id]
         losses = [loss for number, loss in judged.losses if number == loss_id or not scaler.keeps_apart]
         loss, inner = _one_of(losses, device), inner_overflows.get(loss_id)
         # One scale is updated once, however many optimizers stepped with its gradients; several if the loss was
         # backpropagated with the scale of an earlier step as well.
-        for scale, found_inf in verdicts:
-            flags = [found_inf] if inner is None else [found_inf, inner]
-            failed, found, hold = shared(_told, (), [loss, *flags])
+        for scale, flags in verdicts:
+            told = [_any(flags)] if inner is None else [_any(flags), inner]
+            failed, found, hold = shared(_told, (), [loss, *told])
             scaler.update(found, made_with=scale, hold=hold)
         failures.append(failed)
-        last = verdicts[-1][0]
         # A graph writes the next scale into the memory of this one.
-        before[loss_id], after[loss_id] = last.clone() if scaler.in_graph else last, scaler.state
+        before.append(scale.clone() if scaler.in_graph else scale)
+        after[loss_id] = scaler.state
     return StepOutcome(
         verdict=judged.verdict,
         params=judged.params,
-        before=before,
+        scale=_one_or_all(before),
+        next_scale=_one_or_all([state.scale for state in after.values()]),
         after=after,
-        loss_failed=failures[0] if len(failures) == 1 else torch.stack(failures).any(),
+        loss_failed=_any(failures),
     )
 
 
-def _by_loss(shares: Iterable[LossShare]) -> dict[int, list[tuple[Tensor, Tensor]]]:
-    """Return, by loss, lowest id first, each scale that its gradients carried, and whether any of these overflowed."""
-    groups: defaultdict[tuple[int, int], list[LossShare]] = defaultdict(list)
-    for share in shares:
-        groups[share.loss_id, id(share.scale)].append(share)
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for (loss_id, _), alike in sorted(groups.items(), key=lambda group: group[0][0]):
-        flags = [share.found_inf for share in alike]
-        pair = alike[0].scale, flags[0] if len(flags) == 1 else torch.stack(flags).any()
-        found.setdefault(loss_id, []).append(pair)
-    return found
+def _by_loss(shares: Iterable[LossShare]) -> dict[int, Collection[tuple[Tensor, list[Tensor]]]]:
+    """Return, by loss, lowest id first, each scale that its gradients carried, and whether some of these overflowed."""
+    found: defaultdict[int, dict[int, tuple[Tensor, list[Tensor]]]] = defaultdict(dict)
+    for share in sorted(shares, key=lambda share: share.loss_id):
+        found[share.loss_id].setdefault(id(share.scale), (share.scale, []))[1].append(share.found_inf)
+    return {loss_id: verdicts.values() for loss_id, verdicts in found.items()}
+
+
+def _any(flags: list[Tensor]) -> Tensor:
+    return flags[0] if len(flags) == 1 else torch.stack(flags).any()
+
+
+def _one_or_all(scales: list[Tensor]) -> Tensor:
+    return scales[0] if len(scales) == 1 else torch.stack(scales)
 
 
 def _one_of(losses: list[Tensor], device: torch.device) -> Tensor:

@@ -277,7 +277,7 @@ class MixedPrecision:
         with torch.no_grad():
             for group in involved:
                 group.settle()
-                group.show(core.weights.name_of)
+                group.wide.show()
 
     @_disable_dynamo  # the check and the update decide on the host: torch.compile breaks the graph here
     @torch.no_grad()

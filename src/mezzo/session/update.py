@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,20 +15,7 @@ from mezzo.session.writes import Writes
 from mezzo.step.gradients import multiplications
 from mezzo.step.whole import Piece
 
-__all__ = ["Found", "lacks_momentum", "skips_on_device", "update"]
-
-
-class Found:
-    """Whether a step overflowed; asked from Python it waits for the device, once."""
-
-    def __init__(self, found_inf: Tensor) -> None:
-        self._found_inf = found_inf
-        self._known: bool | None = None
-
-    def __bool__(self) -> bool:
-        if self._known is None:
-            self._known = bool(self._found_inf)
-        return self._known
+__all__ = ["lacks_momentum", "skips_on_device", "update"]
 
 
 def update(
@@ -36,7 +23,7 @@ def update(
     judged: Judged,
     optimizers: list[Optimizer],
     alone: set[Optimizer],
-    found: Found,
+    overflowed: Callable[[], bool],
     masters: Mapping[int, MasterWeights],
 ) -> list[Piece]:
     """Return what updates the weights, or skips; all that mezzo's optimizers can refuse is refused here.
@@ -50,7 +37,7 @@ def update(
         optimizers: Those that step.
         alone: Optimizers that share no gradient: only they may leave the multiplying to their kernels, since another
             one would read the same gradients.
-        found: Whether to skip.
+        overflowed: Whether to skip; the host waits for the answer.
         masters: The masters of those optimizers that have any, by ``id``.
     """
     writes.params = judged.params
@@ -77,7 +64,7 @@ def update(
             pieces += writes.steps_on_device(
                 optimizer, its_masters, found_inf, grad_scale if optimizer in multiplying else None
             )
-        elif not found:
+        elif not overflowed():
             pieces += writes.steps(optimizer, its_masters)
     return pieces
 

@@ -61,11 +61,9 @@ def check(
         max_norm: What to clip the norm of all gradients to.
 
     Raises:
-        StateError: No parameter has a gradient, or a scale was written to.
+        StateError: No parameter has a gradient.
     """
     windows = [group.window for group in groups if group.window is not None]
-    for window in windows:
-        window.require_unchanged()
     # One scale that all gradients carry is unscaled on the way to the weights; several have to be before.
     one = _common_scale([window.carried if window.is_plain else None for window in windows])
     for group in groups:

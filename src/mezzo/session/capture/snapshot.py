@@ -175,11 +175,12 @@ class _EarlierGraphs:
 
 def _python_state(core: Core) -> Callable[[], None]:
     """Return what puts a session's own Python state back, loss scales and accounts apart."""
-    clusters, on_the_way, exact = core.groups, dict(core.inner_overflows), set(core.weights.restored)
-    remembering = [group.remembering() for group in clusters]
+    groups, count = core.groups, core.num_param_groups
+    on_the_way, exact = dict(core.inner_overflows), set(core.weights.restored)
+    remembering = [group.remembering() for group in groups]
 
     def restore() -> None:
-        core.groups = clusters
+        core.groups, core.num_param_groups = groups, count
         for each in remembering:
             each()
         core.inner_overflows = dict(on_the_way)

@@ -16,7 +16,6 @@ from mezzo.session.core import Core
 from mezzo.session.state import other_scalers
 from mezzo.session.state.differences import check
 from mezzo.session.state.load_hooks import watch
-from mezzo.session.state.saved import names_of_updated
 from mezzo.session.window.window import Window
 from mezzo.step.gradients import left_over
 
@@ -113,15 +112,13 @@ def _load_windows(core: Core, state: Mapping[str, Any]) -> None:
             _give_gradient(tensor, None if name in without else state[kind].get(name))
     scales = core.scale_tensors()
     scales += [scales[0].new_tensor(value) for value in state["carried_scales"][len(scales) :]]
-    left, names = set(state["left"]), names_of_updated(core)
+    left, names = set(state["left"]), core.weights.names()
     for group, window in zip(core.groups, state["windows"], strict=True):
         if window:
             window = {**window, "aside": {n: total for n, total in window["aside"].items() if n not in cleared}}
         group.resume(window and Window.from_state_dict(window, scales, {**params, **masters}))
         theirs = (param.grad for param in group.params() if names.get(id(param)) in left)
         group.stale = left_over(gradient for gradient in theirs if gradient is not None)
-        if group.window is not None and group.window.is_unscaled:
-            group.show(core.weights.name_of)
     carrying = [group for group in core.groups if group.window and group.window.carries_scale]
     core.edits.remember(leaf for group in carrying for leaf in group.leaves())
 

@@ -13,15 +13,15 @@ from mezzo.session.state.schema import STATE_VERSION
 from mezzo.step.gradients import is_left
 from mezzo.tensors import described
 
-__all__ = ["names_of_updated", "save"]
+__all__ = ["save"]
 
 
 def save(core: Core) -> dict[str, Any]:
     """Return a session's state as plain containers and tensors."""
     core.weights.take_edits()
     for group in core.groups:
-        group.agree()
-        group.forget_cleared(core.weights.name_of)
+        group.wide.agree()
+        group.take_clearing()
     scales = core.scale_tensors()
 
     def number_of(scale: Tensor) -> int:
@@ -30,7 +30,7 @@ def save(core: Core) -> dict[str, Any]:
             scales.append(scale)
         return next(number for number, known in enumerate(scales) if known is scale)
 
-    names = names_of_updated(core)
+    names = core.weights.names()
     _refuse_nameless(core, names)
     windows = [g.window and g.window.state_dict(lambda t: names[id(t)], number_of) for g in core.groups]
     gradients, master_gradients, left = _gradients(core, names) if any(windows) else ({}, {}, [])
@@ -56,12 +56,6 @@ def _masters(core: Core) -> dict[str, Tensor]:
     stored = core.weights.stored(in_fp32=True)
     named = ((name, param) for name, param in core.weights.named_params() if param in stored)
     return {name: stored[param].master_of(param).detach().clone() for name, param in named}
-
-
-def names_of_updated(core: Core) -> dict[int, str]:
-    """Return the name of each tensor that the optimizers update, by ``id``."""
-    held = core.weights.named_masters()
-    return {id(held.get(name, param)): name for name, param in core.weights.named_params()}
 
 
 def _refuse_nameless(core: Core, names: Mapping[int, str]) -> None:

@@ -197,11 +197,13 @@ class Weights:
         held = {param: master for masters in self.masters.values() for param, master in masters.masters().items()}
         return {name: held[param] for name, param in self.named_params() if param in held}
 
+    def names(self) -> dict[int, str]:
+        """Return the name of each parameter, and of the master that stands for it, by ``id``."""
+        return {id(tensor): name for name, tensor in (*self.named_params(), *self.named_masters().items())}
+
     def name_of(self, tensor: Tensor) -> str:
         """Name a parameter, or that of which a tensor is the master."""
-        named: dict[int, Any] = {id(param): name for name, param in self.named_params()}
-        named |= {id(master): name for name, master in self.named_masters().items()}
-        return str(named.get(id(tensor), f"a parameter of shape {tuple(tensor.shape)}"))
+        return self.names().get(id(tensor), f"a parameter of shape {tuple(tensor.shape)}")
 
 
 def _shallow(state: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import setitem
 from typing import Any
@@ -15,7 +15,6 @@ from mezzo.errors import StateError, some_of
 from mezzo.optim.masters import MasterWeights
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
-from mezzo.session.window.unscaled import Unscaled
 from mezzo.session.window.wide import WideGradients, added
 from mezzo.session.window.window import CarriedScale, LossShare, Window
 from mezzo.step.gradients import Stale, dense, is_left, left_over, mark, multiplications, norms
@@ -23,7 +22,7 @@ from mezzo.step.passes import judge
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import moved
 
-__all__ = ["GradientGroup"]
+__all__ = ["GradientGroup", "grouped"]
 
 
 class GradientGroup:
@@ -31,6 +30,12 @@ class GradientGroup:
 
     A backward pass puts gradients into the model's parameters, the leaves. A step reads them from what the optimizers
     update: the masters of these leaves, or the leaves themselves.
+
+    Args:
+        optimizers: The optimizers.
+        masters: The masters of those that have any.
+        name_of: Gives a parameter's name, for errors.
+        stale: See below.
 
     Attributes:
         optimizers: The optimizers.
@@ -40,13 +45,12 @@ class GradientGroup:
         stale: Marks of gradients that a step has left in ``.grad``: unscaled by now, and not to be added to.
     """
 
-    def __init__(self, optimizers: list[Optimizer], masters: list[MasterWeights]) -> None:
-        self.optimizers, self.masters = optimizers, masters
+    def __init__(
+        self, optimizers: list[Optimizer], masters: list[MasterWeights], name_of: Callable[[Tensor], str], stale: Stale
+    ) -> None:
+        self.optimizers, self.masters, self._name_of, self.stale = optimizers, masters, name_of, stale
         self.window: Window | None = None
-        self.wide = WideGradients(optimizers, masters)
-        self.stale: Stale = {}
-        self._unscaled: Unscaled | None = None  # from unscale_ to the step
-        self._num_param_groups = self._count_param_groups()
+        self.wide = WideGradients(optimizers, masters, name_of)
 
     def params(self, optimizers: Iterable[Optimizer] | None = None) -> list[Tensor]:
         """Return what the optimizers update, each tensor once: masters, or the parameters themselves."""
@@ -64,14 +68,6 @@ class GradientGroup:
         """Yield what the optimizers update, each with the parameter of the model that it stands for."""
         of: dict[Tensor, Tensor] = {master: param for param, master in self.wide.pairs()}
         return ((param, of.get(param, param)) for param in self.params(optimizers))
-
-    @property
-    def has_grown(self) -> bool:
-        """Whether an optimizer was given parameter groups since it was grouped."""
-        return self._num_param_groups != self._count_param_groups()
-
-    def _count_param_groups(self) -> int:
-        return sum(len(optimizer.param_groups) for optimizer in self.optimizers)
 
     def has_gradients(self) -> bool:
         """Whether a step of the optimizers would find a gradient."""
@@ -92,7 +88,7 @@ class GradientGroup:
             loss: The loss itself.
 
         Raises:
-            StateError: The last step's gradients are still there, or the scale of earlier ones was written to.
+            StateError: The last step's gradients are still there.
         """
         scale = scaler.state.scale
         if self.window is None:
@@ -100,13 +96,11 @@ class GradientGroup:
             self.wide.end()
             self.window = Window()
         else:
-            self.window.require_unchanged()
-            if self._unscaled is not None:
-                self._unscaled.withdraw()
             if self._can_be_added(self.window.carried, scaler):
                 # What lies with the masters goes back, so that autograd adds to all of it, and users can clear it.
-                self.give_back()
+                self.wide.give_back()
             else:
+                self.wide.withdraw()
                 for masters in self.masters:
                     masters.gather()
                 self._set_aside(self.window)
@@ -122,11 +116,10 @@ class GradientGroup:
 
     def end(self) -> None:
         """Take note of what the backward pass has made."""
-        if self.wide.is_on:
-            self.wide.allow_any()
-        self.note_new_gradients()
+        self.wide.allow_any()
+        self._note_new_gradients()
 
-    def note_new_gradients(self) -> None:
+    def _note_new_gradients(self) -> None:
         """Remember the gradients in ``.grad``, where sums of other scales are set aside: a user cannot see those."""
         window = self.window
         if window is not None and window.unscaled_sums:
@@ -149,62 +142,48 @@ class GradientGroup:
             )
         self.stale.clear()
 
-    def give_back(self) -> None:
-        """Let the models' parameters hold, in FP32, what lies with their masters: there users see it, and clear it."""
-        if self._unscaled is not None:
-            self._unscaled.withdraw()
-        self.wide.give_back()
-        if self.wide.is_on or self._unscaled is not None:
-            self.wide.allow_any()
-
     # Several scales in one window -----------------------------------------------------------------------
 
-    def forget_cleared(self, name_of: Callable[[Tensor], str]) -> None:
+    def take_clearing(self) -> None:
         """Drop the sums set aside of parameters whose gradient was cleared since the last backward pass.
 
         Clearing means None or zeros: users clear ``.grad``, and mean all of the gradient. Where all of them were
         cleared, all sums are dropped, since ``model.zero_grad()`` leaves no trace on a parameter that the last
         backward pass did not reach.
 
-        Args:
-            name_of: Gives a parameter's name, for errors.
-
         Raises:
-            StateError: A gradient was edited otherwise, which can be meant for the sum as well, or not.
+            StateError: The scale of the gradients was written to; or a gradient was edited otherwise than cleared,
+                which can be meant for the sum as well, or not.
 
         **Cost**: none, but two host syncs for each gradient that was edited while sums are set aside.
         """
         window = self.window
-        if window is None or not window.new_gradients:
+        if window is None:
             return
+        window.require_unchanged()
         cleared, edited = [], []
-        for param, leaf in self.with_leaves():
-            if param not in window.new_gradients:
+        for param, leaf in self.with_leaves() if window.new_gradients else ():
+            noted, gradient = window.new_gradients.get(param), leaf.grad
+            if noted is None or (gradient is noted[0] and mark(gradient) == noted[1]):
                 continue
-            gradient: Tensor | None = leaf.grad
-            before, written = window.new_gradients[param]
-            if gradient is None:
+            size = 0 if gradient is None else torch.linalg.vector_norm(dense([leaf])[0], float("inf"))
+            if size == 0:
                 cleared.append(param)
-            elif gradient is not before or mark(gradient) != written:
-                size = torch.linalg.vector_norm(dense([leaf])[0], float("inf"))
-                if size == 0:
-                    cleared.append(param)
-                elif param in window.unscaled_sums and torch.isfinite(size):  # a step with any other is skipped
-                    edited.append(leaf)
+            elif param in window.unscaled_sums and size < float("inf"):  # a step with any other is skipped
+                edited.append(leaf)
         if edited:
             raise StateError(
                 "a gradient was edited while an earlier part of it is set aside",
-                where=some_of([name_of(leaf) for leaf in edited]),
+                where=some_of([self._name_of(leaf) for leaf in edited]),
                 why="losses with different scales are summed apart, and .grad is only what the last of them made",
                 write="amp.unscale_(), which shows the whole sum, before the edit; amp.zero_grad() to begin anew",
             )
-        # A new dict in one assignment: after an interrupt either nothing was dropped, or all of it.
-        kept = {} if len(cleared) == len(window.new_gradients) else window.unscaled_sums.copy()
-        for param in cleared:
-            kept.pop(param, None)
         if cleared:
+            # A new dict in one assignment: after an interrupt either nothing was dropped, or all of it.
+            all_sums = {} if len(cleared) == len(window.new_gradients) else window.unscaled_sums
+            kept = {param: total for param, total in all_sums.items() if param not in cleared}
             at_once(partial(setattr, window, "unscaled_sums", kept), partial(setattr, window, "new_gradients", {}))
-            self.note_new_gradients()
+            self._note_new_gradients()
 
     def _set_aside(self, window: Window) -> None:
         """Empty ``.grad`` into unscaled sums, so that gradients with another scale can follow."""
@@ -238,8 +217,7 @@ class GradientGroup:
 
     def gather(self) -> None:
         """Move gradients of low-precision parameters to their masters, summing in FP32."""
-        if self._unscaled is not None:
-            self._unscaled.withdraw()
+        self.wide.withdraw()
         if self.window is not None:
             self.window.new_gradients = {}
         for masters in self.masters:
@@ -249,9 +227,7 @@ class GradientGroup:
     def settle(self) -> None:
         """Make ``.grad`` the unscaled sum of everything in the window."""
         window = self.window
-        if window is None:
-            return
-        window.require_unchanged()
+        assert window is not None, "asked of an open window"
         self.gather()
         self.wide.begin()  # dividing an FP16 gradient by its scale in FP16 would flush small ones to zero
         if window.unscaled_sums:
@@ -268,20 +244,6 @@ class GradientGroup:
         calls = [] if factor is None else multiplications(gradients, factor)
         at_once(partial(window.settled.extend, share), *calls, partial(setattr, window, "carried", None))
 
-    def show(self, name_of: Callable[[Tensor], str]) -> None:
-        """Let users see unscaled gradients, and edit them, on the models' parameters as on their masters.
-
-        Args:
-            name_of: Gives a parameter's name, for errors.
-        """
-        pairs = ((master, param) for param, master in self.wide.pairs())
-        self._unscaled = Unscaled([*pairs, *((param, param) for param in self.wide.of_one_pass())], name_of)
-
-    def agree(self) -> None:
-        """Let a parameter and its master have the gradient that either was given since they were shown it."""
-        if self._unscaled is not None:
-            self._unscaled.agree()
-
     # After a step ---------------------------------------------------------------------------------------
 
     def close(self, gradients: Iterable[Tensor] | None = None) -> None:
@@ -293,45 +255,79 @@ class GradientGroup:
         window = self.window
         if window is None:
             return
-        if self._unscaled is not None:
-            self._unscaled.put_back()
+        if self.wide.end():
             gradients = None  # some have another dtype now, and other memory
-        stale = self.stale
         # Gradients that never carried a scale may be added to, as in a loop without mezzo.
         if window.carried is None or not window.carried.is_one:
-            stale = left_over(gradients or dense(self._with_gradients()))
-        self.stale, self._unscaled, self.window = stale, None, None
-        self.wide.end()
+            self.stale = left_over(gradients or dense(self._with_gradients()))
+        self.window = None
 
     def abandon(self) -> None:
         """End a window whose gradients are not the scaled ones any more, since an optimizer has raised."""
         self.gather()  # a gradient of a closure is then known as stale, masters or not
         self.close()
-        self.give_back()  # where users see it, and clear it
+        self.wide.give_back()  # where users see it, and clear it
 
     def forget(self) -> None:
         """Drop the window, sums set aside included, once gradients were cleared."""
         self.window = None
-        if self._unscaled is not None:
-            self._unscaled.put_back()
-            self._unscaled = None
         self.wide.end()
-        self.stale.clear()
+        self.stale = {}
 
     def resume(self, window: Window | None) -> None:
         """Go on in a window that was saved; its gradients are there already, in the dtype that they were summed in."""
         self.window = window
         self.wide.is_on = any(param.grad_dtype != param.dtype for param in self.wide.params())
-        if window is not None and not window.is_unscaled:
-            self.give_back()  # states of earlier releases have earlier gradients with the masters
-        self.note_new_gradients()
+        if window is not None:
+            if window.is_unscaled:
+                self.wide.show()
+            else:
+                self.wide.give_back()  # states of earlier releases have earlier gradients with the masters
+        self._note_new_gradients()
 
     def remembering(self) -> Callable[[], None]:
         """Return what drops the window, and brings back what is known of gradients now; they are not looked at."""
         stale, is_wide = dict(self.stale), self.wide.is_on
 
         def restore() -> None:
-            self.window, self._unscaled = None, None
-            self.stale, self.wide.is_on = dict(stale), is_wide
+            self.window, self.stale, self.wide.is_on, self.wide.shown = None, dict(stale), is_wide, None
 
         return restore
+
+
+def grouped(
+    known: list[GradientGroup],
+    optimizers: list[Optimizer],
+    masters: Mapping[int, MasterWeights],
+    name_of: Callable[[Tensor], str],
+) -> list[GradientGroup]:
+    """Group optimizers that share parameters.
+
+    Args:
+        known: How they were grouped before one was given parameter groups; none of these has an open window.
+        optimizers: All of a session's.
+        masters: Their masters, by ``id`` of the optimizer.
+        name_of: Gives a parameter's name, for errors.
+
+    Raises:
+        StateError: Two of them have a master of the same parameter now.
+    """
+    sharing: list[tuple[list[Optimizer], set[int]]] = []
+    for optimizer in optimizers:
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        near = [each for each in sharing if each[1] & params]
+        sharing = [each for each in sharing if each not in near]
+        sharing.append(([*(o for others, _ in near for o in others), optimizer], params.union(*(p for _, p in near))))
+    stale = {key: kept for group in known for key, kept in group.stale.items()}
+    groups = [
+        GradientGroup(found, [masters[id(o)] for o in found if id(o) in masters], name_of, dict(stale))
+        for found, _ in sharing
+    ]
+    leaves = [id(leaf) for group in groups for _, leaf in group.with_leaves()]
+    if len(set(leaves)) < len(leaves):
+        raise StateError(
+            "two optimizers update the same parameters, which can have only one master each",
+            where="a parameter group that was added since the last step",
+            write="add_param_group with parameters of no other optimizer; or O1, which needs no masters",
+        )
+    return groups

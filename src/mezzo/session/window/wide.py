@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mezzo.errors import StateError
+from mezzo.optim.keeper import Keeper
 from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import one_pass
-from mezzo.step.whole import at_once
+from mezzo.step.whole import Call, at_once
 from mezzo.tensors import LOW
 
 __all__ = ["WideGradients", "added"]
@@ -24,62 +26,85 @@ class WideGradients:
     The first gradients of a window come in the parameter's dtype, as the backward pass makes them: half the memory.
     From the second backward pass on they are summed in FP32, where the parameter has an FP32 value to add them to.
 
+    From ``unscale_`` on the gradient of a master is, as the same FP32 tensor, that of its parameter too: whatever is
+    done in place on either side is done. What is assigned counts as well, on whichever side, until :meth:`withdraw`.
+    Meanwhile the parameters take gradients of any dtype, since users write ``zeros_like(param)``.
+
     Args:
         optimizers: Of one group.
         masters: Their masters.
+        name_of: Gives a parameter's name, for errors.
 
     Attributes:
         is_on: Whether some parameters take FP32 gradients now.
+        shown: What each master and its parameter were shown, empty once that is over; ``None`` where nothing was shown
+            since the last step.
+
+    **Cost**: no pass over gradients that are FP32 already.
     """
 
-    def __init__(self, optimizers: list[Optimizer], masters: list[MasterWeights]) -> None:
-        self._optimizers, self._masters = optimizers, masters
+    def __init__(
+        self, optimizers: list[Optimizer], masters: list[MasterWeights], name_of: Callable[[Tensor], str]
+    ) -> None:
+        self._optimizers, self._masters, self._name_of = optimizers, masters, name_of
         self.is_on = False
+        self.shown: list[tuple[Any, Any, Tensor | None]] | None = None
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
         """Yield the low-precision parameters that have masters, each with its own."""
         return (pair for masters in self._masters for pair in masters.masters().items())
 
-    def of_one_pass(self) -> Iterator[Any]:
+    def _of_one_pass(self) -> Iterator[Any]:
         """Yield the low-precision parameters of mezzo's optimizers, whose kernels read FP32 gradients as well."""
         groups = (group for optimizer in one_pass(self._optimizers) for group in optimizer.param_groups)
         return (param for group in groups for param in group["params"] if param.dtype in LOW)
 
     def params(self) -> Iterator[Any]:
         """Yield the low-precision parameters that may hold FP32 gradients."""
-        yield from self.of_one_pass()
+        yield from self._of_one_pass()
         yield from (param for param, _ in self.pairs())
 
     def begin(self) -> None:
         """From here on sum, and unscale, in FP32 where a parameter's FP32 value is kept."""
-        kept = [param for optimizer in one_pass(self._optimizers) for param in optimizer.stored()]
-        for param in (*kept, *(param for param, _ in self.pairs())):
-            if param.grad_dtype != torch.float32:
-                self._give(param, None if param.grad is None else param.grad.float(), torch.float32)
+        keepers: list[Keeper] = [*one_pass(self._optimizers), *self._masters]
+        for keeper in keepers:
+            params: list[Any] = keeper.stored()
+            for param in params:
+                if param.grad_dtype != torch.float32:
+                    self._give(param, None if param.grad is None else param.grad.float(), torch.float32)
 
     def allow_any(self) -> None:
         """Let users assign gradients of any dtype, since they write ``p.grad = torch.zeros_like(p)``."""
-        for param in self.params():
+        for param in self.params() if self.is_on else ():
             if param.grad_dtype not in (None, param.dtype):
-                at_once(partial(setattr, self, "is_on", True), partial(setattr, param, "grad_dtype", None))
+                param.grad_dtype = None
 
-    def end(self) -> None:
-        """Let the first gradients of the next window come as its backward pass makes them."""
-        if self.is_on:
-            still = False
-            for param in self.params():
-                if param.grad is None:
-                    param.grad_dtype = param.dtype
-                else:  # cleared to zeros, which have the dtype that they had
-                    still = True
-            self.is_on = still
+    def end(self) -> bool:
+        """Let the first gradients of the next window come as its backward pass makes them.
+
+        Returns:
+            Whether gradients that users were shown, and that are still there, were rounded to their parameters' dtype.
+        """
+        was_shown, self.shown = self.shown is not None, None
+        still = False
+        for param in self.params() if self.is_on else ():
+            if param.grad is None:
+                param.grad_dtype = param.dtype
+            elif was_shown:
+                self._give(param, param.grad.to(param.dtype), param.dtype)
+            else:  # cleared to zeros, which have the dtype that they had
+                still = True
+        self.is_on = still
+        return was_shown
 
     def give_back(self) -> None:
         """Let parameters hold, in FP32, what lies with their masters: there users see it, and clear it."""
+        self.withdraw()
         for param, master in self.pairs():
             if master.grad is not None:
                 total = master.grad.float()
                 self._give(param, total if param.grad is None else added(total, param.grad), None, master)
+        self.allow_any()
 
     def _give(self, param: Any, gradient: Tensor | None, dtype: torch.dtype | None, master: Any = None) -> None:
         # In one go: an interrupt would lose the gradient, or leave it with both, to be counted twice.
@@ -90,6 +115,70 @@ class WideGradients:
             partial(setattr, param, "grad", gradient),
             *([partial(setattr, master, "grad", None)] if master is not None else []),
         )
+
+    # Unscaled, where users look ---------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Let users see unscaled gradients, and edit them, on the models' parameters as on their masters."""
+        shown, self.is_on = [], True
+        for param, master in (*self.pairs(), *((param, param) for param in self._of_one_pass())):
+            param.grad_dtype = None
+            if master.grad is not None:
+                master.grad = master.grad.to(torch.float32)
+            param.grad = master.grad
+            shown.append((master, param, master.grad))
+        self.shown = shown
+
+    def agree(self) -> None:
+        """Let both sides have what was assigned to one of them.
+
+        Raises:
+            StateError: Both were assigned, with different values; nothing was changed.
+        """
+        decided = [(master, param, self._decided(master, param, was)) for master, param, was in self.shown or ()]
+        for master, param, gradient in decided:
+            master.grad = param.grad = gradient
+        if self.shown:
+            self.shown = decided
+
+    def withdraw(self) -> None:
+        """Leave the gradients to the masters alone, as a step and a backward pass expect them.
+
+        Raises:
+            StateError: As :meth:`agree`.
+        """
+        self.agree()
+        calls: list[Call] = []
+        for master, param, _ in self.shown or ():
+            if param is master:
+                calls.append(partial(setattr, param, "grad_dtype", torch.float32))
+            else:
+                calls += [partial(setattr, param, "grad", None), partial(setattr, param, "grad_dtype", param.dtype)]
+        if calls:  # in one go, or gradients would be summed with themselves
+            at_once(*calls, partial(setattr, self, "shown", []))
+
+    def _decided(self, master: Tensor, param: Tensor, shown: Tensor | None) -> Tensor | None:
+        """Return the gradient that was assigned last, as far as that can be told."""
+        one, other = master.grad, param.grad
+        if one is shown:
+            gradient = other
+        elif other is shown or other is None or one is other:
+            gradient = one
+        elif one is None or _same(one, other):
+            gradient = other
+        else:
+            raise StateError(
+                "a parameter and its master were given different gradients",
+                where=self._name_of(param),
+                why="after amp.unscale_() they share one, and nothing says which of the two is meant",
+                write="p.grad = … for those of model.parameters(), or for those of amp.master_params(), not for both",
+            )
+        return gradient if gradient is None else gradient.to(torch.float32)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense gradients have the same values; a host sync."""
+    return one.layout == other.layout == torch.strided and torch.equal(one, other.to(one.dtype))
 
 
 def added(one: Tensor, other: Tensor) -> Tensor:
