@@ -23,7 +23,7 @@ MOST_CODE = {
     "recipes": 858,
     "report": 440,
     "scale": 609,
-    "session": 3_824,
+    "session": 3_532,
     "step": 2_340,
     "trace": 966,
     "the ground": 533,

@@ -15,7 +15,7 @@ from mezzo.session.writes import Writes
 from mezzo.step.gradients import multiplications
 from mezzo.step.whole import Piece
 
-__all__ = ["lacks_momentum", "skips_on_device", "update"]
+__all__ = ["lacks_momentum", "takes_flag", "update"]
 
 
 def update(
@@ -78,16 +78,24 @@ def _flags(judged: Judged) -> tuple[Tensor, Tensor | None]:
 
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether an optimizer's kernels are told on the device whether to skip, as torch's fused ones and mezzo's are."""
-    takes_flag = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    fused = all(group.get("fused", True) for group in optimizer.param_groups)  # a loaded state may have turned it off
-    return takes_flag and fused and not lacks_momentum(optimizer)
+    return takes_flag(optimizer) and not lacks_momentum(optimizer, lambda param: param.grad is not None)
 
 
-def lacks_momentum(optimizer: Optimizer) -> bool:
-    """Whether torch's fused SGD has momentum buffers to make: a skipped kernel would leave them uninitialised."""
+def takes_flag(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's kernels take a flag for skipping; a loaded state may have turned them off."""
+    fused = all(group.get("fused", True) for group in optimizer.param_groups)
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and fused
+
+
+def lacks_momentum(optimizer: Optimizer, steps: Callable[[Tensor], bool]) -> bool:
+    """Whether torch's fused SGD has momentum buffers to make: a skipped kernel would leave them uninitialised.
+
+    Args:
+        optimizer: Any optimizer.
+        steps: Which of its parameters are asked about.
+    """
     return isinstance(optimizer, torch.optim.SGD) and any(
-        group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
+        group["momentum"] and steps(param) and optimizer.state.get(param, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
         for param in group["params"]
-        if param.grad is not None
     )

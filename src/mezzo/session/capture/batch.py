@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 from mezzo.errors import PolicyError
 from mezzo.tensors import described
@@ -29,8 +29,7 @@ class Layout:
 
     def __init__(self, train_step: Callable[..., Any], example: tuple[Any, ...]) -> None:
         self.names = _names(train_step, example)
-        self._arguments = [_flat(name, value) for name, value in zip(self.names, example, strict=True)]
-        self._shown = [_shown(value) for value in example]
+        self._arguments = [_Argument.of(name, value) for name, value in zip(self.names, example, strict=True)]
 
     def leaves(self, batch: tuple[Any, ...]) -> list[Any]:
         """Return what a batch's nests hold, in order, if the batch is like the example.
@@ -47,49 +46,60 @@ class Layout:
                 where=", ".join(self.names),
                 write=f"captured({', '.join(self.names)})",
             )
-        found = [_flat(name, value) for name, value in zip(self.names, batch, strict=True)]
-        problems = [
-            problem
-            for number, (leaves, structure) in enumerate(found)
-            for problem in self._differences(number, batch[number], leaves, structure)
-        ]
+        found = [_Argument.of(name, value) for name, value in zip(self.names, batch, strict=True)]
+        problems = [each for pair in zip(self._arguments, found, strict=True) for each in _differences(*pair)]
         if problems:
             raise PolicyError.together(problems)
-        return [leaf for leaves, _ in found for _, leaf in leaves]
+        return [leaf for argument in found for leaf in argument.leaves.values()]
 
     def nest(self, leaves: list[Any]) -> tuple[Any, ...]:
         """Return arguments from what their nests hold."""
         rest = iter(leaves)
-        return tuple(tree_unflatten([next(rest) for _ in known], structure) for known, structure in self._arguments)
+        return tuple(tree_unflatten([next(rest) for _ in each.leaves], each.structure) for each in self._arguments)
 
-    def _differences(
-        self, number: int, value: Any, leaves: list[tuple[str, Any]], structure: TreeSpec
-    ) -> Iterator[PolicyError]:
-        known, expected = self._arguments[number]
-        if structure != expected:
-            yield PolicyError(
-                f"{self.names[number]} has another structure than in the example",
-                where=f"{self._shown[number]} → {_shown(value)}",
-                why="the graph reads the tensors that were there when it was captured",
-                write="the same nest of tensors in each call, or mezzo.capture(…) for each",
-            )
-            return
-        for (name, before), (_, now) in zip(known, leaves, strict=True):
-            if isinstance(before, Tensor) or isinstance(now, Tensor):
-                if _like(before) != _like(now):
-                    yield PolicyError(
-                        f"{name} is not like the example",
-                        where=f"{_like(before)} → {_like(now)}",
-                        why="a graph is captured for one shape, dtype and device",
-                        write="DataLoader(…, drop_last=True), or mezzo.capture(…) for each shape",
-                    )
-            elif not _same(before, now):
+
+class _Argument(NamedTuple):
+    """One argument: what its nests hold, by the names of the places, and how they are nested."""
+
+    name: str
+    leaves: dict[str, Any]
+    structure: TreeSpec
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> _Argument:
+        leaves, structure = tree_flatten_with_path(value)
+        return cls(name, {name + keystr(path): leaf for path, leaf in leaves}, structure)
+
+    def __str__(self) -> str:
+        leaves = [described(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves.values()]
+        return str(tree_unflatten(leaves, self.structure))
+
+
+def _differences(example: _Argument, given: _Argument) -> Iterator[PolicyError]:
+    if given.structure != example.structure:
+        yield PolicyError(
+            f"{example.name} has another structure than in the example",
+            where=f"{example} → {given}",
+            why="the graph reads the tensors that were there when it was captured",
+            write="the same nest of tensors in each call, or mezzo.capture(…) for each",
+        )
+        return
+    for (name, before), now in zip(example.leaves.items(), given.leaves.values(), strict=True):
+        if isinstance(before, Tensor) or isinstance(now, Tensor):
+            if _like(before) != _like(now):
                 yield PolicyError(
-                    f"{name} is not what it was in the example",
-                    where=f"{before!r} → {now!r}",
-                    why="only tensors are read at each replay; all else was decided when the step was captured",
-                    write=f"torch.tensor({now!r}) as {name}, or mezzo.capture(…) for each value",
+                    f"{name} is not like the example",
+                    where=f"{_like(before)} → {_like(now)}",
+                    why="a graph is captured for one shape, dtype and device",
+                    write="DataLoader(…, drop_last=True), or mezzo.capture(…) for each shape",
                 )
+        elif not _same(before, now):
+            yield PolicyError(
+                f"{name} is not what it was in the example",
+                where=f"{before!r} → {now!r}",
+                why="only tensors are read at each replay; all else was decided when the step was captured",
+                write=f"torch.tensor({now!r}) as {name}, or mezzo.capture(…) for each value",
+            )
 
 
 class Batch:
@@ -136,19 +146,10 @@ def _names(train_step: Callable[..., Any], example: tuple[Any, ...]) -> list[str
     return names
 
 
-def _flat(name: str, value: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
-    leaves, structure = tree_flatten_with_path(value)
-    return [(name + keystr(path), leaf) for path, leaf in leaves], structure
-
-
 def _like(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"{value!r}"
     return f"{described(value)} on {value.device}" + (", requires_grad" if value.requires_grad else "")
-
-
-def _shown(value: Any) -> str:
-    return str(tree_map(lambda leaf: described(leaf) if isinstance(leaf, Tensor) else leaf, value))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mezzo.errors import MezzoError, StateError, UnsupportedError
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.core import Core
-from mezzo.session.update import lacks_momentum, skips_on_device
+from mezzo.session.update import lacks_momentum, takes_flag
 
 __all__ = ["check_capturable", "refuse_host_arguments"]
 
@@ -63,14 +63,14 @@ def _problems(core: Core, device: torch.device) -> Iterator[MezzoError]:
 def _of_torchs(optimizer: Optimizer, device: torch.device) -> Iterator[UnsupportedError]:
     """Yield what keeps an optimizer that is not mezzo's from being captured."""
     name = type(optimizer).__name__
-    if not skips_on_device(optimizer) and not lacks_momentum(optimizer):
+    if not takes_flag(optimizer):
         yield UnsupportedError(
             f"{name} cannot skip a step on the device",
             why=f"its step runs or it does not; {_ONE_SYNC}",
             write="mezzo.optim.AdamW(…), or torch.optim.AdamW(…, fused=True, capturable=True, lr=torch.tensor(…))",
         )
         return
-    if _makes_momentum(optimizer):
+    if lacks_momentum(optimizer, lambda param: param.requires_grad):
         yield UnsupportedError(
             f"torch's fused {name} has no momentum yet",
             why="its first step differs from all others, and only one step is captured",
@@ -92,14 +92,6 @@ def _of_torchs(optimizer: Optimizer, device: torch.device) -> Iterator[Unsupport
                 why="its kernel gets the number it has while the graph is made, and no scheduler reaches it there",
                 write=f'lr=torch.tensor({float(lr):.4g}, device="{device}"); or mezzo.optim.{name}(…)',
             )
-
-
-def _makes_momentum(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        group["momentum"] and param.requires_grad and optimizer.state.get(param, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        for param in group["params"]
-    )
 
 
 def refuse_host_arguments(closure: Any, scheduler: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from mezzo.errors import StateError
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.capture.snapshot import Snapshot
 from mezzo.session.core import Core
+from mezzo.tensors import tensors
 
 __all__ = ["ReplayGuard"]
 
@@ -29,21 +31,7 @@ class ReplayGuard:
         self.core = snapshot.core
         self._scales = snapshot.scales
         self._tensors = [(tensor, tensor.data_ptr(), tensor.requires_grad) for tensor in snapshot.tensors]
-        self._states = [(optimizer, optimizer.state) for optimizer in self.core.optimizers]
-        self._values = [
-            (values, name, value)
-            for optimizer in self.core.optimizers
-            for values in optimizer.state.values()
-            if isinstance(values, dict)
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-        ]
-        self._hypers = [
-            (optimizer, number, name, value)
-            for optimizer in one_pass(self.core.optimizers)
-            for number, group in enumerate(optimizer.param_groups)
-            for name, value in _on_device(group)
-        ]
+        self._parts = _parts(self.core)
         self._choices = _choices(self.core)
         self._frozen = list(_frozen(self.core))
         self._edited = snapshot.edited()
@@ -52,10 +40,8 @@ class ReplayGuard:
         """Whether the graph is of memory, or of decisions, that are not the session's any more."""
         return (
             any(t.data_ptr() != address or t.requires_grad != trains for t, address, trains in self._tensors)
-            or any(optimizer.state is not state for optimizer, state in self._states)
-            or any(values.get(name) is not value for values, name, value in self._values)
+            or not _are_same(_parts(self.core), self._parts)
             or _choices(self.core) != self._choices
-            or any(dict(_on_device(o.param_groups[n])).get(name) is not value for o, n, name, value in self._hypers)
         )
 
     def check(self) -> None:
@@ -121,16 +107,24 @@ def _choices(core: Core) -> tuple[Any, ...]:
     )
 
 
-def _on_device(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the options of one of mezzo's optimizers that a graph itself reads, each with its place.
+def _parts(core: Core) -> list[Any]:
+    """Return what optimizers may exchange for another of its kind, and a graph knows by its memory.
 
-    They are tensors in the device's memory; numbers, and tensors in the host's, are brought over before each replay.
+    Their state, the tensors in it, and of mezzo's optimizers the hyper-parameters that are tensors in the device's
+    memory; numbers, and tensors in the host's, are brought over before each replay.
     """
-    for name, value in group.items():
-        if name != "params":
-            for number, each in enumerate(value if isinstance(value, tuple | list) else (value,)):
-                if isinstance(each, Tensor) and each.device.type != "cpu":
-                    yield f"{name}[{number}]", each
+    states = [optimizer.state for optimizer in core.optimizers]
+    groups = [group for optimizer in one_pass(core.optimizers) for group in optimizer.param_groups]
+    hypers = tensors([value for group in groups for name, value in group.items() if name != "params"])
+    return [
+        *states,
+        *tensors([list(state.values()) for state in states]),
+        *(t for t in hypers if t.device.type != "cpu"),
+    ]
+
+
+def _are_same(ones: list[Any], others: list[Any]) -> bool:
+    return len(ones) == len(others) and all(map(is_, ones, others))
 
 
 def _frozen(core: Core) -> Iterator[tuple[dict[str, Any], str, Any, str]]:

@@ -141,12 +141,13 @@ class _EarlierGraphs:
     _MARK: Final = "mezzo.session.capture"
 
     def __init__(self, leaves: list[Any]) -> None:
+        self._leaves = leaves
         for leaf in leaves:
             marks(leaf)[self._MARK] = True
-        self._leaves = self._alive(leaves)
+        self._leaves = self._alive()  # a mark dies at once where there is no node
 
-    def _alive(self, leaves: list[Any]) -> list[Any]:
-        return [leaf for leaf in leaves if leaf.requires_grad and self._MARK in marks(leaf)]
+    def _alive(self) -> list[Any]:
+        return [leaf for leaf in self._leaves if leaf.requires_grad and self._MARK in marks(leaf)]
 
     def require_gone(self, name_of: Callable[[Tensor], str]) -> None:
         """Refuse a train step that uses them.
@@ -154,9 +155,9 @@ class _EarlierGraphs:
         Raises:
             StateError: Something keeps them.
         """
-        if self._leaves and self._alive(self._leaves):
+        if self._alive():
             gc.collect()  # a node that is only part of a cycle is kept by nothing
-        if self._leaves and (alive := self._alive(self._leaves)):
+        if alive := self._alive():
             raise StateError(
                 "a graph of an earlier step is still alive",
                 where=some_of([name_of(leaf) for leaf in alive]),
@@ -168,7 +169,7 @@ class _EarlierGraphs:
 
     def forget(self) -> None:
         """Take the marks away."""
-        for leaf in self._alive(self._leaves):
+        for leaf in self._alive():
             del marks(leaf)[self._MARK]
         self._leaves = []
 
