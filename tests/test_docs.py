@@ -61,7 +61,9 @@ def test_make_installs_for_the_demo_what_it_needs_and_nothing_twice(tmp_path):
         return re.findall(r"--editable '\.\[(\w+)\]'", done.stdout)
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {re.match(r"[\w-]+", needed)[0] for needed in extras["demo"]} == {"scikit-learn", "matplotlib"}
+    assert {re.match(r"[\w-]+", needed)[0] for needed in extras["demo"]} == {
+        "scikit-learn", "matplotlib", "plotly", "jinja2"
+    }  # fmt: skip
     assert (installed("demo"), installed("test")) == (["demo"], ["dev"])
     (tmp_path / "constraints.txt").touch()
     (tmp_path / ".demo").touch()

@@ -6,15 +6,17 @@ import pytest
 
 from mezzo import report
 
-_curves = report.curves
+_curves, _page = report.curves, report.page
 
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    """Drawing takes a second; :func:`pictures` does it all the same."""
+    """Drawing takes a second, and a page five megabytes; :func:`pictures` makes them all the same."""
     monkeypatch.setattr(report, "curves", lambda folder: (Path(folder) / "curves.png").touch())
+    monkeypatch.setattr(report, "page", lambda folder: (Path(folder) / "report.html").touch())
 
 
 @pytest.fixture
 def pictures(no_pictures, monkeypatch):
     monkeypatch.setattr(report, "curves", _curves)
+    monkeypatch.setattr(report, "page", _page)

@@ -40,16 +40,18 @@ def test_a_comparison_prints_the_table_and_writes_the_run(mezzo, tmp_path, pictu
     code, out, err = mezzo("compare", *SHORT, "--out", "here/run")
     assert code == 0
     lines = out.splitlines()
+    assert lines[0].startswith("O0 reaches test accuracy ")  # the answer comes first
     head = next(line for line in lines if line.startswith("policy"))
     assert "arithmetic" in head
-    rows = [line.split()[0] for line in lines if line.startswith(("O0 ", "O2,"))]
+    rows = [line.split()[0] for line in lines[lines.index(head) :] if line.startswith(("O0 ", "O2,"))]
     assert rows == ["O0", "O2,dtype=bfloat16"]
     assert "4 steps, seed 0" in out
     assert "layout: channels-last (NHWC) in every policy but O0, which is contiguous (NCHW)" in out
     assert "\x1b" not in out + err  # nothing is animated or coloured when not a terminal
     run = tmp_path / "here" / "run"
-    assert sorted(child.name for child in run.iterdir()) == ["curves.png", "metrics.jsonl", "summary.json"]
+    assert sorted(each.name for each in run.iterdir()) == ["curves.png", "metrics.jsonl", "report.html", "summary.json"]
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "<h1>digits-cnn under 2 policies</h1>" in (run / "report.html").read_text()
     progress = err.splitlines()
     assert [line.split(":")[0] for line in progress[:2]] == ["O0", "O2,dtype=bfloat16"]
     assert "finished, 4 steps in " in progress[0]
@@ -146,7 +148,8 @@ def test_a_foreign_directory_is_refused_before_training(mezzo, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module, extra", [("matplotlib.figure", "mezzo[report]"), ("sklearn.datasets", "mezzo[recipes]")]
+    "module, extra",
+    [("matplotlib.figure", "mezzo[report]"), ("jinja2", "mezzo[report]"), ("sklearn.datasets", "mezzo[recipes]")],
 )
 def test_an_absent_extra_is_named_before_training(mezzo, tmp_path, monkeypatch, module, extra):
     monkeypatch.setitem(sys.modules, module, None)

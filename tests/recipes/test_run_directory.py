@@ -126,3 +126,33 @@ def test_a_file_is_refused(tmp_path):
 def test_an_empty_directory_is_fine(tmp_path):
     RunDirectory(tmp_path).finish({})
     assert (tmp_path / "summary.json").exists()
+
+
+def test_what_is_known_before_the_first_step_is_there_with_it(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.begin({"steps": 7}, {"explanation.json": "{}"})
+    assert not directory.path.exists()
+    directory.stepped(RECORD)
+    assert strict((directory.path / "summary.json.partial").read_text()) == {"steps": 7}
+    assert (directory.path / "explanation.json.partial").read_text() == "{}"
+    directory.finish({"steps": 8})
+    assert sorted(child.name for child in directory.path.iterdir()) == [
+        "explanation.json",
+        "metrics.jsonl",
+        "summary.json",
+    ]
+    assert strict((directory.path / "summary.json").read_text()) == {"steps": 8}
+
+
+def test_nothing_of_an_older_run_stays_beside_a_new_one(tmp_path):
+    first = RunDirectory(tmp_path)
+    first.begin({}, {"explanation.json": "{}"})
+    first.append("evidence.jsonl", "{}")
+    first.finish({})
+    killed = RunDirectory(tmp_path, overwrite=True)
+    killed.begin({}, {"policy.toml": ""})
+    killed.stepped(RECORD)
+    killed.close()
+    assert {"explanation.json", "evidence.jsonl", "policy.toml.partial"} < {child.name for child in tmp_path.iterdir()}
+    RunDirectory(tmp_path, overwrite=True).finish({})
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]

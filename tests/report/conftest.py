@@ -1,12 +1,17 @@
-"""A small finished run of the real thing, narrower, and a summary written by hand."""
+"""A small finished run of the real thing, narrower, a summary written by hand, and evidence of every kind."""
 
 import dataclasses
 import json
+import shutil
 from unittest import mock
 
 import pytest
+import torch
 
 from mezzo.cast.device import decide
+from mezzo.numerics import KINDS, Evidence, RecordedStep, RecordedTensor, SwallowedUpdates, evidence_file
+from mezzo.numerics.evidence import EvidenceHeader, RecordedModule
+from mezzo.numerics.histogram import exponent_histogram
 from mezzo.recipes import compare, get
 from mezzo.recipes.digits_cnn import DigitsNet
 
@@ -60,3 +65,59 @@ def summary():
         ],
     }  # fmt: skip
     return json.loads(json.dumps(written))
+
+
+#: A step for the loss scale of each, and a layer for each of the tensors' sizes: some below FP16's numbers, some above.
+SCALES = (65536.0, 32768.0, 1000.0)
+SIZES = {"stem": 2.0**-3, "blocks.0.up": 2.0**-20, "blocks.1.up": 2.0**-26, "blocks.1.down": 2.0**15, "head": 1.0}
+
+
+@pytest.fixture(scope="session")
+def evidence():
+    """Three steps of five layers, all kinds, with whatever special values there are."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tensor(kind, module, size, step):
+        values = torch.randn(500, generator=generator) * size * 2.0 ** (step - 1)
+        values[:20] = 0.0
+        values[20:60] = size * 2.0 ** torch.arange(-20, 20)  # powers of two, on which limits fall
+        if (module, step) == ("blocks.1.down", 1):
+            values[60:63] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+        lost = SwallowedUpdates(updated=480, swallowed={"float16": 7 * step, "bfloat16": 400}, beyond=100)
+        return RecordedTensor(
+            kind=kind,
+            module=module,
+            name="output" if kind.startswith("activation") else "weight",
+            dtype="float32",
+            histogram=exponent_histogram(values),
+            swallowed=lost if kind == "updates" else None,
+        )
+
+    steps = [
+        RecordedStep(
+            step=1 + 50 * place,
+            loss_scales=(scale,),
+            skipped=place == 1,
+            tensors=tuple(
+                tensor(kind, module, size, place)
+                for kind in KINDS
+                if (kind, place) != ("updates", 1)
+                for module, size in SIZES.items()
+            ),
+        )
+        for place, scale in enumerate(SCALES)
+    ]
+    header = EvidenceHeader(
+        mezzo="0.1.0", model="Net", policy="O1,dtype=float16", compute_dtype="float16", loss_scale="dynamic", every=50,
+        kinds=KINDS, formats=("float16", "bfloat16"),
+        modules=tuple(RecordedModule(path=path, type="Linear") for path in SIZES),
+    )  # fmt: skip
+    return Evidence(header=header, steps=tuple(steps), num_steps=150)
+
+
+@pytest.fixture
+def recorded_run(finished_run, evidence, tmp_path):
+    """A finished run with evidence."""
+    run = shutil.copytree(finished_run, tmp_path / "recorded")
+    evidence_file.write(evidence, run / "evidence.jsonl")
+    return run

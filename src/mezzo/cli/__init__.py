@@ -11,7 +11,16 @@ import sys
 
 from typer.models import CommandInfo
 
-from mezzo.cli import bench, compare, doctor, explain, formats, ops, train  # noqa: F401  (each verb registers itself)
+from mezzo.cli import (  # noqa: F401  (each verb registers itself)
+    bench,
+    compare,
+    doctor,
+    explain,
+    formats,
+    ops,
+    report,
+    train,
+)
 from mezzo.cli.app import app
 from mezzo.errors import MezzoError, NumericsError, PolicyError, UnsupportedError
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mezzo import recipes, report
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for
+from mezzo.cli.output import console_for, show_judgement
 from mezzo.cli.progress import watching
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
 from mezzo.recipes.run_directory import jsonable
@@ -52,8 +52,8 @@ def compare(
 
     [bold]mezzo compare digits-cnn --policies "O0; O1,dtype=float16,low=softmax" --json[/bold]
 
-    Ends with a table, and a run directory with summary.json, metrics.jsonl (one line a step) and curves.png.
-    Ctrl-C sums up what there is, and the exit code is 130.
+    Ends with a verdict, a table, and a run directory with report.html, curves.png, summary.json and metrics.jsonl (one
+    line a step). Ctrl-C sums up what there is, and the exit code is 130.
     """
     texts = [text.strip() for text in policies.split(";")]
     carry_out(recipe, [text for text in texts if text], steps, seed, out, overwrite, as_json)
@@ -76,6 +76,7 @@ def carry_out(
     """
     chosen = recipes.get(recipe)
     report.require_matplotlib()
+    report.require_plotly()
     out = out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     messages = Console(stderr=True)
     with watching(messages, chosen.metric, len(policies)) as watcher:
@@ -83,18 +84,21 @@ def carry_out(
             chosen, policies, steps=steps, seed=seed, out=out, overwrite=overwrite, watcher=watcher
         )
     report.curves(out)
+    report.page(out)
     if as_json:
         typer.echo(json.dumps(jsonable(comparison.to_dict()), indent=2, allow_nan=False, ensure_ascii=False))
     else:
-        _show(comparison)
+        _show(comparison, report.judge(report.read(out)))
     messages.print(f"run directory: {out}", highlight=False, markup=False, soft_wrap=True)
     if comparison.interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
-def _show(comparison: Comparison) -> None:
+def _show(comparison: Comparison, judgement: report.Judgement) -> None:
     summary = comparison.to_dict()
     console = console_for(200)
+    show_judgement(console, judgement)
+    console.print()
     for table in report.results_tables(summary, console.width):
         console.print(table)
         console.print()

@@ -80,6 +80,11 @@ class Comparison:
             return None
         return row.final_metric - base
 
+    def ended(self, rows: tuple[RunResult, ...]) -> Comparison:
+        """Return the comparison with its results, as of now."""
+        stopped = len(rows) < len(self.policies) or rows[-1].status == "interrupted"
+        return dataclasses.replace(self, rows=rows, interrupted=stopped, date=_now())
+
     def to_dict(self) -> dict[str, Any]:
         """Return what ``summary.json`` holds; every key with a unit names it."""
         rows = [
@@ -145,12 +150,30 @@ def compare(
     split = recipe.load()
     _try_out(recipe, parsed, split, device)
 
+    comparison = begun(recipe, parsed, split, steps=steps, seed=seed, device=device, directory=directory)
     watchers = [each for each in (directory, watcher) if each is not None]
     try:
         rows = tuple(_results(recipe, parsed, split, steps, seed, device, watchers))
     finally:
         if directory is not None:
             directory.close()
+    comparison = comparison.ended(rows)
+    if directory is not None:
+        directory.finish(comparison.to_dict())
+    return comparison
+
+
+def begun(
+    recipe: Recipe,
+    policies: Sequence[Policy],
+    split: Split,
+    *,
+    steps: int,
+    seed: int,
+    device: torch.device,
+    directory: RunDirectory | None,
+) -> Comparison:
+    """Return a comparison before its first step, and let its directory know."""
     comparison = Comparison(
         recipe=recipe.name,
         summary=recipe.summary,
@@ -159,16 +182,20 @@ def compare(
         data_sha256=split.sha256(),
         steps=steps,
         seed=seed,
-        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        date=_now(),
         machine=describe(device),
-        policies=tuple(str(policy) for policy in parsed),
-        rows=rows,
-        interrupted=len(rows) < len(parsed) or rows[-1].status == "interrupted",
+        policies=tuple(str(policy) for policy in policies),
+        rows=(),
+        interrupted=True,
         directory=None if directory is None else directory.path,
     )
     if directory is not None:
-        directory.finish(comparison.to_dict())
+        directory.begin(comparison.to_dict())
     return comparison
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def _results(

@@ -1,9 +1,9 @@
-"""The files a comparison leaves behind, and how they are written so that none is ever half there.
+"""The files that a run leaves behind, and how they are written so that none is ever half there.
 
-``metrics.jsonl``, one line a step, grows under another name and gets its own at the end; ``summary.json`` is
-written beside and renamed. Whatever kills the process, a directory holds whole files or files named
-``.partial``. Numbers that JSON cannot write are the texts ``"nan"``, ``"inf"`` and ``"-inf"``, which
-``float()`` reads.
+Streams, such as ``metrics.jsonl`` with one line a step, grow under another name and get their own at the end;
+``summary.json`` is written beside and renamed. Whatever kills the process, a directory holds whole files or files
+named ``.partial``; then ``summary.json.partial`` says what was to be trained. Numbers that JSON cannot write are the
+texts ``"nan"``, ``"inf"`` and ``"-inf"``, which ``float()`` reads.
 """
 
 from __future__ import annotations
@@ -14,20 +14,31 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from types import MappingProxyType
+from typing import IO, Any, Final
 
 from mezzo.errors import PolicyError, some_of
 from mezzo.files import is_partial, whole
 from mezzo.policy import Policy
 from mezzo.recipes.training import RunResult, StepRecord
 
-__all__ = ["CURVES", "METRICS", "SUMMARY", "RunDirectory", "jsonable"]
+__all__ = [
+    "CURVES", "EVIDENCE", "EXPLANATION", "METRICS", "PAGE", "PARTIAL", "POLICY", "SUMMARY", "RunDirectory", "jsonable",
+]  # fmt: skip
 
-SUMMARY = "summary.json"
-METRICS = "metrics.jsonl"
-CURVES = "curves.png"
-_PARTIAL = ".partial"
-_OURS = frozenset((SUMMARY, METRICS, METRICS + _PARTIAL, CURVES))
+SUMMARY: Final = "summary.json"
+METRICS: Final = "metrics.jsonl"
+#: What only ``mezzo inspect`` writes: histograms, one line for each recorded step; each op's precision; the policy.
+EVIDENCE: Final = "evidence.jsonl"
+EXPLANATION: Final = "explanation.json"
+POLICY: Final = "policy.toml"
+#: Made from the others, again whenever they change.
+CURVES: Final = "curves.png"
+PAGE: Final = "report.html"
+#: What the name of a file ends with that was begun and not finished.
+PARTIAL: Final = ".partial"
+_FILES: Final = (SUMMARY, METRICS, EVIDENCE, EXPLANATION, POLICY, CURVES, PAGE)
+_OURS: Final = frozenset((*_FILES, *(name + PARTIAL for name in _FILES)))
 
 
 class RunDirectory:
@@ -44,7 +55,8 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self.path = path
-        self._metrics: IO[str] | None = None
+        self._streams: dict[str, IO[str]] = {}
+        self._begun: dict[str, str] = {}
         if path.exists() and not path.is_dir():
             raise PolicyError("the run directory is a file", where=str(path), write=f"--out {path}-run")
         names = sorted(child.name for child in path.iterdir()) if path.is_dir() else []
@@ -63,6 +75,15 @@ class RunDirectory:
                 write=f"--out {path}-2, or --overwrite to replace it",
             )
 
+    def begin(self, facts: Mapping[str, Any], texts: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Take what is known before the first step, with which it is written.
+
+        Args:
+            facts: The summary of no step at all, for readers of a run that is killed.
+            texts: Further files, whole, by name.
+        """
+        self._begun = {SUMMARY: _text(facts), **texts}
+
     def started(self, policy: Policy, steps: int) -> None:
         """Write nothing: a directory is made for the first step."""
 
@@ -70,31 +91,52 @@ class RunDirectory:
         """Write nothing: results are written together, by :meth:`finish`."""
 
     def stepped(self, record: StepRecord) -> None:
-        """Append one step; the line is handed to the system at once."""
-        if self._metrics is None:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._metrics = (self.path / (METRICS + _PARTIAL)).open("w", buffering=1, encoding="utf-8")
-        self._metrics.write(json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False) + "\n")
+        """Append one step."""
+        self.append(METRICS, json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False))
+
+    def append(self, name: str, line: str) -> None:
+        """Append a line to a stream of the run; it is handed to the system at once."""
+        if METRICS not in self._streams:
+            self._open()
+        if name not in self._streams:
+            self._streams[name] = self._partial(name).open("w", buffering=1, encoding="utf-8")
+        self._streams[name].write(f"{line}\n")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary and give both files their names."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        # Pictures are drawn from these files: an old one must not stand beside new numbers.
-        (self.path / CURVES).unlink(missing_ok=True)
-        partial = self.path / (METRICS + _PARTIAL)
-        if self._metrics is None:
-            partial.touch()
+        """Write the summary, give every file its name, and remove what an older run left here."""
+        if METRICS not in self._streams:
+            self._open()
         self.close()
-        os.replace(partial, self.path / METRICS)
-        text = json.dumps(jsonable(summary), indent=2, allow_nan=False, ensure_ascii=False)
+        # First the summary, so that none is ever beside files of another run; and pictures show old numbers.
+        for name in _FILES:
+            (self.path / name).unlink(missing_ok=True)
+        for name in _FILES:
+            if name != SUMMARY and self._partial(name).exists():
+                os.replace(self._partial(name), self.path / name)
         with whole(self.path / SUMMARY) as file:
-            file.write(f"{text}\n".encode())
+            file.write(_text(summary).encode())
+        self._partial(SUMMARY).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the stream of steps; without :meth:`finish` it keeps its ``.partial`` name."""
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        """Close the streams; without :meth:`finish` they keep their ``.partial`` names."""
+        for stream in self._streams.values():
+            stream.close()
+
+    def _open(self) -> None:
+        """Make the directory and write what is known; what a killed run left is gone."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in _FILES:
+            self._partial(name).unlink(missing_ok=True)
+        for name, text in self._begun.items():
+            self._partial(name).write_text(text, encoding="utf-8")
+        self._streams[METRICS] = self._partial(METRICS).open("w", buffering=1, encoding="utf-8")
+
+    def _partial(self, name: str) -> Path:
+        return self.path / (name + PARTIAL)
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    return json.dumps(jsonable(data), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def jsonable(value: Any) -> Any:

@@ -6,8 +6,23 @@ that an old run can be shown as well as a new one. Nothing here trains, and noth
 
 from __future__ import annotations
 
+from mezzo.report.judgement import Alert, Judgement, judge
+from mezzo.report.page import page, require_plotly
 from mezzo.report.picture import curves, require_matplotlib
 from mezzo.report.run import Run, read
 from mezzo.report.table import facts, results_tables, to_markdown
 
-__all__ = ["Run", "curves", "facts", "read", "require_matplotlib", "results_tables", "to_markdown"]
+__all__ = [
+    "Alert",
+    "Judgement",
+    "Run",
+    "curves",
+    "facts",
+    "judge",
+    "page",
+    "read",
+    "require_matplotlib",
+    "require_plotly",
+    "results_tables",
+    "to_markdown",
+]  # fmt: skip

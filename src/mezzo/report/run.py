@@ -11,7 +11,7 @@ from typing import Any, Final
 from mezzo.errors import StateError, shown
 from mezzo.files import opened
 from mezzo.recipes.comparison import SCHEMA
-from mezzo.recipes.run_directory import METRICS, SUMMARY
+from mezzo.recipes.run_directory import METRICS, PARTIAL, SUMMARY
 
 __all__ = ["Run", "Series", "read"]
 
@@ -45,18 +45,25 @@ class Run:
         path: The directory.
         summary: What ``summary.json`` holds.
         series: The steps by policy, in the order of the summary's rows.
+        killed: Whether the process died before it could sum up: then there are no rows.
     """
 
     path: Path
     summary: Mapping[str, Any]
     series: Mapping[str, Series]
+    killed: bool = False
+
+    def file(self, name: str) -> Path | None:
+        """Return where a further file of the run is, such as its evidence; ``None`` where it has none."""
+        return next((path for path in _places(self.path, name, self.killed) if path.exists()), None)
 
 
-def read(directory: Path | str) -> Run:
+def read(directory: Path | str, *, killed: bool = False) -> Run:
     """Read a run directory.
 
     Args:
-        directory: What ``mezzo compare --out`` wrote.
+        directory: What ``mezzo compare --out``, ``train`` or ``inspect`` wrote.
+        killed: Whether a run will do that was killed before it was summed up. A last line that is cut is left out.
 
     Returns:
         The summary and every step.
@@ -65,14 +72,16 @@ def read(directory: Path | str) -> Run:
         StateError: There is no run, it cannot be read, or another version wrote it.
     """
     path = Path(directory)
+    killed = killed and not (path / SUMMARY).exists() and (path / (SUMMARY + PARTIAL)).exists()
     try:
-        summary = json.loads(_text(path / SUMMARY))
-        records = [json.loads(line) for line in _text(path / METRICS).splitlines()]
+        summary = json.loads(_text(path, SUMMARY, killed))
+        lines = _text(path, METRICS, killed).splitlines(keepends=True)
+        records = [json.loads(line) for line in lines if line.endswith("\n") or not killed]
     except FileNotFoundError as error:
         raise StateError(
             "there is no finished run here",
             where=str(path),
-            why=f"{Path(error.filename).name} is missing",
+            why=_missing(path, error),
             write=f"mezzo compare digits-cnn --out {path}",
         ) from error
     except OSError as error:
@@ -81,10 +90,12 @@ def read(directory: Path | str) -> Run:
         raise StateError("the run cannot be read", where=str(path), why=f"a file is not JSON: {error}") from error
     schema = summary.get("schema") if isinstance(summary, dict) else None
     if schema != SCHEMA:
+        newer = isinstance(schema, int) and schema > SCHEMA
         raise StateError(
             f"the run has schema {shown(schema)}",
             where=str(path),
-            why=f"this version of mezzo reads schema {SCHEMA}",
+            why=f"this version of mezzo reads schema {SCHEMA}" + (": a newer one wrote the run" if newer else ""),
+            write="pip install --upgrade mezzo" if newer else "",
         )
     wrong = [*_wrong(summary, _SUMMARY, "summary.json")]
     for number, record in enumerate(records, start=1):
@@ -96,17 +107,33 @@ def read(directory: Path | str) -> Run:
             why="\n".join(wrong[:_MOST_WRONG]),
             write=f"mezzo compare digits-cnn --out {path}",
         )
-    names = [row["policy"] for row in summary["rows"]]
+    names = dict.fromkeys(each["policy"] for each in (records if killed else summary["rows"]))
     series = {name: _series([r for r in records if r["policy"] == name]) for name in names}
-    return Run(path=path, summary=summary, series=series)
+    return Run(path=path, summary=summary, series=series, killed=killed)
 
 
-def _text(path: Path) -> str:
-    with opened(path) as file:
+def _places(path: Path, name: str, killed: bool) -> Iterator[Path]:
+    """Yield where a file of a run may be: a killed process may have died while it gave the files their names."""
+    if killed:
+        yield path / (name + PARTIAL)
+    yield path / name
+
+
+def _text(path: Path, name: str, killed: bool) -> str:
+    places = _places(path, name, killed)
+    with opened(next((place for place in places if place.exists()), path / name)) as file:
         return file.read().decode()
 
 
-# What tables and pictures read of a run ---------------------------------------------------------------------------
+def _missing(path: Path, error: FileNotFoundError) -> str:
+    if not path.exists():
+        return "there is no such directory"
+    if (path / (SUMMARY + PARTIAL)).exists():
+        return f"it was killed before its end; mezzo report {path} shows what there is"
+    return f"{Path(error.filename).name} is missing"
+
+
+# What tables, pictures and pages read of a run ---------------------------------------------------------
 
 _Form = str | list[Any] | dict[str, Any]
 
@@ -160,7 +187,9 @@ _ROW: Final = {
 _SUMMARY: Final = {
     "recipe": "text", "summary": "text", "steps": "count", "seed": "count", "date": "text", "reference": "text",
     "policies": ["text"], "interrupted": "flag", "references": "numbers", "rows": [_ROW],
-    "metric": {"name": "text", "unit": "text", "unit_of_difference": "text", "decimals": "decimals"},
+    "metric": {
+        "name": "text", "unit": "text", "unit_of_difference": "text", "decimals": "decimals", "higher_is_better": "flag"
+    },
     "machine": {"cpu": "text", "threads": "count", "torch": "text", "mezzo": "text", "gpu?": "text"},
 }  # fmt: skip
 _RECORD: Final = {

@@ -1,0 +1,180 @@
+"""Everything that a report says, as plain values: what the page's template prints, and what its switches draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from mezzo.errors import printable
+from mezzo.numerics import read_evidence
+from mezzo.recipes.run_directory import EVIDENCE
+from mezzo.report.heat import heat
+from mezzo.report.judgement import Judgement, judge
+from mezzo.report.picture import smooth
+from mezzo.report.run import Run, Series
+from mezzo.report.table import columns, facts
+
+__all__ = ["content"]
+
+#: Points of a curve: more than a screen has columns.
+_MOST_POINTS: Final = 2000
+_MOST_MARKS: Final = 500
+#: What can be chosen on the page, in use or not.
+_FORMATS: Final = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def content(run: Run) -> dict[str, Any]:
+    """Return what the template asks for, all text as it is: escaping is the template's."""
+    summary = run.summary
+    judgement = judge(run)
+    policies = summary["policies"]
+    what = f"under {policies[0]}" if len(policies) == 1 else f"under {len(policies)} policies"
+    machine = summary["machine"]
+    device = machine.get("gpu", machine["cpu"])
+    return {
+        "title": printable(f"{summary['recipe']} {what}"),
+        "subtitle": printable(
+            f"{summary['summary']} · {summary['steps']} steps, seed {summary['seed']} · {device}, torch "
+            f"{machine['torch']} · {summary['date'][:16].replace('T', ' ')}"
+        ),
+        "partial": _partial(run),
+        **_judged(judgement),
+        "results": _results(run),
+        "timeline": _timeline(run),
+        "environment": [[name.replace("_", " "), printable(str(value))] for name, value in _environment(summary)],
+        **_recorded(run),
+        **dict.fromkeys(("swallowed", "casts", "policy")),
+    }
+
+
+def _recorded(run: Run) -> dict[str, Any]:
+    """What the page draws: curves, and the heat map where there is evidence."""
+    curves = _curves(run)
+    place = run.file(EVIDENCE)
+    if place is None:
+        return {"data": curves, "left_out": []}
+    evidence = read_evidence(place)
+    formats = dict.fromkeys((*evidence.header.formats, *_FORMATS))
+    drawn, left_out = heat(evidence, list(formats))
+    return {"data": curves | drawn, "left_out": left_out}
+
+
+def _judged(judgement: Judgement) -> dict[str, Any]:
+    alerts = [
+        {name: printable(getattr(alert, name), keep="\n") for name in ("level", "what", "where", "why", "write")}
+        for alert in judgement.alerts
+    ]
+    lines = [printable(line) for line in judgement.lines]
+    return {"level": judgement.level, "verdict": lines, "alerts": alerts, "write": judgement.write}
+
+
+def _partial(run: Run) -> str:
+    if run.killed:
+        return "The process ended before the run was summed up: what follows was written until then."
+    if run.summary["interrupted"]:
+        return "The run was interrupted: what follows is what there was until then."
+    return ""
+
+
+def _results(run: Run) -> dict[str, Any] | None:
+    """The table that ``mezzo compare`` prints."""
+    rows = run.summary["rows"]
+    if not rows:
+        return None
+    shown = columns(run.summary)
+    reference = run.summary["reference"]
+    return {
+        "title": f"{reference} against each policy" if len(rows) > 1 else "Result",
+        "heads": [" ".join(column.head) for column in shown],
+        "rows": [[printable(column.cell(row), keep="\n") for column in shown] for row in rows],
+        "numbers": [place for place, column in enumerate(shown) if column.right],
+        "facts": facts(run.summary)[2:],
+    }
+
+
+def _timeline(run: Run) -> str:
+    marks = ["a cross is a skipped step"]
+    if any(not math.isfinite(loss) for series in run.series.values() for loss in series.loss):
+        marks.append("a red cross on the loss a loss that is not finite")
+    unscaled = [policy for policy, series in run.series.items() if all(scale == 1.0 for scale in series.scale)]
+    text = f"In the loss scale {', '.join(marks)}."
+    return text + (f" Not scaled: {'; '.join(map(printable, unscaled))}." if unscaled else "")
+
+
+def _environment(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from summary["machine"].items()
+    for name in ("recipe", "steps", "seed", "date", "data_sha256"):
+        if name in summary:
+            yield name, summary[name]
+
+
+# Curves -----------------------------------------------------------------------------------------------------------
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    series = [_series(policy, each) for policy, each in run.series.items() if each.step]
+    losses = [loss for each in series for loss in (*each["loss"], *each["smooth"]) if loss is not None]
+    lowest, highest = (min(losses), max(losses)) if losses else (0.0, 1.0)
+    metric = run.summary["metric"]
+    return {
+        "series": series,
+        "reference": run.summary["reference"],
+        "metric": {"name": metric["name"], "unit": metric["unit"]},
+        "references": {name: _finite(float(value)) for name, value in run.summary["references"].items()},
+        "logarithmic": 0.0 < 10.0 * lowest <= highest,
+        "lowest": lowest,
+        "steps": [],
+        "kinds": [],
+    }
+
+
+def _series(policy: str, series: Series) -> dict[str, Any]:
+    count = len(series.step)
+    kept = _kept(series.loss)
+    line = smooth(series.loss, count // 60)
+    skipped = _spread([place for place in range(count) if series.skipped[place]])
+    bad = _spread([place for place in range(count) if not math.isfinite(series.loss[place])])
+    return {
+        "policy": printable(policy),
+        "step": [series.step[place] for place in kept],
+        "loss": [_finite(series.loss[place]) for place in kept],
+        "smooth": [_finite(line[place]) for place in kept],
+        "scale": [_positive(series.scale[place]) for place in kept],
+        "skipped": [series.step[place] for place in skipped],
+        "skipped_scale": [_positive(series.scale[place]) for place in skipped],
+        "bad": [series.step[place] for place in bad],
+        "evaluated": list(series.evaluated),
+        "metric": [_finite(value) for value in series.metric],
+    }
+
+
+def _kept(losses: Sequence[float]) -> list[int]:
+    """Choose the places of a long curve to draw: lowest and highest of each stretch, so that no spike is lost."""
+    if len(losses) <= _MOST_POINTS:
+        return list(range(len(losses)))
+    span = math.ceil(2 * len(losses) / _MOST_POINTS)
+    chosen: set[int] = {0, len(losses) - 1}
+    for begin in range(0, len(losses), span):
+        finite = [place for place in range(begin, min(begin + span, len(losses))) if math.isfinite(losses[place])]
+        if finite:
+            chosen |= {min(finite, key=lambda place: losses[place]), max(finite, key=lambda place: losses[place])}
+        else:
+            chosen.add(begin)
+    return sorted(chosen)
+
+
+def _spread(places: Sequence[int]) -> list[int]:
+    """Keep no more marks than can be told apart, first and last among them."""
+    if len(places) <= _MOST_MARKS:
+        return list(places)
+    return [places[round(mark * (len(places) - 1) / (_MOST_MARKS - 1))] for mark in range(_MOST_MARKS)]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity and no NaN: such a point is none."""
+    return value if math.isfinite(value) else None
+
+
+def _positive(value: float) -> float | None:
+    return value if 0.0 < value < math.inf else None

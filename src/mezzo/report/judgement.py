@@ -1,0 +1,135 @@
+"""What a run came to, in words: the answer first, then what is wrong, the gravest first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from mezzo.report.run import Run
+from mezzo.report.table import byte_text
+
+__all__ = ["Alert", "Judgement", "judge"]
+
+Level = Literal["ok", "warn", "bad"]
+#: A dynamic scale skips a step now and then; more than this share is time lost.
+_MANY_SKIPPED: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One thing that is wrong.
+
+    Attributes:
+        level: ``bad`` spoils the result, ``warn`` may.
+        what: One line.
+        where: Policy, module or tensor.
+        why: The evidence.
+        write: What cures it, as text to paste.
+    """
+
+    level: Level
+    what: str
+    where: str = ""
+    why: str = ""
+    write: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The answer.
+
+    Attributes:
+        lines: What the run came to; the first line is the answer.
+        alerts: What is wrong, the gravest first.
+        write: What to write, as text to paste.
+    """
+
+    lines: tuple[str, ...]
+    alerts: tuple[Alert, ...] = ()
+    write: str = ""
+
+    @property
+    def level(self) -> Level:
+        """The gravest alert's."""
+        levels = {alert.level for alert in self.alerts}
+        return "bad" if "bad" in levels else "warn" if "warn" in levels else "ok"
+
+
+def judge(run: Run) -> Judgement:
+    """Say what a run came to."""
+    rows = run.summary["rows"]
+    alerts = sorted((alert for row in rows for alert in _alerts(row)), key=lambda alert: alert.level != "bad")
+    if run.killed or not rows:
+        lines = [_progress(run)]
+    elif len(rows) == 1:
+        lines = [_single(run.summary, rows[0])]
+    else:
+        lines = [*_differences(run.summary, rows), *_savings(run.summary, rows)]
+    return Judgement(lines=tuple(lines), alerts=tuple(alerts))
+
+
+def _alerts(row: Mapping[str, Any]) -> Iterator[Alert]:
+    policy, steps, skipped = row["policy"], row["steps"], row["skipped_steps"]
+    if row["note"]:
+        yield Alert(level="bad", what=f"Training stopped after {steps} steps.", where=policy, why=row["note"])
+    if row["nonfinite_losses"]:
+        what = f"{row['nonfinite_losses']} of {steps} losses were infinite or NaN."
+        write = f'mezzo inspect RECIPE --policy "{policy}"'
+        yield Alert(level="bad", what=what, where=policy, why="The training diverged, or overflowed.", write=write)
+    if steps and skipped > max(1, _MANY_SKIPPED * steps):
+        why = "Their gradients were not finite at the loss scale, and their batches were lost."
+        yield Alert(level="warn", what=f"{skipped} of {steps} steps were skipped.", where=policy, why=why)
+
+
+def _progress(run: Run) -> str:
+    taken = [f"{policy}: {len(series.step)} of {run.summary['steps']} steps" for policy, series in run.series.items()]
+    return f"The run ended before it was summed up ({'; '.join(taken) or 'no step was taken'})."
+
+
+def _single(summary: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    score = _score(row["final_metric"], summary)
+    return f"{row['policy']}: {summary['metric']['name']} {score} after {row['steps']} steps."
+
+
+def _score(value: Any, summary: Mapping[str, Any]) -> str:
+    if value is None:
+        return "not measured"
+    metric, number = summary["metric"], float(value)
+    return f"{number:.{metric['decimals']}f} {metric['unit']}" if math.isfinite(number) else str(number)
+
+
+def _differences(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    metric, reference = summary["metric"], summary["reference"]
+    base = next((row for row in rows if row["policy"] == reference), None)
+    others = {row["policy"]: float(row["difference"]) for row in rows if row["difference"] is not None}
+    if base is None or not others:
+        yield f"{len(rows)} of {len(summary['policies'])} policies were trained: none to compare with {reference}."
+        return
+    sign = 1.0 if metric["higher_is_better"] else -1.0
+    worst = min(others, key=lambda policy: sign * others[policy] if math.isfinite(others[policy]) else -math.inf)
+    least = f"{others[worst]:+.{metric['decimals']}f} {metric['unit_of_difference']} ({worst})"
+    if all(map(math.isfinite, others.values())):
+        better = sign * others[worst] >= 0
+        words = "no policy is worse than it" if better else f"the largest loss is {least}"
+        yield f"{reference} reaches {metric['name']} {_score(base['final_metric'], summary)}; {words}."
+    else:
+        bad = [policy for policy, difference in others.items() if not math.isfinite(difference)]
+        yield f"{reference} reaches {_score(base['final_metric'], summary)}; not finite: {'; '.join(bad)}."
+    yield "One run of each: two seeds of one policy differ as well."
+
+
+def _savings(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    base = next((row for row in rows if row["policy"] == summary["reference"]), None)
+    sized = [row for row in rows if row["state_bytes"] and row["saved_bytes"] is not None]
+    if base is None or base not in sized or len(sized) < 2:
+        return
+    total = {row["policy"]: row["state_bytes"]["total"] + row["saved_bytes"] for row in sized}
+    least = min((row["policy"] for row in sized if row is not base), key=lambda policy: total[policy])
+    whole = total[base["policy"]]
+    if whole:
+        yield (
+            f"Least memory: {least}, {byte_text(total[least])} of weights, gradients, optimizer state and what is "
+            f"saved for the backward pass, {total[least] / whole:.2f}× that of {base['policy']}."
+        )
