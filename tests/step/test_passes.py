@@ -110,7 +110,8 @@ def test_the_pure_function_multiplies_in_fp32_and_touches_nothing(dtype):
     scalars = update.scalars({name: torch.tensor(value) for name, value in hypers.items()}, torch.tensor(1))
     gradient = torch.tensor([60000.0, 3e-5]).to(dtype)  # times the multiplier: beyond FP16, and below it
     weight, buffer, multiplier = torch.zeros(2), torch.zeros(2), torch.tensor([2.0])[0]
-    (value,), (momentum,) = updated(update, PLAIN, gradient, (weight,), (buffer,), scalars, multiplier, lambda _: None)
+    key, order = torch.tensor(0, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    value, momentum = updated(update, PLAIN, gradient, (weight, buffer), scalars, multiplier, key, order)
     torch.testing.assert_close(momentum, gradient.double().mul(2).float(), rtol=0, atol=0)
     torch.testing.assert_close(value, -gradient.double().float(), rtol=0, atol=0)
     assert not weight.any()

@@ -121,7 +121,8 @@ def test_torch_s_own_kernel_does_the_same_in_place(case):
     expected, expected_states = run_rule(update, hypers, weight, gradients[:20])
     states = tuple(torch.zeros(1000) for _ in update.states)
     for step, gradient in enumerate(gradients[:20], start=1):
-        update.native(gradient.clone(), weight, states, hypers, torch.tensor(float(step)))
+        gradient = -gradient if "maximize" in options else gradient.clone()
+        update.native(gradient, weight, states, hypers, torch.tensor(float(step)))
     torch.testing.assert_close(weight, expected, rtol=0, atol=2 * 2.0**-24)
     for state, other in zip(states, expected_states, strict=True):
         torch.testing.assert_close(state, other, rtol=0, atol=2.0**-21 * other.abs().max().item())

@@ -7,7 +7,7 @@ the executors' business (:mod:`mezzo.step.executors`); what happens to an elemen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from mezzo.errors import UnsupportedError
 from mezzo.scale.state import inverse
 from mezzo.step.rounding import noise, stochastic
-from mezzo.step.storage import Parts, Storage
+from mezzo.step.storage import Storage
 from mezzo.step.update import States, UpdateRule
 from mezzo.step.whole import Piece, Work
 from mezzo.tensors import moved
@@ -33,7 +33,6 @@ __all__ = [
     "decided",
     "judge",
     "not_finite",
-    "stepped",
     "updated",
 ]
 
@@ -244,66 +243,32 @@ def updated(
     rule: UpdateRule,
     storage: Storage,
     gradient: Tensor,
-    parts: Parts,
-    states: States,
-    scalars: Tensor,
-    multiplier: Tensor,
-    bits: Callable[[int], Tensor],
-) -> tuple[Parts, States]:
-    """Pass 2 as a pure, element-wise function: what to copy into each part and each state.
-
-    Args:
-        rule: The update rule.
-        storage: How the weight is stored.
-        gradient: Scaled, of any floating dtype.
-        parts: The stored tensors of the weight.
-        states: The rule's states.
-        scalars: Of ``rule.scalars``.
-        multiplier: Of :func:`judge`.
-        bits: Gives int32 random bits for a slot, for what is rounded at random.
-
-    Returns:
-        Values as FP32 or int32, which a copy into the tensors rounds no further.
-    """
-    weight, new = rule.update(
-        gradient.to(torch.float32) * multiplier,
-        storage.read(parts),
-        tuple(state.to(torch.float32) for state in states),
-        scalars,
-    )
-    values = storage.write(weight, parts[0].dtype, lambda: bits(0))
-    pairs = enumerate(zip(states, new, strict=True), start=1)
-    return values, tuple(
-        value if state.dtype == torch.float32 else stochastic(value, state.dtype, bits(slot))
-        for slot, (state, value) in pairs
-    )
-
-
-def stepped(
-    rule: UpdateRule,
-    storage: Storage,
-    gradient: Tensor,
-    parts: Parts,
-    states: States,
+    targets: Sequence[Tensor],
     scalars: Tensor,
     multiplier: Tensor,
     key: Tensor,
     order: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Pass 2 as a function of tensors alone: new values of parts and states.
+    """Pass 2 as a pure, element-wise function of tensors: what to copy into each part and each state.
 
     Args:
-        rule: See :func:`updated`, also for the others.
+        rule: The update rule.
         storage: How the weight is stored.
-        gradient: Scaled.
-        parts: The stored tensors of the weight.
-        states: The rule's states.
+        gradient: Scaled, of any floating dtype.
+        targets: The stored tensors of the weight, then the rule's states.
         scalars: Of ``rule.scalars``.
         multiplier: Of :func:`judge`.
-        key: 0-d int32, of :func:`mezzo.step.rounding.keys`.
-        order: int32 element numbers, for random bits.
+        key: 0-d int32, of :func:`mezzo.step.rounding.keys`, for what is rounded at random.
+        order: int32 element numbers, for the same.
+
+    Returns:
+        Values as FP32 or int32, which a copy into the targets rounds no further.
     """
-    values, new = updated(
-        rule, storage, gradient, parts, states, scalars, multiplier, lambda slot: noise(order, key, slot)
+    parts, states = tuple(targets[: len(targets) - len(rule.states)]), targets[len(targets) - len(rule.states) :]
+    wide = tuple(state.to(torch.float32) for state in states)
+    weight, new = rule.update(gradient.to(torch.float32) * multiplier, storage.read(parts), wide, scalars)
+    values = storage.write(weight, parts[0].dtype, lambda: noise(order, key))
+    return *values, *(
+        value if state.dtype == torch.float32 else stochastic(value, state.dtype, noise(order, key, slot))
+        for slot, (state, value) in enumerate(zip(states, new, strict=True), start=1)
     )
-    return *values, *new

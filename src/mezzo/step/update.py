@@ -7,10 +7,10 @@ particular rule. Each rule is written once, and runs unchanged in eager blocks a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,17 +21,10 @@ __all__ = ["RULES", "States", "UpdateRule", "rule"]
 
 States: TypeAlias = tuple[Tensor, ...]
 Scalars: TypeAlias = Mapping[str, Tensor]
-
-
-class Native(Protocol):
-    """torch's own CPU kernel for a rule: weight and states in place, contiguous FP32 vectors like the gradient.
-
-    It takes hyper-parameters as Python numbers, and the count of the step under way as 0-d float32.
-    """
-
-    def __call__(
-        self, gradient: Tensor, weight: Tensor, states: States, hypers: Mapping[str, float], step: Tensor
-    ) -> None: ...
+Numbers: TypeAlias = Mapping[str, float]
+#: torch's own CPU kernel for a rule. It writes weight and states, contiguous FP32 vectors like the gradient (negated, to
+#: maximize). It takes hyper-parameters as Python's numbers, and the count of the step under way as 0-d float32.
+Native: TypeAlias = Callable[[Tensor, Tensor, States, Numbers, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,26 +33,27 @@ class UpdateRule:
 
     Args:
         name: ``adamw``, ``adam``, ``sgd`` or ``lion``.
-        options: Names of the options that are on; they change the mathematics, and so the compiled code.
+        options: Names of the options that are on; they change the mathematics, and so the compiled code. ``maximize``,
+            which all rules have, negates the gradient.
         hypers: Names of the hyper-parameters, all 0-d device tensors, so that a captured step follows schedules.
         states: Names of the tensors that the rule keeps for each weight, as torch's optimizers call them. All
             start at zero.
-        numbers: Names of what ``prepare`` makes and ``apply`` reads.
         prepare: From hyper-parameters and the count of this step (1 for the first), all 0-d float64, to the
             numbers. Once per step.
         apply: From gradient, weight and states (one shape, one dtype) and those numbers to the new weight and
             states. Pure, element-wise, without a branch on values.
         native: torch's own kernel for the same, on the CPU, or None.
+        numbers: Names of what ``prepare`` makes and ``apply`` reads.
     """
 
     name: str
     options: frozenset[str]
     hypers: tuple[str, ...]
     states: tuple[str, ...]
-    numbers: tuple[str, ...] = field(compare=False, repr=False)
     prepare: Callable[[Scalars, Tensor], dict[str, Tensor]] = field(compare=False, repr=False)
-    apply: Callable[[Tensor, Tensor, States, Scalars], tuple[Tensor, States]] = field(compare=False, repr=False)
-    native: Native | None = field(compare=False, repr=False)
+    apply: Callable[..., tuple[Tensor, States]] = field(compare=False, repr=False)
+    native: Native | None = field(compare=False, repr=False, default=None)
+    numbers: tuple[str, ...] = field(compare=False, repr=False, default=())
 
     def scalars(self, hypers: Scalars, step: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Compute what every element of this step shares, such as bias corrections.
@@ -73,13 +67,14 @@ class UpdateRule:
             A vector of ``dtype``: what ``apply`` reads, in the order of ``numbers``.
 
         **Cost**: no host sync; it can be captured in a CUDA graph. About 15 one-element kernels, or one where they are
-        written together (:mod:`mezzo.step.executors.scalars`).
+        written together (:mod:`mezzo.step.executors.triton.shared`).
         """
         numbers = self.prepare({name: hypers[name].double() for name in self.hypers}, step.double())
         return torch.stack([numbers[name] for name in self.numbers]).to(dtype)
 
     def update(self, gradient: Tensor, weight: Tensor, states: States, scalars: Tensor) -> tuple[Tensor, States]:
         """Return the new weight and states; :meth:`scalars` made the vector."""
+        gradient = -gradient if "maximize" in self.options else gradient
         return self.apply(gradient, weight, states, dict(zip(self.numbers, scalars.unbind(), strict=True)))
 
 
@@ -98,14 +93,7 @@ def _prepare_adam(hypers: Scalars, step: Tensor, *, decoupled: bool) -> dict[str
 
 
 def _adam(
-    gradient: Tensor,
-    weight: Tensor,
-    states: States,
-    numbers: Scalars,
-    *,
-    decoupled: bool,
-    amsgrad: bool = False,
-    maximize: bool = False,
+    gradient: Tensor, weight: Tensor, states: States, numbers: Scalars, *, decoupled: bool, amsgrad: bool = False
 ) -> tuple[Tensor, States]:
     r"""Adam, and with ``decoupled`` weight decay :math:`\lambda` AdamW.
 
@@ -116,13 +104,12 @@ def _adam(
         w &\leftarrow w - \frac{\eta}{1 - \beta_1^t}\,
             \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \varepsilon}
 
-    ``amsgrad`` puts the largest :math:`v` so far under the root; ``maximize`` negates the gradient.
+    ``amsgrad`` puts the largest :math:`v` so far under the root.
 
     References:
         Kingma & Ba, *Adam*, ICLR 2015, algorithm 1; Loshchilov & Hutter, *Decoupled Weight Decay Regularization*,
         ICLR 2019, algorithm 2; Reddi et al., *On the Convergence of Adam and Beyond*, ICLR 2018.
     """
-    gradient = -gradient if maximize else gradient
     if decoupled:
         weight = weight * numbers["decay"]
     else:
@@ -154,7 +141,6 @@ def _sgd(
     *,
     momentum: bool = False,
     nesterov: bool = False,
-    maximize: bool = False,
 ) -> tuple[Tensor, States]:
     r"""Stochastic gradient descent; with ``momentum`` :math:`\mu` and dampening :math:`\tau` from the second step on.
 
@@ -165,7 +151,6 @@ def _sgd(
     References:
         Sutskever et al., *On the importance of initialization and momentum in deep learning*, ICML 2013.
     """
-    gradient = -gradient if maximize else gradient
     gradient = gradient + weight * numbers["decay"]
     if not momentum:
         return weight - numbers["lr"] * gradient, ()
@@ -185,9 +170,7 @@ def _prepare_lion(hypers: Scalars, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _lion(
-    gradient: Tensor, weight: Tensor, states: States, numbers: Scalars, *, maximize: bool = False
-) -> tuple[Tensor, States]:
+def _lion(gradient: Tensor, weight: Tensor, states: States, numbers: Scalars) -> tuple[Tensor, States]:
     r"""Lion: the sign of an interpolation between momentum and gradient.
 
     .. math::
@@ -197,7 +180,6 @@ def _lion(
     References:
         Chen et al., *Symbolic Discovery of Optimization Algorithms*, NeurIPS 2023, algorithm 2.
     """
-    gradient = -gradient if maximize else gradient
     (momentum,) = states
     mixed = momentum * numbers["beta1"] + numbers["gain1"] * gradient
     direction = torch.where(mixed != mixed, mixed, mixed.sign())  # sign(NaN) is 0, which would hide it
@@ -209,89 +191,63 @@ def _native_adam(
     gradient: Tensor,
     weight: Tensor,
     states: States,
-    hypers: Mapping[str, float],
+    hypers: Numbers,
     step: Tensor,
     *,
-    kernel: Callable[..., None],
+    kernel: Any,
     amsgrad: bool = False,
-    maximize: bool = False,
 ) -> None:
-    largest = [states[2]] if amsgrad else []
-    flags = {"amsgrad": amsgrad, "maximize": maximize}
-    kernel([weight], [gradient], [states[0]], [states[1]], largest, [step], **hypers, **flags)
+    mean, square, *largest = states
+    kernel([weight], [gradient], [mean], [square], largest, [step], amsgrad=amsgrad, maximize=False, **hypers)
 
 
-def _native_sgd(
-    gradient: Tensor,
-    weight: Tensor,
-    states: States,
-    hypers: Mapping[str, float],
-    step: Tensor,
-    *,
-    momentum: bool = False,
-    nesterov: bool = False,
-    maximize: bool = False,
-) -> None:
-    torch._fused_sgd_(
-        [weight],
-        [gradient],
-        list(states),
-        lr=hypers["lr"],
-        momentum=hypers["momentum"] if momentum else 0.0,
-        dampening=hypers["dampening"],
-        weight_decay=hypers["weight_decay"],
-        nesterov=nesterov,
-        maximize=maximize,
-        is_first_step=momentum and int(step) <= 1,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    options: tuple[str, ...]
-    hypers: tuple[str, ...]
-    states: Mapping[str, str]  # state → the option it needs, or ""
-    prepare: Callable[[Scalars, Tensor], dict[str, Tensor]]
-    apply: Callable[..., tuple[Tensor, States]]
-    native: Callable[..., None] | None
+def _native_sgd(gradient: Tensor, weight: Tensor, states: States, hypers: Numbers, step: Tensor, **on: bool) -> None:
+    momentum, is_first_step = hypers["momentum"] if states else 0.0, bool(states) and int(step) <= 1
+    flags: dict[str, Any] = {"nesterov": False, **on, "momentum": momentum, "maximize": False}
+    torch._fused_sgd_([weight], [gradient], list(states), is_first_step=is_first_step, **{**hypers, **flags})
 
 
 _ADAM: Final[dict[str, Any]] = {
-    "options": ("amsgrad", "maximize"),
+    "options": frozenset({"amsgrad", "maximize"}),
     "hypers": ("lr", "beta1", "beta2", "eps", "weight_decay"),
-    "states": MappingProxyType({"exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"}),
+    "states": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
 }
+#: States that are kept only with an option.
+_STATES_OF_OPTIONS: Final = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum"}
 
-#: Every rule, by name: what options, hyper-parameters and states it has, and its functions.
-RULES: Final[Mapping[str, _Family]] = MappingProxyType(
+#: Every rule by name, with all the options that it can have, and all the states.
+RULES: Final[Mapping[str, UpdateRule]] = MappingProxyType(
     {
-        "adamw": _Family(
+        "adamw": UpdateRule(
+            name="adamw",
             **_ADAM,
             prepare=partial(_prepare_adam, decoupled=True),
             apply=partial(_adam, decoupled=True),
             native=partial(_native_adam, kernel=torch._fused_adamw_),
         ),
-        "adam": _Family(
+        "adam": UpdateRule(
+            name="adam",
             **_ADAM,
             prepare=partial(_prepare_adam, decoupled=False),
             apply=partial(_adam, decoupled=False),
             native=partial(_native_adam, kernel=torch._fused_adam_),
         ),
-        "sgd": _Family(
-            options=("momentum", "nesterov", "maximize"),
+        "sgd": UpdateRule(
+            name="sgd",
+            options=frozenset({"momentum", "nesterov", "maximize"}),
             hypers=("lr", "momentum", "dampening", "weight_decay"),
-            states=MappingProxyType({"momentum_buffer": "momentum"}),
+            states=("momentum_buffer",),
             prepare=_prepare_sgd,
             apply=_sgd,
             native=_native_sgd,
         ),
-        "lion": _Family(
-            options=("maximize",),
+        "lion": UpdateRule(
+            name="lion",
+            options=frozenset({"maximize"}),
             hypers=("lr", "beta1", "beta2", "weight_decay"),
-            states=MappingProxyType({"exp_avg": ""}),
+            states=("exp_avg",),
             prepare=_prepare_lion,
             apply=_lion,
-            native=None,
         ),
     }
 )
@@ -320,19 +276,17 @@ def rule(name: str, *options: str) -> UpdateRule:
     """
     if name not in RULES:
         raise PolicyError(f"unknown update rule {name!r}", why=nearest(name, RULES))
-    family = RULES[name]
-    if unknown := [option for option in options if option not in family.options]:
-        raise PolicyError(f"unknown option {unknown[0]!r} of {name}", why=nearest(unknown[0], family.options))
+    whole = RULES[name]
+    if unknown := [option for option in options if option not in whole.options]:
+        raise PolicyError(f"unknown option {unknown[0]!r} of {name}", why=nearest(unknown[0], sorted(whole.options)))
     if "nesterov" in options and "momentum" not in options:
         raise PolicyError("nesterov without momentum", why="it looks ahead along it", write="momentum=0.9")
-    flags = dict.fromkeys(options, True)
-    return UpdateRule(
-        name=name,
+    flags = {option: True for option in options if option != "maximize"}
+    return replace(
+        whole,
         options=frozenset(options),
-        hypers=family.hypers,
-        states=tuple(state for state, option in family.states.items() if not option or option in options),
-        numbers=tuple(family.prepare(dict.fromkeys(family.hypers, torch.zeros(())), torch.ones(()))),
-        prepare=family.prepare,
-        apply=partial(family.apply, **flags),
-        native=family.native and partial(family.native, **flags),
+        states=tuple(state for state in whole.states if _STATES_OF_OPTIONS.get(state, "") in ("", *options)),
+        apply=partial(whole.apply, **flags),
+        native=whole.native and partial(whole.native, **flags),
+        numbers=tuple(whole.prepare(dict.fromkeys(whole.hypers, torch.zeros(())), torch.ones(()))),
     )

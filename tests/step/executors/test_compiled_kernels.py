@@ -144,7 +144,7 @@ POINTERS = {FP32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.bo
 @pytest.mark.parametrize("name", SHARED)
 def test_a_few_numbers_take_one_warp_and_no_stack(native, name, capability):
     function, given, kinds, most = SHARED[name]
-    kernel = shared.Kernel.of(function, given, kinds)
+    kernel = shared.Kernel(function, given, kinds)
     arguments = {}
     for called, (dtype, dimensions) in zip(kernel.function.names, kinds, strict=True):
         arguments |= {called: "fp32"} if dimensions is None else {f"{called}_at": POINTERS[dtype]}

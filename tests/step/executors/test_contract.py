@@ -241,13 +241,10 @@ def test_where_the_flag_stays_on_the_device_the_old_bits_are_written_again(compi
 
 def pure_step(bucket, index, gradient, check):
     """The pure function on whole tensors: what every executor is measured against."""
-    weight, extra = bucket.weights[index], bucket.extras[index]
-    parts, states = bucket.storage.parts(weight, extra), bucket.states[index]
-    scalars = bucket.rule.scalars(bucket.hypers, bucket.step)
-    values, new = updated(
-        bucket.rule, bucket.storage, gradient, parts, states, scalars, check.multiplier, lambda _: None
-    )
-    for target, value in zip((*parts, *states), (*values, *new), strict=True):
+    scalars, targets = bucket.rule.scalars(bucket.hypers, bucket.step), bucket.targets(index)
+    key, order = torch.tensor(0, dtype=torch.int32), torch.zeros((), dtype=torch.int32)  # nothing here is random
+    values = updated(bucket.rule, bucket.storage, gradient, targets, scalars, check.multiplier, key, order)
+    for target, value in zip(targets, values, strict=True):
         target.copy_(value)
 
 

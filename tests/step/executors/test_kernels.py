@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Portable
 from mezzo.step.passes import judge, updated
-from mezzo.step.rounding import keys, noise
+from mezzo.step.rounding import keys
 from mezzo.step.storage import PLAIN
 
 from .test_contract import (
@@ -101,15 +101,12 @@ def pure_step(bucket, gradients, check):
     """What every executor is measured against, predicated like this one."""
     seeds = keys(bucket.step, len(gradients), bucket.seed)
     for index, gradient in enumerate(gradients):
-        parts = bucket.storage.parts(bucket.weights[index], bucket.extras[index])
-        scalars = bucket.rule.scalars(bucket.hypers, bucket.step)
+        scalars, targets = bucket.rule.scalars(bucket.hypers, bucket.step), bucket.targets(index)
         order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
+        numbers = scalars, check.multiplier, seeds[index], order
         with Ieee():
-            values, new = updated(
-                bucket.rule, bucket.storage, gradient, parts, bucket.states[index], scalars, check.multiplier,
-                lambda slot, order=order, key=seeds[index]: noise(order, key, slot),
-            )  # fmt: skip
-        for target, value in zip((*parts, *bucket.states[index]), (*values, *new), strict=True):
+            values = updated(bucket.rule, bucket.storage, gradient, targets, *numbers)
+        for target, value in zip(targets, values, strict=True):
             target.copy_(value)
 
 

@@ -10,7 +10,6 @@ from mezzo.scale import scaler
 from mezzo.scale.config import LossScale
 from mezzo.session import scale, stats
 from mezzo.step import passes
-from mezzo.step.executors.scalars import spelled
 from mezzo.step.update import rule
 
 from .test_contract import HYPERS
@@ -153,7 +152,7 @@ def of_an_error_function(value):
 )
 def test_what_cannot_be_written_goes_by_torch_s_operations(interpreted, launched, function, tensor, why):
     with pytest.raises(UnsupportedError, match=why):
-        spelled(function, (), [(tensor.dtype, tensor.dim())], programs.NUMBERS)
+        programs.written(function, (), [(tensor.dtype, tensor.dim())])
     compute = programs.Shared()
     for _ in range(2):
         same(compute(function, (), [tensor]), function(tensor))

@@ -193,7 +193,7 @@ def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypat
     take(executor, bucket, update, gradients)
     kept = list(executor._kept)
     assert sum(each is update.addresses.table for each in kept) == 2  # both passes read it
-    assert any(each[0] is update.rows for each in kept if isinstance(each, tuple))
+    assert any(each[0] is update.table for each in kept if isinstance(each, tuple))
     theirs = moved(bucket, "cpu")
     elsewhere = [gradient.clone() for gradient in gradients]
     check = take(executor, bucket, update, elsewhere)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
+from mezzo.step.executors.emit import Pure
 from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.executors.scalars import Pure, one_by_one
 from mezzo.step.passes import Executor, NoKernel
 
 if TYPE_CHECKING:
     from mezzo.step.executors.cpp.launch import Cpp
     from mezzo.step.executors.triton.launch import Triton
+    from mezzo.step.executors.triton.shared import Shared
 
 __all__ = ["executor_for", "portable", "shared"]
 
@@ -44,9 +45,8 @@ def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor
         tensors: The others: of one device, the first a tensor.
     """
     device = tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
-    if device.type != "cuda" or not _has_triton():
-        return function(*given, *tensors)
-    return _shared_on(device)(function, given, tensors)
+    launched = _shared_on(device) if device.type == "cuda" and _has_triton() else None
+    return function(*given, *tensors) if launched is None else launched(function, given, tensors)
 
 
 def portable(error: NoKernel) -> Executor:
@@ -85,7 +85,7 @@ def _triton(device: torch.device) -> Executor:
 
 
 @functools.cache
-def _shared_on(device: torch.device) -> Callable[..., Sequence[Tensor]]:
+def _shared_on(device: torch.device) -> Shared | None:
     from mezzo.step.executors.triton.launch import Triton
 
     executor = Triton()
@@ -93,7 +93,7 @@ def _shared_on(device: torch.device) -> Callable[..., Sequence[Tensor]]:
         executor.require(device)
     except UnsupportedError as error:
         logger.info("the few numbers that a step shares are computed one by one on %s, since %s", device, error)
-        return one_by_one
+        return None
     return executor.shared
 
 

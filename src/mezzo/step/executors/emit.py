@@ -1,27 +1,33 @@
-"""Source of pass 2 from its one pure function, operation by operation, in whatever language has a table of them.
+"""Source of pure functions, operation by operation, in whatever language has a table of them.
 
-:func:`mezzo.step.passes.updated` is traced to a graph of aten operations, and each becomes a line. What is written by
-hand is where elements lie (:mod:`.cpp_source`, :mod:`.triton_source`), and nothing about rules, storages or rounding.
+Pass 2 (:func:`mezzo.step.passes.updated`) and the few numbers that all of a step shares (its verdict, counts, a rule's
+numbers, the next loss scale) are pure functions. Each is traced to a graph of aten operations on 0-d tensors, and each
+operation becomes a line. What is written by hand is where elements lie (``cpp/source``, ``triton/source``), and nothing
+about rules, storages or rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.passes import stepped
-from mezzo.step.rounding import key_of
+from mezzo.step.passes import updated
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 from mezzo.tensors import LOW
 
-__all__ = ["ALIKE", "Dialect", "Lines", "expression", "key_lines", "update_name", "written"]
+__all__ = ["ALIKE", "Dialect", "Pure", "Result", "Spelled", "spelled", "update_name", "written"]
+
+#: From tensors to tensors: without side effects, and without a branch on values.
+Pure: TypeAlias = Callable[..., Sequence[Tensor]]
+#: What a tensor is called: a 0-d one by its value's name, a vector that is taken apart by one name for each number.
+Word: TypeAlias = str | Sequence[str]
 
 #: What every language spells alike.
 ALIKE: Final[Mapping[str, str]] = MappingProxyType(
@@ -45,13 +51,16 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
 _CAST: Final = ("dtype", "layout", "device", "pin_memory", "memory_format")
 _CLAMP: Final = "aten.clamp.default"
 _COPY: Final = "aten._to_copy.default"
+_STACK: Final = "aten.stack.default"
+_UNBIND: Final = "aten.unbind.int"
+_ITEM: Final = "<built-in function getitem>"
 #: What torch computes in the dtype of the result, whatever that of an argument is.
 _PROMOTING: Final = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a language spells what updates consist of.
+    """How a language spells what pure functions consist of.
 
     Args:
         name: Of the language.
@@ -77,19 +86,81 @@ class Dialect:
     literal: Callable[[float, torch.dtype], str]
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One tensor that a function returns: what it is called, and its dtype."""
+
+    word: Word
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
-    """One element's update in some language.
+class Spelled:
+    """A function in some language.
 
     Args:
-        names: What the elements in memory are called: the gradient's, then the parts' and the states'.
-        body: A line for each operation, and one for each target to store.
-        random: Whether the key is used.
+        names: What its tensors are called.
+        used: Those of the names that its lines read.
+        body: A line for each operation.
+        results: What it returns.
     """
 
-    names: list[str]
+    names: Sequence[Word]
+    used: set[Word]
     body: list[str]
-    random: bool
+    results: list[Result]
+
+
+def spelled(function: Pure, examples: Sequence[Tensor], names: Sequence[Word], where: str, dialect: Dialect) -> Spelled:
+    """Write a function of 0-d tensors, and of vectors that it takes apart, or of which it takes the norm.
+
+    Args:
+        function: Pure.
+        examples: Tensors as it takes them, whose values do not matter.
+        names: What they are to be called.
+        where: Whose operations these are, for errors.
+        dialect: The language.
+
+    Raises:
+        UnsupportedError: It uses an operation that is not in the language's table.
+    """
+    given, known, body = iter(names), dict[fx.Node, Any](), list[str]()
+    used, results = set[Word](), list[Result]()
+
+    def named(name: str, dtype: torch.dtype, value: str) -> str:
+        body.append(dialect.assigned.format(type=dialect.types[dtype], name=name, value=value))
+        return name
+
+    for node in _traced(function, examples).nodes:
+        operation = str(node.target)
+        if node.op == "placeholder":
+            known[node] = next(given)
+            used |= {known[node]} if node.users else set()
+        elif node.op == "output":
+            results = [Result(known[each], each.meta["val"].dtype) for each in node.args[0]]
+        elif operation == _STACK:
+            known[node] = [known[each] for each in node.args[0]]
+        elif operation == _UNBIND and not isinstance(known[node.args[0]], str):
+            known[node] = known[node.args[0]]
+        elif operation == _ITEM:
+            known[node] = known[node.args[0]][node.args[1]]
+        elif operation == _COPY and isinstance(vector := known[node.args[0]], list):
+            dtype = node.meta["val"].dtype
+            copied = [dialect.operations[_COPY].format(each, dtype=dialect.types[dtype]) for each in vector]
+            known[node] = [named(f"{node.name}_{place}", dtype, value) for place, value in enumerate(copied)]
+        else:
+            known[node] = named(node.name, node.meta["val"].dtype, _expression(node, known, where, dialect))
+    return Spelled(names=names, used=used, body=body, results=results)
+
+
+def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    pure: Callable[..., Any] = torch.func.functionalize(lambda *tensors: tuple(function(*tensors)))
+    with torch.no_grad():
+        graph: fx.Graph = make_fx(pure, tracing_mode="fake")(*examples).graph
+    graph.eliminate_dead_code()
+    return graph
 
 
 def update_name(rule: UpdateRule, storage: Storage) -> str:
@@ -97,8 +168,10 @@ def update_name(rule: UpdateRule, storage: Storage) -> str:
     return "_".join((rule.name, *sorted(rule.options), storage.name))
 
 
-def written(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect) -> Lines:
-    """Write the update of one element.
+def written(
+    rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect
+) -> tuple[list[str], Spelled]:
+    """Write the update of one element, with a line for each target to store.
 
     What is not stored goes by the names of ``rule.numbers``, ``multiplier``, ``key`` and ``order``.
 
@@ -108,103 +181,34 @@ def written(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...],
         dtypes: The gradient's, then the parts' and the states'.
         dialect: The language.
 
+    Returns:
+        What the elements in memory are called: the gradient's, then the parts' and the states'; and the lines.
+
     Raises:
         UnsupportedError: The rule or the storage uses an operation that is not in the language's table.
     """
-    first_state = len(dtypes) - len(rule.states)
-    names = ["gradient", *(f"part{i}" for i in range(first_state - 1)), *(f"{name}_state" for name in rule.states)]
-    graph = _traced(rule, storage, dtypes)
-    key = list(graph.nodes)[len(names) + 2]
-    return Lines(names=names, body=_body(graph, names, rule, dtypes[1:], dialect), random=bool(key.users))
+    parts = [f"part{place}" for place in range(len(dtypes) - len(rule.states) - 1)]
+    names = ["gradient", *parts, *(f"{name}_state" for name in rule.states)]
+    scalars, *others = (torch.ones(size, dtype=torch.float32, device="cpu") for size in (len(rule.numbers), (), (), ()))
+    elements = [torch.ones((), dtype=dtype, device="cpu") for dtype in dtypes]
+    examples = [*elements, scalars, others[0], *(each.to(torch.int32) for each in others[1:])]
 
+    def step(gradient: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        return updated(rule, storage, gradient, others[:-4], *others[-4:])
 
-def key_lines(dialect: Dialect) -> tuple[list[str], str]:
-    """Write what makes the key of a parameter out of ``tensor``, ``when`` and ``start`` (:func:`key_of`).
-
-    Args:
-        dialect: The language.
-
-    Returns:
-        The lines, and what the key is called then.
-    """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    ones = [torch.ones((), dtype=torch.int32, device="cpu") for _ in range(3)]  # one alone would be traced as one input
-    graph = make_fx(key_of, tracing_mode="fake")(*ones).graph
-    known: dict[fx.Node, str] = {}
-    given = iter(["tensor", "when", "start"])
-    lines: list[str] = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            known[node] = next(given)
-        elif node.op != "output":
-            known[node] = f"key_{node.name}"
-            value, kind = expression(node, known, "the random keys", dialect), dialect.types[torch.int32]
-            lines.append(dialect.assigned.format(type=kind, name=known[node], value=value))
-    return lines, list(known.values())[-1]
-
-
-def _traced(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> fx.Graph:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    gradient, *targets = (torch.ones(2, dtype=dtype, device="cpu") for dtype in dtypes)
-    parts, states = targets[: len(targets) - len(rule.states)], targets[len(targets) - len(rule.states) :]
-    scalars, one, order = (torch.ones(size, dtype=torch.float32, device="cpu") for size in (len(rule.numbers), (), 2))
-    key, order = one.to(torch.int32), order.to(torch.int32)
-
-    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
-        gradient, *targets = tensors[:-4]
-        return stepped(
-            rule, storage, gradient, tuple(targets[: len(parts)]), tuple(targets[len(parts) :]), *tensors[-4:]
+    words = [*names, rule.numbers, "multiplier", "key", "order"]
+    step_of = spelled(step, examples, words, f"the update rule {rule.name}", dialect)
+    for target, dtype, result in zip(names[1:], dtypes[1:], step_of.results, strict=True):
+        narrowed = dialect.narrowed.get(dtype, dialect.operations[_COPY]).format(
+            result.word, dtype=dialect.types[dtype]
         )
-
-    make: Callable[..., Any] = make_fx(step, tracing_mode="fake")
-    with torch.no_grad():
-        graph: fx.Graph = make(gradient, *parts, *states, scalars, one, key, order).graph
-    graph.eliminate_dead_code()
-    return graph
+        step_of.body.append(dialect.stored.format(target=target, value=narrowed))
+    return names, step_of
 
 
-def _body(
-    graph: fx.Graph, names: list[str], rule: UpdateRule, dtypes: tuple[torch.dtype, ...], dialect: Dialect
-) -> list[str]:
-    """Write one line for each operation, and one store for each target."""
-    lines: list[str] = []
-    known: dict[fx.Node, str] = {}
-    given = iter([*names, "scalars", "multiplier", "key", "order"])
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            known[node] = next(given)
-        elif node.op == "output":
-            for target, dtype, value in zip(names[1:], dtypes, node.args[0], strict=True):
-                copied = dialect.operations[_COPY]
-                stored = dialect.narrowed.get(dtype, copied).format(known[value], dtype=dialect.types[dtype])
-                lines.append(dialect.stored.format(target=target, value=stored))
-        elif str(node.target) == "aten.unbind.int":
-            known[node] = "scalars"
-        elif known.get(node.args[0]) == "scalars":
-            known[node] = rule.numbers[node.args[1]]
-        else:
-            known[node] = node.name
-            value, dtype = expression(node, known, f"the update rule {rule.name}", dialect), node.meta["val"].dtype
-            lines.append(dialect.assigned.format(type=dialect.types[dtype], name=node.name, value=value))
-    return lines
-
-
-def expression(node: fx.Node, known: Mapping[fx.Node, str], where: str, dialect: Dialect) -> str:
-    """Write one operation.
-
-    Args:
-        node: Of a traced graph.
-        known: What its arguments are called.
-        where: Whose operation it is, for errors.
-        dialect: The language.
-
-    Raises:
-        UnsupportedError: The operation is not in the language's table.
-    """
-    operation, dtype = str(node.target), node.meta["val"].dtype
-    args = node.args
+def _expression(node: fx.Node, known: Mapping[fx.Node, Any], where: str, dialect: Dialect) -> str:
+    """Write one operation."""
+    operation, example, args = str(node.target), node.meta["val"], node.args
     if operation == _CLAMP and len(args) < 3:
         operation, args = "aten.clamp_min.default", args[:2]
     elif operation == _CLAMP and args[1] is None:
@@ -212,27 +216,26 @@ def expression(node: fx.Node, known: Mapping[fx.Node, str], where: str, dialect:
     sources = [arg.meta["val"].dtype for arg in args if isinstance(arg, fx.Node)]
     options = {name: value for name, value in node.kwargs.items() if value is not None and name not in _CAST}
     spelling = ", ".join([operation, *(f"{name}={value}" for name, value in options.items())])
-    template = dialect.operations.get(f"{spelling} of {dtype}", dialect.operations.get(spelling))
+    template = dialect.operations.get(f"{spelling} of {example.dtype}", dialect.operations.get(spelling))
     if operation == _COPY and sources[0] in dialect.widened:
         template = dialect.widened[sources[0]]
     elif operation != _COPY and any(each in LOW for each in sources):
         template = None  # arithmetic in low precision, of which no update consists
-    if template is None:
+    if template is None or example.dim():
         raise UnsupportedError(
-            f"no {dialect.name} for {operation}",
+            f"no program for {operation} of vectors" if example.dim() else f"no {dialect.name} for {operation}",
             where=f"{where}: {node.format_node()}",
-            why="kernels are written from a table of the operations that updates consist of",
-            write=f"a line in {dialect.name}'s table beside mezzo.step.executors.emit",
+            why="kernels are written from a table of the operations on numbers that steps consist of",
+            write=f"a line in {dialect.name}'s table beside mezzo.step.executors.emit; of vectors only their norm",
         )
-    among = sources[-1] if sources else dtype  # of `where` the last is a value, and the first a condition
-    among = dtype if operation == "aten.masked_fill.Scalar" else among
+    among = sources[-1] if sources else example.dtype  # of `where` the last is a value, and the first a condition
+    among = example.dtype if operation == "aten.masked_fill.Scalar" else among
 
     def word(arg: Any) -> str:
-        if isinstance(arg, fx.Node):
-            source = arg.meta["val"].dtype
-            if operation in _PROMOTING and source != dtype:
-                return dialect.operations[_COPY].format(known[arg], dtype=dialect.types[dtype])
-            return known[arg]
-        return dialect.literal(arg, among) if isinstance(arg, int | float) else ""
+        if not isinstance(arg, fx.Node):
+            return dialect.literal(arg, among) if isinstance(arg, int | float) else ""
+        if operation in _PROMOTING and arg.meta["val"].dtype != example.dtype:
+            return dialect.operations[_COPY].format(known[arg], dtype=dialect.types[example.dtype])
+        return str(known[arg])
 
-    return template.format(*map(word, args), dtype=dialect.types.get(dtype, ""))
+    return template.format(*map(word, args), dtype=dialect.types.get(example.dtype, ""))

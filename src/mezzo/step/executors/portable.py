@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.tables import laid_out
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, stepped
+from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, updated
 from mezzo.step.rounding import keys
 from mezzo.step.storage import Storage
 from mezzo.step.update import Scalars, States, UpdateRule
 from mezzo.step.whole import Call, Piece
 from mezzo.tensors import flat
 
-__all__ = ["Compiled", "Portable", "calls"]
+__all__ = ["Compiled", "Portable", "calls", "laid_out"]
 
 #: Elements in a block. Smaller ones stay nearer to the cores, but each operation costs 2 µs of dispatch: on a Zen 4
 #: with 1 MiB of second-level cache a core, 2^15 takes twice as long and 2^18 1.1 times.
@@ -98,36 +97,30 @@ class _PortableUpdate(BucketUpdate):
         self.bucket = bucket
         self.on_cpu = bucket.step.device.type == "cpu"
         self.size = CPU_BLOCK if self.on_cpu else DEVICE_BLOCK
-        self.rule_of_vectors = bucket.rule
 
     @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
+    def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
         """See :class:`mezzo.step.passes.BucketUpdate`."""
-        if self.on_cpu and check.found_inf:  # here the flag is host memory
+        if self.on_cpu and verdict.found_inf:  # here the flag is host memory
             return []
-        bucket = self.bucket
-        self.make_ready(gradients, step)
-        scalars = bucket.rule.scalars(bucket.hypers, step)
+        bucket, rule = self.bucket, self.bucket.rule
+        is_native = self.on_cpu and rule.native is not None and not bucket.random
+        rule_of_vectors = _by_torch(rule, bucket.hypers, step) if is_native else rule
+        scalars = rule.scalars(bucket.hypers, step)
         seeds = keys(step, len(gradients), bucket.seed) if bucket.random else scalars.new_zeros((), dtype=torch.int32)
         pieces: list[Piece] = []
         for index, gradient in enumerate(gradients):
             for start, block in _blocks(gradient.detach(), bucket.targets(index), self.size):
                 key = seeds[index] + start if bucket.random else seeds
-                pieces.append(partial(self.block, block[0], block[1:], scalars, check, key))
+                is_vectors = all(each.is_contiguous() for each in block)
+                pieces.append(self.piece(rule_of_vectors if is_vectors else rule, block, scalars, verdict, key))
         return pieces
 
-    def make_ready(self, gradients: Sequence[Tensor], step: Tensor) -> None:
-        """Let torch's kernel stand for the rule in this step, where there is one."""
-        if self.on_cpu and self.bucket.rule.native is not None and not self.bucket.random:
-            self.rule_of_vectors = _by_torch(self.bucket.rule, self.bucket.hypers, step)
-
-    def block(
-        self, gradient: Tensor, targets: Sequence[Tensor], scalars: Tensor, check: Verdict, key: Tensor
-    ) -> list[Call]:
-        """Return what writes a block's new values."""
-        is_vectors = all(each.is_contiguous() for each in (gradient, *targets))
-        rule = self.rule_of_vectors if is_vectors else self.bucket.rule
-        return calls(rule, self.bucket.storage, gradient, targets, scalars, check, key, predicated=not self.on_cpu)
+    def piece(self, rule: UpdateRule, block: Sequence[Tensor], scalars: Tensor, verdict: Verdict, key: Tensor) -> Piece:
+        """Return what writes a block's new values, all that it needs being there."""
+        gradient, *targets = block
+        storage, predicated = self.bucket.storage, not self.on_cpu
+        return partial(calls, rule, storage, gradient, targets, scalars, verdict, key, predicated=predicated)
 
 
 def calls(
@@ -136,7 +129,7 @@ def calls(
     gradient: Tensor,
     targets: Sequence[Tensor],
     scalars: Tensor,
-    check: Verdict,
+    verdict: Verdict,
     key: Tensor,
     *,
     predicated: bool = True,
@@ -149,36 +142,22 @@ def calls(
         gradient: Scaled.
         targets: The parts and states of the weights, of the gradient's shape.
         scalars: Of ``rule.scalars``.
-        check: The verdict on the step.
+        verdict: On the step.
         key: Of the first element's random bits.
         predicated: Whether the verdict's flag is asked for each element, and the old values are written again.
     """
-    values = _new_values(rule, storage, gradient, targets, scalars, check.multiplier, key)
+    order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
+    values = updated(rule, storage, gradient, targets, scalars, verdict.multiplier, key, order)
     return [
-        partial(target.copy_, torch.where(check.found_inf, target, value) if predicated else value)
+        partial(target.copy_, torch.where(verdict.found_inf, target, value) if predicated else value)
         for target, value in zip(targets, values, strict=True)
     ]
 
 
-def _new_values(
-    rule: UpdateRule,
-    storage: Storage,
-    gradient: Tensor,
-    targets: Sequence[Tensor],
-    scalars: Tensor,
-    multiplier: Tensor,
-    key: Tensor,
-) -> tuple[Tensor, ...]:
-    parts, states = targets[: len(targets) - len(rule.states)], targets[len(targets) - len(rule.states) :]
-    order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
-    return stepped(rule, storage, gradient, tuple(parts), tuple(states), scalars, multiplier, key, order)
-
-
 def _by_torch(rule: UpdateRule, hypers: Mapping[str, Tensor], step: Tensor) -> UpdateRule:
     """Return a rule whose arithmetic is torch's own kernel for the CPU, on vectors."""
-    native, count = rule.native, step.to(torch.float32)
-    assert native is not None, "asked for rules that have one"
-    numbers = {name: hypers[name].item() for name in rule.hypers}
+    native: Any = rule.native
+    count, numbers = step.to(torch.float32), {name: hypers[name].item() for name in rule.hypers}
 
     def apply(gradient: Tensor, weight: Tensor, states: States, _: Scalars) -> tuple[Tensor, States]:
         weight, states = weight.clone(), tuple(state.clone() for state in states)  # which the kernel writes to
@@ -203,6 +182,13 @@ def _blocks(gradient: Tensor, targets: Sequence[Tensor], size: int) -> Iterator[
         yield number * size, block
 
 
+def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return a gradient that lies as its weight does, copied if need be. The weight has no gaps."""
+    if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
 def _squares(gradient: Tensor) -> Tensor:
     """Sum the squares of a gradient on the CPU in FP32."""
     (vector,) = flat(gradient) or (gradient.reshape(-1),)
@@ -220,23 +206,14 @@ class _CompiledUpdate(_PortableUpdate):
         super().__init__(bucket)
         self.size = COMPILED_BLOCK
 
-    def make_ready(self, gradients: Sequence[Tensor], step: Tensor) -> None:
-        """Compile what these gradients need, if it is missing, before anything is updated."""
-        for index, gradient in enumerate(gradients):
-            self.kernel(gradient, self.bucket.targets(index))
-
-    def block(
-        self, gradient: Tensor, targets: Sequence[Tensor], scalars: Tensor, check: Verdict, key: Tensor
-    ) -> list[Call]:
-        """See :class:`_PortableUpdate`."""
+    def piece(self, rule: UpdateRule, block: Sequence[Tensor], scalars: Tensor, verdict: Verdict, key: Tensor) -> Piece:
+        """Compile what a block needs, if it is missing; see :class:`_PortableUpdate`."""
+        gradient, *targets = block
         if gradient.dim() != 1 or len(gradient) == 1:  # torch.compile would take a length of 1 for a constant
-            return super().block(gradient, targets, scalars, check, key)
-        kernel = self.kernel(gradient, targets)
-        return [partial(kernel, gradient, targets, scalars, check.multiplier, check.found_inf, key)]
-
-    def kernel(self, gradient: Tensor, targets: Sequence[Tensor]) -> Callable[..., None]:
-        dtypes = (gradient.dtype, *(target.dtype for target in targets))
-        return _kernel(self.bucket.rule, self.bucket.storage, dtypes, self.bucket.step.device)
+            return super().piece(rule, block, scalars, verdict, key)
+        dtypes = tuple(each.dtype for each in block)
+        kernel = _kernel(self.bucket.rule, self.bucket.storage, dtypes, self.bucket.step.device)
+        return lambda: [partial(kernel, gradient, targets, scalars, verdict.multiplier, verdict.found_inf, key)]
 
 
 @cache
@@ -248,15 +225,15 @@ def _kernel(
     def update(
         gradient: Tensor, targets: Sequence[Tensor], scalars: Tensor, multiplier: Tensor, found_inf: Tensor, key: Tensor
     ) -> None:
-        values = _new_values(rule, storage, gradient, targets, scalars, multiplier, key)
+        order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
+        values = updated(rule, storage, gradient, targets, scalars, multiplier, key, order)
         for target, value in zip(targets, values, strict=True):
             target.copy_(torch.where(found_inf, target, value))
 
     gradient, *targets = (torch.zeros(EXAMPLE, dtype=dtype, device=device) for dtype in dtypes)
     scalars, one = torch.ones(len(rule.numbers), device=device), torch.ones((), device=device)
-    return _compiled(
-        update, f"{rule.name}_{storage.name}", gradient, targets, scalars, one, one == 0, one.to(torch.int32)
-    )
+    examples = gradient, targets, scalars, one, one == 0, one.to(torch.int32)
+    return _compiled(update, f"{rule.name}_{storage.name}", *examples)
 
 
 def _is_compiled(example: Tensor) -> Tensor:

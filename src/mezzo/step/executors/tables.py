@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.passes import Bucket
+from mezzo.step.executors.portable import calls, laid_out
+from mezzo.step.passes import Bucket, BucketUpdate, Verdict
+from mezzo.step.rounding import keys
+from mezzo.step.whole import Call, Piece
 from mezzo.tensors import CASTABLE, flat
 
 __all__ = [
-    "Rows",
-    "addresses",
-    "as_table",
-    "chunked",
-    "laid_out",
-    "readable",
-    "stored",
-    "upload_captured",
-    "uploaded_once",
-    "vector",
-    "where",
-]
+    "Rows", "TabledUpdate", "addresses", "as_table", "by_dtype", "chunked", "upload_captured", "uploaded_once",
+    "vectors",
+]  # fmt: skip
 
 
 #: Tables in device memory with their contents in the host's, while a graph is captured that will read them.
@@ -92,24 +88,6 @@ class Rows:
         return cls(table=as_table(rows), alike=alike, others=others)
 
 
-def stored(bucket: Bucket) -> list[Tensor]:
-    """Return all tensors that belong to the weights of a bucket, in one order."""
-    return [tensor for index in range(len(bucket.weights)) for tensor in bucket.targets(index)]
-
-
-def where(bucket: Bucket, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[object, ...]:
-    """Return what :class:`Rows` depend on: equal as long as nothing was given other memory or another dtype.
-
-    Args:
-        bucket: The bucket.
-        tensors: Of :func:`stored`, which need not be asked for again.
-        gradients: Of this step.
-    """
-    places = tuple([tensor.data_ptr() for tensor in tensors])
-    strides = tuple([weight.stride() for weight in bucket.weights])
-    return places, strides, tuple([gradient.dtype for gradient in gradients])
-
-
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     """Return where tensors begin.
 
@@ -136,6 +114,19 @@ def chunked(lengths: Tensor, places: Tensor, size: int) -> Tensor:
     return torch.stack([torch.repeat_interleave(places, counts), numbers], 1).int()
 
 
+def by_dtype(kinds: Sequence[tuple[torch.dtype, int]], size: int) -> Iterator[tuple[torch.dtype, Tensor, Tensor]]:
+    """Cut gradients into chunks, those of each dtype together: the dtype, their places, and the chunks.
+
+    Args:
+        kinds: The dtype and length of each gradient.
+        size: Elements of a chunk.
+    """
+    lengths = as_table([length for _, length in kinds])
+    for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
+        places = as_table([place for place, kind in enumerate(kinds) if kind[0] == dtype])
+        yield dtype, places, chunked(lengths[places], places, size)
+
+
 def as_table(numbers: Sequence[object]) -> Tensor:
     """Return numbers in host memory, whatever torch's default device is."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -148,14 +139,66 @@ def readable(gradient: Tensor) -> Tensor:
     return gradient if gradient.dtype in CASTABLE else gradient.to(torch.float32)
 
 
-def vector(gradient: Tensor) -> Tensor:
-    """Return a tensor's elements in memory order, copied if they have gaps."""
+def vectors(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return readable gradients as their elements in memory order, copied where they have gaps."""
     # Not reshape(-1) alone: every second column of a matrix is a view too, as a vector with steps of two.
-    return gradient if gradient.is_contiguous() else (flat(gradient) or (gradient.reshape(-1).contiguous(),))[0]
+    return [
+        each if each.is_contiguous() else (flat(each) or (each.reshape(-1).contiguous(),))[0]
+        for each in map(readable, gradients)
+    ]
 
 
-def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return a gradient that lies as its weight does, copied if need be. The weight has no gaps."""
-    if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
-        return gradient
-    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+class TabledUpdate(BucketUpdate):
+    """Pass 2 for one bucket: a launch for each set of dtypes in it, which is one unless gradients mix them."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.tensors = [tensor for index in range(len(bucket.weights)) for tensor in bucket.targets(index)]
+        self.seen: tuple[object, ...] = ()
+
+    @abstractmethod
+    def follow(self, rows: Rows) -> None:
+        """Write all tables anew."""
+
+    @abstractmethod
+    def launches(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> tuple[Tensor, Sequence[Call]]:
+        """Return the rule's numbers in this step, and what updates the weights that have no gaps.
+
+        Args:
+            vectors: Gradients that lie as their weights do.
+            verdict: On the step.
+            step: Its count.
+        """
+
+    @torch.no_grad()
+    def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
+        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        bucket, gradients = self.bucket, [readable(gradient) for gradient in gradients]
+        # Equal as long as nothing was given other memory or another dtype.
+        addresses = tuple([tensor.data_ptr() for tensor in self.tensors])
+        strides = tuple([weight.stride() for weight in bucket.weights])
+        seen = addresses, strides, tuple([gradient.dtype for gradient in gradients])
+        if seen != self.seen:
+            self.seen = ()  # until all tables follow: an interrupt may come in between
+            self.rows = Rows.of(bucket, gradients)
+            self.follow(self.rows)
+            self.seen = seen
+        others = self.rows.others
+        lying = [
+            gradient if index in others else laid_out(gradient, weight)
+            for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
+        ]
+        scalars, launches = self.launches(lying, verdict, step)
+        alone: list[Piece] = []
+        if others:
+            seeds, one_by_one = keys(step, len(gradients), bucket.seed), partial(calls, bucket.rule, bucket.storage)
+            alone = [
+                partial(one_by_one, gradients[at], targets, scalars, verdict, seeds[at])
+                for at, targets in others.items()
+            ]
+        # Copies, where there are any, live on until the kernels have read them.
+        return [*alone, partial(_given, launches, lying)]
+
+
+def _given(calls: Sequence[Call], _kept: object) -> Sequence[Call]:
+    return calls

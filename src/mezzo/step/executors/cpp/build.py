@@ -48,10 +48,11 @@ class CppKernel:
         self.bound(*arguments)()
 
     def bound(self, *arguments: Any) -> Callable[[], object]:
-        """Return a call that runs no Python; whoever makes it keeps the tensors alive until then."""
-        return partial(
-            self._function, *[ctypes.c_int64(each if isinstance(each, int) else each.data_ptr()) for each in arguments]
-        )
+        """Return a call that runs no Python, and keeps the tensors alive."""
+        numbers = [ctypes.c_int64(each if isinstance(each, int) else each.data_ptr()) for each in arguments]
+        call: Any = partial(self._function, *numbers)
+        call.kept = arguments
+        return call  # type: ignore[no-any-return]
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -12,21 +12,10 @@ from torch import Tensor
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.cpp.build import CppKernel, built
 from mezzo.step.executors.cpp.source import norm_source, update_source
-from mezzo.step.executors.portable import calls
-from mezzo.step.executors.tables import (
-    Rows,
-    addresses,
-    as_table,
-    chunked,
-    laid_out,
-    readable,
-    stored,
-    vector,
-    where,
-)
+from mezzo.step.executors.tables import Rows, TabledUpdate, addresses, as_table, by_dtype, chunked, vectors
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
 from mezzo.step.rounding import keys
-from mezzo.step.whole import Call, Piece
+from mezzo.step.whole import Call
 
 __all__ = ["Cpp"]
 
@@ -69,9 +58,8 @@ class Cpp:
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """See :class:`mezzo.step.passes.Executor`."""
-        vectors = [vector(readable(gradient)) for gradient in gradients]
-        kinds = tuple([(each.dtype, each.numel()) for each in vectors])
-        return self._known(kinds)(vectors)
+        read = vectors(gradients)
+        return self._known(tuple([(each.dtype, each.numel()) for each in read]))(read)
 
     def prepare(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
@@ -83,13 +71,11 @@ class _CppNorms:
 
     def __init__(self, kinds: Sequence[tuple[torch.dtype, int]]) -> None:
         self.lengths = as_table([length for _, length in kinds])
-        self.launches = []
-        for dtype in dict.fromkeys(dtype for dtype, length in kinds if length):
-            places = as_table([place for place, kind in enumerate(kinds) if kind[0] == dtype])
-            cut = chunked(self.lengths[places], places, CHUNK)
-            owners = cut[:, 0].long()
-            elements = sum(length for each, length in kinds if each == dtype)
-            self.launches.append((_kernel(norm_source(dtype)), cut, owners, elements))
+        self.launches = [
+            (_kernel(norm_source(dtype)), cut, cut[:, 0].long(), int(self.lengths[places].sum()))
+            for dtype, places, cut in by_dtype(kinds, CHUNK)
+            if len(cut)
+        ]
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
         places = as_table(addresses(vectors))
@@ -101,63 +87,38 @@ class _CppNorms:
         return squares.sqrt_().to(torch.float32)
 
 
-class _CppUpdate(BucketUpdate):
-    """Pass 2 for one bucket: a call for each set of dtypes in it, which is one unless somebody mixed them."""
+class _CppUpdate(TabledUpdate):
+    """Pass 2 for one bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.tensors = stored(bucket)
+        super().__init__(bucket)
         self.random = bucket.random
-        self.seen: tuple[object, ...] = ()
         self.no_keys = torch.zeros(1, dtype=torch.int32, device="cpu")
         if bucket.weights:  # here nothing is updated yet; gradients have the weight's dtype, as a rule
             targets = bucket.targets(0)
-            dtypes = (targets[0].dtype, *(target.dtype for target in targets))
-            _kernel(update_source(bucket.rule, bucket.storage, dtypes))
+            self.kernel((targets[0].dtype, *(target.dtype for target in targets)))
 
-    @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
-        bucket = self.bucket
-        if not gradients:
-            return []
-        gradients = [readable(gradient) for gradient in gradients]
-        self.follow(gradients)
-        scalars = bucket.rule.scalars(bucket.hypers, step)
-        seeds = keys(step, len(gradients), bucket.seed) if self.random else self.no_keys
-        one_by_one = partial(calls, bucket.rule, bucket.storage)
-        alone = [
-            partial(one_by_one, gradients[at], targets, scalars, check, seeds[at if self.random else 0])
-            for at, targets in self.rows.others.items()
+    def follow(self, rows: Rows) -> None:
+        """See :class:`.tables.TabledUpdate`."""
+        self.tables = [
+            (self.kernel(dtypes), chunked(lengths, as_table(places), CHUNK), int(lengths.sum()))
+            for dtypes, places in rows.alike.items()
+            for lengths in [rows.table[places, 0]]
         ]
-        vectors = [
-            gradient if index in self.rows.others else laid_out(gradient, weight)
-            for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
-        ]
-        places = as_table(addresses(vectors))
-        numbers = (scalars, check.multiplier.to(torch.float32), check.found_inf.to(torch.bool), seeds)
-        launches = [
+
+    def launches(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> tuple[Tensor, Sequence[Call]]:
+        """See :class:`.tables.TabledUpdate`."""
+        scalars, places = self.bucket.rule.scalars(self.bucket.hypers, step), as_table(addresses(vectors))
+        seeds = keys(step, len(vectors), self.bucket.seed) if self.random else self.no_keys
+        numbers = scalars, verdict.multiplier.to(torch.float32), verdict.found_inf.to(torch.bool), seeds
+        return scalars, [
             kernel.bound(places, self.rows.table, cut, len(cut), CHUNK, *numbers, _threads(elements))
-            for kernel, cut, elements in self.launches
+            for kernel, cut, elements in self.tables
         ]
-        # Copies, where there are any, live on until the kernels have read them.
-        return [*alone, partial(_given, launches, (vectors, places, numbers))]
 
-    def follow(self, gradients: Sequence[Tensor]) -> None:
-        """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
-        seen = where(self.bucket, self.tensors, gradients)
-        if seen == self.seen:
-            return
-        self.seen = ()  # until all tables follow: an interrupt may come in between
-        self.rows = Rows.of(self.bucket, gradients)
-        lengths = self.rows.table[:, 0]
-        self.launches = []
-        for dtypes, indices in self.rows.alike.items():
-            places = as_table(indices)
-            cut = chunked(lengths[places], places, CHUNK)
-            kernel = _kernel(update_source(self.bucket.rule, self.bucket.storage, dtypes))
-            self.launches.append((kernel, cut, sum(self.bucket.weights[index].numel() for index in indices)))
-        self.seen = seen
+    def kernel(self, dtypes: tuple[torch.dtype, ...]) -> CppKernel:
+        """Return the kernel for a gradient, parts and states of these dtypes."""
+        return _kernel(update_source(self.bucket.rule, self.bucket.storage, dtypes))
 
 
 def _kernel(source: str) -> CppKernel:
@@ -165,10 +126,6 @@ def _kernel(source: str) -> CppKernel:
         return built(source)
     except (UnsupportedError, OSError) as error:  # such as a full disk
         raise NoKernel(str(error)) from error
-
-
-def _given(calls: Sequence[Call], _kept: object) -> Sequence[Call]:
-    return calls
 
 
 def _threads(elements: int) -> int:

@@ -6,7 +6,6 @@ a second.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
@@ -232,24 +231,16 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     Raises:
         UnsupportedError: The rule or the storage uses an operation that is not in the table.
     """
-    step = written(rule, storage, dtypes, CPP)
-    types = [("const " if not place else "") + _TYPES[dtype] for place, dtype in enumerate(dtypes)]
+    names, step = written(rule, storage, dtypes, CPP)
+    types = ["const " * (not place) + _TYPES[dtype] for place, dtype in enumerate(dtypes)]
     places = ["addresses[tensor]", *(f"row[{place}]" for place in range(1, len(types)))]
-    operands = list(zip(step.names, dtypes, strict=True))
-    used = [any(re.search(rf"\b{name}\b", line) for line in step.body) for name in step.names]
+    operands = list(zip(names, dtypes, strict=True))
     kinds = {**_TYPES, torch.float16: "float"}
-    lines = [
-        f"const {kinds[dtype]} {name} = {name}_row[i];"
-        for (name, dtype), read in zip(operands, used, strict=True)
-        if read
-    ]
-    rows = [
-        _row(name, dtype, read=read, constant=not place)
-        for place, ((name, dtype), read) in enumerate(zip(operands, used, strict=True))
-    ]
+    lines = [f"const {kinds[dtype]} {name} = {name}_row[i];" for name, dtype in operands if name in step.used]
+    rows = [_row(name, dtype, read=name in step.used, constant=name == names[0]) for name, dtype in operands]
     halves = [f"narrow({name}_row, {name}_at + row, count);" for name, dtype in operands[1:] if dtype == torch.float16]
     return _headers(dtypes) + _UPDATE.format(
-        columns=", ".join(f"{kind}* __restrict {name}_at" for kind, name in zip(types, step.names, strict=True)),
+        columns=", ".join(f"{kind}* __restrict {name}_at" for kind, name in zip(types, names, strict=True)),
         numbers="\n    ".join(f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)),
         lines="\n            ".join([*lines, *step.body]),
         rows="\n        ".join(rows),
@@ -257,7 +248,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         row=ROW,
         width=len(types),
         pointers=", ".join(f"reinterpret_cast<{kind}*>({place})" for kind, place in zip(types, places, strict=True)),
-        key="keys[tensor]" if step.random else "0",
+        key="keys[tensor]" if "key" in step.used else "0",
     )
 
 

@@ -11,25 +11,22 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.emit import update_name
-from mezzo.step.executors.portable import calls
 from mezzo.step.executors.tables import (
     Rows,
+    TabledUpdate,
     addresses,
     as_table,
+    by_dtype,
     chunked,
-    laid_out,
-    readable,
-    stored,
     upload_captured,
-    vector,
-    where,
+    vectors,
 )
 from mezzo.step.executors.triton import source
 from mezzo.step.executors.triton.shared import Shared
 from mezzo.step.passes import Bucket, BucketUpdate, Verdict
-from mezzo.step.rounding import keys, seeded
+from mezzo.step.rounding import seeded
 from mezzo.step.update import UpdateRule
-from mezzo.step.whole import Call, Piece
+from mezzo.step.whole import Call
 
 __all__ = ["Triton", "refuse_capture"]
 
@@ -105,14 +102,13 @@ class Triton:
         """See :class:`mezzo.step.passes.Executor`."""
         if not gradients:
             return torch.zeros(0, dtype=torch.float32, device="cpu")
-        vectors = [vector(readable(gradient)) for gradient in gradients]
-        kinds = tuple([(vector.dtype, vector.numel()) for vector in vectors])
-        key = (vectors[0].device, kinds)
+        read = vectors(gradients)
+        key = read[0].device, tuple([(each.dtype, each.numel()) for each in read])
         if key not in self._known:
             if len(self._known) == REMEMBERED:
                 self._known.pop(next(iter(self._known))).release()
-            self._known[key] = _TritonNorms(kinds, vectors[0].device, self._kept, self._latest)
-        return self._known[key](vectors)
+            self._known[key] = _TritonNorms(key[1], key[0], self._kept, self._latest)
+        return self._known[key](read)
 
     def prepare(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
@@ -133,9 +129,7 @@ class _TritonNorms:
         spans = torch.empty(len(kinds), 2, dtype=torch.int32, device="cpu")
         self.launches: list[tuple[torch.dtype, Tensor]] = []
         self.total = 0
-        for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
-            places = as_table([place for place, kind in enumerate(kinds) if kind[0] == dtype])
-            chunks = chunked(lengths[places], places, CHUNK)
+        for dtype, places, chunks in by_dtype(kinds, CHUNK):
             counts = -(-lengths[places] // CHUNK)
             ends = self.total + counts.cumsum(0)
             spans[places] = torch.stack([ends - counts, ends], 1).int()
@@ -167,76 +161,50 @@ class _TritonNorms:
         _release([self.lengths, self.spans, *(chunks for _, chunks in self.launches)])
 
 
-class _TritonUpdate(BucketUpdate):
-    """Pass 2 for one bucket: a launch for each set of dtypes in it, which is one unless somebody mixed them."""
+class _TritonUpdate(TabledUpdate):
+    """Pass 2 for one bucket."""
 
     def __init__(self, bucket: Bucket, shared: Shared, kept: list[object], latest: _Latest) -> None:
-        self.bucket, self.shared, self.kept = bucket, shared, kept
-        self.tensors = stored(bucket)
-        self.device = bucket.step.device
+        super().__init__(bucket)
+        self.shared, self.kept, self.device = shared, kept, bucket.step.device
         self.addresses = _Addresses(len(bucket.weights), self.device, kept, latest)
-        self.seen: tuple[object, ...] = ()
-        self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.launches: list[tuple[Any, Tensor]] = []
-        self.others: dict[int, tuple[Tensor, ...]] = {}
+        self.table = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.kernels: list[tuple[Any, Tensor]] = []
 
-    @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], check: Verdict, step: Tensor) -> list[Piece]:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
-        bucket = self.bucket
-        gradients = [readable(gradient) for gradient in gradients]
-        self.follow(gradients)
-        if _is_capturing(self.device):
-            self.kept.append((self.rows, self.launches))
-        vectors = [
-            gradient if index in self.others else laid_out(gradient, weight)
-            for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
+    def follow(self, rows: Rows) -> None:
+        """See :class:`..tables.TabledUpdate`."""
+        refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
+        _release([self.table, *(chunks for _, chunks in self.kernels)])
+        rule, storage, name = self.bucket.rule, self.bucket.storage, update_name(self.bucket.rule, self.bucket.storage)
+        self.table = _uploaded(rows.table, self.device)
+        self.kernels = [
+            (
+                source.jitted(source.update_source(rule, storage, dtypes), name),
+                _uploaded(chunked(rows.table[places, 0], as_table(places), BLOCK), self.device),
+            )
+            for dtypes, places in rows.alike.items()
         ]
-        table = self.addresses.of(vectors)
+
+    def launches(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> tuple[Tensor, Sequence[Call]]:
+        """See :class:`..tables.TabledUpdate`."""
+        if _is_capturing(self.device):
+            self.kept.append((self.table, self.kernels))
+        bucket, table = self.bucket, self.addresses.of(vectors)
         hypers = [bucket.hypers[name] for name in bucket.rule.hypers]
         (scalars,) = self.shared(_scalars, (bucket.rule,), [step, *hypers])
-        alone: list[Piece] = []
-        if self.others:
-            seeds = keys(step, len(gradients), bucket.seed)
-            one_by_one = partial(calls, bucket.rule, bucket.storage)
-            alone = [
-                partial(one_by_one, gradients[at], targets, scalars, check, seeds[at])
-                for at, targets in self.others.items()
-            ]
-        shared = (scalars, check.multiplier, check.found_inf, step, seeded(bucket.seed))
-        launches: list[Call] = [
-            partial(kernel[(len(chunks),)], table, self.rows, chunks, *shared, BLOCK=BLOCK, **_OPTIONS)
-            for kernel, chunks in self.launches
+        numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(bucket.seed)
+        calls = [
+            partial(kernel[(len(chunks),)], table, self.table, chunks, *numbers, BLOCK=BLOCK, **_OPTIONS)
+            for kernel, chunks in self.kernels
         ]
-        # Copies, where there are any, live on until the kernels that read them are launched.
-        return [*alone, partial(self.launched, launches, vectors)]
-
-    def launched(self, calls: list[Call], _kept: object) -> list[Call]:
-        """Return the launches, on this device, which Triton takes from the current one."""
+        # Triton takes the device from the current one.
         if self.device.type != "cuda" or (current := torch.cuda.current_device()) == self.device.index:
-            return calls
-        there, back = (partial(torch.cuda.set_device, number) for number in (self.device.index, current))
-        return [there, *calls, back]
-
-    def follow(self, gradients: Sequence[Tensor]) -> None:
-        """Write the tables anew if a tensor was given other memory since, or a gradient another dtype."""
-        seen = where(self.bucket, self.tensors, gradients)
-        if seen == self.seen:
-            return
-        self.seen = ()  # until all tables follow: an interrupt may come in between
-        refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
-        _release([self.rows, *(chunks for _, chunks in self.launches)])
-        found = Rows.of(self.bucket, gradients)
-        self.others, self.rows = found.others, _uploaded(found.table, self.device)
-        self.launches = [
-            (self.kernel(dtypes), _uploaded(chunked(found.table[places, 0], as_table(places), BLOCK), self.device))
-            for dtypes, places in found.alike.items()
+            return scalars, calls
+        return scalars, [
+            partial(torch.cuda.set_device, self.device.index),
+            *calls,
+            partial(torch.cuda.set_device, current),
         ]
-        self.seen = seen
-
-    def kernel(self, dtypes: tuple[torch.dtype, ...]) -> Any:
-        rule, storage = self.bucket.rule, self.bucket.storage
-        return source.jitted(source.update_source(rule, storage, dtypes), update_name(rule, storage))
 
 
 class _Addresses:

@@ -1,23 +1,26 @@
-"""Functions of a step's few shared numbers as one launch each: from source that :mod:`..scalars` spells."""
+"""Functions of a step's few shared numbers as one launch each: from source that :mod:`..emit` spells."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.scalars import Kind, Pure, Spelled, kind, spelled
+from mezzo.step.executors.emit import Pure, Spelled, spelled
 from mezzo.step.executors.triton.source import TRITON, jitted, on
 
-__all__ = ["Kernel", "Shared", "shared_source"]
+__all__ = ["Kernel", "Shared", "written"]
 
 logger = logging.getLogger(__name__)
+
+#: What code depends on of an argument: its dtype, and 0 or 1 dimensions; or FP32 and none for a Python number.
+Kind: TypeAlias = tuple[torch.dtype, int | None]
 
 #: One warp: a norm of a few hundred numbers is the longest work there is.
 _OPTIONS: Final = {"num_warps": 1, "enable_fp_fusion": False, "enable_reflect_ftz": False}
@@ -49,17 +52,11 @@ _OWN: Final = {
 NUMBERS: Final = replace(
     TRITON,
     types=MappingProxyType(
-        {
-            **TRITON.types,
-            torch.bfloat16: "tl.bfloat16",
-            torch.float64: "tl.float64",
-            torch.int64: "tl.int64",
-        }
+        {**TRITON.types, torch.bfloat16: "tl.bfloat16", torch.float64: "tl.float64", torch.int64: "tl.int64"}
     ),
     operations=MappingProxyType({**TRITON.operations, **_OWN}),
     widened=MappingProxyType({}),
     narrowed=MappingProxyType({}),
-    stored="tl.store({target}, {value})",
     literal=lambda value, dtype: repr(value) if abs(value) < float("inf") else f'float("{value}")',
 )
 
@@ -86,68 +83,68 @@ def {name}({arguments}):
 """
 
 
-def shared_source(name: str, function: Spelled, kinds: Sequence[Kind]) -> str:
-    """Write a function as a kernel: pointers to its tensors, lengths of its vectors, pointers to its results.
+def written(function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> Spelled:
+    """Write the lines of a function of numbers, 0-d tensors, and vectors of which it takes the norm.
 
     Args:
-        name: What profilers call it.
-        function: Its lines.
-        kinds: Of its tensors.
+        function: Called with ``given`` and then the tensors.
+        given: Its first arguments, which are no tensors.
+        kinds: Of the tensors.
+
+    Raises:
+        UnsupportedError: It uses an operation that is not in the table.
     """
-    vectors = [each for each, (_, dimensions) in zip(function.names, kinds, strict=True) if dimensions]
-    lengths = [f"{each}_length" for each in vectors]
-    numbers = [each for each, (_, dimensions) in zip(function.names, kinds, strict=True) if dimensions is None]
-    given = [each if each in numbers else f"{each}_at" for each in function.names]
-    lines = [f"{each} = tl.load({each}_at)" for each in function.names if each not in (*vectors, *numbers)]
-    lines += function.body
-    results: list[str] = []
-    for place, result in enumerate(function.results):
-        if result.given is None:
-            results.append(f"result{place}")
-            for at, value in enumerate(result.values):
-                lines.append(NUMBERS.stored.format(target=f"result{place} + {at}", value=value))
-    pointers = [each for each in (*given, *results) if each not in numbers]
-    arguments = ", ".join([*given, *results, *lengths])
-    return (_TOTAL if vectors else "") + _FUNCTION.format(
-        name=name,
-        lengths=lengths,
-        pointers=pointers,
-        arguments=arguments,
-        lines="\n    ".join(lines),
-    )
+    names = [f"given{place}" for place in range(len(kinds))]
+    examples = [torch.ones((2,) * (dimensions or 0), dtype=dtype, device="cpu") for dtype, dimensions in kinds]
+    where = f"the function {getattr(function, '__name__', function)}"
+    return spelled(lambda *tensors: function(*given, *tensors), examples, names, where, NUMBERS)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A function's kernel, for tensors of certain kinds."""
+    """A function's kernel, for tensors of certain kinds.
 
-    function: Spelled
-    jitted: Any
-    vectors: list[int]
+    It takes pointers to tensors, or numbers; pointers to results, but for those that it was given; lengths of vectors.
 
-    @classmethod
-    def of(cls, function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> Kernel:
-        """Write a function for tensors of certain kinds; :func:`..scalars.spelled` says of what.
+    Raises:
+        UnsupportedError: The function uses an operation that is not in the table.
+    """
 
-        Raises:
-            UnsupportedError: It uses an operation that is not in the table.
-        """
-        found, name = spelled(function, given, kinds, NUMBERS), function.__name__.strip("_")
-        vectors = [place for place, (_, dimensions) in enumerate(kinds) if dimensions]
-        return cls(found, jitted(shared_source(name, found, kinds), name), vectors)
+    def __init__(self, function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> None:
+        self.function = written(function, given, kinds)
+        names = [str(name) for name in self.function.names]
+        self.vectors = [place for place, (_, dimensions) in enumerate(kinds) if dimensions]
+        numbers = [name for name, (_, dimensions) in zip(names, kinds, strict=True) if dimensions is None]
+        arguments = [name if name in numbers else f"{name}_at" for name in names]
+        lines = [f"{name} = tl.load({name}_at)" for name, (_, n) in zip(names, kinds, strict=True) if n == 0]
+        lines += self.function.body
+        for place, result in enumerate(self.function.results):
+            if result.word not in names:
+                arguments.append(f"result{place}")
+                words = [result.word] if isinstance(result.word, str) else result.word
+                lines += [f"tl.store(result{place} + {at}, {word})" for at, word in enumerate(words)]
+        lengths, name = [f"{names[place]}_length" for place in self.vectors], function.__name__.strip("_")
+        source = (_TOTAL if lengths else "") + _FUNCTION.format(
+            name=name,
+            lengths=lengths,
+            pointers=[each for each in arguments if each not in numbers],
+            arguments=", ".join([*arguments, *lengths]),
+            lines="\n    ".join(lines),
+        )
+        self.jitted: Any = jitted(source, name)
 
     def __call__(self, tensors: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
         """Launch it on a device, and return its results."""
-        found = [
-            tensors[each.given]
-            if each.given is not None
-            else torch.empty([len(each.values)] if each.is_vector else [], dtype=each.dtype, device=device)
-            for each in self.function.results
-        ]
-        made = [tensor for tensor, each in zip(found, self.function.results, strict=True) if each.given is None]
-        lengths = [len(tensors[place]) for place in self.vectors]
+        given = dict(zip(self.function.names, tensors, strict=True))
+        made, found = [], []
+        for result in self.function.results:
+            if isinstance(result.word, str) and result.word in given:
+                found.append(given[result.word])
+            else:
+                size = [] if isinstance(result.word, str) else [len(result.word)]
+                made.append(torch.empty(size, dtype=result.dtype, device=device))
+                found.append(made[-1])
         with on(device):
-            self.jitted[(1,)](*tensors, *made, *lengths, **_OPTIONS)
+            self.jitted[(1,)](*tensors, *made, *(len(tensors[place]) for place in self.vectors), **_OPTIONS)
         return tuple(found)
 
 
@@ -163,18 +160,18 @@ class Shared:
         """Return what a function makes of tensors of one device: in one launch, or by torch's operations.
 
         Args:
-            function: See :func:`mezzo.step.executors.scalars.spelled`.
+            function: See :func:`written`.
             given: Its first arguments.
             tensors: The others; vectors without gaps.
         """
-        kinds = [kind(tensor) for tensor in tensors]
+        kinds = [(each.dtype, each.dim()) if isinstance(each, Tensor) else (torch.float32, None) for each in tensors]
         devices = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
         if len(devices) > 1:
             return function(*given, *tensors)
         key = (function, given, *kinds)
         if key not in self._known:
             try:
-                self._known[key] = Kernel.of(function, given, kinds)
+                self._known[key] = Kernel(function, given, kinds)
             except UnsupportedError as error:
                 logger.debug("%s goes operation by operation, since %s", function.__name__, error)
                 self._known[key] = None

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from mezzo.step.executors.emit import ALIKE, Dialect, key_lines, update_name, written
+from mezzo.step.executors.emit import ALIKE, Dialect, spelled, update_name, written
+from mezzo.step.rounding import key_of
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 
@@ -172,8 +173,8 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     Raises:
         UnsupportedError: The rule or the storage uses an operation that is not in the table.
     """
-    step = written(rule, storage, dtypes, TRITON)
-    names, name = step.names, update_name(rule, storage)
+    names, step = written(rule, storage, dtypes, TRITON)
+    name = update_name(rule, storage)
     lines = [f"{number} = tl.load(scalars + {place})" for place, number in enumerate(rule.numbers)]
     lines += [
         f"{each}_at = tl.multiple_of({each}_at + offsets, {dtype.itemsize} * VECTOR)"
@@ -193,13 +194,15 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         pointers=", ".join(
             f"{each}.to(tl.pointer_type({_TYPES[dtype]}))" for each, dtype in zip(names, dtypes, strict=True)
         ),
-        key="\n        ".join(_key() if step.random else ["key = 0"]),
+        key="\n        ".join(_key() if "key" in step.used else ["key = 0"]),
     )
 
 
 def _key() -> list[str]:
-    lines, key = key_lines(TRITON)
-    return ["when = tl.load(step).to(tl.int32)", *lines, f"key = {key}"]
+    """Write what makes the key of a parameter out of ``tensor``, ``step`` and ``start``."""
+    examples = [torch.ones((), dtype=torch.int32, device="cpu") for _ in range(3)]  # of one, one input would be traced
+    key = spelled(lambda *given: (key_of(*given),), examples, ["tensor", "when", "start"], "the random keys", TRITON)
+    return ["when = tl.load(step).to(tl.int32)", *key.body, f"key = {key.results[0].word}"]
 
 
 def norm_source() -> str:
