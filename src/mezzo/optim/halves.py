@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import setitem
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from mezzo.optim.edits import Edits, take_over
-from mezzo.optim.saving import SavedOptimizer
 from mezzo.optim.state import EXTRAS
 from mezzo.step.split import judged_together
-from mezzo.step.storage import KAHAN, Storage
+from mezzo.step.storage import KAHAN, Storage, storage
+from mezzo.step.update import RULES, UpdateRule, rule
 from mezzo.step.whole import at_once
 from mezzo.tensors import LOW
 
-__all__ = ["HalvesOptimizer", "Joined"]
+__all__ = ["Group", "HalvesOptimizer", "Joined"]
+
+Group: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,28 +34,40 @@ class Joined:
     own: list[Any]
 
 
-class HalvesOptimizer(SavedOptimizer):
+class HalvesOptimizer(Optimizer):
     """An optimizer that keeps the other half of low-precision weights, for itself or for a session."""
 
-    _edits: Edits
-    _joined: Joined | None
-    #: Weights whose remainder was loaded, and belongs to weights yet to come.
-    _awaiting: set[Tensor]
-    #: What was prepared for the state as it is.
-    _ready: dict[int, Any]
+    _rule: ClassVar[str]
 
-    @abstractmethod
-    def _make_state(self) -> None:
-        """Make the state of every parameter that requires a gradient and has none yet."""
-
-    @abstractmethod
-    def _with_masters(self) -> list[Tensor]:
-        """Return the parameters that have a full master."""
+    def _start(self) -> None:
+        """Know nothing yet of what the state is for."""
+        self._edits = Edits()
+        self._joined: Joined | None = None
+        self._awaiting = set[Tensor]()  # weights whose remainder was loaded, and belongs to weights yet to come
+        self._ready: dict[int, Any] = {}  # what was prepared for the state as it is
 
     @property
     def keeps_masters(self) -> bool:
         """Whether every group keeps FP32 values of low-precision parameters."""
         return all(group["master"] is not None for group in self.param_groups)
+
+    def rule_of(self, group: Group) -> UpdateRule:
+        """Return a group's update rule."""
+        return rule(self._rule, *(option for option in sorted(RULES[self._rule].options) if group[option]))
+
+    def _storage(self, group: Group, param: Tensor) -> Storage:
+        return storage(group["master"], param.dtype, rounding=group["rounding"])
+
+    def _pairs(self) -> Iterator[tuple[Group, Tensor]]:
+        """Yield each parameter with its group."""
+        return ((group, param) for group in self.param_groups for param in group["params"])
+
+    def _form_of(self, param: Tensor) -> Storage:
+        return next(self._storage(group, each) for group, each in self._pairs() if each is param)
+
+    def _low(self) -> Iterator[tuple[Tensor, Storage]]:
+        """Yield the low-precision parameters, and how each is stored."""
+        return ((param, self._storage(group, param)) for group, param in self._pairs() if param.dtype in LOW)
 
     @torch.no_grad()
     def adopt(self, originals: Mapping[Tensor, Tensor], name_of: Callable[[Tensor], str]) -> None:
@@ -65,10 +80,7 @@ class HalvesOptimizer(SavedOptimizer):
         Raises:
             NumericsError: A value that split storage cannot hold; nothing was changed.
         """
-        pairs = ((group, param) for group in self.param_groups for param in group["params"])
-        forms = {
-            param: self._storage(group, param) for group, param in pairs if param in originals and param.dtype in LOW
-        }
+        forms = {param: form for param, form in self._low() if param in originals}
 
         def make() -> list[tuple[Tensor, Storage, Tensor, Tensor | None]]:
             return [
@@ -113,14 +125,12 @@ class HalvesOptimizer(SavedOptimizer):
         Args:
             in_fp32: Whether to leave out those with a compensation, which is no half of a FP32 value.
         """
-        extras = EXTRAS if not in_fp32 else [name for name in EXTRAS if name != KAHAN.extra]
         return [
             param
-            for group in self.param_groups
-            for param in group["params"]
-            if param.dtype in LOW
-            and (extra := self._storage(group, param).extra) in extras
-            and ((self._joined is not None and param.requires_grad) or extra in self.state.get(param, {}))
+            for param, form in self._low()
+            if form.extra is not None
+            and not (in_fp32 and form.extra == KAHAN.extra)
+            and ((self._joined is not None and param.requires_grad) or form.extra in self.state.get(param, {}))
         ]
 
     @torch.no_grad()
@@ -139,34 +149,26 @@ class HalvesOptimizer(SavedOptimizer):
             NumericsError: A value that split storage cannot hold; nothing was changed.
         """
         state = self.state[param]
-        if value.dtype != param.dtype:
-            self._write_whole(param, value.to(param.device, torch.float32))
-        elif param in self._awaiting:
+        if value.dtype == param.dtype and (param in self._awaiting or "master" in state):
             param.copy_(value)
-            self._awaiting.discard(param)
-        elif "master" in state:
-            param.copy_(value)
-            take_over(param, state["master"])
-            self._edits.see([param])
-        else:
-            wide = value.to(param.device, torch.float32)
-            self._write_whole(param, torch.where(param == value, self.master_of(param), wide))
-
-    def _write_whole(self, param: Tensor, value: Tensor) -> None:
-        group = next(group for group in self.param_groups if any(param is each for each in group["params"]))
-        form = self._storage(group, param)
+            if param in self._awaiting:
+                self._awaiting.discard(param)
+            else:
+                take_over(param, state["master"])
+                self._edits.see([param])
+            return
+        if value.dtype == param.dtype:
+            value = torch.where(param == value, self.master_of(param), value.to(param.device, torch.float32))
+        form, value = self._form_of(param), value.to(param.device, torch.float32)
         weight, extra = form.make(value, param.dtype, None)
-        kept = self.state[param].get(form.extra) if form.extra == "remainder" else None
+        kept = state.get("remainder")
         if kept is not None and extra is not None:
             # Halves that stand for this value already stay: beside a tie FP16 has two pairs for one value.
             same = form.read(form.parts(param.detach(), kept)) == value
             weight, extra = torch.where(same, param, weight), torch.where(same, kept, extra)
         param.copy_(weight)
         if form.extra is not None and extra is not None:
-            if form.extra in self.state[param]:
-                self.state[param][form.extra].copy_(extra)
-            else:
-                self.state[param][form.extra] = extra
+            state[form.extra] = extra if form.extra not in state else state[form.extra].copy_(extra)
         self._edits.see([param])
         self._awaiting.discard(param)
 
@@ -176,32 +178,27 @@ class HalvesOptimizer(SavedOptimizer):
 
         **Cost**: 4 bytes a weight; a pass over the parameter.
         """
-        for group in self.param_groups:
-            if any(param is each for each in group["params"]) and param.dtype in LOW:
-                form = self._storage(group, param)
-                extra = self.state.get(param, {}).get(form.extra) if form.extra else None
-                if extra is not None:
-                    return form.read(form.parts(param.detach(), extra)).clone()
+        if param.dtype in LOW and (held := self.state.get(param, {})):
+            form = self._form_of(param)
+            if form.extra in held:
+                return form.read(form.parts(param.detach(), held[form.extra])).clone()
         return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
 
     def release(self) -> dict[Tensor, Tensor]:
         """Give up the other halves of all weights, and return the FP32 values that had one."""
         held: dict[Tensor, Tensor] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                form = self._storage(group, param)
-                if form.extra is not None and form.extra in self.state.get(param, {}):
-                    held[param] = self.master_of(param)
-                    del self.state[param][form.extra]
+        for param, form in self._low():
+            if form.extra is not None and form.extra in self.state.get(param, {}):
+                held[param] = self.master_of(param)
+                del self.state[param][form.extra]
         self._ready.clear()
         return held
 
     def leave(self) -> None:
         """Serve no session any more, with ``master=`` as it was before; weights that are FP32 by now need no half."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                for name in EXTRAS if param.dtype == torch.float32 else ():
-                    self.state.get(param, {}).pop(name, None)
+        for _, param in self._pairs():
+            for name in EXTRAS if param.dtype == torch.float32 else ():
+                self.state.get(param, {}).pop(name, None)
         if self._joined is not None:
             for each, master in zip((self.defaults, *self.param_groups), self._joined.own, strict=True):
                 each["master"] = master
@@ -214,10 +211,62 @@ class HalvesOptimizer(SavedOptimizer):
         Args:
             model: The model; other low-precision tensors are widened.
         """
-        known = {param for group in self.param_groups for param in group["params"]}
+        known = {param for _, param in self._pairs()}
         return {
             name: self.master_of(tensor) if tensor in known else tensor.detach().float()
             if tensor.dtype in LOW else tensor.detach()
             for name, tensor in model.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor)
         }  # fmt: skip
+
+    # State --------------------------------------------------------------------------------------
+
+    def take_edits(self, params: Iterable[Tensor] | None = None) -> None:
+        """Let full masters take over weights that were changed in place since the last step, as a step does first.
+
+        Where ``master="split"`` an edited weight keeps its remainder, at most half a spacing of its dtype. What goes
+        through ``param.data`` is not seen. No host sync.
+
+        Args:
+            params: Which weights; all when omitted.
+        """
+        looked_at = self._with_masters() if params is None else [p for p in params if "master" in self.state.get(p, {})]
+        for param in self._edits.since(looked_at):
+            take_over(param, self.state[param]["master"])
+            self._edits.see([param])
+
+    def _with_masters(self) -> list[Tensor]:
+        """Return the parameters that have a full master."""
+        groups = (group for group in self.param_groups if group["master"] == "full")
+        params = (param for group in groups for param in group["params"] if param.dtype in LOW)
+        kept = ((param, self.state.get(param, {}).get("master")) for param in params)
+        return [param for param, master in kept if master is not None and master.shape == param.shape]
+
+    def _complete(self) -> None:
+        """In a session, make the state of every parameter that requires a gradient and has none yet."""
+        if self._joined is not None:
+            self._make_state()
+
+    @torch.no_grad()
+    def _make_state(self) -> None:
+        for group in self.param_groups:
+            training = [param for param in group["params"] if param.requires_grad and not is_lazy(param)]
+            self._give_state(group, training, self.rule_of(group))
+
+    def _give_state(self, group: Group, params: list[Tensor], update_rule: UpdateRule) -> None:
+        """Make what parameters lack: a count that all new ones share, zeros, and the other half of a weight."""
+        fresh: dict[torch.device, Tensor] = {}
+        for param in params:
+            state = self.state[param]
+            missing = [name for name in update_rule.states if name not in state]
+            # Momentum that is turned on in mid-run begins as the gradient itself, as torch's does: at a count of one.
+            if "step" not in state or (missing and update_rule.name == "sgd"):
+                state["step"] = fresh.setdefault(param.device, torch.zeros((), dtype=torch.int64, device=param.device))
+            dtype = getattr(torch, group["state_dtype"])
+            for name in missing:
+                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            form = self._storage(group, param)
+            if form.extra is not None and form.extra not in state:
+                with judged_together():  # a low-precision weight is never too large for its own dtype: nobody waits
+                    state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
+                self._edits.see([param])

@@ -3,56 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.optim.checks import check_arguments, check_group, check_unchanged, ordered
-from mezzo.optim.edits import Edits, take_over
-from mezzo.optim.halves import HalvesOptimizer, Joined
+from mezzo.optim.halves import Group
 from mezzo.optim.hypers import Hypers, changes_nothing
-from mezzo.optim.saving import Group
+from mezzo.optim.saving import SavedOptimizer
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
-from mezzo.step.split import judged_together
-from mezzo.step.storage import Storage, storage
-from mezzo.step.update import RULES, UpdateRule, rule
+from mezzo.step.update import UpdateRule
 from mezzo.step.whole import Call, Piece, Work
-from mezzo.tensors import LOW
 
 __all__ = ["Group", "OnePassOptimizer", "Params", "as_one_pass", "one_pass"]
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-@dataclass(slots=True, eq=False)
-class _Ready:
-    """A bucket with its second pass, and the parameters it is for."""
-
-    params: list[Tensor]
-    bucket: Bucket
-    update: BucketUpdate
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wanted:
-    """The parameters of a group that have gradients, their rule, and what tells one such set from another."""
-
-    params: list[Tensor]
-    rule: UpdateRule
-    key: tuple[Any, ...]
-
-
-class OnePassOptimizer(HalvesOptimizer):
+class OnePassOptimizer(SavedOptimizer):
     """An optimizer whose step reads and writes everything once, and never asks the host whether to skip.
 
     :class:`mezzo.MixedPrecision` hands its verdict to :meth:`update`. ``torch.amp.GradScaler`` sets the attributes
@@ -64,28 +40,22 @@ class OnePassOptimizer(HalvesOptimizer):
     """
 
     _step_supports_amp_scaling = True
-    _rule: ClassVar[str]
 
     def __init__(self, params: Params, torch_only: Mapping[str, Any], **defaults: Any) -> None:
         check_arguments(self, torch_only)
-        self._hypers: dict[tuple[int, torch.device], Hypers] = {}
-        self._ready: dict[int, tuple[tuple[Any, ...], list[_Ready]]] = {}
-        self._edits = Edits()
-        self._awaiting: set[Tensor] = set()  # weights whose remainder was loaded, and belongs to weights yet to come
-        self._joined: Joined | None = None
         self._start()
         check_group(defaults)
         super().__init__(ordered(params), defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer, here or on another machine."""
-        self._hypers, self._ready, self._edits = {}, {}, Edits()
-        self._awaiting, self._joined = set(), None
         self._start()
         super().__setstate__(state)
         self._edits.see(self._with_masters())
 
     def _start(self) -> None:
+        super()._start()
+        self._hypers: dict[tuple[int, torch.device], Hypers] = {}
         self._under_way = Work()
         self._prepared: tuple[Verdict | None, Work] | None = None
         self._verdict: Verdict | None = None  # of the step under way
@@ -193,7 +163,7 @@ class OnePassOptimizer(HalvesOptimizer):
         """
         wanted = [self._wanted(number) for number in range(len(self.param_groups))]
         self.take_edits()
-        ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
+        ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, *group)]
         work = Work()
         steps: list[Tensor] = []
         counts: list[Tensor] = []
@@ -206,9 +176,8 @@ class OnePassOptimizer(HalvesOptimizer):
             counts += after
             next_of = dict(zip(before, after, strict=True))
             for each in there:
-                gradients = [param.grad for param in each.params if param.grad is not None]
-                work.add(*self._pieces(each, gradients, here, next_of[id(each.bucket.step)]))
-        params = [param for each in ready for param in each.params]
+                work.add(*self._pieces(each, here, next_of[id(each.bucket.step)]))
+        params = [param for each in ready for param in each.bucket.weights]
         updates = self.updates + 1
 
         def count() -> list[Call]:
@@ -227,41 +196,19 @@ class OnePassOptimizer(HalvesOptimizer):
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         return Verdict.of_flags(found_inf, grad_scale, device)
 
-    def _pieces(self, ready: _Ready, gradients: list[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
-        """Return a bucket's update, without kernels of its own where these cannot be built (any more)."""
+    def _pieces(self, update: BucketUpdate, verdict: Verdict, step: Tensor) -> list[Piece]:
+        """Return a bucket's update, without kernels of its own where these cannot be built any more."""
+        gradients = [param.grad for param in update.bucket.weights if param.grad is not None]
         try:
-            return ready.update.pieces(gradients, verdict, step)
+            return update.pieces(gradients, verdict, step)
         except NoKernel as error:
-            ready.update = portable(error).prepare(ready.bucket)
-            return ready.update.pieces(gradients, verdict, step)
+            instead = portable(error).prepare(update.bucket)
+            for _, updates in self._ready.values():
+                updates[:] = [instead if each is update else each for each in updates]
+            return instead.pieces(gradients, verdict, step)
 
     def _gradients(self) -> Iterator[Tensor]:
-        params = (param for group in self.param_groups for param in group["params"])
-        return (param.grad for param in params if param.grad is not None)
-
-    def take_edits(self, params: Iterable[Tensor] | None = None) -> None:
-        """Let full masters take over weights that were changed in place since the last step, as a step does first.
-
-        Where ``master="split"`` an edited weight keeps its remainder, at most half a spacing of its dtype. What goes
-        through ``param.data`` is not seen. No host sync.
-
-        Args:
-            params: Which weights; all when omitted.
-        """
-        looked_at = self._with_masters() if params is None else [p for p in params if "master" in self.state.get(p, {})]
-        for param in self._edits.since(looked_at):
-            take_over(param, self.state[param]["master"])
-            self._edits.see([param])
-
-    def _with_masters(self) -> list[Tensor]:
-        return [
-            param
-            for group in self.param_groups
-            if group["master"] == "full"
-            for param in group["params"]
-            if "master" in (kept := self.state.get(param, {}))
-            and param.dtype in LOW and kept["master"].shape == param.shape
-        ]  # fmt: skip
+        return (param.grad for _, param in self._pairs() if param.grad is not None)
 
     def upload(self) -> None:
         """Bring hyper-parameters that changed over to the device, as a step does: for a replay of one. No host sync."""
@@ -270,8 +217,11 @@ class OnePassOptimizer(HalvesOptimizer):
 
     # What a step needs, kept from one to the next ------------------------------------------------------
 
-    def _wanted(self, number: int) -> _Wanted:
-        """Return what a group's step is about, refusing what no kernel could update before any group is touched."""
+    def _wanted(self, number: int) -> tuple[UpdateRule, list[Tensor], tuple[object, ...]]:
+        """Return a group's rule, its parameters that have gradients, and what tells one such set from another.
+
+        What no kernel could update is refused, before any group is touched.
+        """
         group = self.param_groups[number]
         params: list[Any] = [param for param in group["params"] if param.grad is not None]
         for param in params:
@@ -282,24 +232,25 @@ class OnePassOptimizer(HalvesOptimizer):
                     why="its kernels read whole tensors",
                     write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
                 )
-        update_rule = self._rule_of(group)
+        update_rule = self.rule_of(group)
         key = (update_rule, *((id(param), param.dtype, param.shape, param.device) for param in params))
-        wanted = _Wanted(params, update_rule, key)
         if number not in self._ready or self._ready[number][0] != key:
             for param in params:
-                check_unchanged(param, self.state.get(param, {}), wanted.rule.states)
-        return wanted
+                check_unchanged(param, self.state.get(param, {}), update_rule.states)
+        return update_rule, params, key
 
-    def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
+    def _ready_of(
+        self, number: int, update_rule: UpdateRule, params: list[Tensor], key: tuple[object, ...]
+    ) -> list[BucketUpdate]:
         """Return a group's buckets, built anew when other parameters have gradients."""
         known = self._ready.get(number)
-        if known is None or known[0] != wanted.key:
-            known = self._ready[number] = (wanted.key, list(self._built(number, wanted.params, wanted.rule)))
+        if known is None or known[0] != key:
+            known = self._ready[number] = key, list(self._built(number, params, update_rule))
         for device in {each.bucket.step.device for each in known[1]}:
             self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
         return known[1]
 
-    def _built(self, number: int, params: list[Tensor], update_rule: UpdateRule) -> Iterator[_Ready]:
+    def _built(self, number: int, params: list[Tensor], update_rule: UpdateRule) -> Iterator[BucketUpdate]:
         group = self.param_groups[number]
         self._give_state(group, params, update_rule)
         alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
@@ -320,66 +271,24 @@ class OnePassOptimizer(HalvesOptimizer):
                 seed=number,
             )
             try:
-                update = executor_for(device).prepare(bucket)
+                yield executor_for(device).prepare(bucket)
             except NoKernel as error:
-                update = portable(error).prepare(bucket)
-            yield _Ready(members, bucket, update)
-
-    def _rule_of(self, group: Group) -> UpdateRule:
-        return rule(self._rule, *self._options(group))
-
-    def _options(self, group: Group) -> list[str]:
-        """Return the options of the rule that are on in a group."""
-        return [option for option in RULES[self._rule].options if group[option]]
-
-    def _complete(self) -> None:
-        """In a session, make the state of every parameter that requires a gradient and has none yet."""
-        if self._joined is not None:
-            self._make_state()
-
-    @torch.no_grad()
-    def _make_state(self) -> None:
-        for group in self.param_groups:
-            training = [param for param in group["params"] if param.requires_grad and not is_lazy(param)]
-            self._give_state(group, training, self._rule_of(group))
+                yield portable(error).prepare(bucket)
 
     def _begin_anew(self, halves: Iterable[Tensor]) -> None:
-        self._awaiting = set(halves)
+        super()._begin_anew(halves)
         self._under_way.drop()
-        self._ready.clear()
         self._hypers.clear()
-        self._edits.see(self._with_masters())
-
-    def _give_state(self, group: Group, params: list[Tensor], update_rule: UpdateRule) -> None:
-        """Make what parameters lack: a count that all new ones share, zeros, and the other half of a weight."""
-        fresh: dict[torch.device, Tensor] = {}
-        for param in params:
-            state = self.state[param]
-            missing = [name for name in update_rule.states if name not in state]
-            # Momentum that is turned on in mid-run begins as the gradient itself, as torch's does: at a count of one.
-            if "step" not in state or (missing and update_rule.name == "sgd"):
-                state["step"] = fresh.setdefault(param.device, torch.zeros((), dtype=torch.int64, device=param.device))
-            dtype = getattr(torch, group["state_dtype"])
-            for name in missing:
-                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            form = self._storage(group, param)
-            if form.extra is not None and form.extra not in state:
-                with judged_together():  # a low-precision weight is never too large for its own dtype: nobody waits
-                    state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
-                self._edits.see([param])
 
     def _leave_others_behind(self, members: list[Tensor]) -> None:
         """Give parameters that step without others of the same count a count of their own."""
         step = self.state[members[0]]["step"]
         together = {id(param) for param in members}
-        others = (p for group in self.param_groups for p in group["params"] if id(p) not in together)
+        others = (param for _, param in self._pairs() if id(param) not in together)
         if any(self.state.get(param, {}).get("step") is step for param in others):
             own = step.clone()
             for param in members:
                 self.state[param]["step"] = own
-
-    def _storage(self, group: Group, param: Tensor) -> Storage:
-        return storage(group["master"], param.dtype, rounding=group["rounding"])
 
 
 def as_one_pass(optimizer: Optimizer) -> OnePassOptimizer | None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.optim.checks import check_group, check_state
+from mezzo.optim.halves import Group, HalvesOptimizer
 from mezzo.optim.state import (
     WEIGHT_DTYPES,
     merged_groups,
@@ -21,45 +21,17 @@ from mezzo.optim.state import (
     restored_state,
     share_counts,
 )
-from mezzo.step.storage import Storage
-from mezzo.step.update import UpdateRule
 from mezzo.tensors import LOW
 
-__all__ = ["Group", "SavedOptimizer"]
-
-Group: TypeAlias = dict[str, Any]
+__all__ = ["SavedOptimizer"]
 
 
-class SavedOptimizer(Optimizer):
+class SavedOptimizer(HalvesOptimizer):
     """An optimizer whose state dicts are torch's in form, and exact in every dtype.
 
     ``Optimizer.load_state_dict`` casts state to the parameters' dtype, and its hooks see what it casts; so both methods
     are written anew, with the four kinds of hooks where torch has them.
     """
-
-    @abstractmethod
-    def _rule_of(self, group: Group) -> UpdateRule:
-        """Return a group's update rule."""
-
-    @abstractmethod
-    def _storage(self, group: Group, param: Tensor) -> Storage:
-        """Return how a group's parameter is stored."""
-
-    @abstractmethod
-    def _complete(self) -> None:
-        """Make all state that is promised and not there."""
-
-    @abstractmethod
-    def take_edits(self) -> None:
-        """Let full masters take over weights that were changed in place."""
-
-    @abstractmethod
-    def _begin_anew(self, halves: Iterable[Tensor]) -> None:
-        """Let go of what was prepared for the state before.
-
-        Args:
-            halves: The parameters whose remainders were loaded.
-        """
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +82,7 @@ class SavedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)  # type: ignore[arg-type]
             given = given if replaced is None else replaced
-        check_state(given, self._rule_name())
+        check_state(given, self._rule)
         self._require_groups(given["param_groups"])
         groups, dtypes = merged_groups(self.param_groups, given["param_groups"])
         for group in groups:
@@ -125,7 +97,7 @@ class SavedOptimizer(Optimizer):
                 self.state.get(param, {}),
                 param,
                 self._storage(group, param),
-                self._rule_of(group),
+                self.rule_of(group),
                 group["state_dtype"],
                 weight_dtype,
             )
@@ -145,8 +117,15 @@ class SavedOptimizer(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _rule_name(self) -> str:
-        return self._rule_of(self.param_groups[0]).name
+    def _begin_anew(self, halves: Iterable[Tensor]) -> None:
+        """Let go of what was prepared for the state before.
+
+        Args:
+            halves: The parameters whose remainders were loaded.
+        """
+        self._awaiting = set(halves)
+        self._ready.clear()
+        self._edits.see(self._with_masters())
 
     def _require_groups(self, saved: list[Group]) -> None:
         """Refuse other parameter groups, in torch's words, which programs look for."""

@@ -103,7 +103,7 @@ def _choices(core: Core) -> tuple[Any, ...]:
         core.max_grad_norm,
         [model.training for model in core.models],
         [len(group["params"]) for _, group in groups],
-        [tuple(o._options(group)) for o in one_pass(core.optimizers) for group in o.param_groups],
+        [o.rule_of(group) for o in one_pass(core.optimizers) for group in o.param_groups],
     )
 
 
