@@ -1,6 +1,7 @@
-"""``mezzo explain``: a recipe or a factory, a table or JSON, one policy or two."""
+"""``mezzo explain``: a recipe or a factory; the answer, every row, a page or JSON; one policy or two."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -72,19 +73,63 @@ def mezzo(capsys, tmp_path, monkeypatch):
 EMULATED = "O1,dtype=bfloat16,emulate=true"
 
 
-def test_a_factory_of_the_user_s(mezzo):
+def test_the_answer_comes_first(mezzo):
     code, out, err = mezzo("explained_models:plain", "--policy", EMULATED)
     assert (code, err) == (0, "")
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0].startswith(f"Net under {EMULATED} on cpu, products emulated in FP32, torch ")
-    (linear,) = [line for line in lines if line.split()[:2] == ["head", "linear"] and "gemm" in line]
-    assert linear.split()[2:8] == ["1", "float32", "bfloat16,", "emulated", "bfloat16", "low"]
-    assert linear.endswith("  explained_models.py:12")
+    assert lines[0] == f"The 1 product of Net runs in BF16 under {EMULATED}"
+    assert "measured in one step on cpu, products emulated in FP32, torch " in out
+    assert ["head", "linear", "1", "FP32", "→", "BF16"] in [line.split()[:6] for line in lines]
     assert "M 4 · N 5 · K 8" in out
     assert "M 4 → 8, N 5 → 8" in out
+    assert not any(line.endswith(" ") or len(line) > 120 for line in lines)
+
+
+def test_every_row(mezzo):
+    code, out, err = mezzo("explained_models:plain", "--policy", EMULATED, "--full")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    (linear,) = [line for line in lines if line.split()[:2] == ["head", "linear"] and "table" in line]
+    assert linear.split()[2:8] == ["1", "float32", "bfloat16,", "emulated", "bfloat16", "low"]
+    assert linear.endswith("  explained_models.py:12")
     assert lines[-1] == "findings: none"
     assert not any(line.endswith(" ") for line in lines)
+
+
+@pytest.mark.parametrize("columns, widest", [(80, 80), (100, 100), (400, 120)])
+def test_a_terminal_is_never_too_narrow(mezzo, monkeypatch, columns, widest):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    words = ("explained_models:with_loss", "--policy", EMULATED)
+    for more in ((), ("--against", f"{EMULATED},low=softmax")):
+        _, out, _ = mezzo(*words, *more)
+        plain = re.sub(r"\x1b\[[\d;]*m", "", out)
+        assert plain != out
+        assert widest - 30 < max(map(len, plain.splitlines())) <= widest
+        assert "…" not in plain
+
+
+def test_a_page(mezzo, tmp_path):
+    words = ("explained_models:plain", "--policy", EMULATED, "--html", "page.html")
+    code, out, err = mezzo(*words)
+    assert (code, err) == (0, "page: page.html\n")
+    page = (tmp_path / "page.html").read_text()
+    assert out.splitlines()[0] in page
+    assert mezzo(*words, "--against", "O0")[0] == 0
+    assert f"<h1>O0 instead of {EMULATED}: " in (tmp_path / "page.html").read_text()
+
+
+def test_a_page_that_cannot_be(mezzo, tmp_path, monkeypatch):
+    words = ("explained_models:plain", "--policy", EMULATED, "--html", "nowhere/page.html")
+    code, out, err = mezzo(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith("mezzo: the page nowhere/page.html cannot be written: ")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    code, out, err = mezzo(*words)
+    assert (code, out) == (3, "")
+    assert 'write  pip install "mezzo[report]"' in err
+    assert not list(tmp_path.glob("**/*.html"))
 
 
 def test_json_is_the_explanation(mezzo):
@@ -92,6 +137,7 @@ def test_json_is_the_explanation(mezzo):
     assert code == 0
     explanation = Explanation.from_json(out)
     assert explanation.policy == EMULATED
+    assert json.loads(out)["answer"]["headline"] == explanation.answer.headline
     assert [(row.module, row.op) for row in explanation.rows] == [
         ("head", "linear"), ("", "softmax"), ("(loss)", "square"), ("(loss)", "sum"),
     ]  # fmt: skip
@@ -101,10 +147,10 @@ def test_two_policies(mezzo):
     other = f"{EMULATED},low=softmax"
     code, out, _ = mezzo("explained_models:plain", "--policy", EMULATED, "--against", other)
     assert code == 0
-    head, *rest = [line for line in out.splitlines() if line.strip() and "─" not in line]
-    assert head.split() == ["about", "where", EMULATED, other]
-    assert [line.split()[:3] for line in rest if line.split()[0] == "op"] == [["op", "(model)", "softmax"]]
-    assert "low by low=softmax" in out
+    assert out.replace("\n", " ").startswith(f"{other} instead of {EMULATED}: 1 of 2 ops run in another precision ")
+    assert ["(model)", "softmax", "BF16", "→", "FP32", "BF16"] in [line.split() for line in out.splitlines()]
+    full = mezzo("explained_models:plain", "--policy", EMULATED, "--against", other, "--full")[1]
+    assert "low by low=softmax" in full
     assert mezzo("explained_models:plain", "--policy", EMULATED, "--against", EMULATED)[1] == (
         f"{EMULATED} and {EMULATED} explain the same\n"
     )

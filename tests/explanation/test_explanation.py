@@ -1,4 +1,4 @@
-"""The explanation as a value: JSON and back, differences, text."""
+"""The explanation as a value: JSON and back, differences, text at any width."""
 
 import io
 import json
@@ -8,9 +8,20 @@ import torch
 from rich.console import Console
 from torch import nn
 
-import mezzo.explanation.table as table
 from mezzo import PolicyError, StateError
-from mezzo.explanation import Cast, Explanation, Finding, Misaligned, Padding, Row, explain
+from mezzo.explanation import (
+    Cast,
+    Explanation,
+    Finding,
+    Misaligned,
+    Padding,
+    Product,
+    RoundTrip,
+    Row,
+    explain,
+    table,
+    words,
+)
 
 EXPLANATION = Explanation(
     model="Net", policy="O1,dtype=bfloat16", devices=("cpu",), torch="2.13.0", emulated=False,
@@ -39,6 +50,17 @@ EXPLANATION = Explanation(
         ),
     ),
     findings=(Finding(kind="idle rule", where="fp32=log[a-z]", text="it decided nothing"),),
+    products=(
+        Product(module="body.0", op="linear", dtype="bfloat16", count=1, flops=300, why="gemm", line=None),
+        Product(module="", op="matmul", dtype="float32", count=1, flops=100, why="rule fp32=matmul", line=None),
+    ),
+    round_trips=(
+        RoundTrip(
+            module="", ops=("exp",), low="bfloat16", rules=(), by="policy", count=1, num_bytes=60, write="low=exp",
+            risk="exponential range", line=None,
+        ),
+    ),
+    moved_bytes=10_000,
 )  # fmt: skip
 EMPTY = Explanation(
     model="Net", policy="O0", devices=("cpu",), torch="2.13.0", emulated=False, rows=(), casts=(), misaligned=(),
@@ -135,15 +157,24 @@ def test_differences_of_two_policies(two_layers):
 # Text -----------------------------------------------------------------------------------------------
 
 
-def test_text_is_plain_and_whole():
-    text = str(EXPLANATION)
+def test_the_answer_comes_first():
+    lines = str(EXPLANATION).splitlines()
+    assert lines[0] == "1 of 2 products of Net run in BF16 under O1,dtype=bfloat16: 75 % of their FLOPs"
+    assert lines[1] == "  ·  1 in FP32, 25 % of the FLOPs: (model) matmul (rule fp32=matmul)"
+    assert repr(EXPLANATION).startswith(f"<Explanation: {lines[0]}; 1 in FP32, 25 % of the FLOPs: ")
+    assert "\n" not in repr(EXPLANATION)
+    assert str(EMPTY).splitlines()[0] == "Net under O0: no matrix product or convolution was counted"
+    assert json.loads(EXPLANATION.to_json())["answer"]["headline"] == lines[0] == EXPLANATION.answer.headline
+
+
+def test_every_row_is_one_plain_line_however_long():
+    text = EXPLANATION.text(full=True, width=None)
     assert "\x1b" not in text
     assert "…" not in text
     lines = text.splitlines()
-    assert lines[0] == "Net under O1,dtype=bfloat16 on cpu, native arithmetic, torch 2.13.0"
-    (linear,) = [line for line in lines if line.split()[:2] == ["body.0", "linear"] and "gemm" in line]
+    (linear,) = [line for line in lines if line.split()[:2] == ["body.0", "linear"] and "table" in line]
     assert linear.split() == ("body.0 linear 2 float32 bfloat16 bfloat16 low op table gemm /model.py:7".split())
-    (marked,) = [line for line in lines if " exp " in line]
+    (marked,) = [line for line in lines if " exp " in line and "(!)" in line]
     assert "low (!)" in marked
     assert "rule low=exp" in marked
     assert "[mine]" in marked  # no markup
@@ -151,54 +182,58 @@ def test_text_is_plain_and_whole():
         "casts: 3, 6.059 KiB read and written; and 2 by emulation, which a device with the arithmetic does not do"
         in text
     )
-    (padded,) = [line for line in lines if "50264" in line]
+    (padded,) = [line for line in lines if "50264" in line and "·  " not in line]
     assert "M 8 · N 50257 · K 16" in padded
     assert "N 50257 → 50264" in padded
     assert "fp32=log[a-z]" in text
-
-
-def test_lines_are_as_long_as_they_need_to_be():
     long = "a.very.long.path." * 20
-    row = EXPLANATION.rows[0]
     wide = Explanation.from_json(EXPLANATION.to_json().replace('"body.0"', json.dumps(long)))
-    line = next(line for line in str(wide).splitlines() if "gemm" in line)
-    assert long in line
-    assert row.source in line
+    assert any(long in line and "op table" in line for line in wide.text(full=True, width=None).splitlines())
 
 
-def test_empty_parts_are_named():
-    assert str(EMPTY).splitlines()[1:] == [
-        "ops, forward: none", "casts: none", "products whose dimensions tensor cores do not like: none",
-        "findings: none",
+def test_empty_tables_are_named_only_among_all_rows():
+    assert EMPTY.text(full=True).split("\n\n")[1:] == [
+        "ops, forward: none", "products, forward: none", "casts: none", "round trips: none",
+        "products whose dimensions tensor cores do not like: none", "findings: none",
     ]  # fmt: skip
+    assert "none" not in str(EMPTY)
 
 
-def test_a_narrow_terminal_folds_and_loses_nothing():
+@pytest.mark.parametrize("width", [40, 80, 100, 120])
+@pytest.mark.parametrize("full", [False, True])
+def test_nothing_is_cut_at_any_width(full, width):
+    text = EXPLANATION.text(full=full, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    if width >= 80:  # where a word may be folded, but no column is so narrow that its letters stand in ten lines
+        assert {"50264", "(!)", "decided", "nothing"} <= set(text.split())
+
+
+def test_a_terminal_s_width_is_that_of_the_console():
     console = Console(width=60, record=True, file=io.StringIO())
     console.print(EXPLANATION)
     text = console.export_text()
     assert max(len(line) for line in text.splitlines()) <= 60
-    assert "…" not in text
-    kept = "".join(text.split())
-    assert "50264" in kept
+    assert "50264" in "".join(text.split())
 
 
 def test_paths_below_the_working_directory_are_short(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = EXPLANATION.to_json().replace("/model.py", f"{tmp_path}/pkg/model.py")
-    assert f"{tmp_path}" not in str(Explanation.from_json(text))
-    assert " pkg/model.py:7" in str(Explanation.from_json(text))
+    full = Explanation.from_json(text).text(full=True, width=None)
+    assert f"{tmp_path}" not in full
+    assert " pkg/model.py:7" in full
 
 
 @pytest.mark.parametrize("count, text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**50, "1024 TiB")])
 def test_bytes(count, text):
-    assert table.byte_text(count) == text
+    assert words.byte_text(count) == text
 
 
-def test_emulation_is_in_the_heading():
-    text = str(explain(nn.Linear(4, 4), torch.randn(3, 4), "O1,dtype=float16,emulate=true"))
-    assert "products emulated in FP32" in text.splitlines()[0]
-    assert "float16, emulated" in text
+def test_emulation_is_said():
+    explanation = explain(nn.Linear(4, 4), torch.randn(3, 4), "O1,dtype=float16,emulate=true")
+    assert "measured in one step on cpu, products emulated in FP32, torch" in str(explanation)
+    assert "float16, emulated" in explanation.text(full=True, width=None)
 
 
 def test_names_of_modules_move_no_cursor():
@@ -208,13 +243,15 @@ def test_names_of_modules_move_no_cursor():
     model.add_module(evil, nn.Linear(2, 2))
     found = explain(model, torch.ones(1, 2), policy="O1,dtype=bfloat16,emulate=true")
     spelled = r"fc\x1b[31m\n  write  rm\u202e[red]x[/]\x9b2J"
-    assert spelled in str(found)
-    assert all(line.isprintable() for line in str(found).split("\n"))
     assert evil in {row.module for row in found.rows}
-    console = Console(file=io.StringIO(), width=300, force_terminal=True)
-    console.print(*table.renderables(found))
-    assert spelled in console.file.getvalue()
-    assert "\x1b[31m\n" not in console.file.getvalue()
+    for full in (False, True):
+        text = found.text(full=full, width=None)
+        assert spelled in text
+        assert all(line.isprintable() for line in text.split("\n"))
+        console = Console(file=io.StringIO(), width=300, force_terminal=True)
+        console.print(*table.renderables(found, full=full))
+        assert spelled in console.file.getvalue()
+        assert "\x1b[31m\n" not in console.file.getvalue()
 
 
 def test_json_nested_without_end_is_refused():

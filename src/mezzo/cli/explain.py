@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,8 +17,12 @@ from torch import Tensor, nn
 from mezzo import recipes
 from mezzo.cli.app import app
 from mezzo.errors import PolicyError, nearest
+from mezzo.explanation import Explanation
+from mezzo.explanation.answer import comparison
+from mezzo.explanation.page import require_jinja2, save
 from mezzo.explanation.run import explain as explained
-from mezzo.explanation.table import difference_table, differences_json, plain, renderables
+from mezzo.explanation.sections import different_rows
+from mezzo.explanation.table import WIDEST, difference_renderables, differences_json, plain, renderables, terms
 from mezzo.policy import Policy
 from mezzo.recipes.machine import default_device
 
@@ -41,6 +46,10 @@ def explain(
     against: Annotated[
         str | None, typer.Option(metavar="POLICY", help="Show only what another policy would change.")
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show every row: each op in each module, each cast.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with the same content, too.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
 ) -> None:
     """Show which precision each op in each module gets, and why, from one traced forward and backward pass.
@@ -62,24 +71,46 @@ def explain(
     """
     chosen = Policy.of(policy)
     other = None if against is None else Policy.of(against)
+    if html is not None:
+        require_jinja2()
     model, inputs, loss = _from_recipe(subject) if ":" not in subject else _from_factory(subject)
     with Console(stderr=True).status("tracing one forward and backward pass"):
         first = explained(model, inputs, chosen, loss=loss)
         second = None if other is None else explained(model, inputs, other, loss=loss)
+    if html is not None:
+        _write(html, first, second)
     if as_json:
         typer.echo(first.to_json() if second is None else differences_json(first, second))
     elif second is None:
-        _show(list(renderables(first)))
+        _show(list(renderables(first, full=full)), full)
     else:
-        _show([difference_table(first, second)])
+        _show(list(difference_renderables(first, second, full=full)), full)
 
 
-def _show(parts: list[RenderableType]) -> None:
+def _write(path: Path, first: Explanation, second: Explanation | None) -> None:
+    """Write the page, and say so on stderr.
+
+    Raises:
+        PolicyError: There can be no such file.
+    """
+    try:
+        if second is None:
+            first.save_html(path)
+        else:
+            rows = (list(different_rows(first, second, full=full)) for full in (False, True))
+            save(path, comparison(first, second), terms(first), *rows)
+    except OSError as error:
+        raise PolicyError(f"the page {path} cannot be written: {error.strerror or error}") from error
+    Console(stderr=True).print(f"page: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _show(parts: list[RenderableType], full: bool) -> None:
     console = Console()
     if console.is_terminal:
+        console.width = console.width if full else min(console.width, WIDEST)
         console.print(*parts, sep="\n")
     else:
-        typer.echo(plain(parts))
+        typer.echo(plain(parts, None if full else WIDEST))
 
 
 def _from_recipe(name: str) -> Subject:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from mezzo.explanation.answer import Answer, answer_to
 from mezzo.explanation.differences import differences
+from mezzo.explanation.page import save
 from mezzo.explanation.rows import Difference, Explained
-from mezzo.explanation.table import plain, renderables
+from mezzo.explanation.sections import all_rows, few_rows
+from mezzo.explanation.table import WIDEST, plain, renderables, terms
 
 __all__ = ["Explanation"]
 
@@ -17,7 +21,8 @@ __all__ = ["Explanation"]
 class Explanation(Explained):
     """Which precision each op in each module gets, and why: what :func:`mezzo.explain` returns.
 
-    It prints as tables, compares by value, and goes to JSON and back without loss.
+    It prints the answer in words and the few rows that matter, compares by value, and goes to JSON and back without
+    loss.
 
     Attributes:
         model: Class of the model.
@@ -29,7 +34,26 @@ class Explanation(Explained):
         casts: Every conversion between floating dtypes, forward and backward, largest first.
         misaligned: Products and convolutions in a low format whose dimensions should be padded.
         findings: What else there is to know.
+        products: The matrix products and convolutions of the forward pass, those with the most operations first.
+        round_trips: What is cast up and its result down again, the dearest first.
+        moved_bytes: What all kernels of both passes read and write, casts included.
     """
+
+    _derived: ClassVar[tuple[str, ...]] = ("answer",)
+
+    @property
+    def answer(self) -> Answer:
+        """What it comes to, in words: a headline, a sentence for each thing to know, and what to write."""
+        return answer_to(self)
+
+    def text(self, *, full: bool = False, width: int | None = WIDEST) -> str:
+        """Return the answer and its tables as plain text.
+
+        Args:
+            full: Whether to show every row, as ``mezzo explain --full``; else alike modules are folded into one row.
+            width: In which lines are folded; ``None`` puts each row in one line, so that ``grep`` works.
+        """
+        return plain(renderables(self, full=full), width)
 
     def differences(self, other: Explanation) -> tuple[Difference, ...]:
         """List what differs between two explanations, meant of one model under two policies.
@@ -44,8 +68,24 @@ class Explanation(Explained):
         """
         return differences(self, other)
 
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page with the answer, its tables, and every row behind them; it needs nothing beside it.
+
+        Args:
+            path: The file, which appears whole or not at all.
+
+        Raises:
+            UnsupportedError: jinja2 is not installed (extra ``report``).
+            OSError: The file cannot be written.
+        """
+        save(path, self.answer, terms(self), few_rows(self), all_rows(self))
+
     def __str__(self) -> str:
-        return plain(renderables(self))
+        return self.text()
+
+    def __repr__(self) -> str:
+        answer = self.answer
+        return f"<Explanation: {'; '.join((answer.headline, *answer.points))}>"
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
         yield from renderables(self)

@@ -10,7 +10,9 @@ from typing import Literal
 from mezzo.errors import PolicyError
 from mezzo.trace.document import Document
 
-__all__ = ["Cast", "Difference", "Explained", "Finding", "FindingKind", "Misaligned", "Padding", "Row"]
+__all__ = [
+    "Cast", "Difference", "Explained", "Finding", "FindingKind", "Misaligned", "Padding", "Product", "RoundTrip", "Row",
+]  # fmt: skip
 
 FindingKind = Literal[
     "disagreement", "idle rule", "shadowed rule", "unreachable", "FP32 product", "fast path", "no backward"
@@ -78,6 +80,65 @@ class Cast:
     by: str
     count: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Matrix products or convolutions of the forward pass, of one kind in one place.
+
+    Attributes:
+        module: Path of the module.
+        op: The op's base name.
+        dtype: The format of the operands; under emulation that of the rounded ones.
+        count: How many kernels.
+        flops: Their floating-point operations, together.
+        why: The rule or the reason that gave them this format.
+        line: ``file:line`` in the user's code.
+    """
+
+    module: str
+    op: str
+    dtype: str
+    count: int
+    flops: int
+    why: str
+    line: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTrip:
+    """A tensor that is cast up from a low format, and the result down again, in the forward pass.
+
+    Attributes:
+        module: Path of the module that asks for the wide format.
+        ops: The ops that ask for it, in order; empty where code converts there and back.
+        low: The format at both ends.
+        rules: The policy's rules among what asks for it.
+        by: Whose first cast it is, as in :class:`Cast`.
+        count: How many results are cast down.
+        num_bytes: What its casts read and write, those of the gradients included.
+        write: The rule that saves it, or what to leave out; ``""`` where no rule can.
+        risk: What that rule gives up; ``""`` where the kernels compute in FP32 whatever they read.
+        line: ``file:line`` of the first op in the user's code.
+    """
+
+    module: str
+    ops: tuple[str, ...]
+    low: str
+    rules: tuple[str, ...]
+    by: str
+    count: int
+    num_bytes: int
+    write: str
+    risk: str
+    line: str | None
+
+    @property
+    def asked_by(self) -> str:
+        """What asks for the wide format, in a few words."""
+        if self.rules:
+            return ", ".join(self.rules)
+        return "+".join(self.ops) or ("the model's own conversions" if self.by == "model" else f"casts of {self.by}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +233,9 @@ class Explained(Document):
         casts: Every conversion between floating dtypes, forward and backward, largest first.
         misaligned: Products and convolutions in a low format whose dimensions should be padded.
         findings: What else there is to know.
+        products: The matrix products and convolutions of the forward pass, those with the most operations first.
+        round_trips: What is cast up and its result down again, the dearest first.
+        moved_bytes: What all kernels of both passes read and write, casts included.
     """
 
     model: str
@@ -183,6 +247,9 @@ class Explained(Document):
     casts: tuple[Cast, ...]
     misaligned: tuple[Misaligned, ...]
     findings: tuple[Finding, ...]
+    products: tuple[Product, ...] = ()
+    round_trips: tuple[RoundTrip, ...] = ()
+    moved_bytes: int = 0
 
     def num_casts(self, **fields: str) -> int:
         """Count the casts whose fields have these values, emulation left out unless ``by="emulation"``.

@@ -17,7 +17,8 @@ from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError, some_of
 from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
-from mezzo.explanation.rows import Cast, Misaligned, Padding, Row
+from mezzo.explanation.rows import Cast, Misaligned, Padding, Product, Row
+from mezzo.explanation.trips import round_trips
 from mezzo.policy import Policy, Rule
 from mezzo.tensors import each_tensor
 from mezzo.trace.calls import Decider
@@ -132,6 +133,9 @@ def _traced(
         casts=_casts(trace),
         misaligned=tuple(misaligned),
         findings=findings(model, policy, rows, trace, has_backward=bool(differentiable), in_mode=in_mode),
+        products=_products(trace),
+        round_trips=round_trips(trace.trips.done),
+        moved_bytes=trace.moved_bytes,
     )
 
 
@@ -241,6 +245,14 @@ def _built(kind: Any, key: tuple[Any, ...], **rest: Any) -> Any:
 def _casts(trace: Trace) -> tuple[Cast, ...]:
     found = (_built(Cast, key, count=n, num_bytes=trace.cast_bytes[key]) for key, n in trace.casts.items())
     return tuple(sorted(found, key=lambda cast: (cast.by == "emulation", -cast.num_bytes, cast.module)))
+
+
+def _products(trace: Trace) -> tuple[Product, ...]:
+    return tuple(
+        Product(module=module, op=op, line=line, dtype=dtype, why=why, flops=flops, count=trace.num_products[key])
+        for key, flops in trace.flops.most_common()
+        for module, op, line, dtype, why in [key]
+    )
 
 
 def _paddings(shape: Shape, multiple: int) -> tuple[Padding, ...]:

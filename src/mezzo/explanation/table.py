@@ -1,71 +1,70 @@
-"""An explanation for people: tables that are as wide as they need to be, and never cut."""
+"""An explanation as text: the answer first, then tables that fit the terminal and are never cut."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from mezzo.errors import printable
+from mezzo.explanation.answer import Answer, answer_to, comparison
 from mezzo.explanation.differences import differences
-from mezzo.explanation.rows import Cast, Explained, Misaligned, Row
-from mezzo.trace.where import MODEL
+from mezzo.explanation.rows import Explained
+from mezzo.explanation.sections import NUMBERS, WORDS, Section, all_rows, different_rows, few_rows
 
-__all__ = ["byte_text", "difference_table", "differences_json", "plain", "renderables"]
+__all__ = ["WIDEST", "difference_renderables", "differences_json", "plain", "renderables", "terms"]
 
-#: Wide enough for most tables in one line where no terminal sets the width, so that `grep` works.
-PLAIN_WIDTH: Final = 160
-
-_OPS: Final = "module,op,count,given,computes in,returns,treatment,decided by,because,line".split(",")
-_CASTS: Final = "module,phase,what,from,to,by,count,bytes".split(",")
-_MISALIGNED: Final = "module,op,count,format,shape,multiple of,pad,line".split(",")
-_FINDINGS: Final = ("kind", "where", "what")
-_NUMBERS: Final = ("count", "bytes", "multiple of")
+#: The columns that the answer and its few rows take at most.
+WIDEST: Final = 120
+#: What a column of words is left at least, if paths are not to be folded.
+_NARROWEST: Final = 10
 
 
-def plain(parts: Iterable[RenderableType]) -> str:
-    """Write tables as text without colours, each row in one line, however long."""
-    file = io.StringIO()
-    console = Console(file=file, no_color=True, force_terminal=False, width=PLAIN_WIDTH)
-    parts = list(parts)
-    wide = console.options.update(width=100_000)
-    console.width = max(PLAIN_WIDTH, *(Measurement.get(console, wide, part).maximum for part in parts))
+def plain(parts: Iterable[RenderableType], width: int | None = WIDEST) -> str:
+    """Write text without colours.
+
+    Args:
+        parts: What to write.
+        width: In which lines are folded; ``None`` puts each row in one line, however long, so that ``grep`` works.
+    """
+    parts, file = list(parts), io.StringIO()
+    console = Console(file=file, no_color=True, force_terminal=False, width=width or WIDEST)
+    if width is None:
+        wide = console.options.update(width=100_000)
+        console.width = max(WIDEST, *(Measurement.get(console, wide, part).maximum for part in parts))
     console.print(Group(*parts))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def renderables(explanation: Explained) -> Iterator[RenderableType]:
-    """Yield the heading, the tables that have rows, and the findings."""
-    yield Text(printable(_heading(explanation)), style="bold")
-    for title, heads, rows in (
-        ("ops, forward", _OPS, map(_op, explanation.rows)),
-        (_casts_title(explanation), _CASTS, map(_cast, explanation.casts)),
-        ("products whose dimensions tensor cores do not like", _MISALIGNED, map(_product, explanation.misaligned)),
-        ("findings", _FINDINGS, ((each.kind, each.where, each.text) for each in explanation.findings)),
-    ):
-        table = _table(heads, rows)
-        # The title is no part of the table, within whose width it would be folded.
-        yield Text(title if table.rows else f"{title}: none", style="bold")
-        if table.rows:
-            yield table
+def renderables(explanation: Explained, *, full: bool = False) -> Iterator[RenderableType]:
+    """Yield the answer, then the few rows that matter, or all of them.
+
+    Args:
+        explanation: The explanation.
+        full: Whether to show every row.
+    """
+    yield from _answer(answer_to(explanation))
+    yield Text(printable(terms(explanation)), style="dim")
+    yield from map(_section, all_rows(explanation) if full else few_rows(explanation))
 
 
-def difference_table(first: Explained, second: Explained) -> RenderableType:
-    """Show two explanations side by side, only where they differ."""
-    found = differences(first, second)
-    if not found:
-        return Text(printable(f"{first.policy} and {second.policy} explain the same"))
-    heads = ("about", "where", first.policy, second.policy)
-    return _table(heads, ((each.about, each.where, each.this, each.other) for each in found))
+def difference_renderables(first: Explained, second: Explained, *, full: bool = False) -> Iterator[RenderableType]:
+    """Yield what a second explanation changes, in words and in tables, only where the two differ."""
+    if not differences(first, second):
+        yield Text(printable(f"{first.policy} and {second.policy} explain the same"))
+        return
+    yield from _answer(comparison(first, second))
+    yield from map(_section, different_rows(first, second, full=full))
 
 
 def differences_json(first: Explained, second: Explained) -> str:
@@ -74,64 +73,61 @@ def differences_json(first: Explained, second: Explained) -> str:
     return json.dumps(found, indent=2, ensure_ascii=False)
 
 
-def byte_text(count: int) -> str:
-    """Write a number of bytes with its unit.
-
-    Example:
-        >>> byte_text(864), byte_text(3 * 2**20)
-        ('864 B', '3 MiB')
-    """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
-
-
-def _heading(explanation: Explained) -> str:
+def terms(explanation: Explained) -> str:
+    """Say on what an explanation was measured."""
     arithmetic = "products emulated in FP32" if explanation.emulated else "native arithmetic"
     devices = "+".join(explanation.devices) or "no device"
-    return f"{explanation.model} under {explanation.policy} on {devices}, {arithmetic}, torch {explanation.torch}"
+    return f"measured in one step on {devices}, {arithmetic}, torch {explanation.torch}"
 
 
-def _op(row: Row) -> Sequence[str]:
-    computes = "+".join(row.computes_in) or "–"
-    return (
-        row.module or MODEL, row.op, str(row.count), "+".join(row.given) or "–",
-        f"{computes}, emulated" if row.emulated else computes, "+".join(row.returns) or "–",
-        f"{row.treatment} (!)" if row.disagreement else row.treatment,
-        f"rule {row.rule}" if row.rule else row.source, row.reason, row.line or "–",
-    )  # fmt: skip
+def _answer(answer: Answer) -> Iterator[RenderableType]:
+    yield Text(printable(answer.headline), style="bold", overflow="fold")
+    lines = Table.grid(padding=(0, 2))
+    for point in answer.points:
+        lines.add_row(Text("·"), Text(printable(point), overflow="fold"))
+    yield Padding(lines, (0, 0, 0, 2))
+    if answer.write or answer.why:
+        advice = Table.grid(padding=(0, 2))
+        for label, text in (("write", answer.write or "this policy"), ("", answer.why)):
+            advice.add_row(Text(label), Text(printable(text), overflow="fold"))
+        yield Padding(advice, (0, 0, 0, 2))
 
 
-def _casts_title(explanation: Explained) -> str:
-    if not explanation.casts:
-        return "casts"
-    title = f"casts: {explanation.num_casts()}, {byte_text(explanation.cast_bytes())} read and written"
-    if emulation := explanation.num_casts(by="emulation"):
-        title += f"; and {emulation} by emulation, which a device with the arithmetic does not do"
-    return title
+def _section(section: Section) -> RenderableType:
+    # The title is no part of the table, within whose width it would be folded.
+    parts: Sequence[RenderableType] = (
+        Text(f"\n{section.title}", style="bold"),
+        *([_Fitted(section)] if section.rows else ()),
+        *([Text(f"  {section.rest}")] if section.rest else ()),
+    )
+    return Group(*parts)
 
 
-def _cast(cast: Cast) -> Sequence[str]:
-    where = (cast.module or MODEL, cast.phase, cast.what, cast.before, cast.after, cast.by)
-    return (*where, str(cast.count), byte_text(cast.num_bytes))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fitted:
+    """A table in which words are folded before paths are, wherever the width allows it; nothing is cut."""
 
+    section: Section
 
-def _product(entry: Misaligned) -> Sequence[str]:
-    shape = " · ".join(f"{name} {size}" for name, size in entry.shape)
-    pads = ", ".join(f"{pad.dimension} {pad.size} → {pad.padded}" for pad in entry.paddings)
-    counts = (str(entry.count), entry.dtype, shape, str(entry.multiple))
-    return (entry.module or MODEL, entry.op, *counts, pads, entry.line or "–")
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._table(stiff=False))
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        columns = zip(self.section.heads, *self.section.rows, strict=True)
+        stiff = sum(max(map(cell_len, column)) for column in columns if column[0] not in WORDS)
+        num_words = sum(head in WORDS for head in self.section.heads)
+        # Three columns lie between the columns, and at the ends together.
+        room = options.max_width - 3 * len(self.section.heads) - _NARROWEST * num_words
+        yield self._table(stiff=stiff <= room)
 
-def _table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for head in heads:
-        # Long words are folded in a narrow terminal: nothing is cut. As Text, for rules may hold brackets.
-        table.add_column(Text(printable(head)), justify="right" if head in _NUMBERS else "left", overflow="fold")
-    here = f"{os.getcwd()}{os.sep}"
-    for row in rows:
-        table.add_row(*(Text(printable(cell.replace(here, ""))) for cell in row))
-    return table
+    def _table(self, *, stiff: bool) -> Table:
+        table = Table(box=box.SIMPLE_HEAD)
+        for head in self.section.heads:
+            # Long words are folded in a narrow terminal. As Text, for rules may hold brackets.
+            table.add_column(
+                Text(printable(head)), justify="right" if head in NUMBERS else "left", overflow="fold",
+                no_wrap=stiff and head not in WORDS,
+            )  # fmt: skip
+        for row in self.section.rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        return table

@@ -102,12 +102,16 @@ class OpCall:
     @property
     def why(self) -> str:
         """What decided about the call, in a few words."""
-        return f"rule {self.decision.rule}" if self.decision.rule else self.decision.reason
+        return f"rule {self.decision.rule}" if self.decision.rule else self.cause or self.decision.reason
 
     @property
     def is_conversion(self) -> bool:
         """Whether the call is there to convert: ``x.float()``."""
         return self.op in _CONVERSIONS
+
+    def made(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made inside this call."""
+        return self._made_here.get(tensor) is not None
 
     def asks_for(self, before: Tensor, after: Tensor) -> bool:
         """Whether a cast of an argument is what the policy's decision about this call asks for."""

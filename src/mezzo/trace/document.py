@@ -17,6 +17,8 @@ class Document:
     """A value whose fields are plain ones, other dataclasses and tuples of these."""
 
     _version: ClassVar[int] = 1
+    #: Properties that are written for readers of the JSON, and follow from the fields when it is read back.
+    _derived: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, as JSON has them."""
@@ -25,7 +27,9 @@ class Document:
 
     def to_json(self) -> str:
         """Write everything as one JSON object; ``from_json`` reads it back."""
-        return json.dumps({"version": self._version, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False)
+        derived = {name: dataclasses.asdict(getattr(self, name)) for name in self._derived}
+        data = {"version": self._version, **derived, **dataclasses.asdict(self)}
+        return json.dumps(data, indent=2, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -43,6 +47,8 @@ class Document:
         if not isinstance(data, dict) or "version" not in data:
             raise StateError(f"this is not an {name}", why="it names no version", write=again)
         version = data.pop("version")
+        for derived in cls._derived:
+            data.pop(derived, None)
         if version != cls._version:
             why = f"this mezzo reads version {cls._version}"
             raise StateError(f"the {name} has version {version!r}", why=why, write=again)

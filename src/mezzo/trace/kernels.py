@@ -17,6 +17,7 @@ __all__ = [
     "is_allocation",
     "is_cast",
     "is_view",
+    "moved_bytes",
     "multiple_of",
     "product",
     "same_storage",
@@ -46,6 +47,22 @@ def is_view(kernel: Any) -> bool:
 def is_allocation(kernel: Any) -> bool:
     """Whether a kernel returns memory that nothing has been written to."""
     return str(kernel._schema.name).removeprefix("aten::") in _ALLOCATIONS
+
+
+def moved_bytes(kernel: Any, args: Any, kwargs: Any, out: Any, emulated: torch.dtype | None) -> int:
+    """Count what a kernel reads and writes; nothing for views and fresh memory.
+
+    Args:
+        kernel: The kernel.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        out: What it returned.
+        emulated: The format that its FP32 tensors stand for, under emulation.
+    """
+    if is_view(kernel) or is_allocation(kernel):
+        return 0
+    sizes = {torch.float32: emulated.itemsize} if emulated is not None else {}
+    return sum(each.numel() * sizes.get(each.dtype, each.element_size()) for each in tensors((args, kwargs, out)))
 
 
 def multiple_of(dtype: torch.dtype) -> int | None:

@@ -15,6 +15,7 @@ from mezzo.trace import kernels
 from mezzo.trace.calls import Decider, OpCall
 from mezzo.trace.frames import Doing, doing, kernel_name
 from mezzo.trace.kernels import Storages
+from mezzo.trace.trips import Account, Trips
 from mezzo.trace.where import Place, Where
 
 __all__ = ["Trace"]
@@ -34,7 +35,10 @@ class Trace:
         casts: The same of casts.
         cast_bytes: The bytes that they read and write.
         products: How often each product occurs whose dimensions tensor cores do not like.
-        flops: The operations of products, by module, op, line, dtype and reason.
+        flops: The operations of products in the forward pass, by module, op, line, dtype and reason.
+        num_products: How many products these are.
+        moved_bytes: What all kernels read and write, casts included, without what only emulation does.
+        trips: What is cast up, and its result down again, in the forward pass.
         inner_ops: The kernels of each op, by module.
     """
 
@@ -46,9 +50,12 @@ class Trace:
     cast_bytes: Counter[tuple[str, ...]] = field(default_factory=Counter)
     products: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     flops: Counter[tuple[str, str, str | None, str, str]] = field(default_factory=Counter)
+    num_products: Counter[tuple[str, str, str | None, str, str]] = field(default_factory=Counter)
+    moved_bytes: int = 0
+    trips: Trips = field(default_factory=Trips)
     inner_ops: dict[tuple[str, str], set[str]] = field(default_factory=dict)
     _labels: Storages = field(default_factory=Storages)
-    _accounts: dict[int, str] = field(default_factory=dict)
+    _accounts: dict[int, Account] = field(default_factory=dict)
 
     def learn(self, model: nn.Module, inputs: Any) -> None:
         """Learn what parameters, buffers and inputs are, before a forward pass."""
@@ -100,14 +107,18 @@ class Trace:
                 call = self.decider.call(kernel, args, kwargs, place.path)
                 call.line = self.where.line()
                 place = Place(place.module, call)
+            emulated = made_by == "emulation"
             if kernels.is_cast(kernel, args, out):
                 self._cast(args[0], out, place, made_by)
             else:
                 self._labels.put(tensors(out), self._new_label(), replace=False)
+                self.moved_bytes += kernels.moved_bytes(kernel, args, kwargs, out, self.dtype if emulated else None)
                 if not self.where.is_backward:
-                    self._product(kernel, args, kwargs, out, place, emulated=made_by == "emulation")
+                    self._product(kernel, args, kwargs, out, place, emulated=emulated)
+                    if not emulated:
+                        self.trips.kernel(kernel, (args, kwargs), out, place.module, place.call)
             if place.call is not None:
-                place.call.kernel(kernel, args, kwargs, out, emulated=made_by == "emulation")
+                place.call.kernel(kernel, args, kwargs, out, emulated=emulated)
                 if is_alone:
                     place.call.op = kernel_name(kernel)
                     self.finish(place, out)
@@ -115,29 +126,36 @@ class Trace:
     def _cast(self, before: Tensor, after: Tensor, place: Place, made_by: Doing) -> None:
         what = self._labels.get(before) or self._new_label()
         self._labels.put([after], what)
-        by = self._caster(before, after, place.call, made_by)
+        account = self._account(before, after, place.call, made_by)
         phase = "backward" if self.where.is_backward else "forward"
-        key = (place.module, phase, what, dtype_name(before.dtype), dtype_name(after.dtype), by)
+        key = (place.module, phase, what, dtype_name(before.dtype), dtype_name(after.dtype), account.by)
+        num_bytes = before.numel() * (before.element_size() + after.element_size())
+        account.num_bytes += num_bytes
         self.casts[key] += 1
-        self.cast_bytes[key] += before.numel() * (before.element_size() + after.element_size())
+        self.cast_bytes[key] += num_bytes
+        if made_by != "emulation":
+            self.moved_bytes += num_bytes
+            if not self.where.is_backward:
+                self.trips.cast(before, after, account, place.module, place.call)
 
-    def _caster(self, before: Tensor, after: Tensor, call: OpCall | None, made_by: Doing) -> str:
+    def _account(self, before: Tensor, after: Tensor, call: OpCall | None, made_by: Doing) -> Account:
         """Say whose cast it is: emulation's, the policy's, the model's own code's, or torch's inside a function."""
         if made_by == "emulation":
-            return "emulation"
+            return Account("emulation")
         node: Any = torch._C._current_autograd_node() if self.where.is_gradient else None
         if node is not None:
             # The gradient of a cast is cast back on the same account; others follow from mixed dtypes.
             account = self._accounts.get(node._sequence_nr()) if node.name() == "ToCopyBackward0" else None
-            return account or ("model" if isinstance(node, BackwardCFunction) else "torch")
+            return account or Account("model" if isinstance(node, BackwardCFunction) else "torch")
         if made_by == "cast" or (call is not None and (call.hidden or call.asks_for(before, after))):
             by = "policy"
         else:
             by = "model" if call is None or call.is_conversion else "torch"
         # Autograd numbers the node of a cast just before the kernel runs. A cast without a node comes after the owner
         # of the last number, which therefore is not overwritten.
-        self._accounts.setdefault(torch._C._autograd._get_sequence_nr() - 1, by)
-        return by
+        account = Account(by)
+        self._accounts.setdefault(torch._C._autograd._get_sequence_nr() - 1, account)
+        return account
 
     def _new_label(self) -> str:
         return "gradient" if self.where.is_gradient else "activation"
@@ -157,4 +175,6 @@ class Trace:
             amount, dtype = counted
             name = dtype_name(self.dtype if emulated else dtype)
             op, why = (kernel_name(kernel), "") if call is None else (call.op, call.why)
-            self.flops[place.module, op, line, name, why] += amount
+            key = (place.module, op, line, name, why)
+            self.flops[key] += amount
+            self.num_products[key] += 1
