@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from harness import DEVICE, Row, paired, show, write
-from mezzo.recipes.footprint import SavedBytes
+from mezzo.numerics.footprint import SavedBytes
 
 BF16 = "O1,dtype=bfloat16,emulate=false"
 Region = Callable[[], contextlib.AbstractContextManager[object]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo import optim
-from mezzo.recipes.footprint import state_bytes
+from mezzo.numerics.footprint import state_bytes
 from mezzo.session import MixedPrecision
 
 from .nets import Batch, loss_of

@@ -11,7 +11,7 @@ from torch.nn import functional
 from mezzo.errors import NumericsError, PolicyError
 from mezzo.policy import Policy
 from mezzo.recipes import get
-from mezzo.recipes.footprint import StateBytes
+from mezzo.numerics.footprint import StateBytes
 from mezzo.recipes.training import UNTIMED_STEPS, Training, train
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mezzo.errors import NumericsError, PolicyError
 from mezzo.policy import Policy
-from mezzo.recipes.footprint import SavedBytes, StateBytes, state_bytes
+from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.recipes.machine import default_device
 from mezzo.recipes.recipe import Batch, Recipe, Split
 from mezzo.session import MixedPrecision

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mezzo.recipes.footprint import SavedBytes, StateBytes, state_bytes
+from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 
 
 def test_saved_bytes_of_two_layers_are_the_activations_they_need():
