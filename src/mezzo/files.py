@@ -28,7 +28,7 @@ from mezzo.errors import message
 if sys.platform != "win32":  # which has no such locks: what a dead process left there stays
     import fcntl
 
-__all__ = ["cache_folder", "is_partial", "keep", "kept", "opened", "private_folder", "whole"]
+__all__ = ["cache_folder", "is_partial", "keep", "kept", "opened", "private_folder", "regular_or_new", "whole"]
 
 #: A partial file's name is at most this long with its 18 characters around: file systems that encrypt names take 143.
 _LONGEST_NAME: Final = 100
@@ -54,7 +54,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         OSError: There is no folder for it, or something else is there than a file; or it cannot be written, whatever
             the block made of that error.
     """
-    target, old = _regular_or_new(path)
+    target, old = regular_or_new(path)
     _remove_abandoned(target)
     with _beside(target, 0o666 if old is None else 0o600) as descriptor:
         file = _File(descriptor, target)
@@ -121,7 +121,7 @@ def is_partial(name: str) -> bool:
     return re.fullmatch(r"\..+\.[0-9a-f]{8}\.partial", name) is not None
 
 
-def _regular_or_new(path: str | os.PathLike[str]) -> tuple[Path, os.stat_result | None]:
+def regular_or_new(path: str | os.PathLike[str]) -> tuple[Path, os.stat_result | None]:
     """Return where a path leads to, and the facts of the regular file that is there, if one is.
 
     Raises:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from mezzo.errors import NumericsError, PolicyError
+from mezzo.numerics.footprint import StateBytes
 from mezzo.policy import Policy
 from mezzo.recipes import get
-from mezzo.numerics.footprint import StateBytes
 from mezzo.recipes.training import UNTIMED_STEPS, Training, train
 
 

@@ -5,7 +5,9 @@ The search for the first that is not finite lives in :mod:`mezzo.overflow`, and 
 
 from mezzo.numerics.evidence import KINDS, Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
 from mezzo.numerics.evidence_file import read as read_evidence
-from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram, swallowed
+from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram
+from mezzo.numerics.recording.recorder import Recorder
+from mezzo.numerics.swallowing import swallowed
 from mezzo.overflow import Changed, Overflow, Range, Replay, locate
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "Range",
     "RecordedStep",
     "RecordedTensor",
+    "Recorder",
     "Replay",
     "SwallowedUpdates",
     "exponent_histogram",

@@ -55,11 +55,16 @@ class SwallowedUpdates:
         updated: Elements whose update is not zero.
         swallowed: Of these, by storage format: elements where round(w + Δw) == w.
         beyond: Of these: elements whose weight is at least 2048 times their update, in magnitude.
+        with_gradient: Elements whose gradient is not zero.
+        unmoved: Of these: elements whose update is zero. In weights that are stored in low precision, without masters,
+            they are the updates that were swallowed already.
     """
 
     updated: int
     swallowed: Mapping[str, int]
     beyond: int
+    with_gradient: int = 0
+    unmoved: int = 0
 
     def share(self, format: str | torch.dtype | Format) -> float:
         """Return the share of updates that a storage format swallows; NaN where no element is updated.
@@ -81,12 +86,19 @@ class SwallowedUpdates:
         """The share of updates whose weight is at least 2048 times larger; NaN where no element is updated."""
         return self.beyond / self.updated if self.updated else math.nan
 
+    @property
+    def share_unmoved(self) -> float:
+        """The share of weights with a gradient that did not move; NaN where no element has a gradient."""
+        return self.unmoved / self.with_gradient if self.with_gradient else math.nan
+
     def __add__(self, other: SwallowedUpdates) -> SwallowedUpdates:
         common = [name for name in self.swallowed if name in other.swallowed]
         return SwallowedUpdates(
             updated=self.updated + other.updated,
             swallowed={name: self.swallowed[name] + other.swallowed[name] for name in common},
             beyond=self.beyond + other.beyond,
+            with_gradient=self.with_gradient + other.with_gradient,
+            unmoved=self.unmoved + other.unmoved,
         )
 
 

@@ -15,7 +15,8 @@ then one for each recorded step::
     {"step": 51, "loss_scales": [65536.0], "skipped": false, "tensors": [
       {"kind": "updates", "module": "blocks.0.up", "name": "weight", "dtype": "float32",
        "counts": {"-12": 4031, …}, "powers": {"-12": 2, …}, "zeros": 0, "infs": 0, "nans": 0, "max_abs": 0.0025,
-       "swallowed": {"updated": 65536, "beyond": 120, "by_format": {"bfloat16": 7031, …}} (of updates)}, …]}
+       "swallowed": {"updated": 65536, "beyond": 120, "with_gradient": 65536, "unmoved": 0,
+                     "by_format": {"bfloat16": 7031, …}} (of updates)}, …]}
 
 and at the end of a run that was not interrupted::
 
@@ -31,14 +32,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import IO, Any, Final, TypeVar
 
 import torch
 
 from mezzo.errors import StateError, shown
-from mezzo.files import opened, whole
+from mezzo.files import opened, regular_or_new, whole
 from mezzo.numerics.counting import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZEROS
 from mezzo.numerics.evidence import (
     KINDS,
@@ -51,12 +53,14 @@ from mezzo.numerics.evidence import (
 )
 from mezzo.numerics.histogram import ExponentHistogram
 
-__all__ = ["FILE", "PARTIAL", "SCHEMA", "end_line", "header_line", "read", "step_line", "write"]
+__all__ = ["FILE", "PARTIAL", "SCHEMA", "EvidenceStream", "read", "write"]
 
 FILE: Final = "evidence.jsonl"
 #: What the file's name ends with while its run goes on, and ever after where it was interrupted.
 PARTIAL: Final = ".partial"
 SCHEMA: Final = 1
+
+_SWALLOWED: Final = ("updated", "beyond", "with_gradient", "unmoved")
 
 T = TypeVar("T")
 
@@ -74,14 +78,56 @@ def write(evidence: Evidence, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    lines = [header_line(evidence.header), *map(step_line, evidence.steps)]
+    lines = [_header_line(evidence.header), *map(_step_line, evidence.steps)]
     if not evidence.is_partial:
-        lines.append(end_line(evidence.num_steps))
+        lines.append(_end_line(evidence.num_steps))
     with whole(path) as file:
         file.writelines(line.encode() for line in lines)
 
 
-def header_line(header: EvidenceHeader) -> str:
+class EvidenceStream:
+    """A file of evidence that grows line by line, and gets its name at the end.
+
+    Args:
+        path: The file, or a run directory for it. Until the end its name has :data:`PARTIAL` behind it.
+
+    Raises:
+        OSError: No file can be written there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        file = Path(path)
+        self._path = file / FILE if file.is_dir() else file
+        self._partial = self._path.with_name(self._path.name + PARTIAL)
+        for each in (self._path, self._partial):
+            regular_or_new(each)
+        self._lines: IO[str] | None = None
+
+    def write(self, header: EvidenceHeader, step: RecordedStep | None = None) -> None:
+        """Write a step, after the header if it is the first; the line is handed to the system at once."""
+        if self._lines is None:
+            self._lines = self._partial.open("w", buffering=1, encoding="utf-8")
+            self._lines.write(_header_line(header))
+        if step is not None:
+            self._lines.write(_step_line(step))
+
+    def end(self, header: EvidenceHeader, num_steps: int) -> None:
+        """Say that the run has ended, and give the file its name."""
+        self.write(header)
+        assert self._lines is not None, "write() has opened it"
+        self._lines.write(_end_line(num_steps))
+        self.close()
+        with whole(self._path) as file, self._partial.open("rb") as partial:
+            shutil.copyfileobj(partial, file)
+        self._partial.unlink()
+
+    def close(self) -> None:
+        """Leave the file as it is, under its partial name."""
+        if self._lines is not None:
+            self._lines.close()
+
+
+def _header_line(header: EvidenceHeader) -> str:
     """Return the first line of a file."""
     modules = [
         {"path": each.path, "type": each.type, "parameters": dict(each.parameters)}
@@ -94,7 +140,7 @@ def header_line(header: EvidenceHeader) -> str:
     return _line({"schema": SCHEMA, **plain, "every": header.every, **lists})
 
 
-def step_line(step: RecordedStep) -> str:
+def _step_line(step: RecordedStep) -> str:
     """Return the line of a recorded step."""
     return _line(
         {
@@ -106,7 +152,7 @@ def step_line(step: RecordedStep) -> str:
     )
 
 
-def end_line(num_steps: int) -> str:
+def _end_line(num_steps: int) -> str:
     """Return the last line of a run that was not interrupted."""
     return _line({"end": True, "num_steps": num_steps})
 
@@ -121,7 +167,8 @@ def _tensor(recorded: RecordedTensor) -> dict[str, Any]:
         "max_abs": histogram.max_abs,
     }  # fmt: skip
     if (lost := recorded.swallowed) is not None:
-        found["swallowed"] = {"updated": lost.updated, "beyond": lost.beyond, "by_format": dict(lost.swallowed)}
+        plain = {name: getattr(lost, name) for name in _SWALLOWED}
+        found["swallowed"] = {**plain, "by_format": dict(lost.swallowed)}
     return found
 
 
@@ -267,9 +314,8 @@ def _recorded(value: dict[str, Any]) -> RecordedTensor:
         swallowed=None
         if lost is None
         else SwallowedUpdates(
-            updated=_count(lost, "updated"),
+            **{name: _count(lost, name) for name in _SWALLOWED},
             swallowed={name: _whole(count, name) for name, count in _of(lost, "by_format", dict).items()},
-            beyond=_count(lost, "beyond"),
         ),
     )
 

@@ -14,10 +14,7 @@ from mezzo.formats import Coverage, Format, by_name
 from mezzo.numerics.counting import BINS, COUNTABLE, FIRST, INFS, LARGEST, NANS, ROW, ZEROS, count_into
 from mezzo.tensors import dtype_name
 
-__all__ = ["ExponentHistogram", "exponent_histogram", "swallowed"]
-
-#: Elements that :func:`swallowed` looks at at a time, to bound its float64 scratch memory.
-_CHUNK = 1 << 21
+__all__ = ["ExponentHistogram", "exponent_histogram"]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -224,55 +221,6 @@ def exponent_histogram(tensor: Tensor) -> ExponentHistogram:
     row = torch.zeros(ROW, dtype=torch.int64, device=tensor.device)
     count_into(row, tensor)
     return ExponentHistogram(row)
-
-
-def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format) -> float:
-    """Return the share of updates that vanish when they are added to a weight stored in some format.
-
-    Among the elements with ``update != 0``, those where ``round(weight + update) == weight`` in the format: the weight
-    does not move, however many such steps are taken. An update that is NaN moves it.
-
-    Args:
-        weight: Any floating dtype; rounded to the format first where it is not on its grid.
-        update: What a step adds, of the weight's shape.
-        dtype: The storage: any of ``mezzo.formats``, a name or a dtype of one.
-
-    Returns:
-        A share from 0 to 1; NaN where no element is updated.
-
-    Raises:
-        PolicyError: The shapes differ, or a dtype is not floating.
-
-    **Cost**: one host sync, at the end; less than 128 MiB of scratch memory, whatever the size.
-
-    Example:
-        >>> import torch
-        >>> swallowed(torch.tensor([1.0, 1.0]), torch.tensor([1e-3, 1e-2]), "bfloat16")
-        0.5
-    """
-    target = by_name(dtype)
-    for tensor in (weight, update):
-        if not tensor.is_floating_point():
-            raise PolicyError(
-                f"{dtype_name(tensor.dtype)} tensors swallow no updates",
-                why="a weight and its update are real floating-point numbers",
-                write="swallowed(weight, new_weight - weight, dtype)",
-            )
-    if weight.shape != update.shape:
-        raise PolicyError(
-            "a weight and its update differ in shape",
-            where=f"weight {tuple(weight.shape)}, update {tuple(update.shape)}",
-            write="swallowed(weight, new_weight - weight, dtype)",
-        )
-    counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
-    pairs = zip(*(torch.split(each.detach().reshape(-1), _CHUNK) for each in (weight, update)), strict=True)
-    for stored, change in pairs:
-        before = target.round(stored.double())
-        moves = change != 0
-        stays = target.round(before + change.double()) == before
-        counts += torch.stack([moves.sum(), (moves & stays).sum()])
-    updated, lost = counts.tolist()
-    return lost / updated if updated else math.nan
 
 
 def _overflow(target: Format) -> tuple[float, bool]:

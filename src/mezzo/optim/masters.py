@@ -15,7 +15,7 @@ from mezzo.optim.asked import is_asked_by_checkpoint, no_distributed_checkpoint
 from mezzo.optim.gathering import gather
 from mezzo.tensors import LOW, mark
 
-__all__ = ["MasterWeights"]
+__all__ = ["MasterWeights", "masters_of"]
 
 
 class MasterWeights:
@@ -77,7 +77,7 @@ class MasterWeights:
             )
         if grad_dtype not in ("float32", "param"):
             raise PolicyError(f"unknown grad_dtype {grad_dtype!r}", write='grad_dtype="float32" or "param"')
-        if isinstance(getattr(optimizer.zero_grad, "__self__", None), MasterWeights):
+        if masters_of(optimizer) is not None:
             raise StateError(
                 "the optimizer has master weights already",
                 where=type(optimizer).__name__,
@@ -377,6 +377,12 @@ class MasterWeights:
                 self.optimizer.state[param] = self.optimizer.state.pop(master)
         self._master.clear()
         self._seen.clear()
+
+
+def masters_of(optimizer: Optimizer) -> MasterWeights | None:
+    """Return the masters that were put around an optimizer, if there are any."""
+    owner = getattr(optimizer.zero_grad, "__self__", None)
+    return owner if isinstance(owner, MasterWeights) else None
 
 
 def _is_low(param: Tensor) -> bool:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import NumericsError, PolicyError
-from mezzo.policy import Policy
 from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
+from mezzo.policy import Policy
 from mezzo.recipes.machine import default_device
 from mezzo.recipes.recipe import Batch, Recipe, Split
 from mezzo.session import MixedPrecision

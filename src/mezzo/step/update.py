@@ -22,8 +22,8 @@ __all__ = ["RULES", "States", "UpdateRule", "rule"]
 States: TypeAlias = tuple[Tensor, ...]
 Scalars: TypeAlias = Mapping[str, Tensor]
 Numbers: TypeAlias = Mapping[str, float]
-#: torch's own CPU kernel for a rule. It writes weight and states, contiguous FP32 vectors like the gradient, which comes
-#: negated to maximize. It takes hyper-parameters as Python's numbers, and the count of the step as 0-d float32.
+#: torch's own CPU kernel for a rule. It writes weight and states, contiguous FP32 vectors like the gradient, which
+#: comes negated to maximize. It takes hyper-parameters as Python's numbers, and the count of the step as 0-d float32.
 Native: TypeAlias = Callable[[Tensor, Tensor, States, Numbers, Tensor], None]
 
 

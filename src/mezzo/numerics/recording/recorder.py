@@ -1,0 +1,340 @@
+"""``Recorder``: what a training run does to numbers, recorded every so many steps."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import mezzo
+from mezzo.errors import PolicyError, StateError, UnsupportedError
+from mezzo.formats import Format
+from mezzo.numerics.evidence import KINDS, Evidence, EvidenceHeader, RecordedStep, Steps, SwallowedUpdates
+from mezzo.numerics.evidence_file import EvidenceStream, write
+from mezzo.numerics.histogram import ExponentHistogram
+from mezzo.numerics.recording.choices import Choices, LossScaleNow
+from mezzo.numerics.recording.step import PlainLoop, Recording
+from mezzo.optim.masters import MasterWeights
+from mezzo.scale.scaler import Scaler
+from mezzo.scale.state import inverse
+from mezzo.session.core import Core, PlainRun, current, under_way
+from mezzo.session.outcome import StepOutcome
+from mezzo.session.stats import Noted
+from mezzo.session.verdict import Judged
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Record what a training run does to numbers: where they lie in each binade, and which updates vanish.
+
+    In the first step, and then in each that comes ``every`` steps later, the values of weights, activations, activation
+    gradients, weight gradients and updates are counted by their exponent, module by module. From the counts follows
+    what any number format at any loss scale would lose of them, used in this run or not.
+
+    Gradients are recorded unscaled. Weight gradients are those that the optimizer gets, before they are clipped.
+    Weights and updates are those of the FP32 value where one is kept. A skipped step has no updates. What a module
+    returns is counted in passes that gradients come back through: neither under ``no_grad``, nor twice where
+    checkpointing runs a pass again; the calls of a step are summed.
+
+    A session tells of its steps by itself. In a loop without one call :meth:`step`.
+
+    Args:
+        model: The model. Functions that use parameters directly are not seen, nor is what torch compiles.
+        optimizer: What updates it, a :class:`mezzo.MasterWeights` around one, or several. In a session it may be left
+            out; in a loop without one there are then no updates, and weights are those that :meth:`step` finds.
+        every: Steps from one recorded step to the next.
+        formats: The storage formats that updates are rounded to.
+        kinds: What to record, of :data:`mezzo.numerics.KINDS`.
+        modules: Globs of module paths, each of which stands for what is inside as well; all when omitted.
+        keep: How many recorded steps are kept in memory, the newest; ``None`` keeps all.
+        stream: A file, or a run directory, that each recorded step is written to at once.
+        loss_scale: Of a loop without a session: its ``torch.amp.GradScaler``, or the number that losses are multiplied
+            by.
+
+    Raises:
+        PolicyError: Arguments that make no sense, all of them together.
+        OSError: The stream cannot be written.
+
+    **Cost**: on recorded steps a pass over everything that is recorded, one transfer from the device, and with
+    ``updates`` a copy of the weights while the step runs. On others nothing: there are hooks only in recorded steps.
+    In memory 4.5 KB for each tensor of a recorded step.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.numerics import Recorder
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> with Recorder(model, optimizer, every=2) as recorder:
+        ...     for _ in range(4):
+        ...         model(torch.ones(4, 8)).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         recorder.step()
+        >>> [step.step for step in recorder.evidence.steps]
+        [1, 3]
+        >>> recorder.histogram("weights", step="all").total
+        18
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | MasterWeights | Iterable[Optimizer | MasterWeights] | None = None,
+        every: int = 50,
+        formats: Sequence[str | torch.dtype | Format] = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *,
+        kinds: Iterable[str] = KINDS,
+        modules: str | Sequence[str] | None = None,
+        keep: int | None = 32,
+        stream: str | os.PathLike[str] | None = None,
+        loss_scale: float | Tensor | Any = None,
+    ) -> None:
+        self._choices = Choices.of(model, optimizer, every, formats, kinds, modules, keep)
+        self._scale = LossScaleNow(loss_scale, next(model.parameters()).device)
+        self._stream = None if stream is None else EvidenceStream(stream)
+        self._steps: deque[RecordedStep] = deque(maxlen=keep)
+        self._session = _SessionSide(self)
+        self._taken = 0
+        self._called: list[str] = []
+        self._recording: Recording | None = None
+        self._loop: PlainLoop | None = None
+        self._opened = ExitStack()
+        self._stage: Literal["new", "open", "ended", "interrupted"] = "new"
+
+    def __repr__(self) -> str:
+        model = type(self._choices.subject.model).__name__
+        return f"Recorder({model}, every={self._choices.every}: {self._taken} steps, {len(self._steps)} recorded)"
+
+    # A run ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._stage != "new":
+            raise StateError(
+                "a recorder records one run", where=repr(self), write="with Recorder(model, optimizer) as recorder: …"
+            )
+        self._arm()
+        self._session.outer = current()
+        self._opened.enter_context(under_way(self._session))
+        self._stage = "open"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._disarm()
+        self._opened.close()
+        self._stage = "ended" if kind is None else "interrupted"
+        if self._stream is not None:
+            self._stream.close() if kind is not None else self._stream.end(self._header, self._taken)
+
+    def step(self) -> None:
+        """Say that a step is done, after ``optimizer.step()``; where a session says so by itself, this does nothing.
+
+        Raises:
+            StateError: Outside of the ``with`` block.
+            UnsupportedError: The step's activations cannot be seen, as in compiled code.
+
+        **Cost**: on recorded steps one transfer from the device.
+        """
+        if self._stage != "open":
+            raise StateError(
+                "recorder.step() outside of its block", write="with Recorder(model, optimizer) as recorder: …"
+            )
+        if self._session.cores:
+            return
+        scale = self._scale.scale() if self._recording is not None else None
+        self._advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
+
+    def _arm(self) -> None:
+        choices = self._choices
+        self._scale.forget()
+        self._recording = Recording(choices.subject, choices.kinds, choices.formats, self._scale.factor)
+        if not self._session.cores:
+            self._loop = PlainLoop(self._recording, choices.subject, choices.optimizers, self._scale.factor)
+
+    def _disarm(self) -> None:
+        for armed in (self._recording, self._loop):
+            if armed is not None:
+                armed.remove()
+        self._recording = self._loop = None
+
+    @torch.no_grad()
+    def _advance(self, scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> None:
+        """Count a step, take what was recorded of it, and make ready for the next."""
+        self._taken += 1
+        recording = self._recording
+        try:
+            if recording is not None:
+                step = recording.finish(self._taken, scales, skipped)
+                self._called += recording.called
+                self._steps.append(step)
+                if self._stream is not None:
+                    self._stream.write(self._header, step)
+        finally:
+            self._disarm()
+        if self._taken % self._choices.every == 0:
+            self._arm()
+
+    # What was recorded ---------------------------------------------------------------------------------
+
+    @property
+    def evidence(self) -> Evidence:
+        """What was recorded up to now; partial while the run goes on, and after an exception has ended it."""
+        return Evidence(
+            header=self._header,
+            steps=tuple(self._steps),
+            num_steps=self._taken,
+            is_partial=self._stage != "ended",
+        )
+
+    @property
+    def _header(self) -> EvidenceHeader:
+        policy = self._session.cores[0].policy if self._session.cores else None
+        mode = "given" if self._scale.is_given else "none"
+        return EvidenceHeader(
+            mezzo=mezzo.__version__,
+            model=type(self._choices.subject.model).__name__,
+            policy=None if policy is None else str(policy),
+            compute_dtype=None if policy is None else str(policy.dtype).removeprefix("torch."),
+            loss_scale=mode if policy is None else policy.loss_scale.mode,
+            every=self._choices.every,
+            kinds=tuple(self._choices.kinds),
+            formats=tuple(each.name for each in self._choices.formats),
+            modules=self._choices.subject.ordered(self._called),
+        )
+
+    def histogram(
+        self, kind: str | Iterable[str], module: str | None = None, *, step: Steps = "newest", name: str | None = None
+    ) -> ExponentHistogram:
+        """Return how many values of some tensors lie in each binade: :meth:`mezzo.numerics.Evidence.histogram`."""
+        return self.evidence.histogram(kind, module, step=step, name=name)
+
+    def swallowed(
+        self, module: str | None = None, *, step: Steps = "newest", name: str | None = None
+    ) -> SwallowedUpdates:
+        """Return how many updates of some weights vanish: :meth:`mezzo.numerics.Evidence.swallowed`."""
+        return self.evidence.swallowed(module, step=step, name=name)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what is kept in memory to a file that :func:`mezzo.numerics.read_evidence` reads.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        write(self.evidence, path)
+
+
+class _SessionSide(PlainRun):
+    """What sessions tell a recorder of, while its block is open.
+
+    Attributes:
+        cores: The sessions that update its model.
+        outer: What their calls are part of besides.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.cores: list[Core] = []
+        self.outer = PlainRun()
+        self._recorder = recorder
+        self._others: list[Core] = []
+        self._stepping: Core | None = None
+        self._updated: dict[int, Tensor] = {}
+        self._is_ours = False
+
+    def join(self, core: Core) -> None:
+        self.outer.join(core)
+        if core in self.cores or core in self._others:
+            return
+        if not self._leaves(core):
+            self._others.append(core)
+            return
+        if self._recorder._scale.is_given:
+            raise PolicyError(
+                "a recorder in a session is not given a loss scale",
+                where=repr(self._recorder),
+                why="the session knows which scale its gradients carry",
+                write="Recorder(model, optimizer), without loss_scale=",
+            )
+        self.cores.append(core)
+        if self._recorder._loop is not None:
+            self._recorder._loop.remove()
+            self._recorder._loop = None
+
+    def begin(self, scaler: Scaler) -> None:
+        self.outer.begin(scaler)
+        self._recorder._scale.told(scaler.state.scale if scaler.changes_gradients else None)
+
+    def refuse(self, core: Core, closure: Any, scheduler: Any) -> None:
+        self.outer.refuse(core, closure, scheduler)
+        if core is not self._stepping:
+            self._updated = {}
+        self._stepping, self._is_ours = core, False
+        recording = self._recorder._recording
+        if core in self.cores and recording is not None:
+            self._updated = self._leaves(core)
+            recording.weights.before(core.weights.stored(in_fp32=True), set(self._updated.values()))
+
+    def seen(self, judged: Judged) -> Judged:
+        judged = self.outer.seen(judged)
+        core, recording = self._stepping, self._recorder._recording
+        if core is None or core not in self.cores:
+            return judged
+        if recording is None:
+            self._updated = self._updated or self._leaves(core)
+        self._is_ours = any(id(param) in self._updated for param in judged.params)
+        if recording is not None and self._is_ours:
+            factor = None if judged.scale is None else inverse(judged.scale)
+            for param, gradient in zip(judged.params, judged.gradients, strict=True):
+                if (leaf := self._updated.get(id(param))) is not None:
+                    recording.weights.gradient(leaf, gradient, factor)
+        return judged
+
+    def noted(self, core: Core, outcome: StepOutcome) -> Noted:
+        calls, then = self.outer.noted(core, outcome)
+
+        def after() -> None:
+            then()
+            self._ended(core, outcome)
+
+        return Noted(calls, after)
+
+    def _ended(self, core: Core, outcome: StepOutcome) -> None:
+        recording = self._recorder._recording
+        if not self._is_ours or core is not self._stepping:
+            if recording is not None:
+                recording.weights.forget()
+            return
+        if recording is not None:
+            recording.weights.after(core.weights.stored(in_fp32=True))
+        is_scaled = core.policy.loss_scale.mode != "none"
+        scales = outcome.scale.reshape(-1).unbind() if is_scaled else ()
+        self._recorder._advance(scales, [outcome.verdict.found_inf])
+
+    def refuse_capture(self, what: str) -> None:
+        self.outer.refuse_capture(what)
+        raise UnsupportedError(
+            f"{what} in the block of a Recorder",
+            where=repr(self._recorder),
+            why="a captured step is replayed without Python, which is what records",
+            write="the train step itself in the recorder's block, and mezzo.capture(…) after it",
+        )
+
+    def _leaves(self, core: Core) -> dict[int, Tensor]:
+        """Return the model's parameters by the ``id`` of what a session's optimizers update for each."""
+        choices = self._recorder._choices
+        own = set(choices.subject.model.parameters())
+        chosen = {id(p) for o, _ in choices.optimizers for group in o.param_groups for p in group["params"]}
+        return {
+            id(param): leaf
+            for group in core.groups
+            for param, leaf in group.with_leaves()
+            if leaf in own and (not chosen or id(param) in chosen)
+        }

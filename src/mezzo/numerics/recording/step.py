@@ -1,0 +1,168 @@
+"""One step that is being recorded, and how a loop without a session is followed through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from mezzo.formats import Format
+from mezzo.numerics.counting import ROW
+from mezzo.numerics.evidence import KINDS, RecordedStep, RecordedTensor
+from mezzo.numerics.histogram import ExponentHistogram
+from mezzo.numerics.recording.passes import PassWatch, Places
+from mezzo.numerics.recording.subject import Subject, unseen
+from mezzo.numerics.recording.tally import Tally
+from mezzo.numerics.recording.weights import FIELDS, WeightWatch, kept_by, swallowed_of, updated_by
+from mezzo.optim.keeper import Keeper
+
+__all__ = ["PlainLoop", "Recording"]
+
+_OF_PASSES = frozenset(("activations", "activation_gradients"))
+
+
+class Recording:
+    """What is counted of one step.
+
+    Args:
+        subject: What is watched.
+        kinds: What of it.
+        formats: The storage formats that updates are rounded to.
+        factor: Returns what to multiply gradients by that arrive now; ``None`` for 1.
+
+    Attributes:
+        weights: What is told of the parameters.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        kinds: Collection[str],
+        formats: Sequence[Format],
+        factor: Callable[[], Tensor | None],
+    ) -> None:
+        self._subject, self._kinds, self._formats = subject, kinds, formats
+        self._tally = Tally(FIELDS + len(formats))
+        self._places: Places = {}
+        self.weights = WeightWatch(subject, kinds, formats, self._tally, self._places)
+        self._passes: PassWatch | None = None
+        if not _OF_PASSES.isdisjoint(kinds):
+            subject.require_seen()
+            self._passes = PassWatch(subject, _OF_PASSES.intersection(kinds), self._tally, self._places, factor)
+
+    @property
+    def called(self) -> list[str]:
+        """The paths of the modules, in the order in which their calls ended."""
+        return [] if self._passes is None else list(self._passes.called)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        if self._passes is not None:
+            self._passes.remove()
+
+    def finish(self, step: int, loss_scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> RecordedStep:
+        """Bring everything to the host.
+
+        Args:
+            step: The step's number.
+            loss_scales: 0-d: the scale of each loss.
+            skipped: Whether the weights were left alone, or 0-d tensors of which one says so.
+
+        Raises:
+            UnsupportedError: There are gradients, and no module was called that they could have come through.
+
+        **Cost**: one transfer from each device.
+        """
+        self.weights.rest()
+        if self._passes is not None and not self.called and self._subject.is_whole and self.weights.has_gradients:
+            raise unseen(f"step {step}: gradients of {type(self._subject.model).__name__}, and no call of a module")
+        flags = [] if isinstance(skipped, bool) else skipped
+        rows, numbers = self._tally.fetch([*loss_scales, *flags])
+        is_skipped = skipped is True or any(numbers[len(loss_scales) :])
+        order = {each.path: place for place, each in enumerate(self._subject.ordered(self.called))}
+        places = sorted(self._places, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
+        return RecordedStep(
+            step=step,
+            loss_scales=tuple(numbers[: len(loss_scales)]),
+            skipped=is_skipped,
+            tensors=tuple(self._tensor(place, rows) for place in places if not (is_skipped and place[0] == "updates")),
+        )
+
+    def _tensor(self, place: tuple[str, str, str], rows: list[Tensor]) -> RecordedTensor:
+        kind, module, name = place
+        dtype, numbers = self._places[place]
+        parts = [ExponentHistogram(rows[number][:ROW]) for number in numbers]
+        return RecordedTensor(
+            kind=kind,
+            module=module,
+            name=name,
+            dtype=dtype,
+            histogram=parts[0] if len(parts) == 1 else ExponentHistogram.total_of(parts),
+            swallowed=swallowed_of(rows[numbers[0]][ROW:].tolist(), self._formats) if kind == "updates" else None,
+        )
+
+
+class PlainLoop:
+    """Follows one step of a loop without a session: gradients as they are accumulated, steps of the optimizers.
+
+    Args:
+        recording: What is told.
+        subject: What is watched.
+        optimizers: The optimizers, each with what keeps FP32 values of its parameters.
+        factor: Returns what to multiply gradients by that arrive now; ``None`` for 1.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        subject: Subject,
+        optimizers: Sequence[tuple[Optimizer, Keeper | None]],
+        factor: Callable[[], Tensor | None],
+    ) -> None:
+        self._weights, self._factor = recording.weights, factor
+        self._optimizers = optimizers
+        self._flags: list[Tensor] = []
+        self._has_stepped = False
+        self._handles: list[RemovableHandle] = [
+            param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            for param in subject.params
+            if param.requires_grad
+        ]
+        for optimizer, keeper in optimizers:
+            self._handles += (
+                optimizer.register_step_pre_hook(partial(self._before, keeper)),
+                optimizer.register_step_post_hook(partial(self._after, keeper)),
+            )
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def skipped(self) -> bool | Sequence[Tensor]:
+        """Whether no optimizer has stepped, or the flags by which fused ones were told to skip."""
+        return self._flags if self._has_stepped or not self._optimizers else True
+
+    @torch.no_grad()
+    def _accumulated(self, param: Tensor) -> None:
+        if param.grad is not None:
+            self._weights.gradient(param, param.grad, self._factor())
+
+    @torch.no_grad()
+    def _before(self, keeper: Keeper | None, optimizer: Optimizer, *_: Any) -> None:
+        self._has_stepped = True
+        found_inf = getattr(optimizer, "found_inf", None)  # torch's scaler tells it so to fused optimizers
+        if isinstance(found_inf, Tensor):
+            self._flags.append(found_inf.detach().reshape(()).clone())
+        self._weights.before(kept_by([keeper]), updated_by(optimizer, keeper))
+
+    @torch.no_grad()
+    def _after(self, keeper: Keeper | None, *_: Any) -> None:
+        self._weights.after(kept_by([keeper]))

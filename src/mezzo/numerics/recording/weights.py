@@ -1,0 +1,208 @@
+"""Weights before a step, the gradients it gets, and by how much it moves the weights: counted for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.errors import PolicyError
+from mezzo.formats import Format
+from mezzo.numerics.evidence import SwallowedUpdates
+from mezzo.numerics.recording.passes import Places
+from mezzo.numerics.recording.subject import Subject
+from mezzo.numerics.recording.tally import Tally, is_countable
+from mezzo.numerics.swallowing import masks_of
+from mezzo.optim.keeper import Keeper
+from mezzo.optim.masters import MasterWeights, masters_of
+from mezzo.optim.optimizer import as_one_pass
+from mezzo.tensors import dtype_name
+
+__all__ = ["FIELDS", "WeightWatch", "given_optimizers", "kept_by", "swallowed_of", "updated_by"]
+
+#: Numbers beside the histogram of an update, before those of each format: elements that are updated, that are beyond,
+#: that have a gradient, and those of them that did not move.
+FIELDS: Final = 4
+#: Elements of updates that are looked at at a time.
+_ON_CPU, _ON_GPU = 1 << 16, 1 << 22
+
+
+class WeightWatch:
+    """Counts what one step does to the parameters.
+
+    Args:
+        subject: What is watched.
+        kinds: Which of ``weights``, ``weight_gradients`` and ``updates``.
+        formats: The storage formats that updates are rounded to.
+        tally: What counts.
+        places: What is told of the rows.
+    """
+
+    def __init__(
+        self, subject: Subject, kinds: Iterable[str], formats: Sequence[Format], tally: Tally, places: Places
+    ) -> None:
+        self._subject, self._kinds, self._formats = subject, frozenset(kinds), formats
+        self._tally, self._places = tally, places
+        self._before: dict[Tensor, Tensor] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._has_gradients = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter has had a gradient."""
+        return self._has_gradients
+
+    def before(self, kept: Mapping[Tensor, Keeper], updated: Container[Tensor]) -> None:
+        """Count the weights that a step may move, and copy them.
+
+        Args:
+            kept: What keeps the FP32 value of each low-precision parameter that has one.
+            updated: The parameters that the step is one of.
+        """
+        for param in self._subject.params:
+            if not param.requires_grad or param not in updated or not is_countable(param):
+                continue
+            value = _value(param, kept)
+            if "weights" in self._kinds:
+                self._put("weights", param, value.dtype, self._tally.count(value))
+            if "updates" in self._kinds:
+                self._before[param] = value.to(torch.float32, copy=True)
+
+    def forget(self) -> None:
+        """Let go of the copies of a step that was another model's."""
+        self._before.clear()
+
+    def rest(self) -> None:
+        """Count the weights that no step has moved."""
+        for param, place in self._subject.params.items():
+            if "weights" in self._kinds and ("weights", *place) not in self._places and is_countable(param):
+                self._put("weights", param, param.dtype, self._tally.count(param))
+
+    def gradient(self, param: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
+        """Count a gradient, instead of an earlier one of the same parameter.
+
+        Args:
+            param: The model's parameter.
+            gradient: Its gradient.
+            factor: What to multiply it by; ``None`` for 1.
+        """
+        if param not in self._subject.params or not is_countable(gradient):
+            return
+        self._has_gradients = True
+        if "updates" in self._kinds:
+            self._gradients[param] = gradient
+        if "weight_gradients" in self._kinds:
+            self._put("weight_gradients", param, gradient.dtype, self._tally.count(gradient, factor))
+
+    def after(self, kept: Mapping[Tensor, Keeper]) -> None:
+        """Count the updates of the weights that were copied, and let go of the copies."""
+        items = []
+        for param, before in self._before.items():
+            update = _value(param, kept).float() - before
+            row = self._tally.count(update)
+            self._put("updates", param, before.dtype, row)
+            gradient = self._gradients.pop(param, None)
+            if gradient is None or gradient.shape != update.shape or gradient.is_sparse:
+                gradient = torch.zeros_like(update)
+            items.append((before, update, gradient.detach(), self._tally.beside(row)))
+        self._before.clear()
+        for device in dict.fromkeys(update.device for _, update, _, _ in items):
+            _count_moves([item for item in items if item[1].device == device], self._formats)
+
+    def _put(self, kind: str, param: Tensor, dtype: torch.dtype, row: int) -> None:
+        self._places[kind, *self._subject.params[param]] = dtype_name(dtype), [row]
+
+
+def swallowed_of(numbers: Sequence[int], formats: Sequence[Format]) -> SwallowedUpdates:
+    """Read what :class:`WeightWatch` has put beside the histogram of an update."""
+    updated, beyond, with_gradient, unmoved, *lost = numbers
+    return SwallowedUpdates(
+        updated=updated,
+        swallowed={target.name: count for target, count in zip(formats, lost, strict=True)},
+        beyond=beyond,
+        with_gradient=with_gradient,
+        unmoved=unmoved,
+    )
+
+
+def _value(param: Tensor, kept: Mapping[Tensor, Keeper]) -> Tensor:
+    return (kept[param].master_of(param) if param in kept else param).detach()
+
+
+def _count_moves(items: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], formats: Sequence[Format]) -> None:
+    """Add the numbers of some updates to the rows they are of; small ones are looked at together.
+
+    Args:
+        items: Weight, update and gradient, and where the numbers go.
+        formats: The storage formats.
+    """
+    batch: list[tuple[Tensor, ...]] = []
+    size = 0
+    for piece in _pieces(items):
+        if batch and size + piece[0].numel() > _most(piece[0]):
+            _count_batch(batch, formats)
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece[0].numel()
+    if batch:
+        _count_batch(batch, formats)
+
+
+def _pieces(items: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
+    for *tensors, row in items:
+        chunks = (torch.split(tensor.reshape(-1), _most(tensor)) for tensor in tensors)
+        for chunk in zip(*chunks, strict=True):
+            yield *chunk, row
+
+
+def _most(tensor: Tensor) -> int:
+    return _ON_CPU if tensor.device.type == "cpu" else _ON_GPU
+
+
+def _count_batch(batch: Sequence[tuple[Tensor, ...]], formats: Sequence[Format]) -> None:
+    weights, updates, gradients, rows = zip(*batch, strict=True)
+    update = torch.cat(updates)
+    moves, beyond, *lost = masks_of(torch.cat(weights), update, formats)
+    has_gradient = torch.cat([gradient != 0 for gradient in gradients])
+    masks = torch.stack([moves, beyond, has_gradient, has_gradient & ~moves, *lost])
+    for part, row in zip(torch.split(masks, [each.numel() for each in updates], dim=1), rows, strict=True):
+        row += part.sum(1)
+
+
+# Optimizers ---------------------------------------------------------------------------------------------------
+
+
+def given_optimizers(given: Any) -> list[tuple[Optimizer, Keeper | None]]:
+    """Return the optimizers that a recorder was given, each with what keeps FP32 values of its parameters.
+
+    Args:
+        given: An optimizer, one with masters around it, several of either, or ``None``.
+
+    Raises:
+        PolicyError: Anything else.
+    """
+    if given is None:
+        return []
+    several = [given] if isinstance(given, Optimizer | MasterWeights) or not isinstance(given, Iterable) else [*given]
+    found = [each.optimizer if isinstance(each, MasterWeights) else each for each in several]
+    wrong = [type(each).__name__ for each in found if not isinstance(each, Optimizer)] or ["an empty list"][: not found]
+    if wrong:
+        raise PolicyError(
+            f"a recorder takes a torch.optim.Optimizer, not {wrong[0]}",
+            write="Recorder(model, optimizer), and of a torch.amp.GradScaler loss_scale=scaler",
+        )
+    return [(each, masters_of(each) or as_one_pass(each)) for each in found]
+
+
+def kept_by(keepers: Iterable[Keeper | None]) -> dict[Tensor, Keeper]:
+    """Return the low-precision parameters, each with the keeper of its FP32 value."""
+    return {param: keeper for keeper in keepers if keeper is not None for param in keeper.stored(in_fp32=True)}
+
+
+def updated_by(optimizer: Optimizer, keeper: Keeper | None) -> set[Tensor]:
+    """Return the parameters of a model that an optimizer updates, itself or through their masters."""
+    own = {param for group in optimizer.param_groups for param in group["params"]}
+    return own if keeper is None else own | set(keeper.stored())

@@ -1,0 +1,775 @@
+"""The recorder against tensors kept by hand: every kind of loop and session, what it must not count, what it leaves."""
+
+import contextlib
+import copy
+import functools
+import gc
+import io
+import itertools
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo import MasterWeights, MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
+from mezzo.numerics import KINDS, ExponentHistogram, Recorder, exponent_histogram, read_evidence, swallowed
+from mezzo.numerics.evidence_file import FILE, PARTIAL
+
+pytestmark = pytest.mark.usefixtures("emulating")
+
+
+class Block(nn.Module):
+    """Outputs of every kind: nested, integer, the very tensor of a module inside, and changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8)
+        self.inner = nn.Sequential(self.up, self.act)
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        return {"out": (self.down(hidden), hidden.argmax(1)), "aside": [hidden * 2]}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.norm = nn.Linear(6, 8), Block(), nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        out = self.block(self.first(x))
+        return self.head(self.norm(out["out"][0])) + out["aside"][0].mean()
+
+
+def net(make=Net):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def batches(count, width=6):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(7, width, generator=generator) for _ in range(count)]
+
+
+def by_hand(*tensors):
+    return ExponentHistogram.total_of(exponent_histogram(tensor) for tensor in tensors).numbers
+
+
+def held(evidence, kind, step=1):
+    return {t.path: t.histogram.numbers for t in evidence.tensors(kind, step=step)}
+
+
+def is_bare(model, *optimizers):
+    """Whether no hook is left on a model, its parameters, and optimizers."""
+    hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    hooks += [h for p in model.parameters() for h in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
+    hooks += [h for p in model.parameters() for h in (p._backward_hooks or {}).values()]
+    for optimizer in optimizers:
+        hooks += [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    return not hooks
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+SESSIONS = {
+    "FP32": ("O0", adamw),
+    "O1 FP16": ("O1,dtype=float16,loss_scale=dynamic(init=1024)", adamw),
+    "O1 BF16, fused": ("O1,dtype=bfloat16", lambda model: adamw(model, fused=True)),
+    "O1 FP16, constant 1000": ("O1,dtype=float16,loss_scale=constant(1000)", lambda m: adamw(m, fused=True)),
+    "O2 FP16, masters": ("O2,dtype=float16,loss_scale=dynamic(init=1024)", adamw),
+    "O2 FP16, halves": (
+        "O2,dtype=float16,loss_scale=dynamic(init=1024)", lambda m: mezzo.optim.AdamW(m.parameters(), lr=1e-2)
+    ),
+    "O2 BF16, full": ("O2,dtype=bfloat16", lambda m: mezzo.optim.AdamW(m.parameters(), lr=1e-2, master="full")),
+    "O3 BF16": ("O3,dtype=bfloat16", lambda m: mezzo.optim.SGD(m.parameters(), lr=1e-2)),
+}  # fmt: skip
+
+
+def session(name="O1 FP16", model=None, **options):
+    policy, make = SESSIONS[name]
+    model = net() if model is None else model
+    optimizer = make(model)
+    return model, optimizer, MixedPrecision(model, optimizer, Policy.of(policy), **options)
+
+
+def backward(amp, model, x, weight=1.0, **which):
+    with amp.autocast():
+        loss = model(x).float().square().mean() * weight
+    amp.backward(loss, **which)
+
+
+# Plain loops ------------------------------------------------------------------------------------------------
+
+
+def test_all_kinds_of_a_plain_loop_are_those_kept_by_hand():
+    model, kept = net(), {kind: {} for kind in KINDS}
+    optimizer = adamw(model)
+    (x,) = batches(1)
+
+    def keep(path, tensor):
+        kept["activations"][path] = tensor.detach().clone()
+        tensor.register_hook(lambda g: kept["activation_gradients"].__setitem__(path, g.clone()))
+
+    def hook(path, module, args, output):
+        start = f"{path}.output" if path else "output"
+        if isinstance(output, torch.Tensor):
+            keep(start, output)
+        else:
+            keep(f"{start}['out'][0]", output["out"][0])
+            keep(f"{start}['aside'][0]", output["aside"][0])
+
+    with Recorder(model, optimizer) as recorder:
+        for path, module in model.named_modules():
+            module.register_forward_hook(functools.partial(hook, path))
+        kept["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model(x).square().mean().backward()
+        kept["weight_gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        kept["updates"] = {n: p.detach() - kept["weights"][n] for n, p in model.named_parameters()}
+        optimizer.zero_grad()
+        recorder.step()
+    # In place: the gradient at up's output is that from before the activation.
+    for kind in KINDS:
+        assert held(recorder.evidence, kind) == {n: by_hand(t) for n, t in kept[kind].items()}, kind
+    for name, before in kept["weights"].items():
+        lost = recorder.swallowed(*name.rpartition(".")[::2][:1], name=name.rpartition(".")[2])
+        for target in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+            share = swallowed(before, kept["updates"][name], target)
+            assert lost.share(target) == share or (math.isnan(share) and math.isnan(lost.share(target))), name
+        ratio = before.abs() / kept["updates"][name].abs()
+        assert lost.beyond == ((ratio >= 2048) & (kept["updates"][name] != 0)).sum()
+        assert (lost.with_gradient, lost.unmoved) == ((kept["weight_gradients"][name] != 0).sum(), 0)
+    paths = [module.path for module in recorder.evidence.header.modules]
+    block = ["block.up", "block.inner.0", "block.act", "block.inner.1", "block.inner", "block.down", "block"]
+    assert paths == ["first", *block, "norm", "head", ""]
+
+
+def test_a_loop_may_accumulate_and_its_optimizer_be_unknown():
+    model = net()
+    one, two = batches(2)
+    with Recorder(model) as recorder:
+        for x in (one, two):
+            model(x).square().mean().backward()
+        gradient = model.head.weight.grad.clone()
+        model.zero_grad()
+        recorder.step()
+    assert recorder.histogram("weight gradients", "head", name="weight").numbers == by_hand(gradient)
+    assert recorder.histogram("weights", "head", name="weight").numbers == by_hand(model.head.weight)
+    assert recorder.histogram("activations", "head").total == 2 * 7 * 3, "the calls of a step are summed"
+    with pytest.raises(StateError, match="no updates"):
+        recorder.histogram("updates")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loop_of_torchs_scaler_is_recorded_unscaled(fused):
+    model = net()
+    optimizer = adamw(model, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    first, second, third = batches(3)
+    plain = net()
+    plain(first).square().mean().backward()
+    with Recorder(model, optimizer, every=1, loss_scale=scaler) as recorder:
+        for number, x in enumerate((first, second, third)):
+            scaler.scale(model(x).square().mean() * (math.inf if number == 1 else 1.0)).backward()
+            if number != 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            recorder.step()
+    evidence = recorder.evidence
+    assert evidence.header.loss_scale == "given"
+    assert [step.loss_scales for step in evidence.steps] == [(2.0**10,), (2.0**11,), (2.0**10,)]
+    assert [step.skipped for step in evidence.steps] == [False, True, False]
+    for kind in ("weight_gradients", "activation_gradients"):
+        histogram = evidence.histogram(kind, "head", step=1)
+        assert histogram.max_abs < 2, kind
+        assert evidence.histogram(kind, "head", step=2).nans + evidence.histogram(kind, "head", step=2).infs, kind
+    assert held(evidence, "weight_gradients") == {n: by_hand(p.grad) for n, p in plain.named_parameters()}
+    with pytest.raises(StateError, match="step 2 was skipped"):
+        evidence.histogram("updates", step=2)
+
+
+@pytest.mark.parametrize("given", [3.0, torch.tensor(3.0)])
+def test_a_loss_scale_may_be_a_number(given):
+    model = net()
+    optimizer = adamw(model)
+    with Recorder(model, optimizer, loss_scale=given) as recorder:
+        (model(batches(1)[0]).square().mean() * 3.0).backward()
+        gradient = model.head.bias.grad * (torch.tensor(1.0, dtype=torch.float64) / 3).float()
+        optimizer.step()
+        recorder.step()
+    assert recorder.histogram("weight gradient", "head", name="bias").numbers == by_hand(gradient)
+    assert recorder.evidence.steps[0].loss_scales == (3.0,)
+
+
+def test_masters_and_halves_outside_of_sessions_have_updates_in_fp32():
+    for make in (
+        lambda model: MasterWeights(adamw(model)),
+        lambda model: mezzo.optim.AdamW(model.parameters(), lr=1e-5),
+        lambda model: mezzo.optim.AdamW(model.parameters(), lr=1e-5, master="full"),
+    ):
+        model = net(lambda: nn.Linear(6, 3)).bfloat16()
+        optimizer = make(model)
+        keeper = optimizer
+        with Recorder(model, optimizer, every=1) as recorder:
+            for x in batches(2):
+                before = keeper.master_of(model.weight).clone() if recorder.evidence.steps else None
+                model(x.bfloat16()).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step()
+        after = keeper.master_of(model.weight)
+        assert after.dtype == torch.float32
+        assert recorder.histogram("updates", name="weight").numbers == by_hand(after - before)
+        assert recorder.histogram("weights", name="weight").numbers == by_hand(before)
+
+
+# Sessions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_session_tells_of_its_steps_by_itself(name):
+    model, optimizer, amp = session(name, max_grad_norm=1e-2)
+    twin, _, plain = session(name)
+    x, y = batches(2)
+    backward(plain, twin, x)
+    backward(plain, twin, y)
+    with torch.no_grad():
+        before = [amp._core.weights.stored()[p].master_of(p).clone() if p in amp._core.weights.stored()
+                  else p.detach().clone() for p in model.parameters()]  # fmt: skip
+    with Recorder(model, optimizer) as recorder:
+        backward(amp, model, x)
+        backward(amp, model, y)
+        amp.step()
+        amp.zero_grad()
+        recorder.step()  # told already
+    after = [amp._core.weights.stored()[p].master_of(p) if p in amp._core.weights.stored() else p.detach()
+             for p in model.parameters()]  # fmt: skip
+    plain.unscale_()
+    names = [n for n, _ in model.named_parameters()]
+    evidence = recorder.evidence
+    assert evidence.num_steps == 1
+    assert held(evidence, "weight_gradients") == {n: by_hand(p.grad) for n, p in twin.named_parameters()}
+    assert held(evidence, "weights") == {n: by_hand(v) for n, v in zip(names, before, strict=True)}
+    assert held(evidence, "updates") == {
+        n: by_hand(b.float() - a.float()) for n, a, b in zip(names, before, after, strict=True)
+    }
+    header = evidence.header
+    assert (header.policy, header.loss_scale) == (str(amp.policy), amp.policy.loss_scale.mode)
+    assert evidence.steps[0].loss_scales == ((float(plain.loss_scale),) if header.loss_scale != "none" else ())
+    assert evidence.histogram("activation gradients", "head").max_abs < 1
+
+
+def test_activation_gradients_are_divided_by_the_scale_of_their_own_loss():
+    model, _, amp = session("O1 FP16", num_losses=2)
+    x, y = batches(2)
+    amp._core.scalers[1].state.scale.fill_(2.0**5)
+    kept = []
+    model.head.register_forward_hook(lambda m, a, out: out.register_hook(kept.append) and None)
+    with Recorder(model) as recorder:
+        backward(amp, model, x, loss_id=0)
+        backward(amp, model, y, loss_id=1)
+        amp.step()
+    assert recorder.evidence.steps[0].loss_scales == (2.0**10, 2.0**5)
+    by_scale = by_hand(kept[0].float() / 2.0**10, kept[1].float() / 2.0**5)
+    assert recorder.histogram("activation_gradients", "head").numbers == by_scale
+
+
+def test_unscaled_gradients_edits_of_them_and_penalties_are_seen_as_the_optimizer_gets_them():
+    model, optimizer, amp = session("O2 FP16, masters")
+    with Recorder(model, optimizer) as recorder:
+        x = batches(1)[0].requires_grad_()
+        with amp.autocast():
+            out = model(x)
+        (slope,) = amp.grad(out.float().sum(), x, create_graph=True)
+        amp.backward(out.float().square().mean() + slope.square().mean())
+        amp.unscale_()
+        with torch.no_grad():
+            model.head.weight.grad.mul_(0.5)
+        gradient = model.head.weight.grad.clone()
+        amp.step()
+    assert recorder.histogram("weight_gradients", "head", name="weight").numbers == by_hand(gradient)
+    assert recorder.histogram("activation gradients", "head").max_abs < 2
+
+
+def test_a_skipped_step_has_no_updates_and_counts_what_is_not_finite():
+    for name in ("O1 FP16", "O2 FP16, halves", "O1 FP16, constant 1000"):
+        model, optimizer, amp = session(name)
+        with Recorder(model, optimizer, every=1) as recorder:
+            for x, weight in zip(batches(2), (1e38, 1.0), strict=True):
+                backward(amp, model, x, weight)
+                amp.step()
+                amp.zero_grad()
+        assert [step.skipped for step in recorder.evidence.steps] == [True, False], name
+        skipped = recorder.histogram("weight gradients", step=1)
+        assert skipped.infs + skipped.nans, name
+        assert {t.kind for t in recorder.evidence.steps[0].tensors} == set(KINDS) - {"updates"}, name
+
+
+def test_closures_count_their_last_evaluation_and_the_whole_update():
+    model = net(lambda: nn.Linear(6, 2))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    amp = MixedPrecision(model, optimizer, "O1,dtype=float16", max_grad_norm=1e-3)
+    before, calls, (x,) = model.weight.detach().clone(), [], batches(1)
+
+    def closure():
+        amp.zero_grad()
+        with amp.autocast():
+            loss = model(x).float().square().mean()
+        amp.backward(loss)
+        calls.append(model.weight.grad.float() / float(amp.loss_scale))
+        return loss
+
+    with Recorder(model, optimizer) as recorder:
+        amp.step(closure=closure)
+    assert len(calls) > 1
+    assert recorder.histogram("weight_gradients", name="weight").numbers == by_hand(calls[-1])
+    assert recorder.histogram("updates", name="weight").numbers == by_hand(model.weight.detach() - before)
+
+
+def test_of_two_models_in_a_session_only_the_steps_of_the_recorded_one_count():
+    one, other = net(lambda: nn.Linear(6, 6)), net(lambda: nn.Linear(6, 2))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)]
+    amp = MixedPrecision([one, other], optimizers, "O1,dtype=float16")
+    with Recorder(one, optimizers[0], every=2) as recorder, Recorder(other, every=1) as second:
+        for x in batches(3):
+            for optimizer, model in ((optimizers[1], lambda x: other(one(x).detach())), (optimizers[0], one)):
+                with amp.autocast():
+                    loss = model(x).float().square().mean()
+                amp.backward(loss, optimizers=optimizer)
+                amp.step(optimizer)
+                amp.zero_grad()
+    assert [step.step for step in recorder.evidence.steps] == [1, 3]
+    assert [step.step for step in second.evidence.steps] == [1, 2, 3]
+    assert recorder.evidence.num_steps == 3
+    assert recorder.histogram("updates").total == 42
+    assert second.histogram("updates").total == 14
+
+
+def test_a_session_that_is_made_inside_the_block_is_followed_too():
+    model = net()
+    optimizer = adamw(model)
+    with Recorder(model, optimizer, every=1) as recorder:
+        amp = MixedPrecision(model, optimizer, "O1,dtype=float16")
+        backward(amp, model, batches(1)[0])
+        amp.step()
+    assert recorder.evidence.header.policy == str(amp.policy)
+    assert recorder.histogram("weight_gradients").max_abs < 1
+
+
+# What is counted, and how often -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_runs_again_is_counted_once(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block, self.head = (
+                nn.Linear(6, 8),
+                nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+                nn.Linear(8, 1),
+            )
+
+        def forward(self, x):
+            return self.head(checkpoint(self.block, self.first(x), use_reentrant=reentrant))
+
+    def recorded(model):
+        optimizer = adamw(model)
+        with Recorder(model, optimizer) as recorder:
+            model(batches(1)[0]).square().mean().backward()
+            optimizer.step()
+            recorder.step()
+        return recorder.evidence
+
+    plain = net(Checkpointed)
+    plain.forward = lambda x: plain.head(plain.block(plain.first(x)))
+    found, expected = recorded(net(Checkpointed)), recorded(plain)
+    for kind in KINDS:
+        assert held(found, kind) == held(expected, kind), kind
+
+
+def test_evaluation_is_not_counted_whether_gradients_are_off_or_not():
+    model = net()
+    optimizer = adamw(model)
+    x, y = batches(2)
+    with Recorder(model, optimizer) as recorder:
+        with torch.no_grad():
+            model(y)
+        with torch.inference_mode():
+            model(y)
+        model.eval()
+        model(y)
+        model.train()
+        model(x).square().mean().backward()
+        model.eval()
+        model(y).mean()
+        optimizer.step()
+        recorder.step()
+    assert recorder.histogram("activations", "head").total == 7 * 3
+    with Recorder(model, optimizer) as recorder:  # training in evaluation mode is training
+        model(x).square().mean().backward()
+        optimizer.step()
+        recorder.step()
+    assert recorder.histogram("activations", "head").total == 7 * 3
+    assert recorder.histogram("activation gradients", "block.up").total == 7 * 16
+
+
+def test_shared_modules_tied_weights_and_modules_without_weights_of_their_own():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.one = nn.Embedding(5, 6, sparse=True), nn.Linear(6, 6)
+            self.again, self.head = self.one, nn.Linear(6, 5, bias=False)
+            self.head.weight = self.embed.weight
+            self.shift = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(5))})
+            self.unused, self.frozen = nn.Linear(2, 2), nn.Linear(6, 6)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, text):
+            return self.head(self.frozen(self.again(self.one(self.embed(text))))) + self.shift["bias"]
+
+    model = net(Odd)
+    model.embed.sparse = False
+    optimizer = adamw(model)
+    with Recorder(model, optimizer) as recorder:
+        model(torch.arange(4)).square().mean().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        optimizer.step()
+        recorder.step()
+    evidence = recorder.evidence
+    assert evidence.histogram("activations", "one").total == 2 * 4 * 6
+    assert evidence.histogram("activations", "again").numbers == evidence.histogram("activations", "one").numbers
+    assert evidence.histogram("weight_gradients", "head").numbers == by_hand(gradients["embed.weight"])
+    assert evidence.histogram("weights", "shift").total == 5
+    assert evidence.histogram("weights", "frozen").total == evidence.histogram("weights", "unused").total + 36
+    assert set(held(evidence, "weight_gradients")) == {n for n, g in gradients.items() if g is not None}
+    assert not {"frozen.weight", "unused.weight"} & set(held(evidence, "updates")) - {"unused.weight"}
+    modules = {module.path: module for module in evidence.header.modules}
+    assert modules["again"].same_as == "one"
+    assert modules["head"].tied == {"weight": "embed.weight"}
+
+
+def test_sparse_gradients_are_counted_by_what_they_hold():
+    model = net(lambda: nn.Embedding(50, 4, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = MixedPrecision(model, optimizer, "O0")
+    for told in (False, True):
+        with Recorder(model, optimizer) as recorder:
+            loss = model(torch.tensor([1, 1, 7])).square().sum()
+            if told:
+                amp.backward(loss)
+                amp.step()
+                amp.zero_grad()
+            else:
+                loss.backward()
+                optimizer.zero_grad()
+                recorder.step()
+        assert recorder.histogram("weight_gradients").total == 8, told
+
+
+def test_a_frozen_model_and_one_of_float64_are_recorded_as_far_as_they_go():
+    frozen = net(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
+    frozen[0].requires_grad_(False)
+    frozen[1].double()
+    with Recorder(frozen) as recorder:
+        frozen[1](frozen[0](batches(1)[0]).double()).sum().backward()
+        recorder.step()
+    assert set(held(recorder.evidence, "weights")) == {"0.weight", "0.bias"}
+    assert set(held(recorder.evidence, "activations")) == {"0.output"}
+    with pytest.raises(StateError, match="no weight_gradients"):
+        recorder.histogram("weight_gradients")
+
+
+def test_what_a_search_for_an_overflow_runs_again_is_not_counted(caplog):
+    model, optimizer, amp = session("O1 FP16", on_overflow="explain")
+    with Recorder(model, optimizer, every=1) as recorder:
+        backward(amp, model, batches(1)[0], 1e38)
+        amp.step()
+        mezzo.numerics.locate(lambda: model(batches(1)[0]).sum(), model)
+        amp.zero_grad()
+    assert recorder.histogram("activations", "head", step=1).total == 7 * 3
+
+
+def test_only_chosen_modules_and_kinds_are_recorded():
+    model = net()
+    optimizer = adamw(model)
+    with Recorder(model, optimizer, kinds=["Activation", "updates"], modules="block", formats="fp16") as recorder:
+        for _ in range(2):
+            model(batches(1)[0]).square().mean().backward()
+            optimizer.step()
+            recorder.step()
+    assert {(t.kind, t.path) for t in recorder.evidence.steps[0].tensors} == {
+        ("activations", "block.up.output"), ("activations", "block.act.output"), ("activations", "block.inner.output"),
+        ("activations", "block.down.output"), ("activations", "block.output['out'][0]"),
+        ("activations", "block.output['aside'][0]"), ("updates", "block.up.weight"), ("updates", "block.up.bias"),
+        ("updates", "block.down.weight"), ("updates", "block.down.bias"),
+    }  # fmt: skip
+    assert recorder.swallowed().swallowed.keys() == {"float16"}
+    with pytest.raises(StateError, match="recorded: activations, updates"):
+        recorder.histogram("weights")
+
+
+# Nothing is changed, and nothing is left --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_training_is_the_same_bit_for_bit(name):
+    def trained(recorded):
+        model, optimizer, amp = session(name, max_grad_norm=1.0)
+        with Recorder(model, optimizer, every=2) if recorded else contextlib.nullcontext():
+            for x in batches(5):
+                backward(amp, model, x)
+                amp.step()
+                amp.zero_grad()
+        return [*model.state_dict().values(), *(p.detach() for p in amp.master_params())]
+
+    for one, other in zip(trained(False), trained(True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_hooks_are_there_in_recorded_steps_only_and_nothing_outlives_the_block():
+    model = net()
+    optimizer = adamw(model)
+    recorder, losses = Recorder(model, optimizer, every=3), []
+
+    def run():
+        with recorder:
+            for number, x in enumerate(batches(5)):
+                assert is_bare(model, optimizer) == (number % 3 != 0), number
+                copied = copy.deepcopy(model)
+                losses.append(model(x).square().mean())
+                if number == 3:
+                    copied(x).sum().backward()  # a copy's hooks tell nobody
+                    torch.save(model, io.BytesIO())
+                    raise RuntimeError("stop")
+                losses[-1].backward()
+                optimizer.step()
+                recorder.step()
+
+    with pytest.raises(RuntimeError, match="stop"):
+        run()
+    assert is_bare(model, optimizer)
+    assert recorder.evidence.is_partial
+    losses[-1].backward()  # through hooked tensors, when the block is over
+    assert [step.step for step in recorder.evidence.steps] == [1]
+
+
+def test_two_recorders_count_the_same_and_one_may_end_before_the_other():
+    model, optimizer, amp = session()
+    with Recorder(model, optimizer, every=1) as outer:
+        with Recorder(model, optimizer, every=1) as inner:
+            backward(amp, model, batches(1)[0])
+            amp.step()
+            amp.zero_grad()
+        backward(amp, model, batches(1)[0])
+        amp.step()
+    for kind in KINDS:
+        assert held(outer.evidence, kind) == held(inner.evidence, kind), kind
+    assert (outer.evidence.num_steps, inner.evidence.num_steps) == (2, 1)
+
+
+def test_recorded_steps_bring_everything_over_at_once_and_others_nothing(monkeypatch):
+    reads = []
+    to_host = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append(tensor.shape) or to_host(tensor))
+    model, optimizer, amp = session("O2 FP16, halves")
+    with Recorder(model, optimizer, every=2):
+        for number, x in enumerate(batches(4)):
+            backward(amp, model, x)
+            amp.step()
+            amp.zero_grad()
+            assert sum(shape.numel() > 1 for shape in reads) == number // 2 + 1, number
+
+
+# Results ----------------------------------------------------------------------------------------------------
+
+
+def train(recorder, model, optimizer, count):
+    for x in batches(count):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.step()
+
+
+def test_the_newest_steps_are_kept_and_all_are_streamed(tmp_path):
+    model = net()
+    optimizer = adamw(model)
+    with Recorder(model, optimizer, every=2, keep=2, stream=tmp_path) as recorder:
+        train(recorder, model, optimizer, 5)
+        running = read_evidence(tmp_path)
+        assert not (tmp_path / FILE).exists()
+    assert [step.step for step in recorder.evidence.steps] == [3, 5]
+    assert (running.is_partial, [step.step for step in running.steps]) == (True, [1, 3, 5])
+    found = read_evidence(tmp_path)
+    assert (found.is_partial, found.num_steps, [path.name for path in tmp_path.iterdir()]) == (False, 5, [FILE])
+    recorder.save(tmp_path / "kept.jsonl")
+    kept = read_evidence(tmp_path / "kept.jsonl")
+    for kind, step in itertools.product(KINDS, (3, 5)):
+        assert held(kept, kind, step) == held(found, kind, step) == held(recorder.evidence, kind, step)
+    assert kept.header == found.header == recorder.evidence.header
+    assert recorder.swallowed("head", step=5) == found.swallowed("head", step=5)
+    assert repr(recorder) == "Recorder(Net, every=2: 5 steps, 2 recorded)"
+
+
+def test_an_interrupted_run_leaves_what_it_has_under_its_partial_name(tmp_path):
+    model = net()
+    optimizer = adamw(model)
+    path = tmp_path / "run.jsonl"
+    recorder = Recorder(model, optimizer, every=1, stream=path)
+
+    def run():
+        with recorder:
+            train(recorder, model, optimizer, 2)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert [each.name for each in tmp_path.iterdir()] == ["run.jsonl" + PARTIAL]
+    assert read_evidence(tmp_path / ("run.jsonl" + PARTIAL)).is_partial
+    recorder.save(path)
+    assert read_evidence(path).is_partial
+
+
+def test_the_frozen_weight_of_torchs_is_seen_before_and_after_it_freezes():
+    """100 AdamW steps on a BF16 weight of 1.0 at lr 1e-3 leave it exactly 1.0, without a word."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Linear(4, 4, bias=False)
+        nn.init.ones_(model.weight)
+        model.to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+        with Recorder(model, optimizer, every=25) as recorder:
+            for _ in range(100 if dtype == torch.bfloat16 else 2):
+                model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step()
+        lost = recorder.swallowed()
+        if dtype == torch.bfloat16:
+            assert torch.equal(model.weight.detach(), torch.ones(4, 4, dtype=dtype))
+            assert (lost.updated, lost.share_unmoved) == (0, 1.0)
+            assert math.isnan(lost.share("bfloat16"))
+        else:
+            assert (lost.share("bfloat16"), lost.share("float16"), lost.share_unmoved) == (1.0, 0.0, 0.0)
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_make_no_sense_are_refused_together():
+    model, other = net(), net()
+    for arguments, words in (
+        ((3,), "watches a torch.nn.Module, not int"),
+        ((nn.ReLU(),), "nothing to record of a model without parameters"),
+        ((model, "adamw"), "takes a torch.optim.Optimizer, not str"),
+        ((model, []), "not an empty list"),
+        ((model, torch.amp.GradScaler("cpu")), "not GradScaler"),
+        ((model, adamw(other)), "updates none of the model's parameters"),
+        ((model, None, 0), "every is 0, not a number of steps"),
+        ((model, None, 2.5), "every is 2.5"),
+        ((model, None, 50, ("float61",)), "did you mean 'float16'"),
+        ((model, None, 50, (), {"kinds": ()}), "kinds is empty"),
+        ((model, None, 50, (), {"kinds": ["weigths"]}), "did you mean 'weights'"),
+        ((model, None, 50, (), {"modules": ["blok"]}), "(?s)no module matches 'blok'.*did you mean 'block'"),
+        ((model, None, 50, (), {"modules": []}), r"no module matches modules=\(\)"),
+        ((model, None, 50, (), {"keep": 0}), "keep is 0"),
+        ((model, None, 50, (), {"loss_scale": 0.0}), "loss scale is 0.0, not a positive finite number"),
+        ((model, None, 50, (), {"loss_scale": "dynamic"}), "loss scale is 'dynamic'"),
+        ((model, adamw(other), 0, ("float61",)), "3 problems"),
+    ):  # fmt: skip
+        options = arguments[-1] if isinstance(arguments[-1], dict) else {}
+        with pytest.raises(PolicyError, match=words):
+            Recorder(*(a for a in arguments if not isinstance(a, dict)), **options)
+    with pytest.raises(FileNotFoundError, match="no folder to save in"):
+        Recorder(model, stream="/nowhere/at/all.jsonl")
+
+
+def test_calls_at_the_wrong_moment_are_refused():
+    model, optimizer, amp = session()
+    recorder = Recorder(model, optimizer)
+    with pytest.raises(StateError, match="outside of its block"):
+        recorder.step()
+    with pytest.raises(StateError, match="no step was recorded yet, of 0 taken"):
+        recorder.histogram("weights")
+    with recorder, pytest.raises(StateError, match="records one run"):
+        recorder.__enter__()
+    with pytest.raises(StateError, match="outside of its block"):
+        recorder.step()
+    with pytest.raises(StateError, match="records one run"), recorder:
+        pass
+    with Recorder(model, optimizer, loss_scale=2.0), pytest.raises(PolicyError, match="knows which scale"):
+        amp.autocast()
+
+
+def test_captured_steps_are_refused_by_name():
+    model, optimizer, amp = session()
+
+    def train_step(x):
+        backward(amp, model, x)
+        amp.step()
+        amp.zero_grad()
+
+    captured = mezzo.capture(train_step, batches(1)[0])
+    with Recorder(model, optimizer) as recorder:
+        with pytest.raises(UnsupportedError, match=r"(?s)mezzo.capture\(\) in the block of a Recorder.*after it"):
+            mezzo.capture(train_step, batches(1)[0])
+        with pytest.raises(UnsupportedError, match="a captured step in the block of a Recorder"):
+            captured(batches(1)[0])
+        train_step(batches(1)[0])
+    assert recorder.evidence.num_steps == 1
+    captured(batches(1)[0])
+
+
+def test_compiled_modules_are_refused_where_activations_are_wanted():
+    model = net(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
+    wrapped = torch.compile(model, backend="eager")
+    inside = net(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
+    inside[1].compile(backend="eager")
+    for each, where in ((wrapped, "OptimizedModule"), (inside, "1")):
+        with pytest.raises(UnsupportedError, match=rf"(?s)inside torch.compile.*where  {where}.*kinds="):
+            Recorder(each).__enter__()
+        assert is_bare(each)
+    with Recorder(wrapped, kinds=("weights", "weight_gradients")) as recorder:
+        wrapped(batches(1)[0]).sum().backward()
+        recorder.step()
+    assert recorder.histogram("weight_gradients").total == 38
+    # A model that is called through something compiled is only found out by what does not come.
+    with Recorder(model, every=1) as recorder:
+        wrapped(batches(1)[0]).sum().backward()
+        with pytest.raises(UnsupportedError, match=r"(?s)step 1: gradients of Sequential, and no call"):
+            recorder.step()
+    assert is_bare(model)
+
+
+def test_counting_without_steps_ends_before_memory_does(monkeypatch):
+    monkeypatch.setattr("mezzo.numerics.recording.tally._MOST", 50)
+    model = net()
+    with Recorder(model):
+        for x in batches(6):
+            model(x)
+        with pytest.raises(StateError, match="50 tensors were counted, and no step came"):
+            model(x)
+
+
+def test_a_recorder_keeps_no_model_alive():
+    model = net()
+    with Recorder(model) as recorder:
+        model(batches(1)[0]).sum().backward()
+        recorder.step()
+    evidence = recorder.evidence
+    dead = weakref.ref(model)
+    del model, recorder
+    gc.collect()
+    assert dead() is None
+    assert evidence.histogram("weights").total > 0
