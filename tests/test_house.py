@@ -11,9 +11,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
-    "bench": 417,
+    "bench": 535,
     "cast": 2_416,
-    "cli": 723,
+    "cli": 763,
     "explanation": 1_086,
     "integrations": 50,
     "numerics": 1_666,

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import get_args
 import pytest
 import torch
 
+from mezzo.bench.layers import LayerSteps, Spread
 from mezzo.cast.device import Action, DeviceReport, FormatSupport, decide, probing
 from mezzo.cli import doctor as doctor_module
 from mezzo.cli import main
@@ -37,6 +39,16 @@ CRASHING = DeviceReport(
 )
 
 
+def speed(median):
+    return Spread(median=median, p10=0.9 * median, p90=1.1 * median)
+
+
+STEPS = {
+    torch.float16: LayerSteps(speeds={}, trouble="the process that tried it ended with exit code -4"),
+    torch.bfloat16: LayerSteps(speeds={128: speed(0.66), 2048: speed(2.4)}),
+}
+
+
 @pytest.fixture(autouse=True)
 def crashing(monkeypatch, tmp_path):
     monkeypatch.setattr(decide, "_reports", {})
@@ -50,6 +62,7 @@ def crashing(monkeypatch, tmp_path):
         return CRASHING, True
 
     monkeypatch.setattr(probing, "cpu_report", cpu_report)
+    monkeypatch.setattr(doctor_module, "layer_steps", lambda _, dtypes: {each: STEPS[each] for each in dtypes})
     return probed
 
 
@@ -64,13 +77,16 @@ def run(capsys, *arguments):
 
 def test_the_table_says_what_works_what_crashes_and_what_follows(capsys):
     out = run(capsys)
+    assert not any(len(line) > 120 for line in out.splitlines())
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
-    assert rows["float16"] == "yes 0.027× slow no emulate in FP32 slowest: matmul"
-    assert rows["bfloat16"] == (
-        "no 2.1× fast yes set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, then compute natively gemm: the process was killed"
-    )
-    assert rows["float8_e4m3fn"] == "no – no not compute in it yet convolution: no [kernel]"
-    assert rows["float8_e5m2"] == "yes 1× fast no not compute in it yet slowest: gemm"
+    assert rows["float16"] == "yes 0.027× – – emulate in FP32 slowest: matmul"
+    assert rows["bfloat16"].startswith("crashes 2.1× 0.66× (0.59–0.73) 2.4× (2.2–2.6) set ")
+    assert rows["float8_e4m3fn"].startswith("no – – – not compute in it")
+    assert rows["float8_e5m2"].startswith("yes 1× – – not compute in it")
+    words = " ".join(out.split())
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" in words
+    assert "killed" in words
+    assert "[kernel]" in words
     assert rows["cpu:"] == "a crashing CPU"
     assert rows["torch"] == torch.__version__
     assert rows["python"] == platform.python_version()
@@ -78,6 +94,38 @@ def test_the_table_says_what_works_what_crashes_and_what_follows(capsys):
     assert "TF32" not in out, "there is no GPU"
     assert "\x1b" not in out
     assert not os.environ["ONEDNN_MAX_CPU_ISA"], "the doctor looks, and changes nothing"
+
+
+def test_the_answer_comes_first(capsys):
+    lines = run(capsys).split("\n\n")[0].split("cpu: ")[1:]
+    assert [" ".join(line.split()) for line in lines] == [
+        "float16: no training step could be timed; the process that tried it ended with exit code -4; mezzo will "
+        "emulate in FP32",
+        "bfloat16 pays at width 2048 only: training steps 0.66× as fast as in FP32 at width 128, 2.4× at width 2048; "
+        "mezzo will set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, then compute natively",
+    ]
+
+
+def test_quick_times_no_steps(capsys, monkeypatch):
+    monkeypatch.setattr(doctor_module, "layer_steps", None)
+    out = run(capsys, "--quick")
+    assert out.startswith(
+        "cpu: float16: products 0.027× as fast as in FP32, slowest: matmul; mezzo will emulate in FP32\n"
+    )
+    assert "steps, 128" not in out
+    assert "steps" not in json.loads(run(capsys, "--quick", "--json"))["devices"][0]["formats"][0]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_terminal_is_never_too_narrow(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert columns - 20 < max(map(len, plain.splitlines())) <= columns
+    assert "…" not in plain
+    assert "0.66×" in plain
 
 
 def test_json_holds_the_same_facts(capsys):
@@ -90,6 +138,10 @@ def test_json_holds_the_same_facts(capsys):
     assert {entry["dtype"]: entry["intention"] for entry in cpu["formats"]} == {
         "float16": "emulate", "bfloat16": "limit", "float8_e4m3fn": "unused", "float8_e5m2": "unused"
     }  # fmt: skip
+    steps = {entry["dtype"]: entry.pop("steps", None) for entry in cpu["formats"]}
+    assert LayerSteps.from_dict(steps["bfloat16"]) == STEPS[torch.bfloat16]
+    assert steps["float16"] == {"speeds": {}, "trouble": STEPS[torch.float16].trouble}
+    assert steps["float8_e5m2"] is None
     for entry in cpu["formats"]:
         del entry["intention"]
     assert DeviceReport.from_dict(cpu) == CRASHING
@@ -130,7 +182,7 @@ def test_on_a_gpu_the_header_states_tf32(capsys, monkeypatch):
 def test_the_real_thing_without_the_variable(tmp_path):
     environment = {key: value for key, value in os.environ.items() if not key.endswith("MAX_CPU_ISA")}
     done = subprocess.run(
-        [sys.executable, "-c", "from mezzo.cli import main; main(['doctor', '--json'])"],
+        [sys.executable, "-c", "from mezzo.cli import main; main(['doctor', '--quick', '--json'])"],
         env={**environment, "XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,13 +14,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mezzo.bench.layers import WIDTHS, LayerSteps, layer_steps
 from mezzo.cast import device
 from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, cache, isa_setting
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for
+from mezzo.errors import printable
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["doctor", "findings"]
+
+#: Timed training steps, by device type and format.
+Steps = Mapping[str, Mapping[torch.dtype, LayerSteps]]
 
 WHAT_MEZZO_DOES: dict[Action | Literal["unused"], str] = {
     "native": "compute natively",
@@ -34,23 +40,36 @@ WHAT_MEZZO_DOES: dict[Action | Literal["unused"], str] = {
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for a program.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever is known.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Time no training steps: products only.")] = False,
 ) -> None:
-    """Show which formats work on each device, which are fast, which crash, and what mezzo will do.
+    """Say which formats pay on each device, which work, which crash, and what mezzo will do.
 
-    [bold]mezzo doctor[/bold]             a table per device
+    [bold]mezzo doctor[/bold]             the answer in words, then a table per device
+
+    [bold]mezzo doctor --quick[/bold]     in a second, without timing training steps
 
     [bold]mezzo doctor --refresh[/bold]   after a driver, kernel or hypervisor changed
 
     [bold]mezzo doctor --json[/bold]      for a program to read
 
-    A CPU is tried in child processes, so nothing that it does can harm this one.
+    Products are timed alone, and in whole training steps of layers 128 and 2048 wide: casts can make the step of a
+    small model slower where products are faster. On a CPU one thread is timed, in child processes, so nothing that it
+    does can harm this one.
     """
     with Console(stderr=True).status("measuring products in each format; the first time takes seconds"):
         reports = [device.probe(device_type, refresh=refresh) for device_type in device.devices()]
+    steps: Steps = {}
+    if not quick:
+        with Console(stderr=True).status("timing training steps of layers 128 and 2048 wide; some ten seconds"):
+            steps = {report.device_type: layer_steps(report.device_type, _trainable(report)) for report in reports}
     if as_json:
-        typer.echo(json.dumps(findings(reports), indent=2))
+        typer.echo(json.dumps(findings(reports, steps), indent=2))
         return
-    console = console_for(160)
+    console = console_for(120)
+    for report in reports:
+        for line in _answer(report, steps.get(report.device_type, {})):
+            console.print(Text(printable(line), style="bold"))
+    console.print()
     facts = findings([])
     for label in ("torch", "python", "cpu", "threads"):
         console.print(f"{label:<8} {facts[label]}", highlight=False, markup=False)
@@ -61,17 +80,43 @@ def doctor(
         console.print(f"{'TF32':<8} {states} (float32 is measured so)", highlight=False, markup=False)
     for report in reports:
         console.print()
-        console.print(_table(report))
+        console.print(_table(report, steps.get(report.device_type, {})))
 
 
-def findings(reports: list[DeviceReport]) -> dict[str, Any]:
+def _trainable(report: DeviceReport) -> list[torch.dtype]:
+    """List the formats that mezzo would train in."""
+    there = (each for each in report.formats.values() if _intention(report, each) not in ("unused", "unsupported"))
+    return [each.dtype for each in there]
+
+
+def _answer(report: DeviceReport, steps: Mapping[torch.dtype, LayerSteps]) -> list[str]:
+    """Say of each format that a policy can ask for whether it pays, or at least whether it works."""
+    found = []
+    for support in report.formats.values():
+        name = f"{report.device_type}: {dtype_name(support.dtype)}"
+        intention = _intention(report, support)
+        if intention == "unused":
+            continue
+        if support.dtype in steps:
+            text = steps[support.dtype].verdict(name)
+        elif support.speed_ratio is not None:
+            text = f"{name}: products {support.speed_ratio:.2g}× as fast as in FP32, {support.detail}"
+        else:
+            text = f"{name}: {support.detail}"
+        found.append(f"{text}; mezzo will {WHAT_MEZZO_DOES[intention]}")
+    return found
+
+
+def findings(reports: list[DeviceReport], steps: Steps | None = None) -> dict[str, Any]:
     """Return what the verb shows, as JSON can hold it.
 
     Args:
         reports: One per device.
+        steps: Timed training steps, by device type and format.
 
     Returns:
-        The facts of the header, and under ``devices`` each report, whose formats have an ``intention``.
+        The facts of the header, and under ``devices`` each report, whose formats have an ``intention`` and, where they
+        were timed, ``steps``.
 
     Example:
         >>> findings([])["devices"]
@@ -82,6 +127,8 @@ def findings(reports: list[DeviceReport]) -> dict[str, Any]:
         shown = report.to_dict()
         for entry, support in zip(shown["formats"], report.formats.values(), strict=True):
             entry["intention"] = _intention(report, support)
+            timed = (steps or {}).get(report.device_type, {}).get(support.dtype)
+            entry |= {} if timed is None else {"steps": timed.to_dict()}
         devices.append(shown)
     return {
         "torch": torch.__version__,
@@ -108,24 +155,31 @@ def _tf32() -> dict[str, bool] | None:
     }
 
 
-def _table(report: DeviceReport) -> Table:
+def _table(report: DeviceReport, steps: Mapping[torch.dtype, LayerSteps]) -> Table:
     title = Text(f"{report.device_type}: {report.name}", style="bold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("format", "works", "speed vs FP32", "crashes", "mezzo will", "because"):
-        table.add_column(column, justify="right" if column.startswith("speed") else "left")
+    widths = WIDTHS if steps else ()
+    for column in ("format", "works", "products", *(f"steps, {width}" for width in widths), "mezzo will", "because"):
+        justify: Literal["left", "right"] = "right" if column.startswith(("products", "steps")) else "left"
+        table.add_column(column, justify=justify, overflow="fold")
     for support in report.formats.values():
         # As Text, for torch's messages hold brackets that rich would take for markup.
-        table.add_row(*(Text(cell) for cell in _row(report, support)))
+        table.add_row(*(Text(printable(cell)) for cell in _row(report, support, steps.get(support.dtype), widths)))
+    table.caption = Text("products and steps: times as fast as in FP32, the slowest product counts", style="dim")
+    table.caption_justify = "left"
     return table
 
 
-def _row(report: DeviceReport, support: FormatSupport) -> tuple[str, ...]:
+def _row(
+    report: DeviceReport, support: FormatSupport, steps: LayerSteps | None, widths: Sequence[int]
+) -> tuple[str, ...]:
     ratio = support.speed_ratio
+    speeds = [None if steps is None else steps.speeds.get(width) for width in widths]
     return (
         dtype_name(support.dtype),
-        "yes" if support.status == "native" else "no",
-        "–" if ratio is None else f"{ratio:.2g}× {'fast' if support.fast else 'slow'}",
-        "yes" if support.status == "crashes" else "no",
+        {"native": "yes", "crashes": "crashes"}.get(support.status, "no"),
+        "–" if ratio is None else f"{ratio:.2g}×",
+        *("–" if speed is None else f"{speed.median:.2g}× ({speed.p10:.2g}–{speed.p90:.2g})" for speed in speeds),
         WHAT_MEZZO_DOES[_intention(report, support)],
         support.detail,
     )

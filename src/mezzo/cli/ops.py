@@ -57,9 +57,9 @@ def ops(
     console = console_for(200)
     table = Table(box=box.SIMPLE_HEAD)
     decided = f"{value} on {device}" if device else str(value)
-    for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "whose lists name it"):
+    for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "source"):
         # As Text, for a policy's text may hold brackets that rich would take for markup.
-        table.add_column(Text(printable(column)), no_wrap=column in ("op", "torch CUDA", "torch CPU"))
+        table.add_column(Text(printable(column)), no_wrap=column in ("op", "torch CUDA", "torch CPU"), overflow="fold")
     for name in names:
         row = described(name, value, device)
         cells = ("op", "treatment", "torch_cuda", "torch_cpu", "reason", "lists")

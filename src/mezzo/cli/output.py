@@ -14,10 +14,10 @@ def console_for(plain_width: int) -> Console:
     """Return a console on stdout.
 
     Args:
-        plain_width: The width where no terminal sets it: wide enough for each row in one line, so that ``grep`` works.
+        plain_width: The width where no terminal sets it, and the most of one that is wider.
     """
     console = Console()
-    return console if console.is_terminal else Console(width=plain_width)
+    return Console(width=min(console.width, plain_width) if console.is_terminal else plain_width)
 
 
 def show_judgement(console: Console, judgement: Judgement) -> None:
