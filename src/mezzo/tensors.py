@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "CASTABLE", "LOW", "described", "dtype_name", "each_tensor", "flat", "has_fraction", "mark", "moved", "tensors",
+    "CASTABLE", "LOW", "described", "dtype_name", "each_tensor", "flat", "has_fraction", "mark", "marks", "moved",
+    "tensors",
 ]  # fmt: skip
 
 #: The dtypes of low-precision weights and arithmetic.
@@ -94,6 +95,14 @@ def mark(tensor: Tensor) -> tuple[int, int]:
         return version, tensor.data_ptr()
     except RuntimeError:
         return version, 0
+
+
+def marks(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the :func:`mark` of each of many tensors."""
+    try:
+        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    except RuntimeError:
+        return [mark(tensor) for tensor in tensors]
 
 
 def flat(*tensors: Tensor) -> tuple[Tensor, ...] | None:

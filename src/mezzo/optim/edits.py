@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from mezzo.step.storage import FULL
-from mezzo.tensors import mark
+from mezzo.tensors import marks
 
 __all__ = ["Edits", "take_over"]
 
@@ -20,16 +20,17 @@ class Edits:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._seen: dict[int, tuple[tuple[int, int], Tensor]] = {}  # by id: hashing a tensor is a Python call
 
-    def see(self, tensors: Iterable[Tensor]) -> None:
+    def see(self, tensors: Sequence[Tensor]) -> None:
         """Take tensors as they are now."""
-        for tensor in tensors:
-            self._seen[tensor] = mark(tensor)
+        self._seen.update(zip(map(id, tensors), zip(marks(tensors), tensors, strict=True), strict=True))
 
     def since(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return those that have changed; one never seen before has not."""
-        return [t for t in tensors if t in self._seen and self._seen[t] != mark(t)]
+        known = [tensor for tensor in tensors if id(tensor) in self._seen]
+        pairs = zip(known, marks(known), strict=True)
+        return [tensor for tensor, now in pairs if self._seen[id(tensor)][0] != now]
 
 
 @torch.no_grad()

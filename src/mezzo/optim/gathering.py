@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate, chain, repeat
+from operator import attrgetter
 from typing import Final
 
 import torch
@@ -21,6 +24,7 @@ _LAUNCHING: Final = "cuda"
 _TOGETHER: Final = 1 << 24
 #: Elements of FP32 in 256 bytes.
 _ALIGNED: Final = 64
+_KIND: Final = attrgetter("device", "dtype")
 
 
 def gather(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
@@ -31,17 +35,19 @@ def gather(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
         accumulate: Add to what the master already holds, instead of replacing it.
     """
     together: list[tuple[Tensor, nn.Parameter, Tensor]] = []
+    elements = 0
     for param, master in masters.items():
         if (gradient := param.grad) is None:
             continue
         move: Call
         if accumulate and master.grad is not None:
             move = partial(master.grad.add_, gradient)
-        elif _is_cast_together(gradient):
-            if together and not _fits(together, gradient):
+        elif gradient.device.type == _LAUNCHING and _is_cast_together(gradient):
+            if together and (elements >= _TOGETHER or _KIND(together[0][2]) != _KIND(gradient)):
                 _cast_together(together)
-                together = []
+                together, elements = [], 0
             together.append((param, master, gradient))
+            elements += gradient.numel()
             continue
         else:
             move = partial(setattr, master, "grad", gradient.to(torch.float32))
@@ -53,18 +59,12 @@ def gather(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
 def _is_cast_together(gradient: Tensor) -> bool:
     """Whether a gradient is one of many that one launch casts, which reads memory as it is."""
     return (
-        gradient.device.type == _LAUNCHING
-        and gradient.dtype in LOW  # FP32 moves without a copy
+        gradient.dtype in LOW  # FP32 moves without a copy
         and gradient.layout == torch.strided
         and gradient.is_contiguous()
         and not gradient.is_neg()
         and not is_traceable_wrapper_subclass(gradient)
     )
-
-
-def _fits(together: list[tuple[Tensor, nn.Parameter, Tensor]], gradient: Tensor) -> bool:
-    first, elements = together[0][2], sum(each.numel() for *_, each in together)
-    return (gradient.device, gradient.dtype) == (first.device, first.dtype) and elements < _TOGETHER
 
 
 @torch.no_grad()
@@ -73,13 +73,13 @@ def _cast_together(moving: list[tuple[Tensor, nn.Parameter, Tensor]]) -> None:
 
     Each begins at a multiple of 256 bytes, as the allocator's own tensors do, and has a version of its own.
     """
-    gradients = [gradient for *_, gradient in moving]
-    rooms = [-(-gradient.numel() // _ALIGNED) * _ALIGNED for gradient in gradients]
-    buffer = torch.empty(sum(rooms), dtype=torch.float32, device=gradients[0].device)
+    params, masters, gradients = zip(*moving, strict=True)
+    ends = list(accumulate([-(-gradient.numel() // _ALIGNED) * _ALIGNED for gradient in gradients]))
+    buffer = torch.empty(ends[-1], dtype=torch.float32, device=gradients[0].device)
     wide = [
-        room[: gradient.numel()].view(gradient.shape).data
-        for room, gradient in zip(torch.split(buffer, rooms), gradients, strict=True)
+        buffer.as_strided(gradient.shape, gradient.stride(), start).data
+        for start, gradient in zip([0, *ends], gradients, strict=False)
     ]
     torch._foreach_copy_(wide, gradients)
-    for (param, master, _), gradient in zip(moving, wide, strict=True):
-        at_once(partial(setattr, master, "grad", gradient), partial(setattr, param, "grad", None))
+    given = map(setattr, masters, repeat("grad"), wide)
+    at_once(partial(deque, chain(given, map(setattr, params, repeat("grad"), repeat(None))), 0))

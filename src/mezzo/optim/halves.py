@@ -237,10 +237,11 @@ class HalvesOptimizer(Optimizer):
 
     def _with_masters(self) -> list[Tensor]:
         """Return the parameters that have a full master."""
-        groups = (group for group in self.param_groups if group["master"] == "full")
-        params = (param for group in groups for param in group["params"] if param.dtype in LOW)
-        kept = ((param, self.state.get(param, {}).get("master")) for param in params)
-        return [param for param, master in kept if master is not None and master.shape == param.shape]
+        groups = [group for group in self.param_groups if group["master"] == "full"]
+        params = [param for group in groups for param in group["params"] if param.dtype in LOW]
+        kept = [self.state.get(param, {}).get("master") for param in params]
+        pairs = zip(params, kept, strict=True)
+        return [param for param, master in pairs if master is not None and master.shape == param.shape]
 
     def _complete(self) -> None:
         """In a session, make the state of every parameter that requires a gradient and has none yet."""

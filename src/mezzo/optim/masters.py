@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.errors import PolicyError, StateError, message, some_of
 from mezzo.optim.asked import is_asked_by_checkpoint, no_distributed_checkpoint
 from mezzo.optim.gathering import gather
-from mezzo.tensors import LOW, mark
+from mezzo.tensors import LOW, mark, marks
 
 __all__ = ["MasterWeights", "masters_of"]
 
@@ -86,7 +86,7 @@ class MasterWeights:
         self.optimizer = optimizer
         self.grad_dtype = grad_dtype
         self._master: dict[Tensor, nn.Parameter] = {}  # model parameter → master
-        self._seen: dict[Tensor, tuple[int, int]] = {}  # what a parameter was when its master was rounded into it
+        self._seen: dict[int, tuple[int, int]] = {}  # by id of a parameter: as it was when its master was rounded in
         self._plain_add = optimizer.add_param_group
         self._plain_zero = optimizer.zero_grad
         self._hooks: list[RemovableHandle] = []
@@ -113,7 +113,7 @@ class MasterWeights:
         made = [(place, param, _master_for(param, originals)) for place, param in enumerate(params) if _is_low(param)]
         for place, param, master in made:
             params[place] = self._master[param] = master
-            self._seen[param] = mark(param)
+            self._seen[id(param)] = mark(param)
             if param in self.optimizer.state:
                 self.optimizer.state[master] = _widen_state(self.optimizer.state[param])
                 del self.optimizer.state[param]
@@ -181,8 +181,8 @@ class MasterWeights:
     def round_to_params(self) -> None:
         """Write every master, rounded to nearest even, into its parameter."""
         if self._master:
-            torch._foreach_copy_(list(self._master), list(self._master.values()))
-            self._seen = {param: mark(param) for param in self._master}
+            torch._foreach_copy_(params := list(self._master), list(self._master.values()))
+            self._seen = dict(zip(map(id, params), marks(params), strict=True))
 
     @torch.no_grad()
     def take_edits(self, params: Iterable[Tensor] | None = None) -> None:
@@ -194,15 +194,15 @@ class MasterWeights:
             params: Which; all when omitted. Into these, masters that were changed in place are rounded as well. Where
                 both were changed, and disagree, the parameter's value counts.
         """
-        for param in self._master if params is None else [param for param in params if param in self._master]:
-            master = self._master[param]
-            if mark(param) != self._seen[param]:
-                kept = master.to(param.dtype) == param
+        looked_at = list(self._master) if params is None else [param for param in params if param in self._master]
+        for param, now in zip(looked_at, marks(looked_at), strict=True):
+            if now != self._seen[id(param)]:
+                kept = (master := self._master[param]).to(param.dtype) == param
                 master.copy_(torch.where(kept, master, param.float()))
-                self._seen[param] = mark(param)
+                self._seen[id(param)] = mark(param)
             elif params is not None:
                 # Its own bits, unless the master was changed. Through .data, for autograd sees no change then.
-                param.data.copy_(master)
+                param.data.copy_(self._master[param])
 
     def stored(self, *, in_fp32: bool = False) -> list[Tensor]:
         """Return the parameters that have masters.
@@ -225,7 +225,7 @@ class MasterWeights:
             value = torch.where(master.to(param.dtype) == value, master, value.float())
         master.copy_(value)
         param.copy_(master)
-        self._seen[param] = mark(param)
+        self._seen[id(param)] = mark(param)
 
     def leave(self) -> None:
         """See :meth:`remove`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from operator import attrgetter, is_
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,12 +22,29 @@ from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import SavedOptimizer
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
+from mezzo.step.storage import FULL
 from mezzo.step.update import UpdateRule
 from mezzo.step.whole import Call, Piece, Work
 
 __all__ = ["Group", "OnePassOptimizer", "Params", "as_one_pass", "one_pass"]
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+_KIND: Final = attrgetter("dtype", "shape", "device")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """The parameters of a group that have gradients, what each of them is, and their rule."""
+
+    rule: UpdateRule
+    params: list[Tensor]
+    kinds: list[Any]
+
+    def is_as(self, other: _Wanted) -> bool:
+        """Whether the same buckets serve both."""
+        alike = self.rule == other.rule and self.kinds == other.kinds
+        return alike and all(map(is_, self.params, other.params))
 
 
 class OnePassOptimizer(SavedOptimizer):
@@ -163,7 +182,7 @@ class OnePassOptimizer(SavedOptimizer):
         """
         wanted = [self._wanted(number) for number in range(len(self.param_groups))]
         self.take_edits()
-        ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, *group)]
+        ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
         work = Work()
         steps: list[Tensor] = []
         counts: list[Tensor] = []
@@ -178,13 +197,14 @@ class OnePassOptimizer(SavedOptimizer):
             for each in there:
                 work.add(*self._pieces(each, here, next_of[id(each.bucket.step)]))
         params = [param for each in ready for param in each.bucket.weights]
+        with_masters = [param for each in ready if each.bucket.storage is FULL for param in each.bucket.weights]
         updates = self.updates + 1
 
         def count() -> list[Call]:
             # Kernels write past autograd, whose version counters must tell the caches of casts, and graphs that saved
             # a weight, that it has changed.
             increment_version(params)
-            self._edits.see(self._with_masters())
+            self._edits.see(with_masters)
             self._awaiting.clear()
             written = [partial(torch._foreach_copy_, steps, counts)] if steps else []
             return [*written, partial(setattr, self, "updates", updates)]
@@ -198,7 +218,7 @@ class OnePassOptimizer(SavedOptimizer):
 
     def _pieces(self, update: BucketUpdate, verdict: Verdict, step: Tensor) -> list[Piece]:
         """Return a bucket's update, without kernels of its own where these cannot be built any more."""
-        gradients = [param.grad for param in update.bucket.weights if param.grad is not None]
+        gradients: list[Any] = [param.grad for param in update.bucket.weights]
         try:
             return update.pieces(gradients, verdict, step)
         except NoKernel as error:
@@ -217,35 +237,28 @@ class OnePassOptimizer(SavedOptimizer):
 
     # What a step needs, kept from one to the next ------------------------------------------------------
 
-    def _wanted(self, number: int) -> tuple[UpdateRule, list[Tensor], tuple[object, ...]]:
-        """Return a group's rule, its parameters that have gradients, and what tells one such set from another.
-
-        What no kernel could update is refused, before any group is touched.
-        """
+    def _wanted(self, number: int) -> _Wanted:
+        """Return what a group's step is about, refusing what no kernel could update before any group is touched."""
         group = self.param_groups[number]
         params: list[Any] = [param for param in group["params"] if param.grad is not None]
-        for param in params:
-            if param.grad.layout != torch.strided:
-                raise UnsupportedError(
-                    f"{type(self).__name__} cannot use a sparse gradient",
-                    where=f"group {number}, a parameter of shape {tuple(param.shape)}",
-                    why="its kernels read whole tensors",
-                    write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
-                )
-        update_rule = self.rule_of(group)
-        key = (update_rule, *((id(param), param.dtype, param.shape, param.device) for param in params))
-        if number not in self._ready or self._ready[number][0] != key:
+        if sparse := [param for param in params if param.grad.layout != torch.strided]:
+            raise UnsupportedError(
+                f"{type(self).__name__} cannot use a sparse gradient",
+                where=f"group {number}, a parameter of shape {tuple(sparse[0].shape)}",
+                why="its kernels read whole tensors",
+                write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
+            )
+        wanted = _Wanted(self.rule_of(group), params, list(map(_KIND, params)))
+        if number not in self._ready or not wanted.is_as(self._ready[number][0]):
             for param in params:
-                check_unchanged(param, self.state.get(param, {}), update_rule.states)
-        return update_rule, params, key
+                check_unchanged(param, self.state.get(param, {}), wanted.rule.states)
+        return wanted
 
-    def _ready_of(
-        self, number: int, update_rule: UpdateRule, params: list[Tensor], key: tuple[object, ...]
-    ) -> list[BucketUpdate]:
+    def _ready_of(self, number: int, wanted: _Wanted) -> list[BucketUpdate]:
         """Return a group's buckets, built anew when other parameters have gradients."""
         known = self._ready.get(number)
-        if known is None or known[0] != key:
-            known = self._ready[number] = key, list(self._built(number, params, update_rule))
+        if known is None or not wanted.is_as(known[0]):
+            known = self._ready[number] = wanted, list(self._built(number, wanted.params, wanted.rule))
         for device in {each.bucket.step.device for each in known[1]}:
             self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
         return known[1]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, Final, TypeAlias
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo import tensors
 from mezzo.step.executors.choose import executor_for, portable
@@ -19,8 +20,11 @@ from mezzo.tensors import LOW, moved
 
 __all__ = ["Stale", "alike", "dense", "is_left", "left_over", "mark", "multiplications", "norms"]
 
-Stale: TypeAlias = dict[tuple[int, int], StorageWeakRef | None]
+Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
+
+_IS_SPARSE: Final = attrgetter("is_sparse")
+_KIND: Final = attrgetter("device", "dtype")
 
 
 def dense(params: list[Tensor]) -> list[Tensor]:
@@ -30,6 +34,8 @@ def dense(params: list[Tensor]) -> list[Tensor]:
         params: Tensors that all have a gradient.
     """
     gradients: list[Any] = [param.grad for param in params]
+    if not any(map(_IS_SPARSE, gradients)):
+        return gradients
     for place, gradient in enumerate(gradients):
         if gradient.is_sparse:
             params[place].grad = gradient = gradient.coalesce()
@@ -45,14 +51,17 @@ def mark(gradient: Tensor) -> tuple[int, int]:
 
 def left_over(gradients: Iterable[Tensor]) -> Stale:
     """Note gradients as they are; the memory of a freed one may be another's, so that its storage is known as well."""
-    values = (each._values() if each.is_sparse else each for each in gradients)
-    return {tensors.mark(each): _storage(each) for each in values}
-
-
-def _storage(values: Tensor) -> StorageWeakRef | None:
+    values = [each._values() if each.is_sparse else each for each in gradients]
     try:
-        return StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
-    except RuntimeError:  # of a layout that has no storage
+        return dict(zip(tensors.marks(values), map(ref, map(Tensor.untyped_storage, values)), strict=True))
+    except RuntimeError:  # one is of a layout that has no storage
+        return {tensors.mark(each): _storage(each) for each in values}
+
+
+def _storage(values: Tensor) -> ReferenceType[torch.UntypedStorage] | None:
+    try:
+        return ref(values.untyped_storage())
+    except RuntimeError:
         return None
 
 
@@ -60,7 +69,7 @@ def is_left(gradient: Tensor, noted: Stale) -> bool:
     """Whether a gradient is one of those noted, and unwritten since."""
     key = mark(gradient)
     kept = noted.get(key)
-    return key in noted and not (kept is not None and kept.expired())  # type: ignore[no-untyped-call]
+    return key in noted and not (kept is not None and kept() is None)
 
 
 def norms(
@@ -129,7 +138,7 @@ def multiplications(gradients: list[Tensor], multiplier: Tensor) -> list[Call]:
 
 def alike(tensors: list[Tensor]) -> Alike:
     """Return the places of tensors by device and dtype."""
-    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+    kinds = set(map(_KIND, tensors))
     if len(kinds) == 1:
         return dict.fromkeys(kinds, range(len(tensors)))
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)

@@ -66,8 +66,8 @@ class GradientGroup:
 
     def with_leaves(self, optimizers: Iterable[Optimizer] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what the optimizers update, each with the parameter of the model that it stands for."""
-        of: dict[Tensor, Tensor] = {master: param for param, master in self.wide.pairs()}
-        return ((param, of.get(param, param)) for param in self.params(optimizers))
+        of: dict[int, Tensor] = {id(master): param for param, master in self.wide.pairs()}
+        return ((param, of.get(id(param), param)) for param in self.params(optimizers))
 
     def has_gradients(self) -> bool:
         """Whether a step of the optimizers would find a gradient."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 import torch
@@ -26,6 +27,8 @@ __all__ = [
 ]  # fmt: skip
 
 
+#: What tells apart gradients that kernels read as they are.
+_KIND: Final = attrgetter("dtype", "requires_grad")
 #: Tables in device memory with their contents in the host's, while a graph is captured that will read them.
 _WAITING: Final[ContextVar[list[tuple[Tensor, Tensor]] | None]] = ContextVar("waiting", default=None)
 
@@ -95,6 +98,8 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
         UnsupportedError: A tensor that is more than its memory, such as a DTensor.
     """
     found = [tensor.data_ptr() for tensor in tensors]
+    if 0 not in found:
+        return found
     for address, tensor in zip(found, tensors, strict=True):
         if not address and tensor.numel():
             raise UnsupportedError(
@@ -132,8 +137,20 @@ def as_table(numbers: Sequence[object]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def readable(gradient: Tensor) -> Tensor:
-    """Return a gradient that kernels can read: any other dtype is what an update rounds to FP32 first anyway."""
+# A step asks these of every gradient of a model: in loops of C's, where all of them are as most are.
+
+
+def readable(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients that kernels can read: any other dtype is what an update rounds to FP32 first anyway."""
+    kinds = set(map(_KIND, gradients))
+    if all(dtype in CASTABLE and not has_graph for dtype, has_graph in kinds) and not any(
+        map(Tensor.is_neg, gradients)
+    ):
+        return list(gradients)
+    return [_readable(gradient) for gradient in gradients]
+
+
+def _readable(gradient: Tensor) -> Tensor:
     if gradient.requires_grad or gradient.is_neg():  # as a second derivative is; its memory holds it negated
         gradient = gradient.detach().resolve_neg()
     return gradient if gradient.dtype in CASTABLE else gradient.to(torch.float32)
@@ -141,11 +158,11 @@ def readable(gradient: Tensor) -> Tensor:
 
 def vectors(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return readable gradients as their elements in memory order, copied where they have gaps."""
+    found = readable(gradients)
+    if all(map(Tensor.is_contiguous, found)):
+        return found
     # Not reshape(-1) alone: every second column of a matrix is a view too, as a vector with steps of two.
-    return [
-        each if each.is_contiguous() else (flat(each) or (each.reshape(-1).contiguous(),))[0]
-        for each in map(readable, gradients)
-    ]
+    return [each if each.is_contiguous() else (flat(each) or (each.reshape(-1).contiguous(),))[0] for each in found]
 
 
 class TabledUpdate(BucketUpdate):
@@ -173,21 +190,23 @@ class TabledUpdate(BucketUpdate):
     @torch.no_grad()
     def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
         """See :class:`mezzo.step.passes.BucketUpdate`."""
-        bucket, gradients = self.bucket, [readable(gradient) for gradient in gradients]
+        bucket, gradients = self.bucket, readable(gradients)
         # Equal as long as nothing was given other memory or another dtype.
-        addresses = tuple([tensor.data_ptr() for tensor in self.tensors])
-        strides = tuple([weight.stride() for weight in bucket.weights])
-        seen = addresses, strides, tuple([gradient.dtype for gradient in gradients])
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        strides = [weight.is_contiguous() or weight.stride() for weight in bucket.weights]
+        seen = addresses, strides, [gradient.dtype for gradient in gradients]
         if seen != self.seen:
             self.seen = ()  # until all tables follow: an interrupt may come in between
             self.rows = Rows.of(bucket, gradients)
             self.follow(self.rows)
             self.seen = seen
         others = self.rows.others
-        lying = [
-            gradient if index in others else laid_out(gradient, weight)
-            for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
-        ]
+        lying = gradients
+        if not (set(strides) <= {True} and all(map(Tensor.is_contiguous, gradients))):
+            lying = [
+                gradient if index in others else laid_out(gradient, weight)
+                for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
+            ]
         scalars, launches = self.launches(lying, verdict, step)
         alone: list[Piece] = []
         if others:

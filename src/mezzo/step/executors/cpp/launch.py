@@ -59,7 +59,7 @@ class Cpp:
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """See :class:`mezzo.step.passes.Executor`."""
         read = vectors(gradients)
-        return self._known(tuple([(each.dtype, each.numel()) for each in read]))(read)
+        return self._known(tuple([each.dtype for each in read]), tuple(map(Tensor.numel, read)))(read)
 
     def prepare(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
@@ -69,11 +69,11 @@ class Cpp:
 class _CppNorms:
     """Pass 1 for gradients of certain dtypes and lengths, wherever they lie."""
 
-    def __init__(self, kinds: Sequence[tuple[torch.dtype, int]]) -> None:
-        self.lengths = as_table([length for _, length in kinds])
+    def __init__(self, dtypes: Sequence[torch.dtype], lengths: Sequence[int]) -> None:
+        self.lengths = as_table(lengths)
         self.launches = [
             (_kernel(norm_source(dtype)), cut, cut[:, 0].long(), int(self.lengths[places].sum()))
-            for dtype, places, cut in by_dtype(kinds, CHUNK)
+            for dtype, places, cut in by_dtype(list(zip(dtypes, lengths, strict=True)), CHUNK)
             if len(cut)
         ]
 

@@ -103,11 +103,11 @@ class Triton:
         if not gradients:
             return torch.zeros(0, dtype=torch.float32, device="cpu")
         read = vectors(gradients)
-        key = read[0].device, tuple([(each.dtype, each.numel()) for each in read])
+        key = read[0].device, tuple([each.dtype for each in read]), tuple(map(Tensor.numel, read))
         if key not in self._known:
             if len(self._known) == REMEMBERED:
                 self._known.pop(next(iter(self._known))).release()
-            self._known[key] = _TritonNorms(key[1], key[0], self._kept, self._latest)
+            self._known[key] = _TritonNorms(list(zip(*key[1:], strict=True)), key[0], self._kept, self._latest)
         return self._known[key](read)
 
     def prepare(self, bucket: Bucket) -> BucketUpdate:
