@@ -174,27 +174,26 @@ class LossScale:
         References:
             Micikevicius et al. 2018, Mixed Precision Training, section 3.2.
         """
-        given = {"max_abs_grad": max_abs_grad, "margin": margin}
-        for name, value in given.items():
+        limit = Fraction(FP16_MAX)
+        for name, value in (("max_abs_grad", max_abs_grad), ("margin", margin)):
             try:
-                given[name] = float(value)
+                number = float(value)
             except OverflowError:  # an integer beyond them
-                given[name] = math.inf
-            if not 0.0 < given[name] < math.inf:
+                number = math.inf
+            if not 0.0 < number < math.inf:
                 raise PolicyError(
                     f"{name} is {shown(value)}",
                     why="a scale follows only from a positive finite number",
                     write="LossScale.dynamic(), which needs no statistics",
                 )
-        max_abs_grad, margin = given["max_abs_grad"], given["margin"]
-        limit = FP16_MAX / (Fraction(max_abs_grad) * Fraction(margin))
+            limit /= Fraction(number)
         # floor(log2 limit) is this or one less; the inequality is strict.
         exponent = limit.numerator.bit_length() - limit.denominator.bit_length()
         while Fraction(2) ** exponent >= limit:
             exponent -= 1
         if not -126 <= exponent <= 127:
             raise PolicyError(
-                f"a largest gradient of {max_abs_grad:.4g} asks for the scale 2**{exponent}",
+                f"a largest gradient of {float(max_abs_grad):.4g} asks for the scale 2**{exponent}",
                 why="a scale is a normal float32 number, 2**-126 to 2**127",
                 write="LossScale.dynamic()",
             )
@@ -254,18 +253,10 @@ class LossScale:
             >>> LossScale.constant(1024).start().scale
             tensor(1024.)
         """
-        dynamic = self.mode == "dynamic"
-        window = self.interval if dynamic and self.skip_rate_limit is not None else 0
-        counts = {
-            "clean_steps": -self.growth_offset if dynamic else 0,
-            "budget": self.hysteresis,
-            "floor_overflows": 0,
-        }
-        return ScaleState(
-            scale=torch.full((), self.init, dtype=torch.float32, device=device),
-            window=torch.zeros(window, dtype=torch.bool, device=device),
-            **{name: torch.full((), n, dtype=torch.int64, device=device) for name, n in counts.items()},
-        )
+        is_dynamic = self.mode == "dynamic"
+        length = self.interval if is_dynamic and self.skip_rate_limit is not None else 0
+        counts = -self.growth_offset if is_dynamic else 0, self.hysteresis, 0
+        return ScaleState.made(self.init, counts, torch.zeros(length, dtype=torch.bool, device=device))
 
 
 _DEFAULTS: Mapping[str, Any] = MappingProxyType({each.name: each.default for each in dataclasses.fields(LossScale)})

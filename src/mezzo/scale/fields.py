@@ -31,16 +31,19 @@ _SHAPE: Final = re.compile(r"(?P<mode>\w+)\s*(?:\((?P<words>[^()]*)\))?", re.ASC
 _POWER: Final = re.compile(r"2\*\*(?P<exponent>-?\d{1,4})", re.ASCII)
 
 
-class _Range(NamedTuple):
+class _Field(NamedTuple):
     """What one field can be."""
 
-    accepts: Callable[[float], bool]
+    accepts: Callable[[Any], bool]
     why: str
     write: str
+    is_count: bool = False
+    is_optional: bool = False
 
 
-def _whole(least: int) -> Callable[[float], bool]:
-    return lambda value: least <= value < 2**31
+def _counting(what: str, write: str, *, least: int = 1, is_optional: bool = False) -> _Field:
+    why = f"it counts {what}, from {least} to 2**31 - 1"
+    return _Field(lambda value: least <= value < 2**31, why, write, is_count=True, is_optional=is_optional)
 
 
 def _normal(value: float) -> bool:
@@ -48,22 +51,22 @@ def _normal(value: float) -> bool:
 
 
 #: Every field with a range, in the order of the class.
-_RANGES: Final[Mapping[str, _Range]] = MappingProxyType(
+_FIELDS: Final[Mapping[str, _Field]] = MappingProxyType(
     {
-        "init": _Range(_normal, "a scale is a normal float32 number, from 2**-126 to 3.4e38", "2**16"),
-        "growth": _Range(lambda x: 1 < x <= HIGHEST, "a factor above 1 raises the scale", "growth=2"),
-        "backoff": _Range(lambda x: 0 < x < 1, "only a factor between 0 and 1 lowers the scale", "backoff=0.5"),
-        "interval": _Range(_whole(1), "it counts steps, from 1 to 2**31 - 1", "interval=2000"),
-        "hysteresis": _Range(_whole(1), "it counts overflows, from 1 to 2**31 - 1", "hysteresis=1"),
-        "floor": _Range(_normal, "a scale is a normal float32 number, from 2**-126", "floor=1"),
-        "ceiling": _Range(_normal, "a scale is a finite float32 number", "ceiling=None"),
-        "patience": _Range(_whole(1), "it counts overflows, from 1 to 2**31 - 1", "patience=None"),
-        "growth_offset": _Range(_whole(0), "it counts extra steps, from 0 to 2**31 - 1", "growth_offset=0"),
-        "skip_rate_limit": _Range(lambda x: 0 < x <= 1, "it is a share of the steps", "skip_rate_limit=0.25"),
+        "init": _Field(_normal, "a scale is a normal float32 number, from 2**-126 to 3.4e38", "2**16"),
+        "growth": _Field(lambda x: 1 < x <= HIGHEST, "a factor above 1 raises the scale", "growth=2"),
+        "backoff": _Field(lambda x: 0 < x < 1, "only a factor between 0 and 1 lowers the scale", "backoff=0.5"),
+        "interval": _counting("steps", "interval=2000"),
+        "hysteresis": _counting("overflows", "hysteresis=1"),
+        "floor": _Field(_normal, "a scale is a normal float32 number, from 2**-126", "floor=1"),
+        "ceiling": _Field(_normal, "a scale is a finite float32 number", "ceiling=None", is_optional=True),
+        "patience": _counting("overflows", "patience=None", is_optional=True),
+        "growth_offset": _counting("extra steps", "growth_offset=0", least=0),
+        "skip_rate_limit": _Field(
+            lambda x: 0 < x <= 1, "it is a share of the steps", "skip_rate_limit=0.25", is_optional=True
+        ),
     }
 )
-_COUNTS: Final = ("interval", "hysteresis", "patience", "growth_offset")
-_OPTIONAL: Final = ("ceiling", "patience", "skip_rate_limit")
 #: What a scale that never moves can have.
 _SETTABLE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"none": (), "constant": ("init", "patience")})
 
@@ -83,14 +86,9 @@ def problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator
         yield PolicyError(f"unknown mode {shown(mode)}", why=nearest(shown(mode), MODES))
         return
     faults: dict[str, PolicyError] = {}
-    for name in _RANGES:  # a comprehension here would be more than torch.compile can trace
-        if (fault := _fault(name, values[name])) is not None:
+    for name in (*_FIELDS, "refill"):  # a comprehension here would be more than torch.compile can trace
+        if (fault := _fault(name, values[name], "LossScale")) is not None:
             faults[name] = fault
-    refill = values["refill"]
-    if not isinstance(refill, str) or refill not in REFILLS:
-        faults["refill"] = PolicyError(
-            f"unknown refill {shown(refill)}", where="LossScale", why=nearest(shown(refill), REFILLS)
-        )
     yield from faults.values()
     # What is wrong by itself has been told, and is not compared with anything.
     yield from _out_of_order(values, faults) if mode == "dynamic" else _unused(mode, values, defaults, faults)
@@ -98,27 +96,35 @@ def problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator
 
 def unknown_fields(names: Collection[str], where: str) -> Iterator[PolicyError]:
     """Yield a problem for each name that is no field of a dynamic scale."""
-    known = [*_RANGES, "refill"]
+    known = [*_FIELDS, "refill"]
     for name in names:
         if name not in known:
             yield PolicyError(f"unknown field {name!r}", where=where, why=nearest(name, known))
 
 
-def _fault(name: str, value: Any) -> PolicyError | None:
-    limits, is_count = _RANGES[name], name in _COUNTS
-    if value is None and name in _OPTIONAL:
+def _fault(name: str, value: Any, where: str) -> PolicyError | None:
+    if name == "refill":
+        is_known = isinstance(value, str) and value in REFILLS
+        return (
+            None
+            if is_known
+            else PolicyError(f"unknown refill {shown(value)}", where=where, why=nearest(shown(value), REFILLS))
+        )
+    field = _FIELDS[name]
+    if value is None and field.is_optional:
         return None
-    if isinstance(value, bool) or not isinstance(value, int if is_count else int | float):
-        why = "a whole number was expected" if is_count else "a number was expected"
+    if isinstance(value, bool) or not isinstance(value, int if field.is_count else int | float):
+        why = "a whole number was expected" if field.is_count else "a number was expected"
+        why += ", or none" if isinstance(value, str) and field.is_optional else ""
     elif isinstance(value, float) and not math.isfinite(value):
         why = "a finite number was expected"
-    elif not limits.accepts(value):
-        why = limits.why
+    elif not field.accepts(value):
+        why = field.why
     elif value != float(value):  # such an integer would come back from the text form as its neighbour
         why = "float64 does not hold it exactly"
     else:
         return None
-    return PolicyError(f"{name} is {shown(value)}", where="LossScale", why=why, write=limits.write)
+    return PolicyError(f"{name} is {shown(value)}", where=where, why=why, write=field.write)
 
 
 def _out_of_order(values: Mapping[str, Any], wrong: Collection[str]) -> Iterator[PolicyError]:
@@ -161,10 +167,10 @@ def write(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     mode = values["mode"]
     if mode == "none":
         return "none"
-    words = [f"{name}={_written(values[name])}" for name, usual in defaults.items() if values[name] != usual]
-    words = [word for word in words if not word.startswith("mode=")]
+    named = [name for name, usual in defaults.items() if values[name] != usual and name != "mode"]
+    words = [f"{name}={_written(values[name])}" for name in named if mode == "dynamic" or name != "init"]
     if mode == "constant":  # its scale needs no name
-        words = [_written(values["init"]), *(word for word in words if not word.startswith("init="))]
+        words = [_written(values["init"]), *words]
     return f"{mode}({','.join(words)})" if words else str(mode)
 
 
@@ -212,10 +218,9 @@ def read(text: str) -> dict[str, Any]:
             write="none, dynamic, dynamic(init=1024,interval=100), constant(1024) or 1024",
         )
     mode, where = shape["mode"], f"loss scale {text!r}"
-    words = [word.strip() for word in shape["words"].split(",")] if (shape["words"] or "").strip() else []
+    words = shape["words"].split(",") if (shape["words"] or "").strip() else []
     fields: dict[str, Any] = {"mode": mode, **({"init": 1.0} if mode == "none" else {})}
-    found = list(_read_words(mode, words, fields, where))
-    if found:
+    if found := list(_read_words(mode, [word.strip() for word in words], fields, where)):
         raise PolicyError.together(found)
     return fields
 
@@ -229,32 +234,29 @@ def _read_words(mode: str, words: list[str], fields: dict[str, Any], where: str)
     seen = set()
     for word in words:
         name, equals, value = (part.strip() for part in word.partition("="))
-        unknown = list(unknown_fields([name], where)) if equals else []
         if not equals:
             yield PolicyError(f"{word!r} is no field", where=where, write="name=value, as init=1024")
         elif name in seen:
             yield PolicyError(f"{name} is given twice", where=where)
-        elif unknown:
+        elif unknown := list(unknown_fields([name], where)):
             yield from unknown
         else:
-            fields[name], why = _value(name, value)
-            if why:
-                yield PolicyError(f"{name} is {value!r}", where=where, why=why)
+            fields[name] = _value(name, value)
+            if (fault := _fault(name, fields[name], where)) is not None:
+                yield fault
         seen.add(name)
 
 
-def _value(name: str, text: str) -> tuple[Any, str]:
-    """Read the value of a field; the second result says what is wrong with it."""
+def _value(name: str, text: str) -> Any:
+    """Read the value of a field; what cannot be one stays text."""
     if name == "refill":
-        return text, ""
-    if name in _OPTIONAL and text == "none":
-        return None, ""
-    number = _number(text)
+        return text
+    field, number = _FIELDS[name], _number(text)
     if number is None:
-        return None, "a number was expected" + (", or none" if name in _OPTIONAL else "")
-    if name in _COUNTS:
-        return (int(number), "") if number.is_integer() else (None, "a whole number was expected")
-    return number, ""
+        return None if field.is_optional and text == "none" else text
+    if field.is_count:
+        return int(number) if number.is_integer() else text
+    return number
 
 
 def _number(text: str) -> float | None:

@@ -77,15 +77,10 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
     if config.skip_rate_limit is not None:
         window = torch.cat((window[1:], found.reshape(1)))
         is_frequent = window.sum() > allowed_skips(config.skip_rate_limit, config.interval)
-    values = (state.scale.double(), state.clean_steps, state.budget, state.floor_overflows)
-    backs_off, scale, clean_steps, budget, floor_overflows = _moved(values, found, is_frequent, config)
-    return ScaleState(
-        scale=scale.float(),
-        clean_steps=clean_steps,
-        budget=budget,
-        floor_overflows=floor_overflows,
-        window=window if config.skip_rate_limit is None else window.masked_fill(backs_off, False),
-    )
+    backs_off, scale, *counts = _moved((state.scale.double(), *state.tensors()[1:4]), found, is_frequent, config)
+    if config.skip_rate_limit is not None:
+        window = window.masked_fill(backs_off, False)
+    return ScaleState.of(scale.float(), *counts, window)
 
 
 def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) -> ScaleState:
@@ -100,17 +95,9 @@ def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) ->
     """
     if config.mode != "dynamic" or config.skip_rate_limit is not None or state.window.numel():
         return next_scale(state, torch.tensor(found_inf), config)
-    tensors = (state.scale, state.clean_steps, state.budget, state.floor_overflows)
-    values = [tensor.numpy().item() for tensor in tensors]  # numpy asks nothing of a device
+    values = [tensor.numpy().item() for tensor in state.tensors()[:4]]  # numpy asks nothing of a device
     _, scale, *counts = _moved(values, found_inf, None, config)
-    clean_steps, budget, floor_overflows = map(torch.tensor, counts)
-    return ScaleState(
-        scale=torch.tensor(scale, dtype=torch.float32),
-        clean_steps=clean_steps,
-        budget=budget,
-        floor_overflows=floor_overflows,
-        window=state.window,
-    )
+    return ScaleState.made(scale, counts, state.window)
 
 
 def _moved(values: Sequence[Any], found: Any, is_frequent: Any, config: LossScale) -> tuple[Any, Any, Any, Any, Any]:
@@ -172,12 +159,12 @@ def held(before: ScaleState, after: ScaleState, hold: Tensor) -> ScaleState:
     """
     if after is before:
         return before
-    pairs = {f.name: (getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(ScaleState)}
-    chosen = {
-        name: torch.where(hold, old, new) if old.shape == new.shape and new.numel() else new
-        for name, (old, new) in pairs.items()
-    }
-    return ScaleState(**chosen)
+    return ScaleState.of(
+        *(
+            torch.where(hold, old, new) if old.shape == new.shape and new.numel() else new
+            for old, new in zip(before.tensors(), after.tensors(), strict=True)
+        )
+    )
 
 
 def collapsed(state: ScaleState, config: LossScale) -> Tensor:

@@ -94,13 +94,13 @@ class Scaler:
         no = torch.zeros_like(found_inf) if hold is None else hold
         if made_with is None:
             made_with = self.state.scale
-        has_window = self.state.window.numel() or self.config.skip_rate_limit is not None
-        if made_with is self.state.scale and known is _as_it_is and not has_window:
+        is_newest, has_window = made_with is self.state.scale, self.state.window.numel() or self.config.skip_rate_limit
+        if is_newest and known is _as_it_is and not has_window:
             self._move_on(found_inf, no)
             return
         back = known(no)
         overflowed, last = known(found_inf) & ~back, self._last
-        if made_with is self.state.scale:
+        if is_newest:
             self._judge(_Judged(self.state, overflowed, back), back)
         elif last is not None and made_with is last.before.scale:
             overflowed, back = last.overflowed | overflowed, last.held | back
@@ -112,10 +112,9 @@ class Scaler:
     def _move_on(self, found_inf: Tensor, hold: Tensor) -> None:
         """Follow the rules on a device, in one launch where it can be."""
         before = self.state
-        numbers = [before.scale, before.clean_steps, before.budget, before.floor_overflows]
-        overflowed, *after = self._compute(_moved_on, (self.config,), [*numbers, found_inf, hold])
+        overflowed, *after = self._compute(_moved_on, (self.config,), [*before.tensors()[:4], found_inf, hold])
         self._last = _Judged(before, overflowed, hold)
-        self.state = _state_of(after, before.window)
+        self.state = ScaleState.of(*after, before.window)
 
     def _judge(self, judged: _Judged, stays: Any) -> None:
         """Follow the rules from the state before, or stay there."""
@@ -188,17 +187,10 @@ class Scaler:
 def _moved_on(config: LossScale, *numbers: Tensor) -> tuple[Tensor, ...]:
     """Return whether gradients overflowed, and the numbers of the next state, which are none of those before."""
     *state, found_inf, hold = numbers
-    before = _state_of(state, state[0].new_empty(0, dtype=torch.bool))
+    before = ScaleState.of(*state, state[0].new_empty(0, dtype=torch.bool))
     overflowed = found_inf & ~hold
     after = held(before, next_scale(before, overflowed, config), hold)
-    return overflowed, after.scale, after.clean_steps, after.budget, after.floor_overflows
-
-
-def _state_of(numbers: Sequence[Tensor], window: Tensor) -> ScaleState:
-    scale, clean_steps, budget, floor_overflows = numbers
-    return ScaleState(
-        scale=scale, clean_steps=clean_steps, budget=budget, floor_overflows=floor_overflows, window=window
-    )
+    return overflowed, *after.tensors()[:4]
 
 
 def _on_host(tensor: Tensor) -> Any:

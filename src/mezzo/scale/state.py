@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -40,13 +40,28 @@ class ScaleState:
     floor_overflows: Tensor
     window: Tensor
 
+    @classmethod
+    def of(cls, *tensors: Tensor) -> Self:
+        """Return the state that these tensors hold, in the order of the fields."""
+        return cls(**dict(zip(KEYS, tensors, strict=True)))
+
+    @classmethod
+    def made(cls, scale: float, counts: Sequence[int], window: Tensor) -> Self:
+        """Return the state of these numbers, on the device of a window."""
+        counters = [torch.full((), count, dtype=torch.int64, device=window.device) for count in counts]
+        return cls.of(torch.full((), scale, dtype=torch.float32, device=window.device), *counters, window)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the state, in the order of the fields."""
+        return self.scale, self.clean_steps, self.budget, self.floor_overflows, self.window
+
     def inverse(self) -> Tensor:
         """Return 1/scale: :func:`inverse`."""
         return inverse(self.scale)
 
     def clone(self) -> Self:
         """Return the same state in tensors of its own."""
-        return type(self)(**{key: getattr(self, key).clone() for key in KEYS})
+        return self.of(*(tensor.clone() for tensor in self.tensors()))
 
     def copy_(self, other: ScaleState) -> None:
         """Take over another state's values, in place: a captured graph holds addresses.
@@ -57,8 +72,7 @@ class ScaleState:
         Cost:
             One kernel for each field that is not the same tensor, no host sync.
         """
-        for key in KEYS:
-            mine, value = getattr(self, key), getattr(other, key)
+        for mine, value in zip(self.tensors(), other.tensors(), strict=True):
             if mine is not value:
                 mine.copy_(value, non_blocking=True)
 
@@ -78,7 +92,7 @@ class ScaleState:
             {'scale': 65536.0, 'clean_steps': 0, 'budget': 1, 'floor_overflows': 0, 'window': ''}
         """
         # One transfer: float64 holds float32 and every count below 2^53 exactly.
-        numbers = torch.stack([getattr(self, key).double() for key in KEYS[:-1]])
+        numbers = torch.stack([tensor.double() for tensor in self.tensors()[:-1]])
         scale, *rest = torch.cat([numbers, self.window.double()]).tolist()
         counts = dict(zip(COUNTERS, map(int, rest), strict=False))
         window = "".join("X" if skipped else "." for skipped in rest[len(COUNTERS) :])
@@ -98,16 +112,10 @@ class ScaleState:
         Raises:
             StateError: Keys are missing or unknown, or a value cannot be a state's. One message lists all.
         """
-        problems = list(_problems(state))
-        if problems:
+        if problems := list(_problems(state)):
             raise StateError.together(problems)
-        counters = {key: torch.tensor(state[key], dtype=torch.int64, device=device) for key in COUNTERS}
-        skipped = [mark == "X" for mark in state["window"]]
-        return cls(
-            scale=torch.tensor(state["scale"], dtype=torch.float32, device=device),
-            window=torch.tensor(skipped, dtype=torch.bool, device=device),
-            **counters,
-        )
+        skipped = torch.tensor([mark == "X" for mark in state["window"]], dtype=torch.bool, device=device)
+        return cls.made(state["scale"], [state[key] for key in COUNTERS], skipped)
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -128,29 +136,34 @@ def inverse(scale: Tensor) -> Tensor:
 
 def _problems(state: Mapping[str, Any]) -> Iterator[StateError]:
     where = "state of a loss scale"
-    write = "ScaleState.from_state_dict(saved.state_dict())"
-    missing = [key for key in KEYS if key not in state]
-    if missing:
+    if missing := [key for key in KEYS if key not in state]:
+        write = "ScaleState.from_state_dict(saved.state_dict())"
         yield StateError(f"missing keys: {', '.join(missing)}", where=where, write=write)
     for key in state:
         if key not in KEYS:
             yield StateError(f"unknown key {shown(key)}", where=where, why=nearest(shown(key), KEYS))
-    for key in KEYS:
-        if key in state and not _fits(key, state[key]):
-            kinds = {"scale": "a positive float32 number", "window": "text of '.' and 'X'"}
-            yield StateError(
-                f"{key} cannot be {shown(state[key])}",
-                where=where,
-                why=f"it is {kinds.get(key, 'a whole number')}",
-            )
+    for key, (fits, why) in _VALUES.items():
+        if key in state and not fits(state[key]):
+            yield StateError(f"{key} cannot be {shown(state[key])}", where=where, why=f"it is {why}")
 
 
-def _fits(key: str, value: Any) -> bool:
-    if key == "window":
-        return isinstance(value, str) and set(value) <= {".", "X"}
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    if key == "scale":
-        # Neither 0 nor infinity once it is a float32.
-        return 2.0**-149 <= value <= torch.finfo(torch.float32).max
-    return isinstance(value, int) and abs(value) < 2**53
+def _is_scale(value: Any) -> bool:
+    """Whether a value is a number that is neither 0 nor infinity once it is a float32."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 2.0**-149 <= value <= torch.finfo(torch.float32).max
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _is_window(value: Any) -> bool:
+    return isinstance(value, str) and set(value) <= {".", "X"}
+
+
+#: What each key of a saved state can be.
+_VALUES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "scale": (_is_scale, "a positive float32 number"),
+    **dict.fromkeys(COUNTERS, (_is_count, "a whole number")),
+    "window": (_is_window, "text of '.' and 'X'"),
+}
