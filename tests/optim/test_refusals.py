@@ -114,6 +114,7 @@ def test_weights_that_are_not_trained_may_be_anything():
     optimizer.step()
     assert trained[0] < 1
     assert all(param.eq(1).all() for param in frozen)
+    assert optimizer.release() == {}
 
 
 @pytest.mark.parametrize("policy", ["O0", "O1,emulate=true", "O2,emulate=true", "O2,dtype=bfloat16,emulate=true"])

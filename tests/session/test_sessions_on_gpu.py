@@ -128,9 +128,9 @@ def no_compiler(monkeypatch):
         raise UnsupportedError("Triton cannot launch an optimizer kernel here", write="apt install gcc")
 
     monkeypatch.setattr(Triton, "require", refuse)
-    choose._triton.cache_clear()
+    choose._working.cache_clear()
     yield
-    choose._triton.cache_clear()
+    choose._working.cache_clear()
 
 
 @pytest.mark.parametrize("policy", ["O2,dtype=bfloat16", "O2,dtype=float16"])

@@ -24,7 +24,7 @@ __all__ = ["check_arguments", "check_group", "check_state", "check_unchanged", "
 _STATE_DTYPES: Final = ("float32", "bfloat16")
 #: Of the other halves that go with a weight of any low precision; a compensation has the weight's own.
 _ANY_WEIGHT: Final = (torch.int16, torch.float32)
-#: Hyper-parameters, the least they may be, and what to write.
+#: Hyper-parameters: the least they may be, and what to write.
 _LEAST: Final = {
     "lr": (0.0, "1e-3"),
     "eps": (0.0, "1e-8"),
@@ -55,17 +55,14 @@ def check_arguments(optimizer: object, others: Mapping[str, Any]) -> None:
     Raises:
         PolicyError: One message lists everything.
     """
-    kind = type(optimizer)
-    known = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    problems = []
+    kind, problems = type(optimizer), []
     for name, value in others.items():
-        if name in _TORCH_ONLY and not value:  # what torch's optimizers have by default
-            continue
-        if name in _TORCH_ONLY:
+        if name not in _TORCH_ONLY:
+            known = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            problems.append(PolicyError(f"{kind.__name__} has no argument {name!r}", why=nearest(name, known)))
+        elif value:  # torch's optimizers have none of them by default
             why, write = _TORCH_ONLY[name]
             problems.append(PolicyError(f"{kind.__name__} takes no {name}={value!r}", why=why, write=write))
-        else:
-            problems.append(PolicyError(f"{kind.__name__} has no argument {name!r}", why=nearest(name, known)))
     if problems:
         raise PolicyError.together(problems)
 
@@ -107,10 +104,8 @@ def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
             why = "it is a finite number" + (f" from {least:g}" if math.isfinite(least) else "")
             yield PolicyError(f"{name} is {group[name]!r}", where=where, why=why, write=f"{name}={example}")
     for name in _FLAGS:
-        if not isinstance(group.get(name), (bool, int, numpy.bool_, type(None))):
-            yield PolicyError(
-                f"{name} is {_shown(group[name])}", where=where, why="it is on or off", write=f"{name}=True"
-            )
+        if not isinstance(flag := group.get(name), (bool, int, numpy.bool_, type(None))):
+            yield PolicyError(f"{name} is {_shown(flag)}", where=where, why="it is on or off", write=f"{name}=True")
     betas = group.get("betas", (0.0, 0.0))
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b, 0.0, 1.0) for b in betas)):
         why = "each is from 0 to below 1"
@@ -203,38 +198,41 @@ def check_state(state_dict: Mapping[str, Any], rule: str) -> None:
 def _malformed(state_dict: Mapping[str, Any], moments: Sequence[str]) -> Iterator[str]:
     """Yield what no optimizer has written: containers, counts, moments and other halves of another kind."""
     state, groups = state_dict["state"], state_dict["param_groups"]
-    if not isinstance(state, Mapping):
-        yield f"state is {_shown(state)}, not a mapping"
-    if not isinstance(groups, (list, tuple)):
-        yield f"param_groups is {_shown(groups)}, not a list"
-        return
-    for number, group in enumerate(groups):
+    yield from _no_mapping("state", state)
+    yield from _no_list("param_groups", groups)
+    for number, group in enumerate(groups if isinstance(groups, (list, tuple)) else ()):
         at = f"param_groups[{number}]"
+        yield from _no_mapping(at, group)
         if not isinstance(group, Mapping):
-            yield f"{at} is {_shown(group)}, not a mapping"
             continue
-        for name in ("params", WEIGHT_DTYPES):
-            if not isinstance(value := group.get(name, None if name == "params" else ()), (list, tuple)):
-                yield f"{at}.{name} is {_shown(value)}, not a list"
-                continue
-            wrong = [each for each in value if not isinstance(each, (int, str, type(None)))]
-            yield from (f"{at}.{name} has {_shown(each)}" for each in wrong[:1])
         params = group.get("params")
+        for name, value in (("params", params), (WEIGHT_DTYPES, group.get(WEIGHT_DTYPES, ()))):
+            yield from _no_list(f"{at}.{name}", value, (int, str, type(None)))
         for index in params if isinstance(params, (list, tuple)) and isinstance(state, Mapping) else ():
             if isinstance(index, (int, str)) and index in state:
                 yield from _malformed_entry(state[index], f"state[{index!r}]", moments)
 
 
+def _no_mapping(at: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, Mapping):
+        yield f"{at} is {_shown(value)}, not a mapping"
+
+
+def _no_list(at: str, value: Any, kinds: tuple[type, ...] = (object,)) -> Iterator[str]:
+    if not isinstance(value, (list, tuple)):
+        yield f"{at} is {_shown(value)}, not a list"
+    elif wrong := [each for each in value if not isinstance(each, kinds)]:
+        yield f"{at} has {_shown(wrong[0])}"
+
+
 def _malformed_entry(entry: Any, at: str, moments: Sequence[str]) -> Iterator[str]:
-    if not isinstance(entry, Mapping):
-        yield f"{at} is {_shown(entry)}, not a mapping"
-        return
-    if "step" in entry and not _is_count(entry["step"]):
-        yield f"{at}.step is {_shown(entry['step'])}, not a count"
-    # torch's SGD has kept None for a momentum that is yet to come.
-    held = [name for name in (*moments, *EXTRAS) if name in entry and not (name in moments and entry[name] is None)]
-    for name in held:
-        if not _holds_numbers(value := entry[name]):
+    yield from _no_mapping(at, entry)
+    for name, value in entry.items() if isinstance(entry, Mapping) else ():
+        if name == "step" and not _is_count(value):
+            yield f"{at}.step is {_shown(value)}, not a count"
+        # torch's SGD has kept None for a momentum that is yet to come.
+        is_kept = name in EXTRAS or (name in moments and value is not None)
+        if is_kept and not _holds_numbers(value):
             yield f"{at}.{name} is {_shown(value)}, not a dense tensor of real numbers"
 
 

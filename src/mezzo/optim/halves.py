@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mezzo.optim.edits import Edits, take_over
+from mezzo.optim.keeper import in_fp32
 from mezzo.optim.state import EXTRAS
 from mezzo.step.split import judged_together
 from mezzo.step.storage import KAHAN, Storage, storage
@@ -212,12 +213,7 @@ class HalvesOptimizer(Optimizer):
             model: The model; other low-precision tensors are widened.
         """
         known = {param for _, param in self._pairs()}
-        return {
-            name: self.master_of(tensor) if tensor in known else tensor.detach().float()
-            if tensor.dtype in LOW else tensor.detach()
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if isinstance(tensor, Tensor)
-        }  # fmt: skip
+        return in_fp32(model, lambda tensor: self.master_of(tensor) if tensor in known else tensor)
 
     # State --------------------------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.errors import PolicyError, StateError, message, some_of
+from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.optim.asked import is_asked_by_checkpoint, no_distributed_checkpoint
+from mezzo.optim.checks import ordered
 from mezzo.optim.gathering import gather
+from mezzo.optim.keeper import in_fp32
 from mezzo.tensors import LOW, mark, marks
 
 __all__ = ["MasterWeights", "masters_of"]
@@ -83,8 +85,7 @@ class MasterWeights:
                 where=type(optimizer).__name__,
                 write="one MasterWeights (or MixedPrecision) for each optimizer",
             )
-        self.optimizer = optimizer
-        self.grad_dtype = grad_dtype
+        self.optimizer, self.grad_dtype = optimizer, grad_dtype
         self._master: dict[Tensor, nn.Parameter] = {}  # model parameter → master
         self._seen: dict[int, tuple[int, int]] = {}  # by id of a parameter: as it was when its master was rounded in
         self._plain_add = optimizer.add_param_group
@@ -109,8 +110,11 @@ class MasterWeights:
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
 
     def _adopt_group(self, group: dict[str, Any], originals: Mapping[Tensor, Tensor]) -> None:
-        params = group["params"]
-        made = [(place, param, _master_for(param, originals)) for place, param in enumerate(params) if _is_low(param)]
+        params, made = group["params"], list[tuple[int, Tensor, nn.Parameter]]()
+        for place, param in enumerate(params):
+            if param.dtype in LOW:
+                source = param.detach().float() if (given := originals.get(param)) is None else given
+                made.append((place, param, nn.Parameter(source, requires_grad=param.requires_grad)))
         for place, param, master in made:
             params[place] = self._master[param] = master
             self._seen[id(param)] = mark(param)
@@ -122,10 +126,7 @@ class MasterWeights:
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         given = param_group["params"]
-        if isinstance(given, (set, frozenset)):
-            what = f"optimizer parameters need to be organized in ordered collections, not in a {type(given).__name__}"
-            raise TypeError(message(what, write="a list of them"))
-        params = [given] if isinstance(given, Tensor) else list(given)
+        params = [given] if isinstance(given, Tensor) else list(ordered(given))
         if known := [tuple(param.shape) for param in params if param in self._master]:
             raise PolicyError(
                 "the optimizer updates these parameters already",
@@ -295,12 +296,10 @@ class MasterWeights:
         """
         if dtype not in ("float32", "param"):
             raise PolicyError(f"unknown dtype {dtype!r}", write='dtype="float32" or "param"')
-        state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         if dtype == "param":
-            return {name: tensor.detach() for name, tensor in state.items()}
+            return {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         self.take_edits()
-        wide = {name: self._master.get(tensor, tensor).detach() for name, tensor in state.items()}
-        return {name: tensor.float() if tensor.dtype in LOW else tensor for name, tensor in wide.items()}
+        return in_fp32(model, lambda tensor: self._master.get(tensor, tensor))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state and the masters, in the order of the parameter groups."""
@@ -316,37 +315,24 @@ class MasterWeights:
         """
         if not isinstance(state, Mapping) or not {"masters", "optimizer"} <= state.keys():
             raise StateError("this is not the state of MasterWeights", write="masters.state_dict()")
-        self._check_shapes(state["masters"])
-        self.optimizer.load_state_dict(dict(state["optimizer"]))
-        self.load_masters(state["masters"])
-
-    @torch.no_grad()
-    def load_masters(self, masters: list[Tensor]) -> None:
-        """Copy saved masters, in the order of :meth:`masters`, and round them into the model.
-
-        Raises:
-            StateError: Another number of masters, or another shape.
-        """
-        self._check_shapes(masters)
-        for mine, saved in zip(self._master.values(), masters, strict=True):
-            mine.copy_(saved)
-        self.round_to_params()
-
-    def _check_shapes(self, masters: list[Tensor]) -> None:
-        own = list(self._master.values())
-        wrong = [
-            f"master {i}: {tuple(mine.shape)} → {tuple(saved.shape)}"
-            for i, (mine, saved) in enumerate(zip(own, masters, strict=False))
-            if mine.shape != saved.shape
+        own, saved = list(self._master.values()), state["masters"]
+        wrong = [f"{len(own)} masters → {len(saved)}"] if len(own) != len(saved) else []
+        wrong += [
+            f"master {place}: {tuple(mine.shape)} → {tuple(theirs.shape)}"
+            for place, (mine, theirs) in enumerate(zip(own, saved, strict=False))
+            if mine.shape != theirs.shape
         ]
-        if len(own) != len(masters):
-            wrong.insert(0, f"{len(own)} masters → {len(masters)}")
         if wrong:
             raise StateError(
                 "the saved masters belong to another model",
                 where=some_of(wrong),
                 write="the same model and optimizer",
             )
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        with torch.no_grad():
+            for mine, theirs in zip(own, saved, strict=True):
+                mine.copy_(theirs)
+        self.round_to_params()
 
     def __deepcopy__(self, memo: Any) -> MasterWeights:
         raise StateError(
@@ -383,15 +369,6 @@ def masters_of(optimizer: Optimizer) -> MasterWeights | None:
     """Return the masters that were put around an optimizer, if there are any."""
     owner = getattr(optimizer.zero_grad, "__self__", None)
     return owner if isinstance(owner, MasterWeights) else None
-
-
-def _is_low(param: Tensor) -> bool:
-    return param.dtype in LOW
-
-
-def _master_for(param: Tensor, originals: Mapping[Tensor, Tensor]) -> nn.Parameter:
-    source = originals.get(param)
-    return nn.Parameter(param.detach().float() if source is None else source, requires_grad=param.requires_grad)
 
 
 def _widen_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -89,21 +89,19 @@ def restored_state(
             write="the master= and rounding= that the state was saved with",
         )
     _require_whole(saved, update_rule, param)
-    state: dict[str, Any] = {}
-    for name, value in saved.items():
+
+    def restored(name: str, value: Any) -> Any:
         if name == "step":
-            state[name] = torch.as_tensor(value).to(param.device, torch.int64).reshape(()).clone()
-        elif name in EXTRAS:
-            if name == form.extra:
-                _require_shape(name, value, param)
-                state[name] = value.to(param.device, copy=True)
-        elif name in moments:
+            return torch.as_tensor(value).to(param.device, torch.int64).reshape(()).clone()
+        if name in moments or name == form.extra:
             _require_shape(name, value, param)
+        if name in moments:
             dtype = getattr(torch, state_dtype)
-            like = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            state[name] = like.copy_(value)
-        else:  # a note of the user's
-            state[name] = value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+            return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
+        return value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+    kept = [name for name in saved if name not in EXTRAS or name == form.extra]  # and notes of the user's
+    state = {name: restored(name, saved[name]) for name in kept}
     if form.extra is not None and form.extra not in state and form.extra in present:
         state[form.extra] = present[form.extra]
     if "step" not in state and any(name in state for name in moments):
@@ -133,13 +131,9 @@ def _require_whole(saved: Mapping[str, Any], update_rule: UpdateRule, param: Ten
 
 def _usable(saved: Mapping[str, Any], param: Tensor, form: Storage, weight_dtype: str | None) -> dict[str, Any]:
     """Leave out what torch has cast, or what belongs to a weight of another dtype; split what was saved whole."""
-    dtypes = {"remainder": torch.int16, "master": torch.float32, "compensation": param.dtype}
     fits = weight_dtype in (None, str(param.dtype))
-    usable = {
-        name: value
-        for name, value in saved.items()
-        if name not in dtypes or (value.dtype == dtypes[name] and (fits or name == "master"))
-    }
+    dtypes = {"master": torch.float32, **({"remainder": torch.int16, "compensation": param.dtype} if fits else {})}
+    usable = {n: value for n, value in saved.items() if n not in EXTRAS or value.dtype == dtypes.get(n)}
     if "master" in usable and form.extra == "remainder":
         _require_shape("master", usable["master"], param)
         usable["remainder"] = SPLIT.make(usable.pop("master"), param.dtype, None)[1]

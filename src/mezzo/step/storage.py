@@ -153,10 +153,9 @@ def storage(
         >>> storage("split", torch.bfloat16).extra, storage("split", torch.float32).extra
         ('remainder', None)
     """
-    if master not in _MASTERS:
-        raise PolicyError(f"unknown master {master!r}", why=errors.nearest(str(master), map(str, _MASTERS)))
-    if rounding not in _WITHOUT_MASTER:
-        raise PolicyError(f"unknown rounding {rounding!r}", why=errors.nearest(str(rounding), _WITHOUT_MASTER))
+    for what, word, known in (("master", master, _MASTERS), ("rounding", rounding, _WITHOUT_MASTER)):
+        if word not in known:
+            raise PolicyError(f"unknown {what} {word!r}", why=errors.nearest(str(word), map(str, known)))
     if master is not None and rounding != "nearest":
         raise PolicyError(
             f'rounding="{rounding}" beside master="{master}"',

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def choose_anew():
-    caches = (choose._cpp, choose._compiled, choose._triton, choose._has_triton, build.built)
+    caches = (choose._working, choose._has_triton, build.built)
     for each in caches:
         each.cache_clear()
     yield
@@ -60,15 +60,15 @@ def refuse(*_, **__):
 def test_accelerators_without_triton_take_torch_s_compiler(monkeypatch, caplog):
     """As if the CPU were one of them."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    assert isinstance(choose._compiled(CPU), Compiled)
-    assert choose._compiled(CPU) is choose._compiled(CPU)
+    assert isinstance(choose._working("torch.compile", CPU), Compiled)
+    assert choose._working("torch.compile", CPU) is choose._working("torch.compile", CPU)
     assert "block by block" not in caplog.text
 
     caplog.clear()
-    choose._compiled.cache_clear()
+    choose._working.cache_clear()
     monkeypatch.setattr(torch, "compile", lambda function, **_: refuse)
     with caplog.at_level(logging.WARNING, logger="mezzo"):
-        assert type(choose._compiled(CPU)) is Portable
+        assert type(choose._working("torch.compile", CPU)) is Portable
     (record,) = caplog.records
     assert "block by block" in record.getMessage()
     assert "No working C++ compiler" in record.getMessage()
@@ -77,7 +77,7 @@ def test_accelerators_without_triton_take_torch_s_compiler(monkeypatch, caplog):
 
 def test_where_compiling_is_switched_off(monkeypatch, caplog):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert type(choose._compiled(CPU)) is Portable
+    assert type(choose._working("torch.compile", CPU)) is Portable
     assert "unset TORCHDYNAMO_DISABLE" in caplog.text
 
 

@@ -19,7 +19,7 @@ from mezzo import UnsupportedError
 from mezzo.optim import optimizer
 from mezzo.step.executors import choose, emit
 from mezzo.step.executors.cpp.launch import Cpp
-from mezzo.step.executors.portable import Portable
+from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.executors.triton import launch as tables
 from mezzo.step.executors.triton import source as source_of
 from mezzo.step.executors.triton.launch import Triton
@@ -421,18 +421,18 @@ def test_hopper_code_of_pass_1_moves_vectors(tmp_path, monkeypatch):
 def test_cuda_devices_take_triton_where_it_is(monkeypatch, built, found, triton_s):
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: found or None)
-    monkeypatch.setattr(choose, "_compiled", lambda *_: None)
     monkeypatch.setattr(Triton, "require", lambda self, device: None)
+    monkeypatch.setattr(Compiled, "require", lambda self, device: None)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
     choose._has_triton.cache_clear()
-    choose._triton.cache_clear()
+    choose._working.cache_clear()
     try:
-        assert isinstance(choose.executor_for(torch.device("cuda")), Triton) is triton_s
+        assert isinstance(choose.executor_for(torch.device("cuda")), Triton if triton_s else Compiled)
         assert isinstance(choose.executor_for(torch.device("cpu")), Cpp)
-        assert choose.executor_for(torch.device("xpu")) is None
+        assert isinstance(choose.executor_for(torch.device("xpu")), Compiled)
     finally:
         choose._has_triton.cache_clear()
-        choose._triton.cache_clear()
+        choose._working.cache_clear()
 
 
 def test_triton_is_tried_where_it_is_to_run(device, launches):

@@ -32,8 +32,8 @@ def executor_for(device: torch.device) -> Executor:
     Where a compiler is missing, the executor that needs none takes its place, and the log says so once.
     """
     if device.type == "cpu":
-        return _cpp()
-    return _triton(device) if device.type == "cuda" and _has_triton() else _compiled(device)
+        return _working("C++", torch.device("cpu"))
+    return _working("Triton" if device.type == "cuda" and _has_triton() else "torch.compile", device)
 
 
 def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]) -> Sequence[Tensor]:
@@ -65,23 +65,24 @@ def _say(error: str) -> None:
 
 
 @functools.cache
-def _cpp() -> Executor:
-    from mezzo.step.executors.cpp.launch import Cpp
+def _working(kind: str, device: torch.device) -> Executor:
+    """Return an executor, or the one that needs no compiler where that cannot build its kernels."""
+    executor: Cpp | Triton | Compiled = Compiled()
+    if kind == "C++":
+        from mezzo.step.executors.cpp.launch import Cpp
 
-    return _working(Cpp(), torch.device("cpu"))
+        executor = Cpp()
+    elif kind == "Triton":
+        from mezzo.step.executors.triton.launch import Triton, refuse_capture
 
-
-@functools.cache
-def _compiled(device: torch.device) -> Executor:
-    return _working(Compiled(), device)
-
-
-@functools.cache
-def _triton(device: torch.device) -> Executor:
-    from mezzo.step.executors.triton.launch import Triton, refuse_capture
-
-    refuse_capture(device, "the first step of all")  # nothing can be tried in a graph, and nothing is remembered
-    return _working(Triton(), device)
+        refuse_capture(device, "the first step of all")  # nothing can be tried in a graph, and nothing is remembered
+        executor = Triton()
+    try:
+        executor.require(device)
+    except UnsupportedError as error:
+        logger.warning("optimizer steps on %s run block by block, since %s", device, error)
+        return Portable()
+    return executor
 
 
 @functools.cache
@@ -95,16 +96,6 @@ def _shared_on(device: torch.device) -> Shared | None:
         logger.info("the few numbers that a step shares are computed one by one on %s, since %s", device, error)
         return None
     return executor.shared
-
-
-def _working(executor: Cpp | Triton | Compiled, device: torch.device) -> Executor:
-    """Return an executor, or the one that needs no compiler where that cannot build its kernels."""
-    try:
-        executor.require(device)
-    except UnsupportedError as error:
-        logger.warning("optimizer steps on %s run block by block, since %s", device, error)
-        return Portable()
-    return executor
 
 
 @functools.cache

@@ -40,7 +40,6 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
         "aten.bitwise_or.Scalar": "{0} | {1}",
         "aten.bitwise_or.Tensor": "{0} | {1}",
         "aten.bitwise_xor.Tensor": "{0} ^ {1}",
-        "aten.__lshift__.Scalar": "{0} << {1}",
         "aten.__rshift__.Scalar": "{0} >> {1}",
         "aten.scalar_tensor.default": "{0}",
         "aten.detach.default": "{0}",

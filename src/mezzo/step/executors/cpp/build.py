@@ -68,21 +68,24 @@ def built(source: str) -> CppKernel:
     **Cost**: 0.2 s, or a millisecond where it lies on disk.
     """
     command = _command()
-    name = f"kernels/{hashlib.sha256(chr(0).join([source, _resolved(command)]).encode()).hexdigest()[:32]}.so"
-    program = _kept(name)
-    found = program and _loaded(program)
-    if not found:
-        program = _compiled(command, source)
-        found = _loaded(program)
-        if found is None:
-            raise UnsupportedError(
-                "a compiled optimizer kernel cannot be loaded",
-                where=shlex.join(command[:1]),
-                why="it may be for another processor, or this system lets no program run from memory or from TMPDIR",
-                write="CXX=the path of another C++ compiler, or TMPDIR=a folder from which programs may run",
-            )
-        _keep(name, program)
-    return found
+    key = "\0".join([source, shlex.join(command), _asked(tuple(command))])
+    name = f"kernels/{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    kept = _kept(name)
+    if kept is not None and (kernel := _loaded(kept)) is not None:
+        return kernel
+    program = _compiled(command, source)
+    if (kernel := _loaded(program)) is None:
+        raise UnsupportedError(
+            "a compiled optimizer kernel cannot be loaded",
+            where=shlex.join(command[:1]),
+            why="it may be for another processor, or this system lets no program run from memory or from TMPDIR",
+            write="CXX=the path of another C++ compiler, or TMPDIR=a folder from which programs may run",
+        )
+    try:
+        files.keep(name, program + _digest(name, program))
+    except (OSError, RuntimeError) as error:
+        logger.info("an optimizer kernel is not kept for later processes: %s", error)
+    return kernel
 
 
 # What is kept on disk ---------------------------------------------------------------------------------------
@@ -102,13 +105,6 @@ def _kept(name: str) -> bytes | None:
         logger.info("a damaged optimizer kernel is compiled anew: %s", name)
         return None
     return program
-
-
-def _keep(name: str, program: bytes) -> None:
-    try:
-        files.keep(name, program + _digest(name, program))
-    except (OSError, RuntimeError) as error:
-        logger.info("an optimizer kernel is not kept for later processes: %s", error)
 
 
 def _digest(name: str, program: bytes) -> bytes:
@@ -178,10 +174,6 @@ def _asked(command: tuple[str, ...]) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
     return asked.stderr
-
-
-def _resolved(command: list[str]) -> str:
-    return shlex.join(command) + _asked(tuple(command))
 
 
 def _run(command: list[str], source: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -27,8 +27,6 @@ _TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
         torch.bfloat16: "uint16_t",
         torch.int32: "int32_t",
         torch.int16: "int16_t",
-        torch.int8: "int8_t",
-        torch.uint8: "uint8_t",
         torch.bool: "bool",
     }
 )

@@ -25,39 +25,12 @@ Kind: TypeAlias = tuple[torch.dtype, int | None]
 #: One warp: a norm of a few hundred numbers is the longest work there is.
 _OPTIONS: Final = {"num_warps": 1, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
-_OWN: Final = {
-    "aten.add.Tensor, alpha=-1": "tl.sub({0}, {1}, sanitize_overflow=False)",
-    "aten.eq.Scalar": "{0} == {1}",
-    "aten.eq.Tensor": "{0} == {1}",
-    "aten.ne.Scalar": "{0} != {1}",
-    "aten.ge.Scalar": "{0} >= {1}",
-    "aten.bitwise_and.Tensor": "{0} & {1}",
-    "aten.bitwise_not.default of torch.bool": "{0} == 0",
-    "aten.clamp_min.default": "tl.where({0} < {1}, {1}, {0})",
-    "aten.clamp_max.default": "tl.where({0} > {1}, {1}, {0})",
-    "aten.bitwise_or.Tensor": "{0} | {1}",
-    "aten.ones_like.default of torch.float32": "1.0",
-    "aten.masked_fill.Scalar": "tl.where({1}, {2}, {0})",
-    "aten.rsub.Scalar": "tl.sub({1}, {0}, sanitize_overflow=False)",
-    "aten.reciprocal.default": "tl.div_rn(1.0, {0})",
-    "aten.reciprocal.default of torch.float64": "1.0 / {0}",
-    "aten.div.Tensor of torch.float64": "{0} / {1}",
-    "aten.pow.Tensor_Tensor of torch.float64": "libdevice.pow({0}, {1})",
-    "aten.rsqrt.default of torch.float64": "libdevice.rsqrt({0})",
-    "aten.linalg_vector_norm.default of torch.float32": "total({0}_at, {0}_length)",
-}
-
-#: Numbers are loaded and stored as they are. float64 is divided as IEEE says; its powers and roots are CUDA's own
-#: functions, as in torch's kernels: NVIDIA's compiler takes them from the same library, libdevice.
+#: Numbers are loaded and stored as they are.
 NUMBERS: Final = replace(
     TRITON,
-    types=MappingProxyType(
-        {**TRITON.types, torch.bfloat16: "tl.bfloat16", torch.float64: "tl.float64", torch.int64: "tl.int64"}
-    ),
-    operations=MappingProxyType({**TRITON.operations, **_OWN}),
+    types=MappingProxyType({**TRITON.types, torch.bfloat16: "tl.bfloat16"}),
     widened=MappingProxyType({}),
     narrowed=MappingProxyType({}),
-    literal=lambda value, dtype: repr(value) if abs(value) < float("inf") else f'float("{value}")',
 )
 
 _TOTAL: Final = '''\

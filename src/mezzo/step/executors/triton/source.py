@@ -31,9 +31,9 @@ _TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
         torch.bfloat16: "tl.int16",
         torch.int32: "tl.int32",
         torch.int16: "tl.int16",
-        torch.int8: "tl.int8",
-        torch.uint8: "tl.uint8",
         torch.bool: "tl.int1",
+        torch.float64: "tl.float64",
+        torch.int64: "tl.int64",
     }
 )
 _WIDENED: Final = "({0}.to(tl.int32) << 16).to(tl.float32, bitcast=True)"
@@ -63,6 +63,25 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.where.self": "tl.where({0}, {1}, {2})",
         "aten.view.dtype": "{0}.to({dtype}, bitcast=True)",
         "aten._to_copy.default": "{0}.to({dtype})",
+        # Of the few numbers that a step shares. float64 is divided as IEEE says; its powers and roots are CUDA's own
+        # functions, as in torch's kernels: NVIDIA's compiler takes them from the same library, libdevice.
+        "aten.add.Tensor, alpha=-1": "tl.sub({0}, {1}, sanitize_overflow=False)",
+        "aten.eq.Scalar": "{0} == {1}",
+        "aten.ne.Scalar": "{0} != {1}",
+        "aten.ge.Scalar": "{0} >= {1}",
+        "aten.bitwise_and.Tensor": "{0} & {1}",
+        "aten.bitwise_not.default of torch.bool": "{0} == 0",
+        "aten.clamp_min.default": "tl.where({0} < {1}, {1}, {0})",
+        "aten.clamp_max.default": "tl.where({0} > {1}, {1}, {0})",
+        "aten.ones_like.default of torch.float32": "1.0",
+        "aten.masked_fill.Scalar": "tl.where({1}, {2}, {0})",
+        "aten.rsub.Scalar": "tl.sub({1}, {0}, sanitize_overflow=False)",
+        "aten.reciprocal.default": "tl.div_rn(1.0, {0})",
+        "aten.reciprocal.default of torch.float64": "1.0 / {0}",
+        "aten.div.Tensor of torch.float64": "{0} / {1}",
+        "aten.pow.Tensor_Tensor of torch.float64": "libdevice.pow({0}, {1})",
+        "aten.rsqrt.default of torch.float64": "libdevice.rsqrt({0})",
+        "aten.linalg_vector_norm.default of torch.float32": "total({0}_at, {0}_length)",
     }
 )
 
@@ -74,7 +93,7 @@ TRITON: Final = Dialect(
     narrowed=MappingProxyType({torch.bfloat16: _NARROWED}),
     assigned="{name} = {value}",
     stored="tl.store({target}_at, {value}, mask=mask)",
-    literal=lambda value, dtype: repr(value),
+    literal=lambda value, dtype: repr(value) if abs(value) < float("inf") else f'float("{value}")',
 )
 
 _UPDATE: Final = """\
