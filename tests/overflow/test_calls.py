@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.overflow import locate
-from mezzo.overflow.calls import CallKeeper, Kept
+from mezzo.overflow.replay import CallKeeper, Kept
 
 
 def events(keeper):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo.overflow.cures import highest_scale, power
+from mezzo.overflow.diagnose import highest_scale, power
 
 
 @given(

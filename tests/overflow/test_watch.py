@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.overflow.cures import Context
+from mezzo.overflow.diagnose import Context
 from mezzo.overflow.watch import Watch
 from mezzo.trace.modes import KernelMode
 from mezzo.trace.where import Where

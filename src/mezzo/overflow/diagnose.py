@@ -1,24 +1,34 @@
-"""From an origin to the report: what kind of fault it is, and which words say so."""
+"""From an origin to the report: what kind of fault it is, which words say so, and what to write to cure it.
+
+Cures are rules, a wider format, a lower loss scale, or other code.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mezzo.overflow.cures import Context, lower_scale, power, wider_format
-from mezzo.overflow.origins import Origin
-from mezzo.overflow.report import Kind, Overflow
+from mezzo.errors import PolicyError
+from mezzo.overflow.report import Kind, Origin, Overflow
+from mezzo.policy import Policy, Rule
+from mezzo.policy.fields import FIELDS, level_fields
+from mezzo.scale import LossScale
 from mezzo.tensors import dtype_name
 from mezzo.trace.measure import range_of
-from mezzo.trace.where import LOSS
+from mezzo.trace.where import LOSS, MODEL
 
-__all__ = ["diagnose", "outside_models"]
+__all__ = ["Context", "diagnose", "highest_scale", "outside_models", "power"]
 
+#: More modules than these in FP32 are better served by another format.
+_MANY: Final = 3
 _EPS: Final = "torch.finfo(x.dtype).eps"
 _FINITE_MASK: Final = 'scores.masked_fill(mask, torch.finfo(scores.dtype).min)   # in place of float("-inf")'
 _RELOAD: Final = 'model.load_state_dict(mezzo.load("checkpoint.pt"))   # one from before'
@@ -45,6 +55,26 @@ _OUTSIDE: Final[Mapping[str, tuple[str, str]]] = {
 }  # fmt: skip
 
 
+@dataclass(slots=True)
+class Context:
+    """What is known of the step beside the origin.
+
+    Attributes:
+        models: The models.
+        policy: Their policy, where it is known.
+        loss_scale: What the loss was multiplied by.
+        autocasts: Whether ops are cast one by one, as far as has been seen.
+    """
+
+    models: Sequence[nn.Module]
+    policy: Policy | None
+    loss_scale: float = 1.0
+    autocasts: bool = False
+
+    def __post_init__(self) -> None:
+        self.autocasts = self.policy is not None and self.policy.autocast
+
+
 def diagnose(origin: Origin, context: Context, lowered: float | None = None) -> Overflow:
     """Say of an origin what it is, why, and what would cure it.
 
@@ -56,46 +86,37 @@ def diagnose(origin: Origin, context: Context, lowered: float | None = None) -> 
     kind, cause, cure = _judged(origin, context, lowered)
     if origin.made_nan_by and origin.source in ("given", "written"):
         cause += f"; {origin.made_nan_by} makes nan of it"
-    return _overflow(origin, context, kind, cause, cure)
+    return _reported(origin, context, kind, cause, cure)
 
 
 def _judged(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind, str, str]:
     """Return the kind of fault, the cause and the cure."""
-    name = origin.tensor.name
-    match origin.source, origin.role:
-        case "made", _:
-            return _made(origin, context, lowered)
-        case "masked", _:
-            where = f"{origin.op} over a row that holds -inf alone"
-            return "masked", f"{where}: where all is masked there is no result", _FINITE_MASK
-        case "written", _:
-            return "written", "the code itself names inf or nan there, and it reaches the end of the pass", _FINITE_MASK
-        case _, "parameter":
-            cause = f"the parameter {name} was not finite before the pass: an earlier update or load made it so"
-            return "parameter", cause, _RELOAD
-        case _, "buffer":
-            cause = f"the buffer {name} was not finite before the pass: running statistics keep what one bad batch left"
-            return "buffer", cause, _RELOAD
-        case _:
-            cause = f"{name} was not finite before the model saw it: the data, or what prepares it"
-            return "input", cause, "x = torch.nan_to_num(x)   # or leave the batch out"
+    if origin.source == "made":
+        return _made(origin, context, lowered)
+    if origin.source == "masked":
+        where = f"{origin.op} over a row that holds -inf alone"
+        return "masked", f"{where}: where all is masked there is no result", _FINITE_MASK
+    if origin.source == "written":
+        return "written", "the code itself names inf or nan there, and it reaches the end of the pass", _FINITE_MASK
+    name, before = origin.tensor.name, "was not finite before the"
+    if origin.role == "parameter":
+        return "parameter", f"the parameter {name} {before} pass: an earlier update or load made it so", _RELOAD
+    if origin.role == "buffer":
+        return "buffer", f"the buffer {name} {before} pass: running statistics keep what one bad batch left", _RELOAD
+    cure = "x = torch.nan_to_num(x)   # or leave the batch out"
+    return "input", f"{name} {before} model saw it: the data, or what prepares it", cure
 
 
-def _overflow(origin: Origin, context: Context, kind: Kind, cause: str, cure: str) -> Overflow:
+def _reported(origin: Origin, context: Context, kind: Kind, cause: str, cure: str) -> Overflow:
     """Make the report of an origin."""
     file, _, number = (origin.line or "").rpartition(":")
     needed = origin.needed if origin.needed is not None and math.isfinite(origin.needed) else None
+    same = ("module", "op", "kernel", "phase", "tensor", "inputs", "line")
     return Overflow(
+        **{name: getattr(origin, name) for name in same},
         kind=kind,
-        module=origin.module,
-        op=origin.op,
-        kernel=origin.kernel,
-        phase=origin.phase,
-        tensor=origin.tensor,
-        inputs=origin.inputs,
         needed=needed,
         share=None if needed is None else needed / torch.finfo(origin.dtype).max,
-        line=origin.line,
         code=linecache.getline(file, int(number)).strip() or None if file else None,
         loss_scale=context.loss_scale,
         cause=cause,
@@ -108,9 +129,9 @@ def _overflow(origin: Origin, context: Context, kind: Kind, cause: str, cure: st
 
 def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind, str, str]:
     if lowered is not None:
-        return "scale", _of_scale(origin, context, lowered), lower_scale(context, lowered)
+        return "scale", _of_scale(origin, context, lowered), _lower_scale(context, lowered)
     if origin.dtype.itemsize < 4 and (origin.needed is None or origin.holds == torch.float32):
-        remark, cure = wider_format(origin, context)
+        remark, cure = _wider_format(origin, context)
         return "range", f"{_needs(origin)}{remark}", cure
     op = origin.op if origin.op in _AT_ZERO or origin.op in _OUTSIDE else origin.kernel.removeprefix("aten::")
     if origin.holds is not None:
@@ -183,5 +204,134 @@ def outside_models(gradient: Tensor, number: int, output: Tensor, line: str | No
     cure = f"mezzo.numerics.locate(fn, model, loss_scale={scale:g})   # fn: the forward pass and the loss"
     if range_.dtype == "float16" and not range_.num_nan and scale > 1:
         cause += f"\nas inf in float16, most likely by the loss scale {scale:g}, by how much is not known here"
-        cure = f"{lower_scale(context, scale / 2)}   # or lower"
-    return _overflow(origin, context, "loss", cause, cure)
+        cure = f"{_lower_scale(context, scale / 2)}   # or lower"
+    return _reported(origin, context, "loss", cause, cure)
+
+
+# Cures ------------------------------------------------------------------------------------------------
+
+
+def _wider_format(origin: Origin, context: Context) -> tuple[str, str]:
+    """Return what makes room for a number beyond 16 bits: a remark on it, and the text to paste.
+
+    An FP32 rule cures only what nothing casts back: where a low-precision op reads the number before another one has
+    brought it back into range, that op's module must be FP32 as well; where that spreads, BF16 has the range. Trying
+    a rule would tell as much, but a user's function runs once, and in the region that it enters itself.
+    """
+    policy, low = context.policy, [each for each in origin.readers if each.is_low]
+    if origin.cast_by == "model":
+        return ", and the model's own code casts it", "x.bfloat16() in place of x.half(), or no cast"
+    if policy is not None and policy.dtype != origin.dtype:
+        return f", which {policy} does not ask for: the model's own code casts", "x.float() before it"
+    if origin.phase == "backward":
+        return "; other gradients are not finite with a lower loss scale either", _bfloat16(context)
+    if origin.role == "parameter" and (path := _as_in_rules(origin.path, context)):
+        return "", f'policy = policy.keep_fp32(params=["{path}"])'
+    op_rule = f'policy = policy.fp32("{origin.op}")'
+    is_op_enough = all(each.op == origin.op for each in low) and len({each.module for each in low}) <= _MANY
+    if origin.rule is not None and origin.rule.op is not None and is_op_enough:
+        return f", under the rule {origin.rule}", op_rule
+    if modules := _modules(origin, context):
+        return "", f"policy = policy.keep_fp32(modules=[{', '.join(modules)}])"
+    if context.autocasts and is_op_enough and _takes_rule(origin.op):
+        return "", op_rule
+    names = ", ".join(dict.fromkeys(f"{each.op} in {each.module or MODEL}" for each in low[:_MANY]))
+    return f"; FP32 there would not do, since {names} would cast it again" if names else "", _bfloat16(context)
+
+
+def _modules(origin: Origin, context: Context) -> list[str]:
+    """Return, quoted, the modules that together keep the number in FP32 until it is back in range; few, or none."""
+    # With autocast what is FP32 stays FP32 until an op casts it low. Without, a module's results are cast back, so that
+    # one module must hold all that reads the number.
+    modules = [origin.module, *(each.module for each in origin.readers if each.is_low or not context.autocasts)]
+    if not context.autocasts:
+        common = takewhile(lambda parts: len({*parts}) == 1, zip(*(path.split(".") for path in modules), strict=False))
+        modules = [".".join(parts[0] for parts in common)]
+    found = [_as_in_rules(path, context) for path in dict.fromkeys(modules)]
+    return [f'"{path}"' for path in found] if all(found) and len(found) <= _MANY else []
+
+
+def _as_in_rules(path: str, context: Context) -> str:
+    """Return a path as rules have it, if every model has a parameter, or a module that is called, under it."""
+    if len(context.models) > 1:
+        path = path.partition(".")[2]
+    if path == LOSS:
+        return ""
+    for model in context.models:
+        module = dict(model.named_modules(remove_duplicate=False)).get(path)
+        is_called = module is not None and type(module).forward is not nn.Module.forward
+        if not is_called and path not in dict(model.named_parameters(remove_duplicate=False)):
+            return ""
+    return path
+
+
+def _takes_rule(op: str) -> bool:
+    try:
+        return bool(Rule("fp32", op=op).ops)
+    except PolicyError:
+        return False
+
+
+def _bfloat16(context: Context) -> str:
+    policy = context.policy
+    if policy is None:
+        return f'policy = mezzo.Policy.{"O1" if context.autocasts else "O2"}("bfloat16")'
+    before = level_fields(policy.level, policy.dtype)
+    # The format and the loss scale follow from the new one.
+    kept = {name: getattr(policy, name) for name in FIELDS if getattr(policy, name) != before[name]}
+    kept = {name: value for name, value in kept.items() if value != policy.dtype and name != "loss_scale"}
+    other: Policy = getattr(Policy, policy.level)("bfloat16", rules=policy.rules, **kept)
+    return f'policy = mezzo.Policy.parse("{other}")'
+
+
+def highest_scale(
+    scale: float, needed: float | None, limit: float, is_finite_at: Callable[[float], bool]
+) -> float | None:
+    """Find the largest power of two below a loss scale with which a backward pass stays finite.
+
+    Args:
+        scale: The scale that is too large.
+        needed: The magnitude that did not fit, from which the first guess is made.
+        limit: The largest number of its format.
+        is_finite_at: Runs the backward pass with another scale.
+
+    Returns:
+        The scale; ``None`` where none of 2^40 times less does, so that the scale is not what is wrong.
+    """
+    high = math.ceil(math.log2(scale))  # the exponent of a scale that is too large
+    low = high - 41
+    if not is_finite_at(2.0**low):
+        return None
+    guess = high - 1
+    if needed is not None and math.isfinite(needed):
+        guess = math.floor(math.log2(scale * limit / needed))
+    while high - low > 1:
+        middle = guess if low < guess < high else (low + high) // 2
+        if is_finite_at(2.0**middle):
+            low, guess = middle, middle + 1
+        else:
+            high, guess = middle, middle - 1
+    return 2.0**low
+
+
+def _lower_scale(context: Context, scale: float) -> str:
+    """Return the text that lowers the loss scale, or where a policy has none, the format that needs none."""
+    policy = context.policy or Policy.O1()
+    before, after = policy.loss_scale, LossScale.constant(scale)
+    if before.mode == "dynamic" and before.floor <= scale <= (before.ceiling or math.inf):
+        after = dataclasses.replace(before, init=scale)
+    try:
+        policy.evolve(loss_scale=after)
+    except PolicyError:  # O3 in float16 cannot unscale
+        return _bfloat16(context)
+    return f'policy = policy.evolve(loss_scale="{after}")'
+
+
+def power(value: float) -> str:
+    """Write a power of two.
+
+    Example:
+        >>> power(512.0)
+        '2**9'
+    """
+    return f"2**{int(math.log2(value))}"

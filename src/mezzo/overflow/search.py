@@ -14,10 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
-from mezzo.overflow.cures import Context, highest_scale
-from mezzo.overflow.diagnose import diagnose
-from mezzo.overflow.origins import Origin
-from mezzo.overflow.report import Overflow
+from mezzo.overflow.diagnose import Context, diagnose, highest_scale
+from mezzo.overflow.report import Origin, Overflow
 from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, each_tensor

@@ -14,26 +14,16 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from mezzo.cast.notes import notes
-from mezzo.overflow.cures import Context
-from mezzo.overflow.origins import BOUNDED, SOFTMAX, Origin, Reader
-from mezzo.overflow.report import Phase
+from mezzo.overflow.diagnose import Context
+from mezzo.overflow.report import BOUNDED, SOFTMAX, Origin, Phase, Reader
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
 from mezzo.tensors import has_fraction, tensors
+from mezzo.trace import measure
 from mezzo.trace.calls import Decider
 from mezzo.trace.frames import kernel_name
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view, same_storage
-from mezzo.trace.measure import (
-    Operand,
-    Range,
-    has_literal,
-    has_nan,
-    is_finite,
-    is_like_a_mask,
-    needed,
-    operands,
-    range_of,
-)
+from mezzo.trace.measure import Operand, Range
 from mezzo.trace.names import Edge, Names, edges
 from mezzo.trace.where import LOSS, Place, Where
 
@@ -120,7 +110,7 @@ class Watch:
 
     def before(self, kernel: Any, args: Any, kwargs: Any) -> list[Operand]:
         """Keep what a kernel is about to read."""
-        return operands(kernel, args, kwargs)
+        return measure.operands(kernel, args, kwargs)
 
     def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: list[Operand]) -> None:
         """Look at what a kernel made."""
@@ -128,7 +118,7 @@ class Watch:
         if not results or is_view(kernel) or is_allocation(kernel):
             return
         with torch._C.DisableTorchFunction():
-            bad = [number for number, result in enumerate(results) if not is_finite(result)]
+            bad = [number for number, result in enumerate(results) if not measure.is_finite(result)]
             ran = _Ran(kernel, args, kwargs, before, results, bad[0] if bad else 0)
             if bad:
                 num_before = len(self.origins)
@@ -146,12 +136,14 @@ class Watch:
 
     def _origin(self, ran: _Ran) -> Origin:
         """Return where the result that is not finite has it from."""
-        bad = (each for each in ran.read if not is_finite(each.tensor) and not self.names.was_finite(each.argument))
+        bad = (
+            each for each in ran.read if not measure.is_finite(each.tensor) and not self.names.was_finite(each.argument)
+        )
         sources = [self._source(operand, ran.kernel) for operand in bad]
         if not sources:
             return self._made(ran)
         found = min(sources, key=lambda origin: origin.rank)
-        if found.may_be_meant and has_nan(ran.result):
+        if found.may_be_meant and measure.has_nan(ran.result):
             if kernel_name(ran.kernel) in SOFTMAX or "scaled_dot_product" in ran.name:
                 return self._add("masked", ran.kernel, ran.result, ran.read)
             if not found.made_nan_by:
@@ -185,13 +177,13 @@ class Watch:
     def _made(self, ran: _Ran) -> Origin:
         """Note a tensor that a kernel made non-finite out of finite numbers."""
         kernel, args, kwargs, read, _, position = ran
-        if has_literal(args, kwargs):
+        if measure.has_literal(args, kwargs):
             origin = self._add("written", kernel, ran.result, read)
             origin.may_be_meant = origin.tensor.num_nan == 0
             return origin
         if not is_cast(kernel, args, ran.result):
             origin = self._add("made", kernel, ran.result, read)
-            origin.needed, origin.holds = needed(ran.result.dtype, kernel, args, kwargs, read, position)
+            origin.needed, origin.holds = measure.needed(ran.result.dtype, kernel, args, kwargs, read, position)
             return origin
         doing = {note.kind for note in notes()}
         is_emulated = "emulation" in doing
@@ -204,7 +196,7 @@ class Watch:
         else:
             origin = self._add("made", kernel, ran.result, read)
             self._name_cast(origin, args[0], by_mezzo="cast" in doing)
-        origin.needed, origin.holds = range_of(args[0], "").largest, args[0].dtype
+        origin.needed, origin.holds = measure.range_of(args[0], "").largest, args[0].dtype
         return origin
 
     def _name_cast(self, origin: Origin, before: Tensor, *, by_mezzo: bool) -> None:
@@ -222,13 +214,13 @@ class Watch:
         """Note a tensor that is non-finite and that nothing in the pass has made."""
         found = self.names.of(tensor)
         origin = self._add("given", kernel, tensor, [])
-        origin.may_be_meant = is_like_a_mask(tensor)
+        origin.may_be_meant = measure.is_like_a_mask(tensor)
         origin.role, origin.path = ("input", "a tensor made before the step") if found is None else found[:2]
         origin.rename(origin.path)
-        if found is not None and origin.role == "parameter" and is_finite(found[2]):
+        if found is not None and origin.role == "parameter" and measure.is_finite(found[2]):
             # A cast of it from before the pass, which a region keeps from one micro-batch to the next.
             origin.source, origin.cast_by, origin.may_be_meant = "made", "policy", False
-            origin.needed, origin.holds = range_of(found[2], "").largest, found[2].dtype
+            origin.needed, origin.holds = measure.range_of(found[2], "").largest, found[2].dtype
             origin.rename(f"{origin.path} cast to {origin.tensor.dtype}")
         return origin
 
@@ -248,7 +240,7 @@ class Watch:
             line=self.where.line() if call is None else call.line,
             rule=None if call is None else call.decision.rule,
             dtype=tensor.dtype,
-            tensor=range_of(tensor, name),
+            tensor=measure.range_of(tensor, name),
             inputs=tuple(self._range(operand) for operand in read),
         )
         self.origins.append(origin)
@@ -259,7 +251,7 @@ class Watch:
         return origin
 
     def _range(self, operand: Operand) -> Range:
-        return range_of(operand.tensor, self._called(operand.argument) or operand.name)
+        return measure.range_of(operand.tensor, self._called(operand.argument) or operand.name)
 
     def _called(self, tensor: Tensor) -> str | None:
         found = self.names.of(tensor)
@@ -279,7 +271,7 @@ class Watch:
 
     def first(self, ends: Iterable[Tensor]) -> Origin | None:
         """Return the origin that the non-finite among these tensors have it from, the first of several."""
-        bad = [tensor for tensor in ends if not is_finite(tensor)]
+        bad = [tensor for tensor in ends if not measure.is_finite(tensor)]
         labels = [label for tensor in bad if (label := self._from.get(tensor)) is not None]
         if labels:
             return min((self.origins[int(label)] for label in labels), key=lambda origin: origin.rank)

@@ -1,22 +1,30 @@
-"""One call of a torch function: what the policy decided about it, and what its kernels really did."""
+"""One call of a torch function: what the policy decided about it, and what its kernels really did.
+
+Only here does anything look inside the active region: what it opens, and which parameter rule speaks about a call.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from mezzo.cast.differences import open_function
+from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.errors import PolicyError
-from mezzo.policy import Decision, Policy, Rule
+from mezzo.policy import Decision, Policy, Rule, Treatment
+from mezzo.policy.ops import OPS
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.frames import kernel_name, op_name
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
-from mezzo.trace.seam import pinned
 
-__all__ = ["Decider", "OpCall"]
+__all__ = ["Decider", "OpCall", "opened_by_region"]
 
 _CASTABLE: Final = frozenset(map(dtype_name, CASTABLE))
 _CONVERSIONS: Final = frozenset("to float half bfloat16 double type type_as to_copy _to_copy".split())
@@ -48,7 +56,7 @@ class Decider:
         )
 
     def _param_decision(self, args: Any, kwargs: Any) -> Decision | None:
-        found = pinned(args, kwargs)
+        found = _pinned(args, kwargs)
         if found is None:
             return None
         param, treatment = found
@@ -207,3 +215,43 @@ def _cause(kwargs: Any, *, is_off: bool) -> str:
     if is_off:
         return "the model's code switches autocast off here"
     return ""
+
+
+# The active region -----------------------------------------------------------------------------------
+
+
+def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return the copy of a Python function to run in its place, so that the ops inside it are seen one by one.
+
+    What the region itself would open is opened here first, with the region below, which changes nothing. Other
+    Python functions are opened where the op table has no decision about the function as a whole; to them too it is
+    all the same, unless an argument's class overrides torch functions.
+    """
+    differences = acting_differences(args, kwargs)
+    if differences is not None:
+        if _pinned(args, kwargs) is not None or differences.handler(function) is not None:
+            return None
+        if (opened := differences.opened.get(function)) is not None:
+            return opened
+    if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
+        return None
+    entry = OPS.get(op_name(function))
+    return None if entry is not None and not entry.parts else _openable(function)
+
+
+def _pinned(args: Any, kwargs: Any) -> tuple[Tensor, Treatment] | None:
+    """Return the parameter among the arguments that a parameter rule speaks about, and its treatment."""
+    differences = acting_differences(args, kwargs)
+    if differences is None or not differences.pinned:
+        return None
+    param = pinned_parameter(differences, args, kwargs)
+    return None if param is None else (param, differences.pinned[id(param)])
+
+
+@functools.lru_cache(maxsize=1024)
+def _openable(function: Any) -> Any:
+    if not inspect.isfunction(function) or function.__module__ not in (functional.__name__, "torch.functional"):
+        return None
+    if not any(name.startswith("has_torch_function") for name in function.__code__.co_names):
+        return None
+    return open_function(function)

@@ -39,23 +39,24 @@ class Document:
             StateError: It is not JSON, not a document of this class, or one of another version.
         """
         name = cls.__name__.lower()
-        again = f"{name}.to_json(), read back with {cls.__name__}.from_json(text)"
+
+        def refused(why: str, what: str = f"this is not an {name}") -> StateError:
+            return StateError(what, why=why, write=f"{name}.to_json(), read back with {cls.__name__}.from_json(text)")
+
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise StateError(f"this is not an {name}", why=f"not JSON: {error}", write=again) from error
+            raise refused(f"not JSON: {error}") from error
         if not isinstance(data, dict) or "version" not in data:
-            raise StateError(f"this is not an {name}", why="it names no version", write=again)
-        version = data.pop("version")
+            raise refused("it names no version")
+        if (version := data.pop("version")) != cls._version:
+            raise refused(f"this mezzo reads version {cls._version}", f"the {name} has version {version!r}")
         for derived in cls._derived:
             data.pop(derived, None)
-        if version != cls._version:
-            why = f"this mezzo reads version {cls._version}"
-            raise StateError(f"the {name} has version {version!r}", why=why, write=again)
         try:
             built: Self = _built(cls, data)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise StateError(f"this is not an {name}", why=f"a field is wrong: {error}", write=again) from error
+            raise refused(f"a field is wrong: {error}") from error
         return built
 
 

@@ -12,16 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mezzo.tensors import LOW, tensors
 
 __all__ = [
-    "Storages",
-    "flops",
-    "is_allocation",
-    "is_cast",
-    "is_view",
-    "moved_bytes",
-    "multiple_of",
-    "product",
+    "Storages", "flops", "is_allocation", "is_cast", "is_view", "moved_bytes", "multiple_of", "product",
     "same_storage",
-]
+]  # fmt: skip
 
 _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
@@ -121,7 +114,7 @@ def product(kernel: Any, args: tuple[Any, ...]) -> tuple[Shape, torch.dtype] | N
     if found is None:
         return None
     position, measure = found
-    return measure(args), args[position].dtype
+    return measure(args[position:]), args[position].dtype
 
 
 def flops(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> tuple[int, torch.dtype] | None:
@@ -154,27 +147,21 @@ def _recurrent_flops(args: tuple[Any, ...]) -> int:
 
 _FLOPS: Final[Mapping[str, Callable[[tuple[Any, ...]], int]]] = {
     "_grouped_mm": _grouped_flops,
-    "mv": lambda args: 2 * args[0].numel(),
+    **dict.fromkeys(("mv", "dot", "vdot"), lambda args: 2 * args[0].numel()),
     "addmv": lambda args: 2 * args[1].numel(),
     "addr": lambda args: 2 * args[1].numel() * args[2].numel(),
     "addbmm": lambda args: 2 * args[1].numel() * args[2].shape[-1],
-    "dot": lambda args: 2 * args[0].numel(),
-    "vdot": lambda args: 2 * args[0].numel(),
-    "_cudnn_rnn": _recurrent_flops,
-    "mkldnn_rnn_layer": _recurrent_flops,
+    **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), _recurrent_flops),
 }
 
 
-def _matrices(position: int) -> Callable[[tuple[Any, ...]], Shape]:
-    def measure(args: tuple[Any, ...]) -> Shape:
-        a, b = args[position], args[position + 1]  # (..., M, K), (..., K, N)
-        return ("M", a.shape[-2]), ("N", b.shape[-1]), ("K", a.shape[-1])
-
-    return measure
+def _matrices(operands: tuple[Any, ...]) -> Shape:
+    a, b = operands[:2]  # (..., M, K), (..., K, N)
+    return ("M", a.shape[-2]), ("N", b.shape[-1]), ("K", a.shape[-1])
 
 
-def _convolution(args: tuple[Any, ...]) -> Shape:
-    weight, transposed, groups = args[1], args[6], args[8]
+def _convolution(operands: tuple[Any, ...]) -> Shape:
+    weight, transposed, groups = operands[0], operands[5], operands[7]
     inputs, outputs = (weight.shape[0] // groups, weight.shape[1]) if transposed else (
         weight.shape[1], weight.shape[0] // groups
     )  # fmt: skip
@@ -197,16 +184,11 @@ def _recurrent(args: tuple[Any, ...]) -> Shape:
     return ("batch", args[0].shape[1]), ("input features", features), ("hidden features", hidden)
 
 
-# The position of the operand whose dtype counts, and how the dimensions are read, by aten kernel.
+# By aten kernel: the position of the operand whose dtype counts, and what reads the dimensions from it and the rest.
 _PRODUCTS: Final[Mapping[str, tuple[int, Callable[[tuple[Any, ...]], Shape]]]] = {
-    "mm": (0, _matrices(0)),
-    "bmm": (0, _matrices(0)),
-    "_scaled_mm": (0, _matrices(0)),
-    "addmm": (1, _matrices(1)),
-    "baddbmm": (1, _matrices(1)),
-    "addbmm": (1, _matrices(1)),
+    **dict.fromkeys(("mm", "bmm", "_scaled_mm"), (0, _matrices)),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), (1, _matrices)),
     "convolution": (1, _convolution),
     "attention": (0, _attention),
-    "_cudnn_rnn": (0, _recurrent),
-    "mkldnn_rnn_layer": (0, _recurrent),
+    **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), (0, _recurrent)),
 }

@@ -14,18 +14,9 @@ from torch.utils import _pytree as pytree
 from mezzo.tensors import dtype_name, has_fraction, tensors
 
 __all__ = [
-    "Operand",
-    "Range",
-    "has_literal",
-    "has_nan",
-    "is_finite",
-    "is_like_a_mask",
-    "largest_in",
-    "needed",
-    "operands",
-    "range_of",
-    "shape_text",
-]
+    "Operand", "Range", "has_literal", "has_nan", "is_finite", "is_like_a_mask", "largest_in", "needed", "operands",
+    "range_of", "shape_text",
+]  # fmt: skip
 
 #: In-place kernels that do not read what they write to, which may be memory that nothing was written to before.
 _OVERWRITING: Final = frozenset(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.notes import watched
-from mezzo.trace.seam import opened_by_region
+from mezzo.trace.calls import opened_by_region
 from mezzo.trace.where import Place, Where
 
 __all__ = ["CallMode", "KernelMode", "ModuleHooks", "Observer", "is_watched", "watching"]
