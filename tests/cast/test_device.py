@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mezzo import files
-from mezzo.cast.device import arithmetic, child, decide, devices, intended, kinds, probe, probing, trial
+from mezzo.cast.device import arithmetic, child, decide, devices, intended, kinds, probe, probing
 from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 from mezzo.errors import PolicyError, UnsupportedError
 
@@ -419,13 +419,13 @@ def die(*_):
 def test_a_copy_that_survives(capfd):
     x = torch.ones(64, 64)
     (x @ x).sum().item()  # whatever threads a product starts are running now
-    assert trial.survives_here(torch.float32, ["gemm_backward", "convolution"]) == ""
+    assert probing.survives_here(torch.float32, ["gemm_backward", "convolution"]) == ""
     assert capfd.readouterr() == ("", "")
 
 
 @CAN_FORK
 def test_a_copy_that_does_not(monkeypatch, capfd):
-    monkeypatch.setattr(trial, "TRIAL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(probing, "TRIAL_TIMEOUT_S", 0.3)
     threads = torch.get_num_threads()
     for work, trouble in (
         (die, "was killed by an illegal instruction (SIGILL)"),
@@ -434,22 +434,22 @@ def test_a_copy_that_does_not(monkeypatch, capfd):
         (lambda *_: sys.exit(0), "ended with exit code 1"),
         (lambda *_: time.sleep(60), "did not finish in 0.3 s"),
     ):
-        monkeypatch.setattr(trial, "run_case", work)
-        assert trial.survives_here(BFLOAT16, ["gemm"]) == f"a copy of this process that tried it {trouble}"
+        monkeypatch.setattr(probing, "run_case", work)
+        assert probing.survives_here(BFLOAT16, ["gemm"]) == f"a copy of this process that tried it {trouble}"
     assert torch.get_num_threads() == threads
     assert capfd.readouterr() == ("", ""), "a death that was expected is nobody's business"
 
 
 @CAN_FORK
 def test_handlers_and_masks_of_the_users_hide_neither_a_death_nor_an_endless_wait(monkeypatch):
-    monkeypatch.setattr(trial, "TRIAL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(probing, "TRIAL_TIMEOUT_S", 0.3)
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGILL, signal.SIGALRM)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     try:
-        monkeypatch.setattr(trial, "run_case", die)
-        assert "SIGILL" in trial.survives_here(BFLOAT16, ["gemm"])
-        monkeypatch.setattr(trial, "run_case", lambda *_: threading.Lock().acquire() and time.sleep(60))
-        assert "did not finish" in trial.survives_here(BFLOAT16, ["gemm"])
+        monkeypatch.setattr(probing, "run_case", die)
+        assert "SIGILL" in probing.survives_here(BFLOAT16, ["gemm"])
+        monkeypatch.setattr(probing, "run_case", lambda *_: threading.Lock().acquire() and time.sleep(60))
+        assert "did not finish" in probing.survives_here(BFLOAT16, ["gemm"])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
@@ -474,7 +474,7 @@ def test_an_exit_status_that_other_code_collected_is_no_answer(monkeypatch):
 
     real = os.waitpid
     monkeypatch.setattr(os, "waitpid", collected)
-    assert "other code collected its exit status" in trial.survives_here(torch.float32, ["gemm"])
+    assert "other code collected its exit status" in probing.survives_here(torch.float32, ["gemm"])
 
 
 def test_a_platform_without_fork_and_a_process_too_large_to_copy(monkeypatch):
@@ -482,12 +482,12 @@ def test_a_platform_without_fork_and_a_process_too_large_to_copy(monkeypatch):
         raise BlockingIOError("no memory")
 
     monkeypatch.setattr(os, "fork", refuse, raising=False)
-    assert trial.survives_here(BFLOAT16, ["gemm"]) == "this process could not be copied to find out (no memory)"
+    assert probing.survives_here(BFLOAT16, ["gemm"]) == "this process could not be copied to find out (no memory)"
     monkeypatch.delattr(os, "fork")
-    trouble = trial.survives_here(BFLOAT16, ["gemm"])
+    trouble = probing.survives_here(BFLOAT16, ["gemm"])
     assert trouble == "this process could not be copied to find out (this platform copies no processes)"
     # The probe's child is expendable: there it is tried in place.
-    assert child.try_in_copy("float32", None, "storage", timing=False) == child.Tried("native")
+    assert child.try_in_copy("float32", None, "storage") == child.Tried("native")
 
 
 @CAN_FORK
@@ -495,9 +495,9 @@ def test_a_copy_without_onednn_leaves_it_on_here(monkeypatch):
     def needs_onednn_off(*_):
         assert not torch.backends.mkldnn.enabled
 
-    monkeypatch.setattr(trial, "run_case", needs_onednn_off)
-    assert trial.survives_here(BFLOAT16, ["gemm"], onednn=False) == ""
-    assert "exit code 1" in trial.survives_here(BFLOAT16, ["gemm"])
+    monkeypatch.setattr(probing, "run_case", needs_onednn_off)
+    assert probing.survives_here(BFLOAT16, ["gemm"], onednn=False) == ""
+    assert "exit code 1" in probing.survives_here(BFLOAT16, ["gemm"])
     assert torch.backends.mkldnn.enabled
 
 
@@ -550,7 +550,7 @@ def test_no_policy_kills_a_process_in_which_the_variable_is_not_set(tmp_path):
 # the limit is in force is oneDNN's own answer: with it, it stops offering bfloat16.
 SIMULATED = """
     import os, signal, torch
-    from mezzo.cast.device import arithmetic, child, probing, trial
+    from mezzo.cast.device import arithmetic, child, probing
     from mezzo.cast.device.report import DeviceReport, FormatSupport
 
     def die_unless_limited(*_):
@@ -565,7 +565,7 @@ SIMULATED = """
     found = DeviceReport(device_type="cpu", name="a CPU", formats={torch.bfloat16: crash}, needs_isa_limit=True)
     probing.cpu_report = lambda name: (found, False)
     probing.ISA_LIMIT = "AVX2"
-    trial.run_case = die_unless_limited
+    probing.run_case = die_unless_limited
     x = torch.ones(2, 96, 96)
 """
 

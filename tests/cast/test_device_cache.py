@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mezzo import files
-from mezzo.cast.device import cache as probe_cache
+from mezzo.cast.device import probing as probe_cache
 from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 
 
@@ -112,7 +112,7 @@ def test_a_file_that_is_not_right_is_ignored_with_a_line_in_the_log(cache, caplo
         with caplog.at_level("INFO"):
             assert probe_cache.load(CPU) is None
         (record,) = caplog.records
-        assert record.name == "mezzo.cast.device.cache"
+        assert record.name == "mezzo.cast.device.probing"
         assert record.getMessage().startswith("ignoring the stored device report: ")
         probe_cache.store(CPU, REPORT)
         assert probe_cache.load(CPU) == REPORT, "and it is replaced by the next report"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mezzo.bench.layers import WIDTHS, LayerSteps, layer_steps
 from mezzo.cast import device
-from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, cache, isa_setting
+from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, isa_setting, processor
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for
 from mezzo.errors import printable
@@ -133,7 +133,7 @@ def findings(reports: list[DeviceReport], steps: Steps | None = None) -> dict[st
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "cpu": cache.processor().name,
+        "cpu": processor().name,
         "threads": torch.get_num_threads(),
         "isa_setting": isa_setting(),
         "tf32": _tf32(),

@@ -8,7 +8,7 @@ import platform
 import torch
 
 import mezzo
-from mezzo.cast.device.cache import processor
+from mezzo.cast.device import processor
 
 __all__ = ["default_device", "describe"]
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["CASES", "ISA_VARIABLE", "PREFIX", "SIZES", "TIMED_CASES", "Status", "Tried", "in_copy", "run_case"]
-__all__ += ["time_case", "try_case", "try_format"]
+__all__ = ["CASES", "ISA_VARIABLE", "PREFIX", "SIZES", "TIMED_CASES", "Status", "Tried", "crashes", "in_copy"]
+__all__ += ["run_case", "time_case", "try_case", "try_format"]
 
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 
@@ -173,9 +173,7 @@ def _seconds(work: Work, device: str) -> float:
     return clock() - start
 
 
-def try_case(
-    case: str, dtype: torch.dtype, device: str = "cpu", sizes: tuple[int, ...] = SIZES, *, timing: bool = True
-) -> Tried:
+def try_case(case: str, dtype: torch.dtype, device: str = "cpu", sizes: tuple[int, ...] = SIZES) -> Tried:
     """Run one case, and time it where it is one of ``TIMED_CASES``.
 
     Args:
@@ -183,12 +181,11 @@ def try_case(
         dtype: The format to compute in.
         device: Where to compute.
         sizes: The widths to try; the last one is timed.
-        timing: Whether to time at all.
     """
     threads = torch.get_num_threads()
     try:
         run_case(case, dtype, device, sizes)  # with the threads that the user's process would have
-        if not timing or case not in TIMED_CASES:
+        if case not in TIMED_CASES:
             return Tried("native")
         # One thread: on a busy machine threads that wait for each other hide the arithmetic, and
         # an FP16 product six times slower than FP32 was measured as equally fast.
@@ -221,20 +218,19 @@ def try_format(tried: Callable[[str], Tried]) -> dict[str, Tried]:
     return found
 
 
-def try_in_copy(dtype: str, setting: str | None, case: str, *, timing: bool) -> Tried:
+def try_in_copy(dtype: str, setting: str | None, case: str) -> Tried:
     """Try one case in a copy of this process, or in itself where there are no copies.
 
     Args:
         dtype: The format's name in torch.
         setting: oneDNN's limit, if there is to be one.
         case: One of ``CASES``.
-        timing: Whether to time it.
     """
 
     def work() -> dict[str, Any]:
         if setting is not None:
             os.environ[ISA_VARIABLE] = setting
-        return dataclasses.asdict(try_case(case, getattr(torch, dtype), timing=timing))
+        return dataclasses.asdict(try_case(case, getattr(torch, dtype)))
 
     if not hasattr(os, "fork"):
         return Tried(**work())
@@ -246,8 +242,13 @@ def try_in_copy(dtype: str, setting: str | None, case: str, *, timing: bool) -> 
     return Tried("crashes", detail=f"the process {ended.trouble}", accident=ended.by != "fault")
 
 
+def crashes(cases: Mapping[str, Tried]) -> bool:
+    """Whether the processor itself refused to go on with one of the cases."""
+    return any(outcome.status == "crashes" and not outcome.accident for outcome in cases.values())
+
+
 def main(dtypes: list[str], setting: str | None, limit: str) -> dict[str, dict[str, dict[str, Tried]]]:
-    """Try formats without a limit; with mezzo's own limit, where something crashes; and time them as they will be used.
+    """Try formats without a limit; with mezzo's own limit, where something crashes; and as they will be used.
 
     Args:
         dtypes: Their names in torch, float32 among them.
@@ -255,19 +256,15 @@ def main(dtypes: list[str], setting: str | None, limit: str) -> dict[str, dict[s
         limit: The one that mezzo would set.
 
     Returns:
-        Under ``"free"``, ``"limited"`` and ``"timed"``: for each format the outcome of each case.
+        Under ``"free"``, ``"limited"`` and ``"used"``: for each format the outcome of each case.
     """
 
-    def tried(under: str | None, *, timing: bool) -> dict[str, dict[str, Tried]]:
-        return {dtype: try_format(partial(try_in_copy, dtype, under, timing=timing)) for dtype in dtypes}
+    def tried(under: str | None) -> dict[str, dict[str, Tried]]:
+        return {dtype: try_format(partial(try_in_copy, dtype, under)) for dtype in dtypes}
 
-    free = limited = timed = tried(None, timing=setting is None)
-    crashes = any(o.status == "crashes" and not o.accident for cases in free.values() for o in cases.values())
-    if crashes or setting == limit:
-        limited = timed = tried(limit, timing=setting in (None, limit))
-    if setting not in (None, limit):
-        timed = tried(setting, timing=True)
-    return {"free": free, "limited": limited, "timed": timed}
+    free = tried(None)
+    limited = tried(limit) if setting == limit or any(map(crashes, free.values())) else free
+    return {"free": free, "limited": limited, "used": limited if setting in (None, limit) else tried(setting)}
 
 
 # A copy of this process ----------------------------------------------------------------------------

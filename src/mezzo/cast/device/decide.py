@@ -14,12 +14,11 @@ from typing import Literal
 
 import torch
 
-from mezzo.cast.device import cache, probing
+from mezzo.cast.device import probing
 from mezzo.cast.device.child import CASES, ISA_VARIABLE
 from mezzo.cast.device.kinds import require_device
-from mezzo.cast.device.probing import isa_setting
+from mezzo.cast.device.probing import isa_setting, read_limit, survives_here, switch_onednn_off
 from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
-from mezzo.cast.device.trial import read_limit, survives_here, switch_onednn_off
 from mezzo.errors import PolicyError, UnsupportedError, message
 from mezzo.tensors import dtype_name
 
@@ -134,15 +133,13 @@ def arithmetic(dtype: torch.dtype, device_type: str = "cpu", emulate: Literal["a
     support = probe(device_type).formats[dtype]
     native = Choice(action="native", reason=_because(support, device_type))
     if not support.can_hold:
-        raise UnsupportedError(
-            f"{device_type} cannot hold {dtype_name(dtype)}",
-            why=support.detail,
-            write='dtype="float16" or dtype="bfloat16"',
-        )
+        what = f"{device_type} cannot hold {dtype_name(dtype)}"
+        raise UnsupportedError(what, why=support.detail, write='dtype="float16" or dtype="bfloat16"')
     if support.status == "unsupported":
         return _chosen(Choice(action="emulate", reason=native.reason), dtype, device_type, emulate)
     if support.status == "crashes" and device_type == "cpu":
-        native = _made_safe(dtype)
+        with _lock:
+            native = _native[dtype] = _native.get(dtype) or _tried_here(dtype)
         if native.action == "emulate":
             _chosen(native, dtype, device_type, emulate)  # raises before anything is changed
             _go_without_onednn(dtype, native.reason)
@@ -182,11 +179,8 @@ def _chosen(native: Choice, dtype: torch.dtype, device_type: str, emulate: Liter
     if emulate is False and native.action == "emulate":
         crashes = device_type == "cpu" and probe("cpu").formats[dtype].status == "crashes"
         cure = f"\n{ISA_VARIABLE}={probing.ISA_LIMIT} python …" if crashes else ""
-        raise UnsupportedError(
-            f"{dtype_name(dtype)} cannot be computed natively on this {device_type}",
-            why=native.reason,
-            write=f'emulate="auto"{cure}',
-        )
+        what = f"{dtype_name(dtype)} cannot be computed natively on this {device_type}"
+        raise UnsupportedError(what, why=native.reason, write=f'emulate="auto"{cure}')
     return native
 
 
@@ -201,15 +195,8 @@ def _on_cuda(dtype: torch.dtype, emulate: Literal["auto"] | bool) -> Choice:
     return _chosen(native, dtype, "cuda", emulate)
 
 
-def _made_safe(dtype: torch.dtype) -> Choice:
-    """Make native computation safe in a format that crashes on this CPU, or say why it must not happen."""
-    with _lock:
-        if dtype not in _native:
-            _native[dtype] = _tried_here(dtype)
-        return _native[dtype]
-
-
 def _tried_here(dtype: torch.dtype) -> Choice:
+    """Make native computation safe in a format that crashes on this CPU, or say why it must not happen."""
     report, name = probe("cpu"), dtype_name(dtype)
     support = report.formats[dtype]
     crashed = [case for case, status in support.cases.items() if status == "crashes"]
@@ -230,11 +217,9 @@ def _tried_here(dtype: torch.dtype) -> Choice:
         reason = f"{name} crashes on this CPU ({support.detail}); with {where}, {trouble}"
         return Choice(action="emulate", reason=reason)
     del os.environ[ISA_VARIABLE]
-    reason = (
-        f"{name} crashes on this CPU unless {ISA_VARIABLE}={limit} is set before oneDNN's first "
-        f"use, and in this process that is too late or cannot be known: {trouble}"
-    )
-    return Choice(action="emulate", reason=reason)
+    unless = f"{name} crashes on this CPU unless {ISA_VARIABLE}={limit} is set before oneDNN's first use"
+    late = "in this process that is too late or cannot be known"
+    return Choice(action="emulate", reason=f"{unless}, and {late}: {trouble}")
 
 
 def _go_without_onednn(dtype: torch.dtype, reason: str) -> None:
@@ -257,12 +242,12 @@ def _go_without_onednn(dtype: torch.dtype, reason: str) -> None:
 
 
 def _cpu(refresh: bool) -> DeviceReport:
-    cpu = cache.processor()
-    report = None if refresh else cache.load(cpu)
+    cpu = probing.processor()
+    report = None if refresh else probing.load(cpu)
     if report is None:
         report, lasting = probing.cpu_report(cpu.name)
         if lasting:
-            cache.store(cpu, report)
+            probing.store(cpu, report)
     return report
 
 
@@ -289,11 +274,8 @@ def _because(support: FormatSupport, device_type: str) -> str:
 def _require_known(dtype: torch.dtype, emulate: object) -> None:
     known = (*FULL_PRECISION, *FORMATS)
     if dtype not in known:
-        names = ", ".join(dtype_name(known_dtype) for known_dtype in known)
-        raise PolicyError(f"{dtype} is not a format that mezzo computes in", why=f"it knows {names}")
+        why = f"it knows {', '.join(map(dtype_name, known))}"
+        raise PolicyError(f"{dtype} is not a format that mezzo computes in", why=why)
     if emulate != "auto" and not isinstance(emulate, bool):
-        raise PolicyError(
-            f"emulate={emulate!r} is not understood",
-            why='it is "auto", True or False',
-            write='emulate="auto"',
-        )
+        what = f"emulate={emulate!r} is not understood"
+        raise PolicyError(what, why='it is "auto", True or False', write='emulate="auto"')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,6 +90,8 @@ class DeviceReport:
         True
     """
 
+    _OWN: ClassVar = ("device_type", "name", "needs_isa_limit")
+
     device_type: str
     name: str
     formats: Mapping[torch.dtype, FormatSupport] = field(hash=False)
@@ -106,22 +108,12 @@ class DeviceReport:
             | {name: getattr(support, name) for name in said}
             for support in self.formats.values()
         ]
-        return {
-            "device_type": self.device_type,
-            "name": self.name,
-            "needs_isa_limit": self.needs_isa_limit,
-            "formats": formats,
-        }
+        return {name: getattr(self, name) for name in self._OWN} | {"formats": formats}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> DeviceReport:
         """Rebuild a report from what :meth:`to_dict` returned."""
-        supports = [
-            FormatSupport(
-                dtype=getattr(torch, entry["dtype"]),
-                **{name: entry[name] for name in ("cases", "speeds", "detail")},
-            )
-            for entry in stored["formats"]
-        ]
-        own = {name: stored[name] for name in ("device_type", "name", "needs_isa_limit")}
-        return cls(formats={support.dtype: support for support in supports}, **own)
+        kept = ("cases", "speeds", "detail")
+        formats = {getattr(torch, entry["dtype"]): {name: entry[name] for name in kept} for entry in stored["formats"]}
+        supports = {dtype: FormatSupport(dtype=dtype, **values) for dtype, values in formats.items()}
+        return cls(**{name: stored[name] for name in cls._OWN}, formats=supports)
