@@ -12,7 +12,7 @@ from torch.nn import functional
 from mezzo import Policy, PolicyError, Rule
 from mezzo.cast.differences import find_differences
 from mezzo.policy.ops import NORMS, OPS, TREATMENTS, VIEWS, callables, functions, is_in_place, lists, matching, resolve
-from mezzo.policy.ops.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS
+from mezzo.policy.ops.lists import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS
 
 from . import torch_lists
 
@@ -71,12 +71,12 @@ def test_a_portable_region_on_cuda_differs_only_where_kernels_are_missing():
     ],
 )
 def test_every_op_of_other_systems_lists_has_a_row_that_says_so(system, title, name):
-    row = OPS[resolve(name, system="torch" if system == "apex" else "paddle")]
+    row = OPS[resolve(name if system == "apex" else f"paddle:{name}")]
     assert f"{system} {title}" in row.source
 
 
 def test_fleets_defaults_are_those_of_the_facts():
-    white = {resolve(name, system="paddle") for name in "conv2d matmul mul".split()}
+    white = {resolve(f"paddle:{name}") for name in "conv2d matmul mul".split()}
     black = {"exp", "square", "log", "mean", "sum", "cosine_similarity", "softmax", "cross_entropy"}
     black |= {"binary_cross_entropy_with_logits"}
     assert {op.name for op in OPS.values() if "Fleet white list" in op.source} == white == {"conv2d", "matmul"}
@@ -242,8 +242,8 @@ def test_any_spelling_resolves(name, base):
 
 
 def test_the_system_decides_where_two_use_one_word():
-    assert (resolve("mul"), resolve("mul", system="paddle")) == ("mul", "matmul")
-    assert resolve("softmax", system="paddle") == "softmax"
+    assert (resolve("mul"), resolve("paddle:mul")) == ("mul", "matmul")
+    assert resolve("paddle:softmax") == "softmax"
     assert Policy.parse("O1,fp32=paddle:mul").explain("matmul").treatment == "fp32"
 
 

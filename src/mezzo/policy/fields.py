@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 
 from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, shown
-from mezzo.policy.rules import Rule, format_rules, parse_rules, rule_keys
+from mezzo.policy.rules import RULE_KEYS, Rule, format_rules, parse_rules
 from mezzo.scale import LossScale
 from mezzo.tensors import LOW, dtype_name
 
@@ -232,7 +232,7 @@ def read(text: str) -> tuple[Level, dict[str, Any]]:
                 raise PolicyError(f"{shown(item)} is not key=value", write=f"{key}=…")
             if key in fields:
                 raise PolicyError(f"the key {key!r} stands twice", write=f"one {key}=…")
-            if key in rule_keys():
+            if key in RULE_KEYS:
                 rules += parse_rules(key, value)
             elif key not in ("dtype", *FIELDS):
                 raise _unknown_key(key)
@@ -263,6 +263,6 @@ def _split(text: str) -> list[str]:
 
 def _unknown_key(key: str) -> PolicyError:
     """Build the error for a key that no policy has."""
-    words = ("dtype", *FIELDS, *rule_keys())
+    words = ("dtype", *FIELDS, *RULE_KEYS)
     why = nearest(key, words)
     return PolicyError(f"unknown policy key {shown(key)}", why=why, write="O1,dtype=bfloat16,fp32=softmax")

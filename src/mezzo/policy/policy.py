@@ -5,19 +5,29 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import torch
 
 from mezzo.errors import PolicyError, printable, shown
 from mezzo.policy import fields
-from mezzo.policy.decide import from_table
 from mezzo.policy.fields import LEVELS, Level
-from mezzo.policy.ops import OPS, Treatment, out_of_place, resolve, written_form
+from mezzo.policy.ops import OPS, Op, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, format_rules
 from mezzo.scale import LossScale
 
 __all__ = ["LEVELS", "Policy"]
+
+Lists = Literal["portable", "device"]
+Norms = Literal["fp32", "fp32_math"]
+
+#: The kinds of device that the table tells apart, and how they are called where none is asked about.
+_KINDS: Final = {"cpu": "a CPU", "cuda": "an accelerator"}
+_DECIDERS: Final[dict[Lists, str]] = {"portable": "op table", "device": "lists=device"}
+_AS_IN: Final[dict[Treatment, str]] = {
+    "native": "left to torch, as in torch.amp",
+    "fp32_math": "FP32 inside, the input's dtype out",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +78,8 @@ class Policy:
     master_weights: bool
     loss_scale: LossScale
     accumulate: Literal["fp32", "native"] = "fp32"
-    lists: Literal["portable", "device"] = "portable"
-    norms: Literal["fp32", "fp32_math"] = "fp32"
+    lists: Lists = "portable"
+    norms: Norms = "fp32"
     emulate: Literal["auto"] | bool = "auto"
     rules: tuple[Rule, ...] = ()
 
@@ -210,7 +220,7 @@ class Policy:
             return Decision(treatment="native", rule=None, reason=why, source=f"level {self.level}")
         if entry is None:
             return Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
-        return from_table(entry, device_type, lists=self.lists, norms=self.norms)
+        return _from_table(entry, device_type, lists=self.lists, norms=self.norms)
 
     def storage(self, param: str, module: str, *, is_norm: bool = False) -> tuple[torch.dtype, Rule | None]:
         """Say what dtype a floating parameter or buffer is stored in, and the rule that says so.
@@ -306,3 +316,58 @@ class Policy:
             if printable(os.fspath(path)) in str(problem):
                 raise
             raise PolicyError(f"policy file {shown(os.fspath(path))}: {problem}") from problem
+
+
+# The op table, where no rule decides -------------------------------------------------------------------
+
+
+def _from_table(entry: Op, device_type: str | None, *, lists: Lists, norms: Norms) -> Decision:
+    """Decide about an op by its row.
+
+    On an accelerator torch does by itself what the portable lists ask for, but for the ops that its CUDA lists leave
+    out, most of which have no low kernel there. A region that cast them would need a function mode, and so Python for
+    each op of every model; they stay torch's instead, and a rule changes that where they matter. On a CPU, where the
+    mode runs anyway, they get what the table says, and ops that CUDA runs in low precision FP32 inside.
+
+    Args:
+        entry: The op's row.
+        device_type: The device; when omitted the reason names the devices where the answer is another.
+        lists: The policy's lists.
+        norms: The policy's treatment of softmax and normalisations, which needs the mode on an accelerator too.
+
+    Raises:
+        PolicyError: torch knows no such device type.
+    """
+    on = {kind: _on(entry, kind, lists, norms) for kind in _KINDS}
+    if device_type is not None:
+        treatment = on["cpu" if _checked(device_type) == "cpu" else "cuda"]
+        differs = lists == "portable" and treatment != entry.portable
+        reason = f"{entry.reason}; on {device_type} {_AS_IN[treatment]}" if differs else entry.reason
+        source = "torch" if differs and treatment == "native" else _DECIDERS[lists]
+        return Decision(treatment=treatment, rule=None, reason=reason, source=source)
+    treatment = entry.portable if lists == "portable" else on[_default_kind()]
+    words = _AS_IN if lists == "portable" else {}
+    others = [f"on {_KINDS[kind]} {words.get(there, there)}" for kind, there in on.items() if there != treatment]
+    reason = "; ".join((entry.reason, *others))
+    return Decision(treatment=treatment, rule=None, reason=reason, source=_DECIDERS[lists])
+
+
+def _on(entry: Op, kind: str, lists: Lists, norms: Norms) -> Treatment:
+    if lists == "device":
+        return entry.cpu if kind == "cpu" else entry.cuda
+    if kind == "cpu":
+        return "fp32_math" if (entry.portable, entry.cpu) == ("native", "fp32") else entry.portable
+    return entry.cuda if norms == "fp32" else entry.portable
+
+
+def _checked(device_type: str) -> str:
+    try:
+        return device_type if device_type in _KINDS else torch.device(device_type).type
+    except RuntimeError as error:
+        why = "torch has no such device type"
+        raise PolicyError(f"unknown device type {device_type!r}", why=why, write='"cpu" or "cuda"') from error
+
+
+def _default_kind() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else "cuda"

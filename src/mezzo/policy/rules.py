@@ -6,16 +6,21 @@ import fnmatch
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
-from typing import cast
+from typing import Final
 
 from mezzo.errors import PolicyError, nearest, shown
 from mezzo.policy.ops import TREATMENTS, Treatment, matching, resolve
 
-__all__ = ["Decision", "Rule", "format_rules", "parse_rules", "rule_keys"]
+__all__ = ["RULE_KEYS", "Decision", "Rule", "format_rules", "parse_rules"]
 
-_GLOB_CHARACTERS = "*?["
 _TEXT_CHARACTERS = ",+=@;()"
-_STORAGE_TREATMENTS: tuple[Treatment, ...] = ("low", "fp32")
+_STORAGE_TREATMENTS: Final[tuple[Treatment, ...]] = ("low", "fp32")
+#: What stands for rules in a policy's text, with the treatment and what is matched.
+RULE_KEYS: Final[dict[str, tuple[Treatment, str]]] = {
+    **{treatment: (treatment, "op") for treatment in TREATMENTS},
+    **{f"{treatment}_module": (treatment, "module") for treatment in TREATMENTS},
+    **{f"{treatment}_param": (treatment, "param") for treatment in _STORAGE_TREATMENTS},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,10 @@ class Rule:
         for kind, glob in globs.items():
             if not isinstance(glob, str | None):
                 raise PolicyError(f"the {kind} glob is {shown(glob)}, not text", write=f'{kind}="…"')
+        rule = f"Rule({self.treatment!r}"
         if not any(globs.values()):
-            raise PolicyError(
-                "a rule must match something",
-                where=f"Rule({self.treatment!r})",
-                write=f'Rule({self.treatment!r}, op="softmax"), or module="head.*", or param="*.scale"',
-            )
+            write = f'{rule}, op="softmax"), or module="head.*", or param="*.scale"'
+            raise PolicyError("a rule must match something", where=f"{rule})", write=write)
         for kind, glob in globs.items():
             if glob is not None and (not glob or any(c in _TEXT_CHARACTERS or c.isspace() for c in glob)):
                 raise PolicyError(
@@ -78,7 +81,7 @@ class Rule:
             raise PolicyError(
                 f"the rule on parameter {self.param!r} also names an op or a module",
                 why="a parameter's path already contains its module's, and its rule covers every op that reads it",
-                write=f'Rule({self.treatment!r}, param="{self.module or "block"}.{self.param}")',
+                write=f'{rule}, param="{self.module or "block"}.{self.param}")',
             )
         if self.param is not None and self.treatment not in _STORAGE_TREATMENTS:
             raise PolicyError(
@@ -87,7 +90,7 @@ class Rule:
                 why="a parameter is stored either in the policy's dtype or in FP32",
                 write=f'Rule("low", param={self.param!r}) or Rule("fp32", param={self.param!r})',
             )
-        if self.op is not None and not any(character in self.op for character in _GLOB_CHARACTERS):
+        if self.op is not None and not _is_glob(self.op):
             resolve(self.op)
 
     def matches(self, *, op: str, module: str | None) -> bool:
@@ -116,8 +119,7 @@ class Rule:
         """The classified ops it names: one, or those that its glob matches, or none."""
         if self.op is None:
             return ()
-        is_glob = any(character in self.op for character in _GLOB_CHARACTERS)
-        return tuple(matching(self.op)) if is_glob else (resolve(self.op),)
+        return tuple(matching(self.op)) if _is_glob(self.op) else (resolve(self.op),)
 
     @property
     def selector(self) -> tuple[str | None, str | None, str | None]:
@@ -173,40 +175,29 @@ def format_rules(rules: Iterable[Rule]) -> str:
     return ",".join(f"{key}={'+'.join(rule.name for rule in group)}" for key, group in groups)
 
 
-def rule_keys() -> tuple[str, ...]:
-    """List the keys that stand for rules in a policy's text."""
-    return (
-        *TREATMENTS,
-        *(f"{treatment}_module" for treatment in TREATMENTS),
-        *(f"{treatment}_param" for treatment in _STORAGE_TREATMENTS),
-    )
-
-
 def parse_rules(key: str, names: str) -> tuple[Rule, ...]:
     """Read what :func:`format_rules` writes for one key.
 
     Args:
-        key: One of :func:`rule_keys`.
+        key: One of :data:`RULE_KEYS`.
         names: Names joined by ``+``.
 
     Raises:
         PolicyError: As :class:`Rule` does.
     """
-    for kind in ("module", "param"):
-        if key.endswith(f"_{kind}"):
-            treatment = cast(Treatment, key.removesuffix(f"_{kind}"))
-            return tuple(Rule(treatment, **{kind: name}) for name in names.split("+"))
-    rules = []
-    for name in names.split("+"):
-        op, scoped, module = name.partition("@")
-        rules.append(Rule(cast(Treatment, key), op=op, module=module if scoped else None))
-    return tuple(rules)
+    treatment, kind = RULE_KEYS[key]
+    if kind != "op":
+        return tuple(Rule(treatment, **{kind: name}) for name in names.split("+"))
+    scoped = (name.partition("@") for name in names.split("+"))
+    return tuple(Rule(treatment, op=op, module=module if at else None) for op, at, module in scoped)
+
+
+def _is_glob(text: str) -> bool:
+    return any(character in text for character in "*?[")
 
 
 def _matches_op(pattern: str, op: str) -> bool:
-    if any(character in pattern for character in _GLOB_CHARACTERS):
-        return fnmatch.fnmatchcase(op, pattern)
-    return op == resolve(pattern)
+    return fnmatch.fnmatchcase(op, pattern) if _is_glob(pattern) else op == resolve(pattern)
 
 
 def _ancestry(path: str) -> Iterator[str]:

@@ -48,6 +48,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     Returns:
         The level, and the fields that the file has.
     """
+    name = os.fspath(path)
     try:
         with files.opened(path) as file:
             data = file.read(_MOST_BYTES + 1)
@@ -55,31 +56,25 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
             raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
         table = tomllib.loads(_with_short_keys(data.decode()))
     except FileNotFoundError:
-        raise PolicyError(
-            f"there is no policy file {shown(os.fspath(path))}", write="policy.save(path) first"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{shown(os.fspath(path))} is not a policy file", why=str(error)) from error
-    except RecursionError:
-        raise PolicyError(
-            f"{shown(os.fspath(path))} is not a policy file", why="its values are nested hundreds deep"
-        ) from None
-
-    problems = _unknown_keys(table, ("version", "level", "dtype", *FIELDS, "rules"), where=os.fspath(path))
+        raise PolicyError(f"there is no policy file {shown(name)}", write="policy.save(path) first") from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = "its values are nested hundreds deep" if isinstance(error, RecursionError) else str(error)
+        raise PolicyError(f"{shown(name)} is not a policy file", why=why) from None
+    problems = _unknown_keys(table, ("version", "level", "dtype", *FIELDS, "rules"), where=name)
     rules = table.pop("rules", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-        raise PolicyError("rules is not an array of tables", where=os.fspath(path), write="[[rules]]")
+        raise PolicyError("rules is not an array of tables", where=name, write="[[rules]]")
     for number, rule in enumerate(rules, start=1):
-        where = f"{os.fspath(path)}, rule {number}"
+        where = f"{name}, rule {number}"
         if len(problems) < MOST_PROBLEMS:
             problems += _unknown_keys(rule, _RULE_KEYS, where)
         if "treatment" not in rule:
             problems.append(PolicyError("the rule has no treatment", where=where, write='treatment = "fp32"'))
     if table.get("level") not in LEVELS:
         why = nearest(shown(table.get("level", "")), LEVELS)
-        problems.append(PolicyError("the file names no valid level", where=os.fspath(path), why=why))
+        problems.append(PolicyError("the file names no valid level", where=name, why=why))
     if (version := table.pop("version", _VERSION)) != _VERSION:
-        problems.append(PolicyError(f"version {shown(version)} of policy files is unknown", where=os.fspath(path)))
+        problems.append(PolicyError(f"version {shown(version)} of policy files is unknown", where=name))
     if problems:
         raise PolicyError.together(problems)
     return table.pop("level"), table | {"rules": tuple(Rule(**rule) for rule in rules)}

@@ -14,12 +14,10 @@ import torch
 from torch.nn import functional
 
 from mezzo.errors import PolicyError, shown
-from mezzo.policy.ops.aliases import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS, synonyms_of
+from mezzo.policy.ops.lists import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS, synonyms_of
 from mezzo.policy.ops.table import OPS, VIEWS
 
-__all__ = ["System", "callables", "functions", "is_in_place", "matching", "out_of_place", "resolve", "written_form"]
-
-System = Literal["torch", "paddle"]
+__all__ = ["callables", "functions", "is_in_place", "matching", "out_of_place", "resolve", "written_form"]
 
 # Where a user finds functions, with the prefix that the op's base name has for each place.
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
@@ -117,15 +115,14 @@ def out_of_place(name: str) -> str | None:
     return _known_as(bare)
 
 
-def resolve(name: str, *, system: System = "torch", in_place: bool = False) -> str:
+def resolve(name: str, *, in_place: bool = False) -> str:
     """Return the base name for any spelling of an op.
 
     Args:
         name: ``softmax``, ``torch.softmax``, ``F.softmax``, ``Tensor.softmax``, ``aten::softmax.int``,
             ``torch.ops.aten.softmax.int``, ``nn.Softmax``, ``__matmul__``, or a name of Paddle's such as
-            ``softmax_with_cross_entropy``. Names of custom ops (``mylib::op``) are kept.
-        system: Whose name it is where two systems use one word: torch's ``mul`` is element-wise, Paddle's is the
-            matrix product. ``paddle:mul`` says so inside a policy's text.
+            ``softmax_with_cross_entropy``. Names of custom ops (``mylib::op``) are kept. Where two systems use one word
+            it is torch's: ``mul`` is element-wise, and ``paddle:mul`` the matrix product that Paddle calls so.
         in_place: Whether in-place variants are allowed. They keep their own name, for nothing ever casts them:
             what they write to keeps its dtype. Elsewhere a rule on one would silently do nothing, so it is refused.
 
@@ -138,13 +135,13 @@ def resolve(name: str, *, system: System = "torch", in_place: bool = False) -> s
     Example:
         >>> resolve("aten::softmax.int"), resolve("torch.linalg.inv"), resolve("nn.LayerNorm")
         ('softmax', 'linalg_inv', 'layer_norm')
-        >>> resolve("mul"), resolve("mul", system="paddle"), resolve("paddle:mul")
-        ('mul', 'matmul', 'matmul')
+        >>> resolve("mul"), resolve("paddle:mul")
+        ('mul', 'matmul')
     """
     if not isinstance(name, str):
         raise PolicyError(f"an op's name is {shown(name)}, not text", write='"softmax"')
     # The casting plan asks for hundreds of base names.
-    return name if name in OPS and system == "torch" else _resolve(name, system, in_place)
+    return name if name in OPS else _resolve(name, in_place)
 
 
 def matching(pattern: str) -> Iterator[str]:
@@ -159,13 +156,10 @@ def matching(pattern: str) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(name: str, system: System, in_place: bool) -> str:
-    bare = name
-    for prefix in _PADDLE_PREFIXES:
-        if name.startswith(prefix):
-            bare, system = name.removeprefix(prefix), "paddle"
-            break
-    if system == "paddle" and bare in PADDLE_ALIASES:
+def _resolve(name: str, in_place: bool) -> str:
+    prefix = next((each for each in _PADDLE_PREFIXES if name.startswith(each)), "")
+    bare = name.removeprefix(prefix)
+    if prefix and bare in PADDLE_ALIASES:
         return PADDLE_ALIASES[bare]
     if (custom := _custom(bare)) is not None:
         return custom

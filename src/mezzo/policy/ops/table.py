@@ -2,7 +2,7 @@
 
 It is a risk table, not a device table: the ``portable`` column is what a policy asks for, and gives torch's CUDA
 dtypes on every device; the other two say what torch would do by itself, so that a region needs to add only the
-difference (:mod:`mezzo.policy.decide` says for which ops it does not). Both come from the registrations in
+difference (:meth:`mezzo.Policy.explain` says for which ops it does not). Both come from the registrations in
 :mod:`mezzo.policy.ops.lists`. An op that is not registered itself but that C++ composes of one that is (``square`` of
 ``pow``) goes by the op it is made of.
 """
@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
-from mezzo.policy.ops.aliases import PADDLE_ALIASES, SYNONYMS, synonyms_of
-from mezzo.policy.ops.lists import APEX, FLEET, PADDLE, Treatment, registered
+from mezzo.policy.ops.lists import APEX, FLEET, PADDLE, PADDLE_ALIASES, SYNONYMS, Treatment, registered, synonyms_of
 
 __all__ = ["NORMS", "OPS", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment"]
 
