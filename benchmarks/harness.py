@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 import mezzo
-from mezzo.bench.facts import facts, write_dated
-from mezzo.bench.timing import Spread, against, in_turns, spread
+from mezzo import files
+from mezzo.bench.facts import facts
+from mezzo.bench.timing import Spread, against, rounds, seconds, spread
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UP = 3
@@ -31,6 +34,23 @@ class Row:
     ratio_p90: float
     mezzo_ms: float
     rival_ms: float
+
+
+def in_turns(
+    calls: Mapping[str, tuple[Callable[[], object], Callable[[], object]]],
+    device: torch.device,
+    repetitions: int,
+    warm_up: int = 3,
+) -> dict[str, list[float]]:
+    """Time calls in turns by the host's clock: what a user waits for.
+
+    Args:
+        calls: By name: what makes one ready, which is not timed, and the call.
+        device: Whose work to wait for.
+        repetitions: Rounds that count.
+        warm_up: Rounds before, which compile what is to be compiled.
+    """
+    return rounds(calls, functools.partial(seconds, device=device), repetitions, warm_up)
 
 
 def paired(mine: Callable[[], None], rival: Callable[[], None], repetitions: int) -> dict[str, float]:
@@ -110,3 +130,22 @@ def write(folder: Path, name: str, rows: list[Row], **more: Any) -> None:
         **more, "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     print(f"written to {write_dated(folder, name, result)}")
+
+
+def write_dated(folder: Path, name: str, result: dict[str, Any] | list[dict[str, Any]]) -> Path:
+    """Write a result to ``NAME-DEVICE-DATE.json``: beside, then renamed.
+
+    Args:
+        folder: Where; made if it is not there.
+        name: Of the benchmark.
+        result: What :func:`facts` says and what was measured; of several results the first one's facts count.
+
+    Returns:
+        The file.
+    """
+    first = result[0] if isinstance(result, list) else result
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{name}-{first['device']}-{first['date']}.json"
+    with files.whole(target) as file:
+        file.write((json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
+    return target

@@ -14,9 +14,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import torch
 from rich.console import Console
 
-from harness import DEVICE
+from harness import DEVICE, write_dated
 from mezzo.bench import bench_step
-from mezzo.bench.facts import write_dated
 
 
 def main() -> None:

@@ -75,7 +75,8 @@ def alone(name: str, *, dry: bool, out: Path) -> Path:
     import torch
 
     import mezzo
-    from mezzo.bench.facts import facts, write_dated
+    from harness import write_dated
+    from mezzo.bench.facts import facts
 
     from .parts import PARTS
     from .plan import Plan

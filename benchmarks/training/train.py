@@ -13,8 +13,9 @@ from typing import Final
 import torch
 
 import mezzo
+from harness import in_turns
 from mezzo.bench.facts import checked_device, facts
-from mezzo.bench.timing import against, in_turns, seconds, spread
+from mezzo.bench.timing import against, seconds, spread
 from mezzo.errors import MezzoError, NumericsError, PolicyError, UnsupportedError, nearest
 
 from .events import SYNCS, Events, observe

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness import in_turns, write_dated
 from mezzo.bench import timing
-from mezzo.bench.facts import facts, write_dated
-from mezzo.bench.timing import Spread, against, in_turns
+from mezzo.bench.facts import facts
+from mezzo.bench.timing import Spread, against
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")

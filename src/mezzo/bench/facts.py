@@ -1,21 +1,18 @@
-"""What a benchmark ran on, and the dated file that keeps it beside what was measured."""
+"""What a benchmark ran on."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from mezzo import files
 from mezzo.cast.device import probe
 from mezzo.errors import PolicyError, UnsupportedError
 
-__all__ = ["checked_device", "facts", "write_dated"]
+__all__ = ["checked_device", "facts"]
 
 
 def checked_device(device: str | torch.device) -> torch.device:
@@ -55,27 +52,3 @@ def facts(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def write_dated(folder: Path, name: str, result: dict[str, Any] | list[dict[str, Any]]) -> Path:
-    """Write a result to ``NAME-DEVICE-DATE.json``: beside, then renamed.
-
-    Args:
-        folder: Where; made if it is not there.
-        name: Of the benchmark.
-        result: What :func:`facts` says and what was measured; of several results the first one's facts count.
-
-    Returns:
-        The file.
-
-    Example:
-        >>> import tempfile
-        >>> write_dated(Path(tempfile.mkdtemp()), "step", {"device": "cpu", "date": "2026-11-21"}).name
-        'step-cpu-2026-11-21.json'
-    """
-    first = result[0] if isinstance(result, list) else result
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{name}-{first['device']}-{first['date']}.json"
-    with files.whole(target) as file:
-        file.write((json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
-    return target

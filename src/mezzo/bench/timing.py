@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Final, TypeVar
 
 import torch
 
-__all__ = ["Behind", "Spread", "Taken", "against", "copying", "in_turns", "rounds", "seconds", "spread"]
+__all__ = ["Behind", "Spread", "Taken", "against", "copying", "rounds", "seconds", "spread"]
 
 T = TypeVar("T")
 
@@ -108,30 +107,20 @@ class Behind:
         return Taken(seconds=first.elapsed_time(last) / 1e3, host_seconds=self._host[call], ahead=ahead)
 
 
-def in_turns(
-    calls: Mapping[str, tuple[Callable[[], object], Callable[[], object]]],
-    device: torch.device,
-    repetitions: int,
-    warm_up: int = 3,
-) -> dict[str, list[float]]:
-    """Time calls in turns by the host's clock: what a user waits for.
-
-    Args:
-        calls: By name: what makes one ready, which is not timed, and the call.
-        device: Whose work to wait for.
-        repetitions: Rounds that count.
-        warm_up: Rounds before, which compile what is to be compiled.
-    """
-    return rounds(calls, functools.partial(seconds, device=device), repetitions, warm_up)
-
-
 def rounds(
     calls: Mapping[str, tuple[Callable[[], object], Callable[[], object]]],
     clock: Callable[[Callable[[], object]], T],
     repetitions: int,
     warm_up: int = 3,
 ) -> dict[str, list[T]]:
-    """Time calls in turns by any clock: see :func:`in_turns`."""
+    """Time calls in turns.
+
+    Args:
+        calls: By name: what makes one ready, which is not timed, and the call.
+        clock: Times one call: :class:`Behind`, or :func:`seconds` of a device for what a user waits for.
+        repetitions: Rounds that count.
+        warm_up: Rounds before, which compile what is to be compiled.
+    """
     taken: dict[str, list[T]] = {name: [] for name in calls}
     for number in range(warm_up + repetitions):
         for name, (before, call) in calls.items():
