@@ -12,8 +12,9 @@ from mezzo import MixedPrecision, optim
 
 #: What changes models and optimizers; the rest only computes.
 WRITING = [f"mezzo/{name}.py" for name in (
-    "cast/model/prepare", "cast/model/doors", "optim/halves", "optim/masters", "optim/gathering", "optim/optimizer",
-    "session/session", "session/core", "session/weights/weights", "session/window/group", "session/window/wide",
+    "cast/model/prepare", "cast/model/boundaries", "optim/halves", "optim/masters", "optim/gathering",
+    "optim/optimizer", "session/session", "session/core", "session/weights/weights", "session/window/group",
+    "session/window/wide",
 )]  # fmt: skip
 CASES = {
     "masters": ("O2,dtype=bfloat16,emulate=true", lambda params: torch.optim.SGD(params, lr=0.1)),

@@ -22,15 +22,8 @@ from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
 __all__ = [
-    "OPENED_BY_NAME",
-    "Differences",
-    "Handler",
-    "Traced",
-    "find_differences",
-    "open_function",
-    "remember",
-    "traced",
-]
+    "OPENED_BY_NAME", "Differences", "Handler", "Traced", "find_differences", "open_function", "remember", "traced",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ Source: Micikevicius et al. 2018, §3.3; the error bound is that of an FP32 dot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import LOW
 
-__all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_dtypes_of_states"]
+__all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_dtypes_of_states", "without_autocast"]
 
 
 def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,29 +49,39 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     return EMULATED[name](function, *args, **kwargs)
 
 
+@contextlib.contextmanager
+def without_autocast(device_types: Iterable[str]) -> Iterator[None]:
+    """Switch native autocast off where it is on, for a backward pass.
+
+    Under it C++ would cast FP32 operands of the backward pass to low precision: those of products that a policy keeps
+    in FP32, and those of emulated ones.
+    """
+    on = [each for each in device_types if torch.is_autocast_enabled(each)]
+    for each in on:
+        torch.set_autocast_enabled(each, False)
+    try:
+        yield
+    finally:
+        for each in on:
+            torch.set_autocast_enabled(each, True)
+
+
 def _emulated(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make an autograd function's backward pass of one that is given the unpacked tensors as well.
 
-    It runs without native autocast: where it begins inside a region, that is still on, would cast the widened operands
-    back, and compute natively what must not be computed so. To unpack the tensors a checkpoint may run code of the
-    model's, which is no emulation.
+    It runs without native autocast, which is still on where it begins inside a region. To unpack the tensors a
+    checkpoint may run code of the model's, which is no emulation.
     """
 
     def run(ctx: Any, *gradients: Any) -> Any:
         kind = next((g.device.type for g in gradients if g is not None), None)
         if kind is None or torch.compiler.is_compiling():  # compiled code is differentiated without autocast already
             return backward(ctx, ctx.saved_tensors, *gradients)
-        is_on = torch.is_autocast_enabled(kind)
-        if is_on:
-            torch.set_autocast_enabled(kind, False)
-        try:
+        with without_autocast([kind]):
             saved = ctx.saved_tensors
             if WATCHERS:
                 return during("emulation", ctx, backward, ctx, saved, *gradients)
             return backward(ctx, saved, *gradients)
-        finally:
-            if is_on:
-                torch.set_autocast_enabled(kind, True)
 
     return run
 
@@ -228,35 +239,24 @@ def _each(value: Any, count: int) -> list[int]:
     return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
 
 
-def _convolution(dims: int) -> Callable[..., Tensor]:
-    def run(
-        _: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None,
-        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-    ) -> Tensor:  # fmt: skip
-        strides, dilations = _each(stride, dims), _each(dilation, dims)
-        if padding == "same":
+def _convolution(dims: int, *, transposed: bool = False) -> Callable[..., Tensor]:
+    names = "stride padding output_padding groups dilation" if transposed else "stride padding dilation groups"
+
+    def run(_: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *given: Any, **named: Any) -> Tensor:
+        usual = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
+        options: dict[str, Any] = {**usual, **dict(zip(names.split(), given, strict=False)), **named}
+        if options["padding"] == "same":
             # Torch pads the odd element on the right, where convolution itself cannot.
+            dilations = _each(options["dilation"], dims)
             total = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
             if any(amount % 2 for amount in total):
                 sides = [side for amount in reversed(total) for side in (0, amount % 2)]
                 input = functional.pad(input, sides)
-            padding = [amount // 2 for amount in total]
-        elif padding == "valid":
-            padding = 0
-        options = (strides, _each(padding, dims), dilations, False, [0] * dims, groups)
-        return _batched(dims, input, weight, bias, options)
-
-    return run
-
-
-def _transposed(dims: int) -> Callable[..., Tensor]:
-    def run(
-        _: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-        padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
-    ) -> Tensor:  # fmt: skip
-        lists: Sequence[list[int]] = [_each(value, dims) for value in (stride, padding, dilation, output_padding)]
-        options = (lists[0], lists[1], lists[2], True, lists[3], groups)
-        return _batched(dims, input, weight, bias, options)
+            options["padding"] = [amount // 2 for amount in total]
+        elif options["padding"] == "valid":
+            options["padding"] = 0
+        lists = [_each(options[name], dims) for name in ("stride", "padding", "dilation", "output_padding")]
+        return _batched(dims, input, weight, bias, (*lists[:3], transposed, lists[3], options["groups"]))
 
     return run
 
@@ -322,7 +322,7 @@ EMULATED: Final[dict[str, Callable[..., Any]]] = {
     "mv": _mv,
     "convolution": _any_convolution,
     **{f"conv{dims}d": _convolution(dims) for dims in (1, 2, 3)},
-    **{f"conv_transpose{dims}d": _transposed(dims) for dims in (1, 2, 3)},
+    **{f"conv_transpose{dims}d": _convolution(dims, transposed=True) for dims in (1, 2, 3)},
     **dict.fromkeys(
         """addmm addmv addr addbmm baddbmm _addmm_activation dot vdot linalg_vecdot inner tensordot einsum chain_matmul
         grouped_mm linalg_multi_dot linalg_matrix_power cov corrcoef conv_tbc bilinear scaled_dot_product_attention

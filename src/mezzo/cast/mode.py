@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack
 
 from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
-from mezzo.cast.emulate import emulate, with_dtypes_of_states
+from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.recompute import SWITCHES_GRADIENTS, RecomputedMode, saved_tensor_hooks
 from mezzo.cast.weight_casts import WeightCasts
@@ -22,13 +21,8 @@ from mezzo.errors import UnsupportedError
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
 __all__ = [
-    "OPENED_BACKWARD",
-    "PolicyMode",
-    "acting_differences",
-    "acting_modes",
-    "pinned_parameter",
-    "without_autocast",
-]
+    "OPENED_BACKWARD", "PolicyMode", "acting_differences", "acting_modes", "pinned_parameter",
+]  # fmt: skip
 
 #: How torch says that it has no kernel for a dtype.
 _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
@@ -42,23 +36,6 @@ _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 _DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
-@contextlib.contextmanager
-def without_autocast(per_device: Iterable[Differences]) -> Iterator[None]:
-    """Switch native autocast off where a region has it on, for a backward pass.
-
-    Under it C++ would cast FP32 operands of the backward pass to low precision: those of products that a policy keeps
-    in FP32, and those of emulated ones.
-    """
-    on = [each.device_type for each in per_device if each.autocast and torch.is_autocast_enabled(each.device_type)]
-    for kind in on:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in on:
-            torch.set_autocast_enabled(kind, True)
-
-
 class PolicyMode(RecomputedMode):
     """Handle the functions a policy treats differently, and open Python functions that call them."""
 
@@ -67,6 +44,7 @@ class PolicyMode(RecomputedMode):
         self.casts = casts
         self.recomputing = recomputing  # in a backward pass
         self.per_device = {each.device_type: each for each in per_device}
+        self.autocasts = [each.device_type for each in per_device if each.autocast]
         self.only = per_device[0] if len(per_device) == 1 else None
         self.keys = tuple(each.key for each in per_device)
         self.key = remember(per_device[0]) if len(per_device) == 1 and not per_device[0].pinned else ""
@@ -86,43 +64,33 @@ class PolicyMode(RecomputedMode):
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
                 return OPENED_BACKWARD(*args, **kwargs)
-        if compiling := torch.compiler.is_compiling():
-            if self.key:
-                return self._trace(func, args, kwargs)
-        elif func in _DIFFERENTIATE:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and func in _DIFFERENTIATE:
             # A pass that begins inside the region is to compute as one that begins after it.
-            with without_autocast(self.per_device.values()):
+            with without_autocast(self.autocasts):
                 return func(*args, **kwargs)
-        elif func is SWITCHES_GRADIENTS:
+        if not compiling and func is SWITCHES_GRADIENTS:
             self.outlive_reentrant()
-        here = self.differences(args, kwargs)
+        # A graph depends on the key of the differences and on no table of theirs.
+        here = traced(self.key, func) if compiling and self.key else self.differences(args, kwargs)
         # With autocast switched off inside the region, or in the functions of a backward pass, nothing is cast.
         if here is None or (here.autocast and not torch.is_autocast_enabled(here.device_type)):
             return func(*args, **kwargs)
-        handler = here.handlers.get(func)
-        if handler is None and isinstance(func, _OPERATORS):
-            handler = here.handler(func)
-        if (handler or here.pinned) and not compiling and saved_tensor_hooks(False) is not None:
-            self.outlive()  # an activation checkpoint's
-        if here.pinned and (param := pinned_parameter(here, args, kwargs)) is not None:
-            return _read_pinned(param, here, self.casts, func, args, kwargs)
+        if isinstance(here, Traced):
+            handler, opened = here.handler, OPENED_BY_NAME[here.opened] if here.opened else None
+        else:
+            handler, opened = here.handlers.get(func), here.opened.get(func)
+            if handler is None and isinstance(func, _OPERATORS):
+                handler = here.handler(func)
+            if (handler or here.pinned) and not compiling and saved_tensor_hooks(False) is not None:
+                self.outlive()  # an activation checkpoint's
+            if here.pinned and (param := pinned_parameter(here, args, kwargs)) is not None:
+                return _read_pinned(param, here, self.casts, func, args, kwargs)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
-        if (opened := here.opened.get(func)) is not None:
+        if opened is not None:
             with self:
                 return opened(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do the same for a graph, which then depends on the key of the differences and on no table of theirs."""
-        found = traced(self.key, func)
-        if found.autocast and not torch.is_autocast_enabled(found.device_type):
-            return func(*args, **kwargs)
-        if found.handler is not None:
-            return _carry_out(found.handler, found, self.casts, func, args, kwargs)
-        if found.opened:
-            with self:
-                return OPENED_BY_NAME[found.opened](*args, **kwargs)
         return func(*args, **kwargs)
 
     def differences(self, args: Any, kwargs: Any) -> Differences | None:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from mezzo.cast.device import default_kinds
 from mezzo.cast.differences import Differences, Handler, find_differences, open_function
-from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting_modes, without_autocast
+from mezzo.cast.emulate import without_autocast
+from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting_modes
 from mezzo.cast.recompute import Again, shadowed
 from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
-from mezzo.tensors import dtype_name
 
 __all__ = ["Region", "accumulation", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here"]
 
@@ -226,7 +226,8 @@ def _active(region: Region) -> Iterator[None]:
 def _backward(region: Region) -> Iterator[bool]:
     """Run what a backward pass runs in; whether it has a mode, which goes on with the casts of the forward pass."""
     own = region.per_device
-    with accumulation(region.policy, own), shadowed(), without_autocast(own):
+    autocasts = [each.device_type for each in own if each.autocast]
+    with accumulation(region.policy, own), shadowed(), without_autocast(autocasts):
         if not region.has_differences:
             yield False
             return
@@ -337,20 +338,18 @@ def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterato
 
 def _require_off(policy: str) -> bool:
     """Refuse to be compiled where GEMMs may accumulate in reduced precision; Dynamo itself guards that it stays so."""
-    flags = {"float16": "allow_fp16_reduced_precision_reduction", "bfloat16": "allow_bf16_reduced_precision_reduction"}
-    dtype = dtype_name(Policy.parse(policy).dtype)
-    if dtype in flags and dict(zip(flags, _reductions(), strict=True))[dtype][0]:
+    dtypes = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    allowed = dict(zip(dtypes, _reductions(), strict=True))
+    dtype = Policy.parse(policy).dtype
+    if dtype in allowed and allowed[dtype][0]:
+        flag = f"torch.backends.cuda.matmul.allow_{dtypes[dtype]}_reduced_precision_reduction"
         raise UnsupportedError(
             "accumulate=fp32 cannot be carried out by a region inside a compiled function",
-            where=f"torch.backends.cuda.matmul.{flags[dtype]} is True",
+            where=f"{flag} is True",
             why="compiled code would set it to False only when all its GEMMs have run",
-            write="\n".join(
-                [
-                    f"torch.backends.cuda.matmul.{flags[dtype]} = False  # before the function is called",
-                    "or the region around the compiled function, where it sets that itself",
-                    "or accumulate=native in the policy, which leaves it to torch",
-                ]
-            ),
+            write=f"{flag} = False  # before the function is called\n"
+            "or the region around the compiled function, where it sets that itself\n"
+            "or accumulate=native in the policy, which leaves it to torch",
         )
     return True
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
-from mezzo.cast.model.boundaries import boundaries, callable_alone
-from mezzo.cast.model.doors import Door, doors_of
-from mezzo.cast.model.entrance import Entrance
+from mezzo.cast.model.boundaries import Door, boundaries, callable_alone, doors_of
+from mezzo.cast.model.boundary import Entrance
 from mezzo.cast.model.refusals import decided_storage, out_of_reach, require_module
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast

@@ -22,8 +22,7 @@ __all__ = ["decided_storage", "out_of_reach", "require_module"]
 
 #: Modules whose forward is one call into C++, and the ops that a rule would not find there.
 _ATOMIC: Final[dict[type[nn.Module], frozenset[str]]] = {
-    nn.RNNBase: frozenset({"linear", "addmm", "mm", "tanh", "sigmoid", "relu", "mul", "add"}),
-    nn.RNNCellBase: frozenset({"linear", "addmm", "mm", "tanh", "sigmoid", "relu", "mul", "add"}),
+    **dict.fromkeys((nn.RNNBase, nn.RNNCellBase), frozenset("linear addmm mm tanh sigmoid relu mul add".split())),
     # With need_weights=False attention is one fused call; with weights its softmax is reached.
     nn.MultiheadAttention: frozenset({"softmax"}),
 }
@@ -57,7 +56,7 @@ def decided_storage(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtyp
             write="handle.remove() (or session.close()) before preparing it again;\n"
             "of a copy, by copy.deepcopy or pickle: build the model anew and load_state_dict(copy.state_dict())",
         )
-    problems: list[MezzoError] = [*_uninitialized(model), *_foreign_dtypes(model), *_idle_rules(model, policy)]
+    problems: list[MezzoError] = [*_unfit(model), *_idle_rules(model, policy)]
     if problems:
         raise type(problems[0]).together(problems)
     storage: dict[Tensor, torch.dtype] = {}
@@ -101,26 +100,21 @@ def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
                 )
 
 
-def _foreign_dtypes(model: nn.Module) -> Iterator[UnsupportedError]:
-    wrong = [f"{name} ({dtype_name(p.dtype)})" for name, p in model.named_parameters() if p.dtype == torch.float64]
-    if wrong:
-        yield UnsupportedError(
-            "float64 parameters cannot be trained in mixed precision",
-            where=some_of(wrong),
-            why="they are never cast, so every op that reads them would run in their own precision",
-            write="model.float() first, or leave this model outside mezzo",
-        )
-
-
-def _uninitialized(model: nn.Module) -> Iterator[UnsupportedError]:
-    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        yield UnsupportedError(
-            "lazy parameters have no values yet",
-            where=some_of(lazy),
-            why="there is nothing to store in the policy's dtype, and no shape for a master",
-            write="model(one_batch) first, then prepare it",
-        )
+def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:
+    """Yield what keeps a model from being trained in mixed precision, whatever the policy."""
+    params = list(model.named_parameters())
+    lazy = [name for name, p in params if isinstance(p, nn.parameter.UninitializedParameter)]
+    wide = [f"{name} (float64)" for name, p in params if p.dtype == torch.float64]
+    for names, what, why, write in (
+        (lazy, "lazy parameters have no values yet",
+         "there is nothing to store in the policy's dtype, and no shape for a master",
+         "model(one_batch) first, then prepare it"),
+        (wide, "float64 parameters cannot be trained in mixed precision",
+         "they are never cast, so every op that reads them would run in their own precision",
+         "model.float() first, or leave this model outside mezzo"),
+    ):  # fmt: skip
+        if names:
+            yield UnsupportedError(what, where=some_of(names), why=why, write=write)
 
 
 def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
@@ -128,12 +122,9 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
     modules = [name for name, _ in named]
     tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
     for rule in policy.rules:
-        if rule.module is not None and not any(rule.matches_module(name) for name in modules):
-            yield PolicyError(
-                f"the module glob {rule.module!r} matches no module",
-                where=f"rule {rule}",
-                why=nearest(rule.module, modules[:20]),
-            )
+        if rule.module is not None and not any(map(rule.matches_module, modules)):
+            why = nearest(rule.module, modules[:20])
+            yield PolicyError(f"the module glob {rule.module!r} matches no module", where=f"rule {rule}", why=why)
         # Attention reads this projection's weight, and never calls it: a rule on the module would do nothing.
         silent = [name for name, m in named if rule.matches_module(name) and isinstance(m, _NEVER_CALLED)]
         if silent and not any(rule.matches_module(name.rpartition(".")[0]) for name in silent):
@@ -144,17 +135,14 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
                 write=f"module={silent[0].rpartition('.')[0]!r}, or param={silent[0] + '.weight'!r}",
             )
         if rule.op is not None and not any("::" in op or functions(op) for op in (*rule.ops, rule.op)):
-            yield PolicyError(
-                f"the op glob {rule.op!r} matches no op that could be cast",
-                where=f"rule {rule}",
-                write="mezzo ops 'conv*' lists them",
-            )
-        if rule.param is not None and not any(rule.matches_param(name) for name in tensors):
-            yield PolicyError(
+            what, write = f"the op glob {rule.op!r} matches no op that could be cast", "mezzo ops 'conv*' lists them"
+            yield PolicyError(what, where=f"rule {rule}", write=write)
+        if rule.param is not None and not any(map(rule.matches_param, tensors)):
+            what, why = (
                 f"the parameter glob {rule.param!r} matches no parameter or buffer",
-                where=f"rule {rule}",
-                why=nearest(rule.param, tensors[:20]),
+                nearest(rule.param, tensors[:20]),
             )
+            yield PolicyError(what, where=f"rule {rule}", why=why)
 
 
 def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor, torch.dtype]) -> Iterator[MezzoError]:
