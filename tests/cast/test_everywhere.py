@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
 
-from ..support.tables import pairwise
+from ..support.tables import pairwise, thinned
 
 LEVELS, DTYPES, EMULATE = ("O1", "O2"), ("float16", "bfloat16"), ("true", "false")
 POLICIES = [
@@ -164,7 +164,11 @@ def whole_graph(policy, where, backend):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 @pytest.mark.parametrize(
-    "policy, where, backend", pairwise(WHOLE_GRAPH, ["outside", "inside"], ["eager", "aot_eager", "inductor"])
+    "policy, where, backend",
+    [
+        *pairwise(WHOLE_GRAPH, ["outside", "inside"], ["eager", "aot_eager"]),
+        *thinned(WHOLE_GRAPH, ["outside", "inside"], ["inductor"], every=8),
+    ],
 )
 def test_one_graph_with_the_region_outside_or_inside(policy, where, backend):
     out, expected, counter, *_ = whole_graph(mezzo.Policy.parse(policy), where, backend)

@@ -36,24 +36,24 @@ def in_session(model, policy):
     return MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
 
 
-@pytest.mark.parametrize("policy, build", list(zip(CONVERTING, [prepared, in_session, prepared], strict=True)))
-def test_the_model_inside_a_data_parallel_wrapper_is_not_converted(process_group, policy, build):
-    ddp = nn.parallel.DistributedDataParallel(network())
-    with pytest.raises(StateError) as error:
-        build(ddp.module, policy)
-    assert str(error.value) == (
-        f"{policy[:2]} cannot convert parameters whose gradients are collected already\n"
-        "  where  0.weight, 0.bias, 2.weight, 2.bias\n"
-        "  why    a wrapper around this model, such as DistributedDataParallel, was made for their old dtype and would "
-        "reduce no gradient;\n"
-        "         or a loss or output of an earlier forward pass is kept\n"
-        "  write  prepare first, then DistributedDataParallel(model), and the session with the model inside;\n"
-        "         del loss, output; or O1 without rules for parameters, which converts nothing"
-    )
-    assert {p.dtype for p in ddp.parameters()} == {torch.float32}
-    del ddp, error
-    gc.collect()
-    build(network(), policy)
+def test_the_model_inside_a_data_parallel_wrapper_is_not_converted(process_group):
+    for policy, build in zip(CONVERTING, [prepared, in_session, prepared], strict=True):
+        ddp = nn.parallel.DistributedDataParallel(network())
+        with pytest.raises(StateError) as error:
+            build(ddp.module, policy)
+        assert str(error.value) == (
+            f"{policy[:2]} cannot convert parameters whose gradients are collected already\n"
+            "  where  0.weight, 0.bias, 2.weight, 2.bias\n"
+            "  why    a wrapper around this model, such as DistributedDataParallel, was made for their old dtype and "
+            "would reduce no gradient;\n"
+            "         or a loss or output of an earlier forward pass is kept\n"
+            "  write  prepare first, then DistributedDataParallel(model), and the session with the model inside;\n"
+            "         del loss, output; or O1 without rules for parameters, which converts nothing"
+        )
+        assert {p.dtype for p in ddp.parameters()} == {torch.float32}
+        del ddp, error
+        gc.collect()
+        build(network(), policy)
 
 
 @pytest.mark.parametrize("policy", ["O0", "O1,emulate=true", "O1,dtype=bfloat16,emulate=true"])
