@@ -22,7 +22,8 @@ from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
 __all__ = [
-    "OPENED_BY_NAME", "Differences", "Handler", "Traced", "find_differences", "open_function", "remember", "traced",
+    "OPENED", "OPENED_BY_NAME", "Differences", "Handler", "Traced", "find_differences", "open_function", "remember",
+    "traced",
 ]  # fmt: skip
 
 
@@ -120,8 +121,8 @@ def _find(policy: Policy, device_type: str, module: str | None, _reasons: tuple[
     """Find them; reasons take no part in comparing policies, but a ban says its own."""
     emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
     # A module pinned to FP32 gets FP32 inputs at its boundary: inside, nothing has to be cast.
-    whole = _whole_module(policy, module)
-    native_autocast = policy.autocast and whole not in ("fp32", "fp32_math", "native", "promote")
+    whole = policy.module_rule(module or "")
+    native_autocast = policy.autocast and (whole is None or whole.treatment in ("low", "ban"))
     ops = [*OPS, *(op for rule in policy.rules for op in rule.ops), *((*EMULATED, *COMPOSED) if emulated else ())]
     differing, alike = dict[str, Handler](), dict[str, Handler]()
     for op in dict.fromkeys(ops):
@@ -150,9 +151,7 @@ def _treated(
     wanted: Treatment = decision.treatment
     if decision.rule is not None and decision.rule.op is None and not autocasts:
         wanted = "native"
-    torch_does = _torch_does(op, device_type) if autocasts else "native"
-    if decision.rule is None and device_type != "cpu" and autocasts and policy.norms == "fp32":
-        wanted = torch_does  # portable means what torch does on an accelerator: there is no difference there
+    torch_does: Treatment = OPS[op].by_torch(device_type) if autocasts and op in OPS else "native"
     if emulated and autocasts and wanted == "native":
         if op in COMPOSED:
             # torch's autocast would run the products inside in arithmetic that the device lacks. They are rounded
@@ -162,8 +161,6 @@ def _treated(
             # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
             return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
     by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
-    if wanted == "native" and torch_does == "fp32" and decision.rule is None:
-        wanted = "fp32_math"  # a CPU without the low-precision kernel: same dtypes, FP32 inside
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
@@ -211,19 +208,6 @@ def traced(key: str, function: Callable[..., Any]) -> Traced:
 
 # What torch._dynamo.assume_constant_result sets, without a second of imports.
 traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _whole_module(policy: Policy, module: str | None) -> Treatment | None:
-    """Return the treatment that a rule gives to a whole module, if one does."""
-    rules = (rule for rule in policy.rules if module is not None and rule.op is None and rule.matches_module(module))
-    return next((rule.treatment for rule in rules), None)
-
-
-def _torch_does(op: str, device_type: str) -> Treatment:
-    entry = OPS.get(op)
-    if entry is None:
-        return "native"
-    return entry.cpu if device_type == "cpu" else entry.cuda
 
 
 def open_function(function: types.FunctionType) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Sequence
 from typing import Any, Final, cast
@@ -14,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
+from mezzo.cast.nested import widest
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.recompute import SWITCHES_GRADIENTS, RecomputedMode, saved_tensor_hooks
 from mezzo.cast.weight_casts import WeightCasts
@@ -131,8 +131,7 @@ def _carry_out(
                 return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
             target = torch.float32
         case "promote":
-            dtypes = {x.dtype for x in _floats(args, kwargs)}
-            target = functools.reduce(torch.promote_types, dtypes) if dtypes else None
+            target = widest(_floats(args, kwargs))
         case "ban":
             raise _banned(handler)
     given = (*args, *kwargs.values())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import MutableMapping
+import functools
+from collections.abc import Iterable, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -15,9 +16,15 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import CASTABLE
 
-__all__ = ["cast_floating"]
+__all__ = ["cast_floating", "widest"]
 
 T = TypeVar("T")  # Python 3.11 has no `def f[T]`
+
+
+def widest(each: Iterable[Tensor]) -> torch.dtype | None:
+    """Return the dtype that holds what all of these tensors do; ``None`` for none."""
+    dtypes = {tensor.dtype for tensor in each}
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def cast_floating(value: T, dtype: torch.dtype) -> T:

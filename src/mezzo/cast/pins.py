@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mezzo.cast.nested import cast_floating
+from mezzo.cast.nested import cast_floating, widest
 from mezzo.cast.region import autocast, emulates_here
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy, Rule, Treatment
@@ -107,9 +107,7 @@ def _pinned(function: Callable[..., Any], treatment: Treatment) -> Callable[...,
             args, kwargs = cast_floating((args, kwargs), dtype)
             with autocast(_everything_low(dtype, emulates_here(kind)), kind):
                 return function(*args, **kwargs)
-        dtype = torch.float32
-        if treatment == "promote" and floats:
-            dtype = functools.reduce(torch.promote_types, {x.dtype for x in floats})
+        dtype = (widest(floats) if treatment == "promote" else None) or torch.float32
         args, kwargs = cast_floating((args, kwargs), dtype)
         with autocast(_OFF, kind):
             out = function(*args, **kwargs)

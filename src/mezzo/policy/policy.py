@@ -222,6 +222,10 @@ class Policy:
             return Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
         return _from_table(entry, device_type, lists=self.lists, norms=self.norms)
 
+    def module_rule(self, path: str) -> Rule | None:
+        """Return the rule that treats a module of the model as a whole, if one does."""
+        return next((rule for rule in self.rules if rule.op is None and rule.matches_module(path)), None)
+
     def storage(self, param: str, module: str, *, is_norm: bool = False) -> tuple[torch.dtype, Rule | None]:
         """Say what dtype a floating parameter or buffer is stored in, and the rule that says so.
 
@@ -354,9 +358,10 @@ def _from_table(entry: Op, device_type: str | None, *, lists: Lists, norms: Norm
 
 def _on(entry: Op, kind: str, lists: Lists, norms: Norms) -> Treatment:
     if lists == "device":
-        return entry.cpu if kind == "cpu" else entry.cuda
-    if kind == "cpu":
+        return entry.by_torch(kind)
+    if kind == "cpu":  # which may lack the low-precision kernel: same dtypes then, FP32 inside
         return "fp32_math" if (entry.portable, entry.cpu) == ("native", "fp32") else entry.portable
+    # On an accelerator portable means what torch does: there is no difference there.
     return entry.cuda if norms == "fp32" else entry.portable
 
 

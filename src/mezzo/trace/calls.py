@@ -5,17 +5,14 @@ Only here does anything look inside the active region: what it opens, and which 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from mezzo.cast.differences import open_function
+from mezzo.cast.differences import OPENED
 from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
@@ -236,7 +233,7 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
         return None
     entry = OPS.get(op_name(function))
-    return None if entry is not None and not entry.parts else _openable(function)
+    return None if entry is not None and not entry.parts else OPENED.get(function)
 
 
 def _pinned(args: Any, kwargs: Any) -> tuple[Tensor, Treatment] | None:
@@ -246,12 +243,3 @@ def _pinned(args: Any, kwargs: Any) -> tuple[Tensor, Treatment] | None:
         return None
     param = pinned_parameter(differences, args, kwargs)
     return None if param is None else (param, differences.pinned[id(param)])
-
-
-@functools.lru_cache(maxsize=1024)
-def _openable(function: Any) -> Any:
-    if not inspect.isfunction(function) or function.__module__ not in (functional.__name__, "torch.functional"):
-        return None
-    if not any(name.startswith("has_torch_function") for name in function.__code__.co_names):
-        return None
-    return open_function(function)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.model.boundary import Boundary, Entrance, runs_backward
-from mezzo.policy import Policy, Rule, Treatment
+from mezzo.policy import Policy, Treatment
 from mezzo.tensors import CASTABLE
 
 __all__ = ["Door", "boundaries", "callable_alone", "doors_of", "stored_tensors"]
@@ -80,7 +80,7 @@ def boundaries(model: nn.Module, policy: Policy, kinds: Kinds, entrance: Entranc
             continue
         # Containers are never called, so the region around a module is that of the nearest one that is.
         around = _nearest_called(model, path)
-        whole, above = _module_rule(policy, path), _module_rule(policy, around)
+        whole, above = policy.module_rule(path), policy.module_rule(around)
         ops_differ = any(
             rule.op is not None and rule.matches_module(path) != rule.matches_module(around) for rule in policy.rules
         )
@@ -104,7 +104,7 @@ def callable_alone(
         # Parametrizations run where a weight is read, by whoever reads it.
         if path not in holding or not _has_forward(module) or "parametrizations" in path.split("."):
             continue
-        rule = _module_rule(policy, path)
+        rule = policy.module_rule(path)
         wide = rule is not None and rule.treatment in ("fp32", "fp32_math")
         inputs = torch.float32 if wide else policy.dtype
         make = functools.partial(
@@ -124,11 +124,6 @@ def _nearest_called(model: nn.Module, path: str) -> str:
     while path and not _has_forward(model.get_submodule(path)):
         path = path.rpartition(".")[0]
     return path
-
-
-def _module_rule(policy: Policy, path: str) -> Rule | None:
-    """Return the rule that treats a module as a whole, if one does."""
-    return next((rule for rule in policy.rules if rule.op is None and path and rule.matches_module(path)), None)
 
 
 def _casts(policy: Policy, treatment: Treatment | None) -> tuple[torch.dtype | str | None, torch.dtype | str | None]:

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from mezzo.cast.device import Kinds
-from mezzo.cast.nested import cast_floating
+from mezzo.cast.nested import cast_floating, widest
 from mezzo.cast.region import Region, acting_keys, autocast
 from mezzo.errors import UnsupportedError, message
 from mezzo.policy import Policy, Rule, Treatment
@@ -178,14 +178,11 @@ class Boundary:
     # (torch.compiler.disable is the public name, and costs a second of imports where it is only mentioned.)
     @_disable_dynamo
     def _enter_region(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        dtypes = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
+        floats = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
         region = autocast.of(self.region())
         region.__enter__()
-        self._entered[threading.get_ident()].append((region, dtypes[0] if dtypes else None))
-        target = self.inputs
-        if target == "widest" and dtypes:
-            target = torch.float32 if len(set(dtypes)) > 1 else dtypes[0]
-        return _cast((args, kwargs), target)
+        self._entered[threading.get_ident()].append((region, floats[0].dtype if floats else None))
+        return _cast((args, kwargs), widest(floats) if self.inputs == "widest" else self.inputs)
 
     def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Leave the region, after an exception too, and cast the outputs: a forward hook."""

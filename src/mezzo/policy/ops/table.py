@@ -71,6 +71,10 @@ class Op:
         """Whether the paper computes this op in FP32 on low-precision storage (softmax, normalisation)."""
         return self.name in NORMS
 
+    def by_torch(self, device_type: str) -> Treatment:
+        """Return what torch's own autocast does on a device."""
+        return self.cpu if device_type == "cpu" else self.cuda
+
 
 class _Rows(NamedTuple):
     """Ops that share everything but their name.
