@@ -9,7 +9,9 @@ import shutil
 import sys
 
 import pytest
+import torch
 
+import mezzo
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.numerics import evidence_file
 from mezzo.numerics.counting import BINS, FIRST
@@ -164,7 +166,7 @@ def test_a_huge_model_makes_no_huge_page_and_the_page_says_how(evidence, monkeyp
         "250 tensors are shown as 20: those of alike layers are summed up.",
     ]
     assert data["steps"] == [1, 4, 7]
-    assert data["kinds"][0]["rows"][1] == "blocks.*.blocks.*.up.weight ×20"
+    assert data["kinds"][0]["rows"][1] == "blocks.{0..9}.blocks.{0,1}.up.weight ×20"
     packed, one = data["kinds"][0]["histograms"][0][0], evidence.steps[0].tensors[0].histogram
     assert sum(packed[1]) == 10 * (one.total - one.zeros)
 
@@ -288,3 +290,46 @@ def test_an_absent_extra_is_named(finished_run, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedError, match=r'needs plotly and jinja2\n.*\n  write  pip install "mezzo\[report\]"'):
         page(finished_run)
+
+
+# What only a recorded run has -----------------------------------------------------------------------------------
+
+
+def test_updates_that_vanish_are_listed_the_worst_first(recorded_run, evidence):
+    tensors = [each for step in evidence.steps for each in step.tensors if each.kind == "updates"]
+    worse = dataclasses.replace(tensors[0].swallowed, swallowed={"float16": 0, "bfloat16": 480})
+    changed = [
+        dataclasses.replace(
+            step,
+            tensors=tuple(
+                dataclasses.replace(each, swallowed=worse) if each.swallowed and each.module == "head" else each
+                for each in step.tensors
+            ),
+        )
+        for step in evidence.steps
+    ]
+    evidence_file.write(dataclasses.replace(evidence, steps=tuple(changed)), recorded_run / "evidence.jsonl")
+    seen = text_of(page(recorded_run))
+    table = seen[seen.index("Updates that vanish") :]
+    assert "weight updates swallowed by float16 swallowed by bfloat16 weight ≥ 2048 × update" in table
+    # Steps 1 and 101 have updates: 0 + 14 of 480 + 480, and 400 + 400.
+    assert "head.weight 960 0 % 100 % 20.8 %" in table
+    assert "stem.weight 960 1.46 % 83.3 % 20.8 %" in table
+    assert table.index("head.weight") < table.index("stem.weight")
+
+
+def test_precisions_and_casts_are_those_of_the_explanation(recorded_run):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    explanation = mezzo.explain(model, torch.randn(4, 8), "O1,dtype=bfloat16")
+    (recorded_run / "explanation.json").write_text(explanation.to_json())
+    seen = text_of(page(recorded_run))
+    part = seen[seen.index("Which precision, and why") :]
+    assert explanation.answer.headline in part
+    assert "casts, forward and backward" in part
+    assert "op table: fp32, reduction" in part
+
+
+def test_a_broken_explanation_is_refused(recorded_run):
+    (recorded_run / "explanation.json").write_text("{}")
+    with pytest.raises(StateError, match="this is not an explanation"):
+        page(recorded_run)

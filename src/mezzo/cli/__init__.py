@@ -6,8 +6,8 @@ folder prints.
 
 from __future__ import annotations
 
-import inspect
 import sys
+from inspect import getdoc
 
 from typer.models import CommandInfo
 
@@ -38,7 +38,7 @@ EXIT_CODES: tuple[tuple[type[MezzoError], int], ...] = (
 def _unfold_help(commands: list[CommandInfo]) -> None:
     """Make each paragraph of the help one line, to be folded where the terminal ends and not where the source does."""
     for command in commands:
-        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        paragraphs = (getdoc(command.callback) or "").split("\n\n")
         command.help = "\n\n".join(each.replace("\n", " ") for each in paragraphs)
 
 

@@ -13,12 +13,13 @@ from mezzo.errors import PolicyError, nearest
 from mezzo.recipes.comparison import Comparison, compare
 from mezzo.recipes.digits_cnn import DIGITS_CNN
 from mezzo.recipes.docs_lm import DOCS_LM
+from mezzo.recipes.inspection import Inspection, inspect
 from mezzo.recipes.recipe import Metric, Recipe, Split
 from mezzo.recipes.training import RunResult, StepRecord, Watcher, train
 
 __all__ = [
-    "RECIPES", "Comparison", "Metric", "Recipe", "RunResult", "Split", "StepRecord", "Watcher", "compare", "get",
-    "train",
+    "RECIPES", "Comparison", "Inspection", "Metric", "Recipe", "RunResult", "Split", "StepRecord", "Watcher", "compare",
+    "get", "inspect", "train",
 ]  # fmt: skip
 
 #: Every built-in recipe by name.

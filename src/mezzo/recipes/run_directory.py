@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Final
@@ -96,20 +96,24 @@ class RunDirectory:
 
     def append(self, name: str, line: str) -> None:
         """Append a line to a stream of the run; it is handed to the system at once."""
-        if METRICS not in self._streams:
-            self._open()
+        self.open()
         if name not in self._streams:
             self._streams[name] = self._partial(name).open("w", buffering=1, encoding="utf-8")
         self._streams[name].write(f"{line}\n")
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary, give every file its name, and remove what an older run left here."""
-        if METRICS not in self._streams:
-            self._open()
+    def finish(self, summary: Mapping[str, Any], made: Collection[str] = ()) -> None:
+        """Write the summary, give every file its name, and remove what an older run left here.
+
+        Args:
+            summary: What ``summary.json`` holds.
+            made: Files of this run that others wrote, and have given their names already.
+        """
+        self.open()
         self.close()
         # First the summary, so that none is ever beside files of another run; and pictures show old numbers.
         for name in _FILES:
-            (self.path / name).unlink(missing_ok=True)
+            if name not in made:
+                (self.path / name).unlink(missing_ok=True)
         for name in _FILES:
             if name != SUMMARY and self._partial(name).exists():
                 os.replace(self._partial(name), self.path / name)
@@ -122,14 +126,17 @@ class RunDirectory:
         for stream in self._streams.values():
             stream.close()
 
-    def _open(self) -> None:
-        """Make the directory and write what is known; what a killed run left is gone."""
+    def open(self) -> Path:
+        """Make the directory, if there is none yet, and write what is known; what a killed run left is gone."""
+        if METRICS in self._streams:
+            return self.path
         self.path.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
             self._partial(name).unlink(missing_ok=True)
         for name, text in self._begun.items():
             self._partial(name).write_text(text, encoding="utf-8")
         self._streams[METRICS] = self._partial(METRICS).open("w", buffering=1, encoding="utf-8")
+        return self.path
 
     def _partial(self, name: str) -> Path:
         return self.path / (name + PARTIAL)

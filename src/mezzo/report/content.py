@@ -7,8 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from mezzo.errors import printable
-from mezzo.numerics import read_evidence
-from mezzo.recipes.run_directory import EVIDENCE
+from mezzo.explanation import Explanation
+from mezzo.explanation.sections import NUMBERS, few_rows
+from mezzo.explanation.words import share_text
+from mezzo.files import opened
+from mezzo.numerics import Evidence, SwallowedUpdates, read_evidence
+from mezzo.recipes.run_directory import EVIDENCE, EXPLANATION
 from mezzo.report.heat import heat
 from mezzo.report.judgement import Judgement, judge
 from mezzo.report.picture import smooth
@@ -44,7 +48,8 @@ def content(run: Run) -> dict[str, Any]:
         "timeline": _timeline(run),
         "environment": [[name.replace("_", " "), printable(str(value))] for name, value in _environment(summary)],
         **_recorded(run),
-        **dict.fromkeys(("swallowed", "casts", "policy")),
+        "explained": _explained(run),
+        "suggested": None,
     }
 
 
@@ -53,11 +58,55 @@ def _recorded(run: Run) -> dict[str, Any]:
     curves = _curves(run)
     place = run.file(EVIDENCE)
     if place is None:
-        return {"data": curves, "left_out": []}
+        return {"data": curves, "left_out": [], "swallowed": None}
     evidence = read_evidence(place)
-    formats = dict.fromkeys((*evidence.header.formats, *_FORMATS))
-    drawn, left_out = heat(evidence, list(formats))
-    return {"data": curves | drawn, "left_out": left_out}
+    formats = list(dict.fromkeys((*_FORMATS, *evidence.header.formats)))
+    drawn, left_out = heat(evidence, formats)
+    computed = evidence.header.compute_dtype
+    shown = formats.index(computed) if computed in formats else 0
+    return {"data": curves | drawn | {"format": shown}, "left_out": left_out, "swallowed": _swallowed(evidence)}
+
+
+def _swallowed(evidence: Evidence) -> dict[str, Any] | None:
+    """The updates that would round away in each storage format, by weight, over all recorded steps."""
+    lost: dict[str, SwallowedUpdates] = {}
+    for each in (tensor for step in evidence.steps for tensor in step.tensors):
+        if each.swallowed is not None:
+            lost[each.path] = lost[each.path] + each.swallowed if each.path in lost else each.swallowed
+    formats = evidence.header.formats
+    if not lost or not formats:
+        return None
+    rows = sorted(lost.items(), key=lambda row: -sum(row[1].share(each) for each in formats if row[1].updated))
+    return {
+        "heads": ["weight", "updates", *(f"swallowed by {each}" for each in formats), "weight ≥ 2048 × update"],
+        "rows": [
+            [printable(path), f"{each.updated:,}"]
+            + [share_text(count, each.updated) for count in (*(each.swallowed[name] for name in formats), each.beyond)]
+            for path, each in rows
+        ],
+        "numbers": list(range(1, len(formats) + 3)),
+    }
+
+
+def _explained(run: Run) -> dict[str, Any] | None:
+    """Which precision each op gets and why, and casts by place: the tables of ``mezzo explain``."""
+    place = run.file(EXPLANATION)
+    if place is None:
+        return None
+    with opened(place) as file:
+        explanation = Explanation.from_json(file.read().decode())
+    sections = [
+        {
+            "title": section.title,
+            "heads": section.heads,
+            "rows": [[printable(cell) for cell in row] for row in section.rows],
+            "numbers": [place for place, head in enumerate(section.heads) if head in NUMBERS],
+            "rest": section.rest,
+        }
+        for section in few_rows(explanation)
+    ]
+    answer = explanation.answer
+    return {"lines": [printable(line) for line in (answer.headline, *answer.points)], "sections": sections}
 
 
 def _judged(judgement: Judgement) -> dict[str, Any]:
@@ -82,7 +131,7 @@ def _results(run: Run) -> dict[str, Any] | None:
     rows = run.summary["rows"]
     if not rows:
         return None
-    shown = columns(run.summary)
+    shown = [each for each in columns(run.summary) if any(each.cell(row) != "–" for row in rows)]
     reference = run.summary["reference"]
     return {
         "title": f"{reference} against each policy" if len(rows) > 1 else "Result",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy
 
+from mezzo.explanation.fold import folded
 from mezzo.formats import Format, by_name
 from mezzo.numerics import KINDS, Evidence, ExponentHistogram, RecordedStep
 from mezzo.numerics.counting import BINS, FIRST
@@ -61,7 +61,6 @@ def heat(evidence: Evidence, formats: Sequence[str | Format]) -> tuple[dict[str,
         "scales": [each.loss_scales[0] if each.loss_scales else 1.0 for each in steps],
         "formats": [_limits(by_name(each)) for each in formats],
         "kinds": kinds,
-        "start": {"kind": 0, "format": 0, "step": len(steps) - 1},
     }, notes
 
 
@@ -84,16 +83,13 @@ def _rows(steps: Sequence[RecordedStep], kind: str) -> dict[str, list[ExponentHi
 
 
 def _folded(rows: Mapping[str, Sequence[ExponentHistogram | None]]) -> dict[str, list[ExponentHistogram | None]]:
-    """Sum up the tensors of alike layers: those whose paths differ in numbers only."""
-    alike: dict[str, list[str]] = {}
-    for name in rows:
-        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    """Sum up the tensors of alike layers."""
     return {
-        names[0] if len(names) == 1 else f"{pattern} ×{len(names)}": [
+        fold.text: [
             _sum(each for each in step if each is not None)
-            for step in zip(*(rows[name] for name in names), strict=True)
+            for step in zip(*(rows[name] for name in fold.rows), strict=True)
         ]
-        for pattern, names in alike.items()
+        for fold in folded(rows, str, lambda name: None)
     }
 
 

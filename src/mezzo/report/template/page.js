@@ -7,7 +7,11 @@
   const narrow = () => window.innerWidth < 900;
   const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
   // Okabe and Ito's palette, distinguishable with every common colour blindness: https://jfly.uni-koeln.de/color/
-  const palette = ["#0072B2", "#E69F00", "#D55E00", "#56B4E9", "#009E73", "#CC79A7"];
+  const palettes = {
+    light: ["#0072B2", "#E69F00", "#D55E00", "#56B4E9", "#009E73", "#CC79A7"],
+    dark: ["#56B4E9", "#E69F00", "#FF8A65", "#0091EA", "#2EC4A0", "#E8A0C8"],
+  };
+  const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
 
   // Numbers ---------------------------------------------------------------------------------------------------
 
@@ -86,7 +90,7 @@
   }
 
   function drawCurves() {
-    const traces = [];
+    const traces = [], palette = palettes[isDark() ? "dark" : "light"];
     let next = 0;
     for (const series of page.series) {
       const reference = page.series.length > 1 && series.policy === page.reference;
@@ -134,7 +138,7 @@
 
   // The heat map ------------------------------------------------------------------------------------------------
 
-  const state = { ...page.start, own: true, scale: 1 };
+  const state = { kind: 0, format: page.format, step: page.steps.length - 1, own: true, scale: 1 };
   const kinds = page.kinds.map((kind) => ({
     ...kind, histograms: kind.histograms.map((row) => row.map((packed) => packed && unpacked(packed))),
   }));
@@ -160,7 +164,7 @@
     }));
     const covered = histograms.map((histogram) => histogram && coverage(histogram, format, scale));
     const longest = narrow() ? 22 : 42;
-    const label = (name) => (name.length <= longest ? name : `…${name.slice(1 - longest)}`);
+    const label = (name) => (name.length <= longest ? name : `${name.slice(0, longest * 0.4)}…${name.slice(-longest * 0.6)}`);
     const hover = histograms.map((histogram, row) => exponents.map((exponent) => {
       const count = histogram?.counts[exponent - histogram.first] ?? 0;
       return `${escaped(kind.rows[row])}<br>|x| from ${raised(exponent)} to ${raised(exponent + 1)}: ${count.toLocaleString("en")} values, ${percent(histogram ? count / nonzero(histogram) : NaN)}`;
@@ -173,9 +177,8 @@
       // The number, where a bar would be too short to see.
       ...(part === "overflow" && { text: covered.map((each) => (each ? losses(each) : "")), textposition: "outside", cliponaxis: false, textfont: { size: 10 } }),
     });
-    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
     const band = (x0, x1, name) => ({
-      type: "rect", xref: "x", yref: "y domain", x0, x1, y0: 0, y1: 1, layer: "above", line: { width: 0 }, fillcolor: colour(name), opacity: dark ? 0.22 : 0.14,
+      type: "rect", xref: "x", yref: "y domain", x0, x1, y0: 0, y1: 1, layer: "above", line: { width: 0 }, fillcolor: colour(name), opacity: isDark() ? 0.22 : 0.14,
     });
     const edge = (x, name) => ({ type: "line", xref: "x", yref: "y domain", x0: x, x1: x, y0: 0, y1: 1, line: { color: colour(name), width: 1.5 } });
     const left = lowest, right = highest + 1;
@@ -199,9 +202,9 @@
       },
       bar("flushed", "flushed to zero"), bar("subnormal", "subnormal"), bar("overflow", "overflowing"),
     ], layout((axis) => ({
-      height: 120 + height * names.length, margin: { l: 10, r: 10, t: 26, b: 80 }, barmode: "stack", bargap: 0.25, showlegend: false,
-      xaxis: { ...axis, domain: [0, 0.74], range: [left, right], title: { text: "log₂ |x|, unscaled", standoff: 4 }, dtick: right - left > 90 ? 16 : 8, showgrid: false },
-      xaxis2: { ...axis, domain: [0.77, 1], range: [0, 1.3], tickvals: [0, 0.5, 1], tickformat: ".0%", title: { text: "share lost", standoff: 4 } },
+      height: 128 + height * names.length, margin: { l: 10, r: 10, t: 26, b: 88 }, barmode: "stack", bargap: 0.25, showlegend: false,
+      xaxis: { ...axis, domain: [0, 0.74], range: [left, right], title: { text: "log₂ |x|, unscaled", standoff: 12 }, dtick: right - left > 90 ? 16 : 8, showgrid: false },
+      xaxis2: { ...axis, domain: [0.77, 1], range: [0, 1.5], tickvals: [0, 0.5, 1], tickformat: ".0%", title: { text: "share lost", standoff: 12 } },
       yaxis: {
         ...axis, autorange: "reversed", automargin: true, tickvals: names, ticktext: kind.rows.map((name) => escaped(label(name))), showgrid: false,
         tickfont: { size: Math.min(11, height) },
@@ -321,7 +324,8 @@
     at("scale").addEventListener("input", (event) => change({ own: false, scale: 2 ** Number(event.target.value) }));
     at("own").addEventListener("click", () => change({ own: true }));
     at("switches").addEventListener("submit", (event) => event.preventDefault());
-    change({});
+    const [first] = worst();
+    change(first ? { kind: first.kindAt, step: first.step } : {});
   }
 
   function draw() {
