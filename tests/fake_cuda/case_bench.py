@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.bench import contenders, timing
+from mezzo.bench import contenders, layers, timing
 
 from .machine import Graph
 
@@ -87,3 +87,18 @@ def test_variants_are_compiled_for_the_device(measured):
     assert not [row for row in rows if "error" in row]
     assert {row["us"] for row in rows} == {100.0}
     assert len(rows) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_doctor_s_steps_run_and_read_nothing(machine, dtype):
+    reads = []
+
+    def clock(step):
+        with machine.watched() as record:
+            step()
+        reads.append(record.reads)
+        return 1.0
+
+    found = layers.measured("cuda", dtype, widths=(8,), repetitions=1, clock=clock)
+    assert found == {8: timing.Spread(median=1.0, p10=1.0, p90=1.0)}
+    assert reads[-2:] == [[], []]

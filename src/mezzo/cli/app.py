@@ -31,7 +31,7 @@ def _show_version(wanted: bool) -> None:
     mezzo compare docs-lm --policies "O0; O2,dtype=bfloat16"
     mezzo train digits-cnn --policy O1,dtype=bfloat16
     mezzo report runs/demo          a run as one HTML file
-    mezzo explain digits-cnn        the precision of each op, and why
+    mezzo explain digits-cnn        what runs low, what does not, and why
     mezzo ops softmax               what the lists say about an op
     mezzo formats float16           the numbers of a format
     mezzo doctor                    what this machine can do

@@ -52,7 +52,7 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
 ) -> None:
-    """Show which precision each op in each module gets, and why, from one traced forward and backward pass.
+    """Say what runs in low precision, what does not and why, what casts cost, and what to write.
 
     [bold]mezzo explain digits-cnn[/bold]                              a recipe, in FP16, level O1
 
@@ -60,14 +60,20 @@ def explain(
 
     [bold]mezzo explain docs-lm --policy O1 --against O2[/bold]        what the second policy would change
 
+    [bold]mezzo explain docs-lm --full[/bold]                          every op of every module, every cast
+
+    [bold]mezzo explain docs-lm --html page.html[/bold]                a page with all of it
+
     [bold]mezzo explain mypackage.models:tiny --json[/bold]            your own model, for a program to read
 
     A factory takes no argument and returns (model, inputs) or (model, inputs, loss): inputs are a tensor, a tuple of
     arguments or a mapping of keyword arguments; loss maps the model's output to a scalar. Modules are looked up from
     the working directory, too.
 
-    Then come casts by place with their bytes, products whose dimensions should be padded, and findings: rules
-    without effect, and ops where what was measured is not what the policy decided, marked (!).
+    All is measured in one forward and backward pass. The answer comes first, then the rows that matter, alike modules
+    folded: products left in FP32, round trips low, FP32, low with the rule that saves them, the dearest casts, products
+    whose dimensions should be padded, findings, and the precision of each op with who decided; (!) marks ops where
+    what was measured is not what was decided.
     """
     chosen = Policy.of(policy)
     other = None if against is None else Policy.of(against)

@@ -44,7 +44,7 @@ class Answer:
 
 def answer_to(explained: Explained) -> Answer:
     """Say in words what an explanation comes to."""
-    policy = Policy.of(explained.policy)
+    policy = Policy.parse(explained.policy)
     low = dtype_name(policy.dtype)
     others = [each for each in explained.products if each.dtype != low]
     points = (*_other_products(explained, others), *_casts(explained), *_trips(explained), *_paddings(explained))

@@ -57,7 +57,7 @@ class Change:
 
 def few_rows(explained: Explained) -> Iterator[Section]:
     """Yield the tables that have rows: what costs most first, then what each op got."""
-    low = dtype_name(Policy.of(explained.policy).dtype)
+    low = dtype_name(Policy.parse(explained.policy).dtype)
     yield from _dearest(
         f"products that do not run in {format_text([low])}",
         "where,op,runs in,of FLOPs,because".split(","),
