@@ -20,6 +20,7 @@ from mezzo.cli import (  # noqa: F401  (each verb registers itself)
     ops,
     report,
     train,
+    tune,
 )
 from mezzo.cli.app import app
 from mezzo.errors import MezzoError, NumericsError, PolicyError, UnsupportedError

@@ -18,7 +18,7 @@ from mezzo.cli.progress import watching
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
 from mezzo.recipes.run_directory import jsonable
 
-__all__ = ["INTERRUPTED", "carry_out", "compare"]
+__all__ = ["INTERRUPTED", "carry_out", "compare", "compared", "show"]
 
 #: The exit code after Ctrl-C, as shells have it: 128 and the number of the signal.
 INTERRUPTED = 130
@@ -74,30 +74,38 @@ def carry_out(
         MezzoError: As :func:`mezzo.recipes.compare`, before any training.
         typer.Exit: With 130 after Ctrl-C.
     """
+    comparison, directory = compared(recipe, policies, steps, seed, out, overwrite)
+    if as_json:
+        typer.echo(json.dumps(jsonable(comparison.to_dict()), indent=2, allow_nan=False, ensure_ascii=False))
+    else:
+        show(comparison, directory)
+    Console(stderr=True).print(f"run directory: {directory}", highlight=False, markup=False, soft_wrap=True)
+    if comparison.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def compared(
+    recipe: str, policies: Sequence[str], steps: int | None, seed: int, out: Path | None, overwrite: bool
+) -> tuple[Comparison, Path]:
+    """Compare, and draw; return the comparison and the run directory."""
     chosen = recipes.get(recipe)
     report.require_matplotlib()
     report.require_plotly()
     out = out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-    messages = Console(stderr=True)
-    with watching(messages, chosen.metric, len(policies)) as watcher:
+    with watching(Console(stderr=True), chosen.metric, len(policies)) as watcher:
         comparison = recipes.compare(
             chosen, policies, steps=steps, seed=seed, out=out, overwrite=overwrite, watcher=watcher
         )
     report.curves(out)
     report.page(out)
-    if as_json:
-        typer.echo(json.dumps(jsonable(comparison.to_dict()), indent=2, allow_nan=False, ensure_ascii=False))
-    else:
-        _show(comparison, report.judge(report.read(out)))
-    messages.print(f"run directory: {out}", highlight=False, markup=False, soft_wrap=True)
-    if comparison.interrupted:
-        raise typer.Exit(INTERRUPTED)
+    return comparison, out
 
 
-def _show(comparison: Comparison, judgement: report.Judgement) -> None:
+def show(comparison: Comparison, directory: Path) -> None:
+    """Print a comparison: what it came to, and its table."""
     summary = comparison.to_dict()
     console = console_for(200)
-    show_judgement(console, judgement)
+    show_judgement(console, report.judge(report.read(directory)))
     console.print()
     for table in report.results_tables(summary, console.width):
         console.print(table)

@@ -1,4 +1,4 @@
-"""Evidence about numbers: where they lie, what a format would lose of them, which updates vanish.
+"""Evidence about numbers: where they lie, what a format would lose of them, which updates vanish, which ops need FP32.
 
 The search for the first that is not finite lives in :mod:`mezzo.overflow`, and can be asked here too.
 """
@@ -8,10 +8,12 @@ from mezzo.numerics.evidence_file import read as read_evidence
 from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram
 from mezzo.numerics.recording.recorder import Recorder
 from mezzo.numerics.swallowing import swallowed
+from mezzo.numerics.tuning import Candidate, Tuned, TuningEvidence, tune
 from mezzo.overflow import Changed, Overflow, Range, Replay, locate
 
 __all__ = [
     "KINDS",
+    "Candidate",
     "Changed",
     "Evidence",
     "ExponentHistogram",
@@ -22,8 +24,11 @@ __all__ = [
     "Recorder",
     "Replay",
     "SwallowedUpdates",
+    "Tuned",
+    "TuningEvidence",
     "exponent_histogram",
     "locate",
     "read_evidence",
     "swallowed",
+    "tune",
 ]

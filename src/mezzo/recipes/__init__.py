@@ -16,10 +16,11 @@ from mezzo.recipes.docs_lm import DOCS_LM
 from mezzo.recipes.inspection import Inspection, inspect
 from mezzo.recipes.recipe import Metric, Recipe, Split
 from mezzo.recipes.training import RunResult, StepRecord, Watcher, train
+from mezzo.recipes.tuning import tune
 
 __all__ = [
     "RECIPES", "Comparison", "Inspection", "Metric", "Recipe", "RunResult", "Split", "StepRecord", "Watcher", "compare",
-    "get", "inspect", "train",
+    "get", "inspect", "train", "tune",
 ]  # fmt: skip
 
 #: Every built-in recipe by name.

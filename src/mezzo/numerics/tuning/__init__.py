@@ -1,0 +1,10 @@
+"""Which precision each op should have, found by running it: a policy, and the trials that led to it.
+
+Policies are tried on a copy of the model and measured against its own FP32 training steps. Nothing here casts: a
+policy's rules do, carried out as in training.
+"""
+
+from mezzo.numerics.tuning.run import tune
+from mezzo.numerics.tuning.tuned import Candidate, Tuned, TuningEvidence
+
+__all__ = ["Candidate", "Tuned", "TuningEvidence", "tune"]

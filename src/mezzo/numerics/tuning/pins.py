@@ -1,0 +1,100 @@
+"""From ops in modules to rules: pins that mean exactly them, and alike modules in one."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from mezzo.numerics.tuning.survey import Spot
+from mezzo.policy import Policy, Rule, Treatment
+
+__all__ = ["all_low", "before", "pinned", "pins"]
+
+_UNWRITABLE = re.compile(r"[*?\[\],+=@;()\s]")
+
+
+def all_low(dtype: str, spots: Iterable[Spot], without: Collection[str] = ()) -> Policy:
+    """Return level O1 with every op low that the table would keep in FP32 or refuse, of those that run.
+
+    Args:
+        dtype: The low dtype.
+        spots: The ops that run.
+        without: Ops that have no low kernel here.
+    """
+    table = Policy.O1(dtype)
+    rules = []
+    for op in dict.fromkeys(op for op, _ in spots):
+        treatment = table.explain(op).treatment
+        if op not in without and treatment in ("fp32", "ban"):
+            rules.append(Rule("low", op=op))
+        elif treatment == "ban":
+            rules.append(Rule("fp32", op=op, reason="it has no low kernel here"))
+    return table.evolve(rules=tuple(rules))
+
+
+def pinned(base: Policy, spots: Collection[Spot], running: Collection[Spot]) -> Policy:
+    """Return a policy with some spots in FP32, by one rule for an op that is pinned wherever it runs: for trials."""
+    whole = {op for op, _ in spots} - {op for op, _ in {*running} - {*spots}}
+    rest = pins(base, [spot for spot in spots if spot[0] not in whole], running)
+    return before(base, (*rest, *(Rule("fp32", op=op) for op in sorted(whole))))
+
+
+def before(base: Policy, rules: Iterable[Rule]) -> Policy:
+    """Return a policy with rules before its own, without those of its own that can never win again."""
+    first = tuple(rules)
+    said = {rule.selector for rule in first}
+    return base.evolve(rules=(*first, *(rule for rule in base.rules if rule.selector not in said)))
+
+
+def pins(base: Policy, spots: Collection[Spot], running: Collection[Spot]) -> tuple[Rule, ...]:
+    """Return the rules that put exactly some of the spots that run into FP32.
+
+    A rule on a module is one on all modules inside it too, and one without a module is one on all: where other spots of
+    the op run there, rules before it give them back what they have.
+
+    Args:
+        base: The policy that they are put in front of.
+        spots: What is pinned.
+        running: All that runs.
+    """
+    modules: Mapping[str, set[str]] = defaultdict(set)
+    for op, module in running:
+        modules[op].add(module)
+    wanted = {op: {module for name, module in spots if name == op} for op in dict.fromkeys(op for op, _ in spots)}
+    return tuple(rule for op, chosen in wanted.items() for rule in _of_op(base, op, chosen, modules[op]))
+
+
+def _of_op(base: Policy, op: str, chosen: set[str], running: set[str]) -> list[Rule]:
+    if (folded := _folded(op, chosen, running)) is not None:
+        return folded
+    given = base.explain(op).treatment
+    rules: list[Rule] = []
+    # From the outermost in: each rule differs from what those around it say, and stands before them.
+    for module in sorted(sorted(running, reverse=True), key=lambda path: path.count(".") if path else -1):
+        said = next((rule.treatment for rule in rules if rule.module is None or rule.matches_module(module)), given)
+        treatment: Treatment = "fp32" if module in chosen else given
+        if treatment != said:
+            rules.insert(0, Rule(treatment, op=op, module=_glob(module)))
+    return rules
+
+
+def _folded(op: str, chosen: set[str], running: set[str]) -> list[Rule] | None:
+    """Write alike modules as one glob each, if the globs mean exactly what is chosen."""
+    if "" in chosen:
+        return None
+    globs: dict[str, list[str]] = defaultdict(list)
+    for module in sorted(chosen):
+        globs[".".join("*" if part.isdigit() else part for part in module.split("."))].append(module)
+    written = [(glob if len(own) > 1 and glob.strip("*.") else path) for glob, own in globs.items() for path in own]
+    rules = [
+        Rule("fp32", op=op, module=_UNWRITABLE.sub("?", path) if "*" not in path else path)
+        for path in dict.fromkeys(written)
+    ]
+    reached = {module for module in running if any(rule.matches_module(module) for rule in rules)}
+    return rules if reached == chosen else None
+
+
+def _glob(module: str) -> str | None:
+    """Write a module's path as a glob; what a policy's text has another use for stands for any character."""
+    return _UNWRITABLE.sub("?", module) or None

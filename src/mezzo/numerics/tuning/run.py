@@ -1,0 +1,155 @@
+"""``tune``: assign precision for training, by the error that low precision makes in real gradients and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Final, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mezzo.errors import PolicyError, UnsupportedError, nearest, shown, some_of
+from mezzo.numerics.tuning.selection import Selection
+from mezzo.numerics.tuning.shadow import LossFunction, Shadow
+from mezzo.numerics.tuning.tuned import Objective, Tuned
+from mezzo.tensors import LOW, dtype_name
+from mezzo.trace.sandbox import untouched
+
+__all__ = ["tune"]
+
+_DTYPES: Final = tuple(map(dtype_name, LOW))
+
+
+def tune(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batches: Iterable[Any],
+    *,
+    dtype: str | torch.dtype = "float16",
+    optimizer: Callable[[Any], Optimizer] | None = None,
+    steps: int = 3,
+    objective: Objective = "speed",
+) -> Tuned:
+    """Find the fewest ops that need FP32 in training, and the loss scale, by running the model.
+
+    The search starts with every op low, those too that the op table keeps in FP32. Each policy is run on the same
+    batches, weights and random numbers as FP32 training steps, and judged by its gradients: a gradient that is not
+    finite, or whose error is more than a tenth of it (signal to noise below 20 dB), is a fault. A loss scale is tried
+    first. Where none cures it, the smallest set of ops in modules that does is found by bisection, those first that
+    lose most by themselves; an op stays pinned only if that raises the worst gradient by 3 dB or makes it finite. What
+    passes takes ``steps`` real steps as well, whose updates are compared.
+
+    The model is left as it is; all of this happens on a copy, though its hooks and ``forward`` do run. What is found
+    holds for the weights and batches it was found with: tune on weights that have trained a little.
+
+    Args:
+        model: The model, FP32, in the mode it trains in, and not prepared yet.
+        loss_fn: From the model and a batch to a scalar loss; run inside the policy's region, as in a training step.
+        batches: At least one; the first ``steps`` are used, in turn where there are fewer.
+        dtype: ``float16`` or ``bfloat16``.
+        optimizer: From parameters to an optimizer; SGD when omitted, at torch's learning rate or one that moves no
+            tensor by more than a hundredth in the first step.
+        steps: How many steps each trial takes; 3 see whether the second step follows from the first.
+        objective: What to prefer among ops that lose alike: ``speed``, fewer bytes read and written, or ``memory``,
+            fewer kept.
+
+    Returns:
+        The policy, level O1 with rules, and the evidence.
+
+    Raises:
+        PolicyError: An argument that cannot be used, or a loss that is no scalar.
+        UnsupportedError: The model cannot be copied, or the device cannot compute in ``dtype``.
+        NumericsError: The model is not finite in FP32, which the error explains; or no rule cures what low precision
+            does to it.
+
+    **Cost**: a copy of the model and, for each step, one of its weights and gradients; ``steps`` passes for each policy
+    that is tried, twice as many for those that pass, and some more backward passes for a loss scale. A healthy model
+    takes one trial, k pins among n ops about ``2k·log2(n/k) + 3k``. Where a fault is found, one step's activations are
+    kept.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.numerics import tune
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        >>> _ = torch.nn.init.normal_(model[0].weight, std=1e5)  # its products pass 65504
+        >>> tuned = tune(model, lambda model, batch: model(batch).square().mean(), [torch.randn(32, 8)])
+        >>> print(*tuned.policy.rules)
+        fp32=linear@0 low=square
+    """
+    chosen = _checked(model, dtype, optimizer, steps, objective)
+    with untouched([model]), _full_fp32():
+        taken = list(islice(_iterated(batches), steps))
+        if not taken:
+            raise PolicyError(
+                "there is no batch to tune on", why="batches is empty", write="tune(model, loss_fn, [batch, …])"
+            )
+        own = [taken[number % len(taken)] for number in range(steps)]
+        return Selection(Shadow(model, loss_fn, own, optimizer), chosen, objective).tuned()
+
+
+def _checked(model: Any, dtype: Any, optimizer: Any, steps: Any, objective: Any) -> str:
+    problems = []
+    if not isinstance(model, nn.Module):
+        problems.append(
+            PolicyError(
+                f"a model must be an nn.Module, not {type(model).__name__}", write="tune(model, loss_fn, batches)"
+            )
+        )
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name not in _DTYPES:
+        why = nearest(str(name), _DTYPES) if name != "float32" else "that is what low precision is compared with"
+        problems.append(PolicyError(f"nothing can be tuned in {shown(name)}", why=why, write='dtype="float16"'))
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        problems.append(PolicyError(f"steps must be a positive integer, not {shown(steps)}", write="steps=3"))
+    if objective not in get_args(Objective):
+        why = nearest(str(objective), get_args(Objective))
+        problems.append(PolicyError(f"unknown objective {shown(objective)}", why=why, write='objective="speed"'))
+    if optimizer is not None and not callable(optimizer):
+        problems.append(
+            PolicyError(
+                f"optimizer= is a {type(optimizer).__name__}, no function",
+                why="it is made anew for each trial, for parameters of a copy",
+                write="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+            )
+        )
+    if problems:
+        raise PolicyError.together(problems)
+    scripted = [
+        path or type(model).__name__ for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise UnsupportedError(
+            "scripted modules cannot be tuned",
+            where=some_of(scripted),
+            why="TorchScript runs them without Python, where no rule reaches an op",
+            write="the module as it was before torch.jit.script or torch.jit.trace",
+        )
+    return str(name)
+
+
+def _iterated(batches: Any) -> Iterator[Any]:
+    try:
+        return iter(batches)
+    except TypeError:
+        raise PolicyError(
+            f"batches is {shown(batches)}, nothing to iterate over", write="tune(model, loss_fn, [batch, …])"
+        ) from None
+
+
+@contextmanager
+def _full_fp32() -> Iterator[None]:
+    """Compute FP32 as FP32 inside the block: TF32 has no more bits than float16."""
+    own = torch.backends
+    kinds = [*(own.cuda.matmul, own.cudnn.conv, own.cudnn.rnn), *(own.mkldnn.matmul, own.mkldnn.conv, own.mkldnn.rnn)]  # type: ignore[attr-defined]
+    before = [(each, each.fp32_precision) for each in kinds if each.fp32_precision not in ("none", "ieee")]
+    try:
+        for each, _ in before:
+            each.fp32_precision = "ieee"
+        yield
+    finally:
+        for each, value in before:
+            each.fp32_precision = value

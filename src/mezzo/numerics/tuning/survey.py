@@ -1,0 +1,295 @@
+"""Which calls a model's steps are made of, and what each of them alone would lose in low precision."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from mezzo.cast.region import autocast
+from mezzo.errors import NumericsError, PolicyError
+from mezzo.numerics.histogram import exponent_histogram
+from mezzo.numerics.tuning.measures import sqnr
+from mezzo.numerics.tuning.shadow import Shadow
+from mezzo.numerics.tuning.trial import DEFAULT_SCALE
+from mezzo.policy import Policy, Rule
+from mezzo.policy.ops import OPS, functions
+from mezzo.tensors import CASTABLE, tensors
+from mezzo.trace.calls import Decider
+from mezzo.trace.frames import doing
+from mezzo.trace.modes import ModuleHooks, watching
+from mezzo.trace.sandbox import RandomStates
+from mezzo.trace.where import LOSS, Place, Where
+
+__all__ = ["SUSPECT_DB", "Call", "Sensitivity", "Spot", "everything_fp32", "sensitivities", "survey"]
+
+#: An op in a module; the model itself and the loss function are the module "".
+Spot = tuple[str, str]
+
+#: An op that keeps less than this of its result, or of its gradients, is suspected.
+SUSPECT_DB: Final = 30.0
+_NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a torch function in an FP32 pass.
+
+    Attributes:
+        spot: The op and the module that called it; ``None`` where no rule can be about it.
+        numbers: How many floating numbers it reads, and how many it returns.
+        function: The function, with its arguments and result, where they are kept.
+        random: The random states before it.
+        gradients: What arrived at its results in the backward pass, by their position.
+    """
+
+    spot: Spot | None
+    numbers: tuple[int, int]
+    function: Callable[..., Any] | None = None
+    args: Any = ()
+    kwargs: Any = field(default_factory=dict)
+    out: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    random: RandomStates | None = None
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def arrived(self, position: int, gradient: Tensor) -> None:
+        """Take note of a gradient."""
+        self.gradients[position] = gradient.detach()
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Take note of calls; an :class:`~mezzo.trace.modes.Observer`."""
+
+    decider: Decider
+    keeps: bool
+    devices: tuple[torch.device, ...]
+    where: Where = field(default_factory=Where)
+    calls: list[Call] = field(default_factory=list)
+    _open: dict[int, Call] = field(default_factory=dict)
+
+    def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
+        with _NO_TORCH_FUNCTION():
+            module = self.where.now.module
+            place = Place(module, self.decider.call(function, args, kwargs, None))
+            call = Call(None, (sum(x.numel() for x in _castable((args, kwargs))), 0))
+            assert place.call is not None
+            if call.numbers[0] and not self.where.is_backward and doing() != "cast":
+                is_treated = not place.call.is_conversion and _takes_rule(place.call.op)
+                call.spot = (place.call.op, "" if module == LOSS else module) if is_treated else None
+                if self.keeps:
+                    call.function, call.args, call.kwargs = function, args, dict(kwargs)
+                    call.versions = [x._version for x in tensors((args, kwargs))]
+                    call.random = RandomStates.now(self.devices)
+                self._open[id(place)] = call
+            self.where.enter(place)
+        return place
+
+    def finish(self, place: Place, out: Any) -> None:
+        call = self._open.pop(id(place), None)
+        with _NO_TORCH_FUNCTION():
+            results = list(_castable(out))
+            if call is None or not results:
+                return
+            call.numbers = call.numbers[0], sum(x.numel() for x in results)
+            if self.keeps:
+                call.out = results
+                for position, result in enumerate(results):
+                    if result.requires_grad:
+                        result.register_hook(partial(call.arrived, position))  # type: ignore[no-untyped-call]
+            self.calls.append(call)
+
+    def before(self, kernel: Any, args: Any, kwargs: Any) -> None:
+        """Need nothing of kernels."""
+
+    def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: Any) -> None:
+        """Need nothing of kernels."""
+
+
+def everything_fp32(dtype: torch.dtype) -> Policy:
+    """Return the policy under which every op that rules reach runs in FP32, functions made of others opened."""
+    composites = (Rule("native", op=name) for name, entry in OPS.items() if entry.parts)
+    return Policy.O1(dtype).evolve(rules=(*composites, Rule("fp32", op="*")))
+
+
+def survey(shadow: Shadow, dtype: torch.dtype, step: int, *, keeps: bool = False) -> list[Call]:
+    """List the calls of a step that handle floating numbers, in their order.
+
+    Args:
+        shadow: The FP32 steps.
+        dtype: The low dtype.
+        step: Which of them.
+        keeps: Whether arguments, results and gradients are kept with them.
+    """
+    policy = everything_fp32(dtype)
+    watch = _Watch(Decider(policy, {}), keeps, shadow.devices)
+    with ExitStack() as hooks:
+        for path, module in shadow.model.named_modules():
+            own = ModuleHooks(watch, path)
+            for handle in (*own.around(module), *own.inside(module, is_prepared=True)):
+                hooks.callback(handle.remove)
+        with shadow.forward(policy, step, inside=watching(watch)) as run:
+            if keeps:
+                run.gradients(1.0)
+    return watch.calls
+
+
+# What a call alone loses ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What the calls of an op in a module would lose, each by itself, in low precision.
+
+    Attributes:
+        forward_db: Signal to noise of the worst result, from FP32 operands rounded to the low dtype, in dB; −inf where
+            it is not finite, or the call fails.
+        backward_db: The same of the operands' gradients.
+        distance: How many calls lie between them and the nearest that is suspected of a fault.
+        largest: The largest magnitude that they return in FP32.
+    """
+
+    forward_db: float = math.inf
+    backward_db: float = math.inf
+    distance: int = 1 << 30
+    largest: float = 0.0
+
+    @property
+    def local_db(self) -> float:
+        """The worse of both."""
+        return min(self.forward_db, self.backward_db)
+
+
+def sensitivities(shadow: Shadow, base: Policy, step: int) -> dict[Spot, Sensitivity]:
+    """Run each call of a step again by itself, with operands rounded to low precision, and compare.
+
+    Args:
+        shadow: The FP32 steps.
+        base: The policy with every op low.
+        step: The step.
+
+    **Cost**: the step's activations are kept; each call runs twice more, forward and backward.
+    """
+    calls = survey(shadow, base.dtype, step, keeps=True)
+    scale = _typical_scale(calls) if base.dtype == torch.float16 else 1.0
+    low, wide = autocast(base, shadow.devices[0].type), autocast(everything_fp32(base.dtype), shadow.devices[0].type)
+    ratios = [
+        (math.inf, math.inf) if call.spot is None else _alone(call, base.dtype, scale, low, wide) for call in calls
+    ]
+    distances = _distances(calls, [position for position, both in enumerate(ratios) if min(both) < SUSPECT_DB])
+    found: dict[Spot, Sensitivity] = {}
+    for position, (call, (forward, backward)) in enumerate(zip(calls, ratios, strict=True)):
+        if call.spot is not None:
+            before = found.setdefault(call.spot, Sensitivity())
+            largest = max((float(x.detach().abs().amax()) for x in call.out if x.numel()), default=0.0)
+            found[call.spot] = Sensitivity(
+                forward_db=min(before.forward_db, forward),
+                backward_db=min(before.backward_db, backward),
+                distance=min(before.distance, distances[position]),
+                largest=max(before.largest, largest),
+            )
+    return found
+
+
+def _alone(call: Call, dtype: torch.dtype, scale: float, low: autocast, wide: autocast) -> tuple[float, float]:
+    """Return the worst ratio of a call's results, and of its operands' gradients."""
+    if [x._version for x in tensors((call.args, call.kwargs))] != call.versions:
+        return math.inf, math.inf  # written to since: what it was given is gone
+    assert call.random is not None
+    replayed = []
+    for region, to, scaled in ((wide, torch.float32, 1.0), (low, dtype, scale)):
+        call.random.restore()
+        try:
+            replayed.append(_replayed(call, region, to, scaled))
+        except Exception:  # no such kernel, or a constant beyond the format
+            return -math.inf, math.inf
+    (wide_results, wide_gradients), (results, gradients) = replayed
+    return _least(wide_results, results), _least(wide_gradients, gradients)
+
+
+def _least(references: list[Tensor], values: list[Tensor]) -> float:
+    pairs = ((one, other) for one, other in zip(references, values, strict=True) if one.shape == other.shape)
+    ratios = [sqnr(reference, value.float()) for reference, value in pairs]
+    return min((ratio for ratio in ratios if not math.isnan(ratio)), default=math.inf)
+
+
+def _replayed(call: Call, region: autocast, dtype: torch.dtype, scale: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a call on operands of a dtype, and return its results and its operands' unscaled gradients."""
+    operands: list[Tensor] = []
+
+    def operand(value: Tensor) -> Tensor:
+        if value.dtype not in CASTABLE:
+            return value
+        own = value.detach().to(dtype, copy=True).requires_grad_(value.requires_grad)
+        if value.requires_grad:
+            operands.append(own)
+        return own
+
+    args, kwargs = pytree.tree_map_only(Tensor, operand, (call.args, call.kwargs))
+    assert call.function is not None
+    with region:
+        results = list(_castable(call.function(*args, **kwargs)))
+    seeds = [(r, call.gradients[p]) for p, r in enumerate(results) if p in call.gradients and r.requires_grad]
+    found = [result.detach() for result in results]
+    if not seeds or not operands:
+        return found, []
+    gradients = torch.autograd.grad(
+        [result for result, _ in seeds], operands, [(g * scale).to(r.dtype) for r, g in seeds],
+        allow_unused=True, materialize_grads=True,
+    )  # fmt: skip
+    return found, [gradient.float() / scale for gradient in gradients]
+
+
+def _typical_scale(calls: list[Call]) -> float:
+    """Return the loss scale that nine tenths of the gradients between calls allow, at most that of sessions."""
+    fitting = []
+    for call in calls:
+        for gradient in call.gradients.values():
+            with suppress(NumericsError):  # it is zero everywhere
+                fitting.append(exponent_histogram(gradient.float()).best_scale("float16"))
+    return min(DEFAULT_SCALE, sorted(fitting)[len(fitting) // 10]) if fitting else DEFAULT_SCALE
+
+
+def _distances(calls: list[Call], suspects: list[int]) -> list[int]:
+    """Count, for each call, the steps along the data flow to the nearest suspect, in either direction."""
+    makers: dict[int, int] = {}
+    neighbours: list[set[int]] = [set() for _ in calls]
+    for position, call in enumerate(calls):
+        for tensor in _castable((call.args, call.kwargs)):
+            if (maker := makers.get(id(tensor))) is not None:
+                neighbours[position].add(maker)
+                neighbours[maker].add(position)
+        makers.update((id(tensor), position) for tensor in call.out)
+    distances = [len(calls)] * len(calls)
+    waiting = deque(suspects)
+    for suspect in suspects:
+        distances[suspect] = 0
+    while waiting:
+        here = waiting.popleft()
+        for there in sorted(neighbours[here]):
+            if distances[there] > distances[here] + 1:
+                distances[there] = distances[here] + 1
+                waiting.append(there)
+    return distances
+
+
+def _castable(value: Any) -> Iterator[Tensor]:
+    return (x for x in tensors(value) if x.dtype in CASTABLE)
+
+
+@cache
+def _takes_rule(op: str) -> bool:
+    """Whether a rule about an op reaches anything."""
+    try:
+        return bool(functions(op)) and bool(Rule("fp32", op=op).ops)
+    except PolicyError:
+        return False

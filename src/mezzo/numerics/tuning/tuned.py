@@ -1,0 +1,172 @@
+"""What tuning found: a policy, and the evidence for it, as values that print the answer first."""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mezzo.errors import printable, some_of
+from mezzo.explanation.fold import folded
+from mezzo.numerics.footprint import StepBytes
+from mezzo.numerics.tuning.trial import Outcome, ratio_text
+from mezzo.policy import Policy
+from mezzo.trace.document import Document
+from mezzo.trace.where import MODEL
+
+__all__ = ["Candidate", "Objective", "Tuned", "TuningEvidence"]
+
+Objective = Literal["speed", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An op in a module, or in alike modules, that a rule could keep in FP32.
+
+    Attributes:
+        op: The op's base name.
+        modules: The modules' paths; ``""`` is the model itself and the loss function.
+        kept: Whether the policy pins it.
+        local_db: What the op alone keeps of its results and gradients, from rounded operands, in dB: the worst call's
+            signal to noise; ``None`` where that was not looked at, since no op needs FP32.
+        num_bytes: How many bytes more its operands and results take in FP32; results alone for ``memory``.
+        without_db: Signal to noise of the worst gradient without the pin, in dB; of what is not pinned, in the result.
+        with_db: The same with the pin; ``None`` of what is not pinned.
+        reason: In words, why it is pinned.
+    """
+
+    op: str
+    modules: tuple[str, ...]
+    kept: bool
+    local_db: float | None
+    num_bytes: int
+    without_db: float
+    with_db: float | None
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """What it is, for people: ``linear in blocks.{0..11}.fc ×12``."""
+        return f"{self.op} in {' and '.join(f.text or MODEL for f in folded(self.modules, str, lambda path: None))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningEvidence(Document):
+    """What a policy was chosen by.
+
+    Attributes:
+        dtype: The low dtype.
+        steps: Training steps of each trial.
+        objective: What was preferred where several answers were as good.
+        num_trials: How many policies were run.
+        start: With every op low.
+        result: With the policy that was chosen.
+        candidates: What could have been pinned, pins first.
+        unjudged: Parameters whose gradient FP32 itself does not know to a hundredth, so that nothing is judged by it.
+        no_kernel: Ops that the table keeps in FP32 and that have no low kernel here.
+        bytes: Of one step under the policy that was chosen, under the level O1 and with every op low, but for those
+            whose forward pass fails.
+    """
+
+    dtype: str
+    steps: int
+    objective: str
+    num_trials: int
+    start: Outcome
+    result: Outcome
+    candidates: tuple[Candidate, ...]
+    unjudged: tuple[str, ...]
+    no_kernel: tuple[str, ...]
+    bytes: tuple[StepBytes, ...]
+
+    @property
+    def pins(self) -> tuple[Candidate, ...]:
+        """What the policy keeps in FP32."""
+        return tuple(each for each in self.candidates if each.kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """A policy for training, and why: what :func:`mezzo.numerics.tune` returns. It prints the answer first.
+
+    Attributes:
+        policy: The policy. Its ``fp32`` rules are the pins; each says its reason, in a saved file too.
+        evidence: What it was chosen by.
+    """
+
+    policy: Policy
+    evidence: TuningEvidence
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy file, with the evidence as its rules' reasons; see :meth:`mezzo.Policy.save`."""
+        self.policy.save(path)
+
+    def __str__(self) -> str:
+        own = self.evidence
+        before = f"; with every op low: {own.start}" if own.pins or own.start.is_fault else ""
+        lines = [("", self.verdict)]
+        lines += [("pinned", f"{pin.name}: {pin.reason}") for pin in own.pins]
+        lines += [("worst", f"{own.result}{before}")]
+        lines += [("bytes", line) for line in _bytes(own)]
+        if own.unjudged:
+            lines.append(("unsure", f"nothing is judged by {some_of(own.unjudged, 5)}: even in FP32 rounding noise"))
+        lines.append(
+            ("trials", f"{_counted(own.num_trials, 'policy', 'policies')}, {_counted(own.steps, 'step')} each")
+        )
+        text = "\n".join(_folded(label, printable(line)) for label, line in lines)
+        return f'{text}\n  write   mezzo.MixedPrecision(model, optimizer, "{self.policy}")'
+
+    @property
+    def verdict(self) -> str:
+        """The answer, in one line."""
+        own = self.evidence
+        count = len(own.pins)
+        names = ", ".join(pin.name for pin in own.pins)
+        if not count:
+            said = f"all {len(own.candidates)} ops run low"
+            said += ", though " if own.result.is_fault else ", nothing needs FP32"
+        else:
+            said = f"{count} of {len(own.candidates)} ops need FP32: {names}"
+            said += ", though " if own.result.is_fault else ""
+        if own.result.is_fault:
+            said += f"the worst gradient stays at {ratio_text(own.result.sqnr_db)}: no rule raises it by 3 dB"
+        scale = self.policy.loss_scale
+        starts = "" if scale == type(self.policy).O1(self.policy.dtype).loss_scale else _scale_text(scale.init)
+        return f"{own.dtype}: {said}{starts}"
+
+
+def _counted(count: int, word: str, words: str = "") -> str:
+    return f"{count} {word if count == 1 else words or f'{word}s'}"
+
+
+def _folded(label: str, line: str) -> str:
+    """Put a label before a line, and fold it into 120 columns."""
+    first, rest = (f"  {label:<6}  ", " " * 10) if label else ("", "  ")
+    return textwrap.fill(
+        line, 120, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _bytes(own: TuningEvidence) -> Iterator[str]:
+    result, *others = own.bytes or (None,)
+    if result is None or result.policy != "result":
+        return
+    for what, field in (("kept for the backward pass", "saved"), ("read and written in a step", "moved")):
+        beside = ", ".join(f"{each.policy} {_size(getattr(each, field))}" for each in others)
+        yield f"{_size(getattr(result, field))} {what} ({beside})"
+
+
+def _size(count: int) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.4g} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    raise AssertionError
+
+
+def _scale_text(scale: float) -> str:
+    power = f"2^{math.log2(scale):.0f}"
+    return f"; the loss scale starts at {power}"

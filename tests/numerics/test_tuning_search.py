@@ -1,0 +1,129 @@
+"""Parts of tuning: the bisection against trying every subset, ratios against NumPy, rules against lists of ops."""
+
+import itertools
+import math
+import random
+
+import numpy
+import pytest
+import torch
+
+from mezzo.numerics.tuning.measures import cosine, sqnr, together
+from mezzo.numerics.tuning.pins import all_low, before, pinned, pins
+from mezzo.numerics.tuning.search import smallest
+from mezzo.policy import Policy
+
+
+def test_what_is_left_passes_and_nothing_of_it_can_go():
+    generator = random.Random(0)
+    for size in range(1, 9):
+        for _ in range(20):
+            # Any monotone test: it passes where one of some causes lies wholly in the part.
+            causes = [
+                {*generator.sample(range(size), generator.randint(1, size))} for _ in range(generator.randint(1, 3))
+            ]
+
+            def passes(part, causes=causes):
+                return any(cause <= {*part} for cause in causes)
+
+            found = smallest(range(size), passes)
+            assert found == sorted(found)
+            assert passes(found)
+            assert not any(passes([*found[:i], *found[i + 1 :]]) for i in range(len(found)))
+            # Of all minimal parts the one that does without the last items for longest: QuickXplain's order.
+            minimal = [
+                part
+                for count in range(size + 1)
+                for part in itertools.combinations(range(size), count)
+                if passes(part) and not any(passes([*part[:i], *part[i + 1 :]]) for i in range(count))
+            ]
+            assert found == list(min(minimal, key=lambda part: sorted(part, reverse=True)))
+
+
+def test_few_tests_find_few_items_among_many():
+    tests = 0
+
+    def passes(part):
+        nonlocal tests
+        tests += 1
+        return {100, 613} <= {*part}
+
+    assert smallest(range(1024), passes) == [100, 613]
+    assert tests <= 2 * 2 * 9 + 4
+
+
+def test_ratios_are_those_of_float64():
+    generator = numpy.random.default_rng(0)
+    signal = generator.normal(size=(7, 5)).astype("float32")
+    noisy = (signal + 0.01 * generator.normal(size=(7, 5))).astype("float32")
+    wide, error = signal.astype("float64"), noisy.astype("float64") - signal.astype("float64")
+    expected = 10 * math.log10((wide**2).sum() / (error**2).sum())
+    one, other = torch.from_numpy(signal), torch.from_numpy(noisy)
+    assert sqnr(one, other) == pytest.approx(expected, rel=1e-12)
+    halves = [{"a": x[:3], "b": x[3:]} for x in (one, other)]
+    assert together(*halves) == pytest.approx(expected, rel=1e-12)
+    angle = (wide * noisy).sum() / math.sqrt((wide**2).sum() * (noisy.astype("float64") ** 2).sum())
+    assert cosine(one, other) == pytest.approx(angle, rel=1e-12)
+
+
+def test_ratios_of_what_is_no_number():
+    inf, nan = math.inf, math.nan
+    values = torch.tensor
+    cases = [
+        ([1.0, 2.0], [1.0, 2.0], inf),
+        ([1.0, 2.0], [1.0, inf], -inf),
+        ([1.0, 2.0], [1.0, nan], -inf),
+        ([1.0, -inf], [1.0, -inf], inf),  # a mask
+        ([1.0, nan], [1.0, 3.0], inf),
+        ([1.0, 1.0], [0.0, 0.0], 0.0),
+    ]
+    for reference, value, expected in cases:
+        assert sqnr(values(reference), values(value)) == expected, (reference, value)
+    assert math.isnan(sqnr(values([0.0]), values([1.0])))
+    assert cosine(values([0.0]), values([1.0])) is None
+
+
+def test_every_op_starts_low_that_runs_and_that_the_table_keeps_or_refuses():
+    spots = [("linear", "a"), ("softmax", "a"), ("mul", "b"), ("binary_cross_entropy", ""), ("sum", "b"), ("sum", "c")]
+    assert str(all_low("bfloat16", spots)) == "O1,dtype=bfloat16,low=softmax+binary_cross_entropy+sum"
+    without = all_low("float16", spots, {"softmax", "binary_cross_entropy"})
+    assert str(without) == "O1,dtype=float16,fp32=binary_cross_entropy,low=sum"
+
+
+def test_pins_mean_exactly_what_is_chosen():
+    generator = random.Random(1)
+    modules = ["", "head", "blocks.0", "blocks.0.fc", "blocks.1", "blocks.1.fc", "blocks.1.fc.inner", "blocks.10.fc"]
+    running = [(op, module) for op in ("sum", "linear", "mul", "cat") for module in modules]
+    base = all_low("float16", running)
+    for _ in range(100):
+        chosen = [spot for spot in running if generator.random() < 0.4]
+        rules = pins(base, chosen, running)
+        for policy in (before(base, rules), pinned(base, chosen, running)):
+            assert Policy.parse(str(policy)) == policy
+            for op, module in running:
+                treatment = policy.explain(op, module or None).treatment
+                expected = "fp32" if (op, module) in chosen else base.explain(op).treatment
+                assert treatment == expected, (str(policy), op, module)
+
+
+def test_pins_are_written_as_people_would():
+    running = [("linear", f"blocks.{number}.{name}") for number in range(3) for name in ("fc", "out")]
+    running += [("sum", ""), ("sum", "pool"), ("mul", "a"), ("mul", "0"), ("mul", "1")]
+    base = all_low("float16", running)
+
+    def text(*chosen):
+        return ",".join(map(str, pins(base, chosen, running)))
+
+    assert text(*running[0:6:2]) == "fp32=linear@blocks.*.fc"
+    assert text(*running[0:4:2]) == "fp32=linear@blocks.0.fc,fp32=linear@blocks.1.fc"
+    assert text(("sum", "pool")) == "fp32=sum@pool"
+    assert text(("sum", "")) == "low=sum@pool,fp32=sum"  # what runs in no module has no path of its own
+    assert text(("mul", "0"), ("mul", "1")) == "fp32=mul@0,fp32=mul@1"  # and not all modules there are
+
+
+def test_paths_that_a_policy_cannot_write_are_matched_all_the_same():
+    running = [("sum", "heads.a+b"), ("sum", "heads.c"), ("linear", "x[0]")]
+    base = all_low("float16", running)
+    policy = before(base, pins(base, [running[0], running[2]], running))
+    assert str(policy).endswith("fp32=sum@heads.a?b+linear@x?0?,low=sum")
+    assert Policy.parse(str(policy)) == policy
