@@ -158,9 +158,9 @@ def gradients() -> str:
     said = (
         f"Of {total:,} values {100 * zeros / total:.3g} % are zero, and {100 * small / total:.2g} % lie from 2⁻³² to "
         f"2⁻³⁰ (in SSD 66.5 % and 4 %). Of those that are not zero FP16 flushes {flushed:.2g} % unscaled, and "
-        f"{few_bits:.2g} % are subnormal, with fewer bits the smaller they are: this network is smaller than SSD, which "
-        f"lost 31 % of all values. The largest is {result['max_abs']:.2g}: {idle} of FP16's 40 powers of two lie idle "
-        f"above it, and a constant scale may be as large as 2^{math.log2(result['best_scale']):.0f}."
+        f"{few_bits:.2g} % are subnormal, with fewer bits the smaller they are: this network is smaller than SSD, "
+        f"which lost 31 % of all values. The largest is {result['max_abs']:.2g}: {idle} of FP16's 40 powers of two lie "
+        f"idle above it, and a constant scale may be as large as 2^{math.log2(result['best_scale']):.0f}."
     )
     trained = f"{result['steps']} steps, then {result['recorded']} that were recorded"
     loss = " to ".join(f"{each:.3g}" for each in result["losses"])

@@ -78,7 +78,7 @@ def test_the_answer_comes_first(mezzo):
     assert (code, err) == (0, "")
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0] == f"The 1 product of Net runs in BF16 under {EMULATED}"
+    assert lines[0] == f"The 1 product of Net runs in BF16 under {EMULATED}: 100 % of its FLOPs"
     assert "measured in one step on cpu, products emulated in FP32, torch " in out
     assert ["head", "linear", "1", "FP32", "→", "BF16"] in [line.split()[:6] for line in lines]
     assert "M 4 · N 5 · K 8" in out

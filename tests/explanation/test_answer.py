@@ -67,7 +67,7 @@ def test_products_and_flops_are_those_of_torch_s_counter():
         model(x)
     assert sum(each.flops for each in explanation.products) == counter.get_total_flops()
     assert sum(each.count for each in explanation.products) == 2 + 3 * 4
-    assert explanation.answer.headline == f"All 14 products of Net run in BF16 under {BF16}"
+    assert explanation.answer.headline == f"All 14 products of Net run in BF16 under {BF16}: 100 % of their FLOPs"
 
 
 def test_what_does_not_run_low_is_named_with_who_decided():

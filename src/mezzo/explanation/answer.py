@@ -64,7 +64,7 @@ def _headline(explained: Explained, low: str, others: list[Product]) -> str:
     if low == "float32" and not others:
         return f"{every} in FP32 {under}, which asks for nothing lower"
     if not others:
-        return f"{every} in {format_text([low])} {under}"
+        return f"{every} in {format_text([low])} {under}: 100 % of {'their' if total > 1 else 'its'} FLOPs"
     if wide == total:
         return f"No product of {explained.model} runs in {format_text([low])} {under}"
     share = share_text(_flops(explained.products) - _flops(others), _flops(explained.products))
