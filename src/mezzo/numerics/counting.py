@@ -38,6 +38,8 @@ ROW: Final = LARGEST + 1
 #: Dtypes whose every value is a float32.
 COUNTABLE: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
+#: The dtypes that the kernel in C++ reads, with the width of their mantissa.
+_MANTISSA: Final = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 #: Fewer elements are counted before another thread has started.
 _WORTH_A_THREAD: Final = 1 << 16
 #: Elements that are widened at a time where a kernel reads float32 only: 16 MiB of scratch.
@@ -47,56 +49,100 @@ _CPP: Final = r"""
 #include <cstdint>
 #include <cstring>
 
-// Four tables a thread: neighbours mostly fall into the same bin, and an addition waits for the one before it.
-constexpr int TABLES = 4, FIELDS = 256, BINS = 277;
+constexpr int BINS = 277, SLOTS = 2 * BINS + 3, BLOCK = 1024;
+// Tables of one thread: neighbours mostly fall into the same bin, and an addition waits for the one before it.
+constexpr int TABLES = 8;
 
-// A value as float32's bits without the sign: BF16 is float32's upper half.
-inline uint32_t bits_of(uint32_t value) { return value & 0x7fffffffu; }
-inline uint32_t bits_of(uint16_t value) { return (uint32_t(value) & 0x7fffu) << 16; }
+// How a dtype keeps a magnitude: the width of its mantissa, and the same number's bits as a float32.
+struct Float32 {
+    using Bits = uint32_t;
+    static constexpr int MANTISSA = 23, FIELDS = 256, BIAS = 127;
+    static uint32_t wide(uint32_t size) { return size; }
+};
+struct BFloat16 {
+    using Bits = uint16_t;
+    static constexpr int MANTISSA = 7, FIELDS = 256, BIAS = 127;
+    static uint32_t wide(uint32_t size) { return size << 16; }
+};
+struct Float16 {
+    using Bits = uint16_t;
+    static constexpr int MANTISSA = 10, FIELDS = 32, BIAS = 15;
+    static uint32_t wide(uint32_t size) {
+        if (size >= 1u << 10) return (size << 13) + (size < 31u << 10 ? 112u << 23 : 224u << 23);
+        const float value = float(size) * 5.9604644775390625e-8f;  // 2^-24
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        return bits;
+    }
+};
 
-template <class Value>
-void count(const Value* values, int64_t length, int64_t* row, int64_t threads) {
+// Where in a row a value is counted whose mantissa is zero, or that is subnormal as a float32.
+inline int slot(uint32_t size) {
+    const uint32_t mantissa = size & 0x7fffffu, field = size >> 23;
+    if (field == 255) return 2 * BINS + (mantissa == 0 ? 1 : 2);
+    if (field != 0) return int(field) + 22 + (mantissa == 0 ? BINS : 0);
+    return 31 - __builtin_clz(mantissa) + ((mantissa & (mantissa - 1)) == 0 ? BINS : 0);
+}
+
+template <class Kind>
+inline uint32_t is_rare(uint32_t size) {
+    constexpr uint32_t MASK = (1u << Kind::MANTISSA) - 1;
+    return ((size & MASK) == 0) & (size != 0) | (size - 1 < MASK);
+}
+
+template <class Kind>
+void count(const typename Kind::Bits* values, int64_t length, int64_t* row, int64_t threads) {
+    constexpr uint32_t MAGNITUDE = Kind::FIELDS * (1u << Kind::MANTISSA) - 1;
+    constexpr uint32_t INFINITE = MAGNITUDE - ((1u << Kind::MANTISSA) - 1);
     #pragma omp parallel num_threads(threads)
     {
-        int64_t counts[TABLES][2 * FIELDS] = {}, subnormal[2][23] = {};
+        // By sign and exponent field. Values that are counted one by one are taken off again.
+        int32_t counts[TABLES][2 * Kind::FIELDS] = {};
+        int64_t exact[SLOTS] = {};
         uint32_t largest = 0;
         #pragma omp for schedule(static)
-        for (int64_t block = 0; block < (length + 1023) / 1024; ++block) {
-            const int64_t end = block * 1024 + 1024 < length ? block * 1024 + 1024 : length;
-            for (int64_t at = block * 1024; at < end; ++at) {
-                const uint32_t bits = bits_of(values[at]), mantissa = bits & 0x7fffffu, field = bits >> 23;
-                counts[at % TABLES][field + (mantissa == 0 ? FIELDS : 0)] += 1;
-                if (field == 0 && mantissa != 0)
-                    subnormal[(mantissa & (mantissa - 1)) == 0][31 - __builtin_clz(mantissa)] += 1;
-            }
-            uint32_t highest = 0;
-            for (int64_t at = block * 1024; at < end; ++at) {
-                const uint32_t bits = bits_of(values[at]), finite = bits < 0x7f800000u ? bits : 0;
+        for (int64_t block = 0; block < (length + BLOCK - 1) / BLOCK; ++block) {
+            const typename Kind::Bits* from = values + block * BLOCK;
+            const int size = length - block * BLOCK < BLOCK ? int(length - block * BLOCK) : BLOCK;
+            typename Kind::Bits highest = 0;
+            uint32_t rare = Kind::MANTISSA < 23;
+            for (int at = 0; at < size; ++at) {
+                const typename Kind::Bits here = from[at] & MAGNITUDE, finite = here < INFINITE ? here : 0;
                 highest = finite > highest ? finite : highest;
             }
+            if (!rare)
+                for (int at = 0; at < size; ++at) rare |= is_rare<Kind>(from[at] & MAGNITUDE);
             largest = highest > largest ? highest : largest;
+            int at = 0;
+            for (; at + TABLES <= size; at += TABLES)
+                for (int table = 0; table < TABLES; ++table) counts[table][from[at + table] >> Kind::MANTISSA] += 1;
+            for (; at < size; ++at) counts[0][from[at] >> Kind::MANTISSA] += 1;
+            for (at = 0; rare && at < size; ++at)
+                if (is_rare<Kind>(from[at] & MAGNITUDE)) {
+                    exact[slot(Kind::wide(from[at] & MAGNITUDE))] += 1;
+                    counts[0][from[at] >> Kind::MANTISSA] -= 1;
+                }
         }
+        const int64_t bits = Kind::wide(largest);
         #pragma omp critical
         {
-            for (int power = 0; power < 2; ++power) {
-                for (int bin = 0; bin < 23; ++bin) row[power * BINS + bin] += subnormal[power][bin];
-                for (int table = 0; table < TABLES; ++table) {
-                    const int64_t* from = counts[table] + power * FIELDS;
-                    for (int field = 1; field < 255; ++field) row[power * BINS + 22 + field] += from[field];
-                    if (power) row[2 * BINS] += from[0];
-                    row[2 * BINS + (power ? 1 : 2)] += from[255];
+            for (int at = 0; at < SLOTS; ++at) row[at] += exact[at];
+            for (int table = 0; table < TABLES; ++table)
+                for (int signed_field = 0; signed_field < 2 * Kind::FIELDS; ++signed_field) {
+                    const int field = signed_field % Kind::FIELDS, is_nan = field == Kind::FIELDS - 1;
+                    const int bin = is_nan ? 2 * BINS + 2 : field - Kind::BIAS + 149;
+                    row[field == 0 ? 2 * BINS : bin] += counts[table][signed_field];
                 }
-            }
-            if (int64_t(largest) > row[2 * BINS + 3]) row[2 * BINS + 3] = largest;
+            if (bits > row[2 * BINS + 3]) row[2 * BINS + 3] = bits;
         }
     }
 }
 
-extern "C" void kernel(int64_t values, int64_t bytes, int64_t length, int64_t row, int64_t threads) {
-    if (bytes == 2)
-        count(reinterpret_cast<const uint16_t*>(values), length, reinterpret_cast<int64_t*>(row), threads);
-    else
-        count(reinterpret_cast<const uint32_t*>(values), length, reinterpret_cast<int64_t*>(row), threads);
+extern "C" void kernel(int64_t values, int64_t mantissa, int64_t length, int64_t to, int64_t threads) {
+    int64_t* row = reinterpret_cast<int64_t*>(to);
+    if (mantissa == 23) count<Float32>(reinterpret_cast<const uint32_t*>(values), length, row, threads);
+    if (mantissa == 10) count<Float16>(reinterpret_cast<const uint16_t*>(values), length, row, threads);
+    if (mantissa == 7) count<BFloat16>(reinterpret_cast<const uint16_t*>(values), length, row, threads);
 }
 """
 
@@ -140,8 +186,8 @@ def count_into(row: Tensor, tensor: Tensor) -> None:
         row: (ROW,) int64, contiguous.
         tensor: Of a dtype in COUNTABLE, any shape and layout, outside autograd.
 
-    **Cost**: reads the tensor once, without a host sync. One kernel for float32 and bfloat16, on a GPU for float16 too;
-    other dtypes are widened in chunks of 4 M elements. Tensors with gaps or overlaps are copied first. Without a C++
+    **Cost**: reads the tensor once, without a host sync. One kernel for float32, float16 and bfloat16; 8-bit floats are
+    widened in chunks of 4 M elements. Tensors with gaps or overlaps are copied first. Without a C++
     compiler, and on devices without Triton, about twenty kernels of torch's a chunk.
     """
     vectors = flat(tensor)
@@ -153,14 +199,14 @@ def count_into(row: Tensor, tensor: Tensor) -> None:
             _launched(row, values)
             return
         kernel = _kernel() if values.device.type == "cpu" else None
-        read = (torch.float32, torch.bfloat16) if kernel else ()
-        for chunk in torch.split(values, values.numel() if values.dtype in read else _CHUNK):
-            if kernel is None:
+        if kernel is None:
+            for chunk in torch.split(values, _CHUNK):
                 _portable(row, chunk.float())
-                continue
-            counted = chunk if chunk.dtype in read else chunk.float()
-            threads = max(1, min(torch.get_num_threads(), counted.numel() // _WORTH_A_THREAD))
-            kernel(counted, counted.itemsize, counted.numel(), row, threads)
+            return
+        for chunk in (values,) if values.dtype in _MANTISSA else torch.split(values, _CHUNK):
+            read = chunk if chunk.dtype in _MANTISSA else chunk.half()  # exact: float16 has more of everything
+            threads = max(1, min(torch.get_num_threads(), read.numel() // _WORTH_A_THREAD))
+            kernel(read, _MANTISSA[read.dtype], read.numel(), row, threads)
 
 
 @cache

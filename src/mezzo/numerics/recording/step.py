@@ -15,10 +15,11 @@ from mezzo.formats import Format
 from mezzo.numerics.counting import ROW
 from mezzo.numerics.evidence import KINDS, RecordedStep, RecordedTensor
 from mezzo.numerics.histogram import ExponentHistogram
+from mezzo.numerics.moves import FIELDS
 from mezzo.numerics.recording.passes import PassWatch, Places
 from mezzo.numerics.recording.subject import Subject, unseen
 from mezzo.numerics.recording.tally import Tally
-from mezzo.numerics.recording.weights import FIELDS, WeightWatch, kept_by, swallowed_of, updated_by
+from mezzo.numerics.recording.weights import WeightWatch, kept_by, swallowed_of, updated_by
 from mezzo.optim.keeper import Keeper
 
 __all__ = ["PlainLoop", "Recording"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,16 @@ from torch.optim import Optimizer
 from mezzo.errors import PolicyError
 from mezzo.formats import Format
 from mezzo.numerics.evidence import SwallowedUpdates
+from mezzo.numerics.moves import Move, count_moves
 from mezzo.numerics.recording.passes import Places
 from mezzo.numerics.recording.subject import Subject
 from mezzo.numerics.recording.tally import Tally, is_countable
-from mezzo.numerics.swallowing import masks_of
 from mezzo.optim.keeper import Keeper
 from mezzo.optim.masters import MasterWeights, masters_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.tensors import dtype_name
 
-__all__ = ["FIELDS", "WeightWatch", "given_optimizers", "kept_by", "swallowed_of", "updated_by"]
-
-#: Numbers beside the histogram of an update, before those of each format: elements that are updated, that are beyond,
-#: that have a gradient, and those of them that did not move.
-FIELDS: Final = 4
-#: Elements of updates that are looked at at a time.
-_ON_CPU, _ON_GPU = 1 << 16, 1 << 22
+__all__ = ["WeightWatch", "given_optimizers", "kept_by", "swallowed_of", "updated_by"]
 
 
 class WeightWatch:
@@ -99,18 +93,19 @@ class WeightWatch:
 
     def after(self, kept: Mapping[Tensor, Keeper]) -> None:
         """Count the updates of the weights that were copied, and let go of the copies."""
-        items = []
+        moves = []
         for param, before in self._before.items():
             update = _value(param, kept).float() - before
             row = self._tally.count(update)
             self._put("updates", param, before.dtype, row)
             gradient = self._gradients.pop(param, None)
-            if gradient is None or gradient.shape != update.shape or gradient.is_sparse:
-                gradient = torch.zeros_like(update)
-            items.append((before, update, gradient.detach(), self._tally.beside(row)))
+            if gradient is not None:
+                is_alike = gradient.shape == update.shape and gradient.layout == torch.strided
+                gradient = gradient.detach().reshape(-1) if is_alike else None
+            moves.append(Move(before.reshape(-1), update.reshape(-1), gradient, self._tally.beside(row)))
         self._before.clear()
-        for device in dict.fromkeys(update.device for _, update, _, _ in items):
-            _count_moves([item for item in items if item[1].device == device], self._formats)
+        for device in dict.fromkeys(move.update.device for move in moves):
+            count_moves([move for move in moves if move.update.device == device], self._formats)
 
     def _put(self, kind: str, param: Tensor, dtype: torch.dtype, row: int) -> None:
         self._places[kind, *self._subject.params[param]] = dtype_name(dtype), [row]
@@ -130,46 +125,6 @@ def swallowed_of(numbers: Sequence[int], formats: Sequence[Format]) -> Swallowed
 
 def _value(param: Tensor, kept: Mapping[Tensor, Keeper]) -> Tensor:
     return (kept[param].master_of(param) if param in kept else param).detach()
-
-
-def _count_moves(items: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], formats: Sequence[Format]) -> None:
-    """Add the numbers of some updates to the rows they are of; small ones are looked at together.
-
-    Args:
-        items: Weight, update and gradient, and where the numbers go.
-        formats: The storage formats.
-    """
-    batch: list[tuple[Tensor, ...]] = []
-    size = 0
-    for piece in _pieces(items):
-        if batch and size + piece[0].numel() > _most(piece[0]):
-            _count_batch(batch, formats)
-            batch, size = [], 0
-        batch.append(piece)
-        size += piece[0].numel()
-    if batch:
-        _count_batch(batch, formats)
-
-
-def _pieces(items: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
-    for *tensors, row in items:
-        chunks = (torch.split(tensor.reshape(-1), _most(tensor)) for tensor in tensors)
-        for chunk in zip(*chunks, strict=True):
-            yield *chunk, row
-
-
-def _most(tensor: Tensor) -> int:
-    return _ON_CPU if tensor.device.type == "cpu" else _ON_GPU
-
-
-def _count_batch(batch: Sequence[tuple[Tensor, ...]], formats: Sequence[Format]) -> None:
-    weights, updates, gradients, rows = zip(*batch, strict=True)
-    update = torch.cat(updates)
-    moves, beyond, *lost = masks_of(torch.cat(weights), update, formats)
-    has_gradient = torch.cat([gradient != 0 for gradient in gradients])
-    masks = torch.stack([moves, beyond, has_gradient, has_gradient & ~moves, *lost])
-    for part, row in zip(torch.split(masks, [each.numel() for each in updates], dim=1), rows, strict=True):
-        row += part.sum(1)
 
 
 # Optimizers ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""What recording costs: a run with a recorder against the same run without, and a histogram against ``x.abs().max()``.
+
+Run with ``make bench``. Each pair alternates, so that what disturbs the machine disturbs both. A ratio is above 1 by
+what recording adds: 1.03 is 3 % of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+import torch
+
+import mezzo
+from harness import DEVICE, Row, paired, show, write
+from mezzo import recipes
+from mezzo.numerics import Recorder, exponent_histogram
+
+Loop = Callable[[], None]
+ELEMENTS = 1 << 26
+
+
+class Run:
+    """The recipe ``docs-lm``, step by step."""
+
+    def __init__(self, policy: str) -> None:
+        recipe = recipes.get("docs-lm")
+        self.model = recipe.build(0).to(DEVICE)
+        self.optimizer = recipe.optimizer(self.model)
+        self._amp = mezzo.MixedPrecision(self.model, self.optimizer, policy, max_grad_norm=recipe.max_grad_norm)
+        self._batches, self._loss = recipe.batches(recipe.load(), 0), recipe.loss
+
+    def step(self) -> None:
+        inputs, targets = (each.to(DEVICE) for each in next(self._batches))
+        with self._amp.autocast():
+            loss = self._loss(self.model(inputs), targets)
+        self._amp.backward(loss)
+        self._amp.step()
+        self._amp.zero_grad()
+
+
+def recorded(policy: str, every: int, steps: int, stack: ExitStack) -> tuple[Loop, Loop]:
+    """Return so many steps with a recorder, and without."""
+    mine, rival = Run(policy), Run(policy)
+    stack.enter_context(Recorder(mine.model, mine.optimizer, every=every))
+
+    def loop(run: Run) -> Loop:
+        def step() -> None:
+            for _ in range(steps):
+                run.step()
+
+        return step
+
+    return loop(mine), loop(rival)
+
+
+def counted(values: torch.Tensor) -> tuple[Loop, Loop]:
+    """Return a histogram of a tensor, and a pass that only reads it."""
+    return lambda: exponent_histogram(values), lambda: values.abs().max()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        timed = paired(*counted(torch.randn(ELEMENTS, device=DEVICE).to(dtype)), options.repetitions)
+        name = str(dtype).removeprefix("torch.")
+        rows.append(Row(name=f"histogram of 64 M {name}", against="x.abs().max()", **timed))
+    for policy in ("O0", "O1,dtype=bfloat16"):
+        for name, every, steps in (
+            ("a recorded step, five kinds", 1, 1),
+            ("a step not recorded", 10**9, 1),
+            ("50 steps, one of them recorded", 50, 50),
+        ):
+            with ExitStack() as stack:
+                timed = paired(*recorded(policy, every, steps, stack), options.repetitions)
+            rows.append(Row(name=f"docs-lm {policy}: {name}", against="no recorder", **timed))
+    show(rows, "what recording costs, with / without")
+    write(options.out, "recorder", rows, repetitions=options.repetitions)
+
+
+if __name__ == "__main__":
+    main()

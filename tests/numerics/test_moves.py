@@ -1,0 +1,106 @@
+"""Swallowed updates: C++ and torch's operations against the definition in float64, ties and edges included."""
+
+import math
+
+import pytest
+import torch
+
+from mezzo import formats
+from mezzo.numerics import moves
+
+COUNT = 2000
+
+
+def swallowed_by_definition(weight, update, target):
+    """round(w + Δw) == w in float64, where sums are exact as far as a rounding to any of the formats can tell."""
+    before = target.round(weight.double())
+    return int(((update != 0) & (target.round(before + update.double()) == before)).sum())
+
+
+def cases():
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(low, high):
+        return torch.randint(low, high, (COUNT,), generator=generator)
+
+    def any_bits():
+        return integers(-(2**31), 2**31).to(torch.int32).view(torch.float32)
+
+    yield torch.randn(COUNT, generator=generator), torch.ldexp(any_bits().sign(), integers(-30, 2))
+    yield any_bits(), any_bits()
+    for target in formats.FORMATS.values():
+        weight = target.round(any_bits())
+        half = torch.ldexp(any_bits().sign(), torch.frexp(weight)[1] - 1 + integers(-13, 1))
+        for update in (half, torch.nextafter(half, torch.zeros(())), torch.nextafter(half, half * 2)):
+            yield weight, update
+            yield torch.exp2(integers(-149, 128).double()).float(), update
+        small = integers(0, 4 << target.mantissa_bits).float() * target.smallest_subnormal
+        yield small, integers(-9, 10).float() * target.smallest_subnormal / 4
+        last = torch.full((COUNT,), target.max) * any_bits().sign()
+        yield last, integers(-9, 10).float() * target.spacing(target.max) / 8
+    special = [
+        0.0,
+        -0.0,
+        math.inf,
+        -math.inf,
+        math.nan,
+        448.0,
+        -464.0,
+        57344.0,
+        65504.0,
+        65520.0,
+        3.4e38,
+        1.0,
+        2.0**-25,
+    ]
+    special = torch.tensor([*special, 2.0**-149, 2.0**-133, -15.99, 16.0])
+    yield tuple(each.reshape(-1) for each in torch.meshgrid(special, special, indexing="ij"))
+
+
+def by_each(weight, update):
+    """What special values do, one by one: a sum over them would hide two faults that cancel out."""
+    several = weight.numel() < COUNT
+    return zip(weight.split(1), update.split(1), strict=True) if several else [(weight, update)]
+
+
+@pytest.mark.parametrize("way", ["C++", "torch", "float64"])
+def test_swallowed_updates_are_those_of_the_definition(way, monkeypatch):
+    if way == "torch":
+        monkeypatch.setattr(moves, "_kernel", lambda: None)
+    targets = list(formats.FORMATS.values())
+    wide = torch.float64 if way == "float64" else torch.float32
+    for number, pair in enumerate(cases()):
+        for weight, update in by_each(*pair):
+            gradient = update.roll(1).bfloat16()
+            row = torch.zeros(moves.FIELDS + len(targets), dtype=torch.int64)
+            moves.count_moves([moves.Move(weight.to(wide), update.to(wide), gradient, row)], targets)
+            moving = update != 0
+            assert row[: moves.FIELDS].tolist() == [
+                int(moving.sum()),
+                int((moving & (weight.double().abs() >= 2048 * update.double().abs())).sum()),
+                int((gradient != 0).sum()),
+                int(((gradient != 0) & ~moving).sum()),
+            ], number
+            expected = [swallowed_by_definition(weight, update, target) for target in targets]
+            assert row[moves.FIELDS :].tolist() == expected, (number, weight, update)
+
+
+def test_small_and_large_tensors_are_counted_alike_whatever_counts_them(monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    targets = [formats.FP16, formats.BF16, formats.E4M3]
+    sizes = (3, 40, 100_001, 0, 7)
+    pairs = [[torch.randn(size, generator=generator) for _ in range(3)] for size in sizes]
+    rows = {}
+    for way in ("C++", "torch"):
+        if way == "torch":
+            monkeypatch.setattr(moves, "_kernel", lambda: None)
+        counts = torch.zeros(len(sizes), moves.FIELDS + 3, dtype=torch.int64)
+        gradients = [None, pairs[1][2].to(torch.float8_e5m2), pairs[2][2].half(), pairs[3][2], pairs[4][2].double()]
+        items = [
+            moves.Move(weight, update * 1e-3, gradient, row)
+            for (weight, update, _), gradient, row in zip(pairs, gradients, counts, strict=True)
+        ]
+        moves.count_moves(items, targets)
+        rows[way] = counts.tolist()
+    assert rows["C++"] == rows["torch"]
+    assert rows["C++"][2][0] == 100_001
