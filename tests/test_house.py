@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 520,
-    "cast": 2_295,
+    "cast": 2_293,
     "cli": 840,
     "explanation": 1_086,
     "integrations": 50,

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from mezzo.cast.notes import WATCHERS, during
-from mezzo.tensors import LOW
+from mezzo.tensors import LOW, tensors
 
 __all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_dtypes_of_states", "without_autocast"]
 
@@ -40,7 +40,7 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     **Cost**: two casts for each operand and one for the result; linear, matmul and convolution save exactly
     their low-precision operands, other ops run forward once more in the backward pass.
     """
-    if any(x.layout != torch.strided for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
+    if any(x.layout != torch.strided for x in tensors((args, kwargs))):
         return function(*args, **kwargs)  # sparse products have their own kernels
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return _in_steps(function, args, kwargs)
@@ -196,10 +196,6 @@ class _Recomputed(torch.autograd.Function):
         return (None, None, *(by_index.get(i) for i in range(len(operands))))
 
 
-def _is_low(value: Tensor) -> bool:
-    return value.dtype in LOW
-
-
 def _widen(value: Tensor) -> Tensor:
     return value.float() if value.is_floating_point() else value
 
@@ -279,7 +275,7 @@ def _batched(dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, options:
 
 def _in_steps(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Widen, compute, round: for torch.func and torch.compile, which differentiate and save as they see fit."""
-    low = next(x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _is_low(x))
+    low = next(x.dtype for x in tensors((args, kwargs)) if x.dtype in LOW)
     wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widen, (args, kwargs))
     return pytree.tree_map_only(Tensor, lambda x: _narrow(x, low), function(*wide_args, **wide_kwargs))
 
