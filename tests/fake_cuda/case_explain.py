@@ -1,0 +1,32 @@
+"""What `mezzo.explain` says where torch casts by itself, in C++ on a GPU, is what it says on a CPU."""
+
+import torch
+from torch import nn
+
+import mezzo
+
+
+class Attend(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.proj = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).split(16, -1)
+        return self.proj(torch.softmax(q @ k.mT, -1) @ v) + x
+
+
+def explained(device):
+    model = nn.Sequential(nn.Linear(16, 16), Attend(), Attend(), nn.Linear(16, 16)).to(device)
+    return mezzo.explain(model, torch.ones(2, 8, 16, device=device), "O1,dtype=bfloat16,emulate=false")
+
+
+def test_round_trips_products_and_casts_are_those_of_a_cpu(machine, monkeypatch):
+    monkeypatch.setattr("mezzo.explanation.run._copied", lambda model: model)  # no copies of what computes nothing
+    there, here = explained("cuda"), explained("cpu")
+    assert there.devices == ("cuda",)
+    assert there.round_trips == here.round_trips != ()
+    assert there.products == here.products
+    assert there.answer.write == here.answer.write == "O1,dtype=bfloat16,emulate=false,low=layer_norm+softmax"
+    for phase in ("forward", "backward"):
+        assert there.cast_bytes(phase=phase) == here.cast_bytes(phase=phase)
