@@ -17,7 +17,7 @@ MOST_CODE = {
     "explanation": 1_086,
     "integrations": 50,
     "numerics": 2_949,
-    "optim": 1_282,
+    "optim": 1_259,
     "overflow": 825,
     "policy": 1_030,
     "recipes": 984,

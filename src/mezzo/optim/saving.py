@@ -13,14 +13,7 @@ from torch.optim import Optimizer
 
 from mezzo.optim.checks import check_group, check_state
 from mezzo.optim.halves import Group, HalvesOptimizer
-from mezzo.optim.state import (
-    WEIGHT_DTYPES,
-    merged_groups,
-    plain_group,
-    plain_state,
-    restored_state,
-    share_counts,
-)
+from mezzo.optim.state import WEIGHT_DTYPES, merged_group, plain_group, plain_state, restored_state, share_counts
 from mezzo.tensors import LOW
 
 __all__ = ["SavedOptimizer"]
@@ -79,38 +72,29 @@ class SavedOptimizer(HalvesOptimizer):
         """
         # Hooks may delete from what they get; what is no mapping at all is refused after them.
         given: Mapping[str, Any] = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = before(self, given)  # type: ignore[arg-type]
+        for ahead in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = ahead(self, given)  # type: ignore[arg-type]
             given = given if replaced is None else replaced
         check_state(given, self._rule)
         self._require_groups(given["param_groups"])
-        groups, dtypes = merged_groups(self.param_groups, given["param_groups"])
-        for group in groups:
-            check_group(group)
-        params = [param for group in self.param_groups for param in group["params"]]
-        indices = [index for group in given["param_groups"] for index in group["params"]]
-        owners = [group for group in groups for _ in group["params"]]
+        groups: list[Group] = []
         state: defaultdict[Any, Any] = defaultdict(dict)
-        for param, index, group, weight_dtype in zip(params, indices, owners, dtypes, strict=True):
-            restored = restored_state(
-                given["state"].get(index, {}),
-                self.state.get(param, {}),
-                param,
-                self._storage(group, param),
-                self.rule_of(group),
-                group["state_dtype"],
-                weight_dtype,
-            )
-            if restored:
-                state[param] = restored
+        known = set()
+        for mine, saved in zip(self.param_groups, given["param_groups"], strict=True):
+            group, weight_dtypes = merged_group(mine, saved)
+            check_group({**group, "params": None})
+            groups.append(group)
+            known.update(saved["params"])
+            for param, index, weight_dtype in zip(mine["params"], saved["params"], weight_dtypes, strict=True):
+                kept = self._storage(group, param), self.rule_of(group), group["state_dtype"], weight_dtype
+                theirs = given["state"].get(index, {})
+                if restored := restored_state(theirs, self.state.get(param, {}), param, *kept):
+                    state[param] = restored
         share_counts(state.values())
         self.take_edits()
-        present = {param: self.state.get(param, {}).get("remainder") for param in params}
-        halves = [param for param in params if state.get(param, {}).get("remainder") is not present[param]]
-        known = set(indices)
+        before, now = ({p: of.get(p, {}).get("remainder") for _, p in self._pairs()} for of in (self.state, state))
+        halves = [param for param, half in now.items() if half is not before[param]]
         state.update((key, copy.deepcopy(value)) for key, value in given["state"].items() if key not in known)
-        for mine, group in zip(self.param_groups, groups, strict=True):
-            group["params"] = mine["params"]
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
         self._complete()
         self._begin_anew(halves)

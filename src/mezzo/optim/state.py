@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy
@@ -19,7 +19,7 @@ __all__ = [
     "EXTRAS",
     "WEIGHT_DTYPES",
     "held_state",
-    "merged_groups",
+    "merged_group",
     "plain_group",
     "plain_state",
     "restored_state",
@@ -140,20 +140,13 @@ def _usable(saved: Mapping[str, Any], param: Tensor, form: Storage, weight_dtype
     return usable
 
 
-def merged_groups(
-    mine: list[dict[str, Any]], theirs: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], list[str | None]]:
-    """Return parameter groups with saved options but their own way of storing, and the dtype of each saved weight."""
-    groups, dtypes = [], list[str | None]()
-    for place, saved in enumerate(theirs):
-        count = len(saved["params"])
-        noted = saved.get(WEIGHT_DTYPES, ())
-        dtypes += noted if len(noted) == count else [None] * count
-        own: dict[str, Any] = mine[place] if place < len(mine) else {}
-        group: dict[str, Any] = {**own, **saved, **{name: own[name] for name in STORING if name in own}}
-        group.pop(WEIGHT_DTYPES, None)
-        groups.append(group)
-    return groups, dtypes
+def merged_group(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], Sequence[str | None]]:
+    """Return a parameter group with saved options but its own way of storing, and the dtype of each saved weight."""
+    count, dtypes = len(saved["params"]), saved.get(WEIGHT_DTYPES, ())
+    own = {name: mine[name] for name in (*STORING, "params") if name in mine}
+    group = {**mine, **saved, **own}
+    group.pop(WEIGHT_DTYPES, None)
+    return group, dtypes if len(dtypes) == count else [None] * count
 
 
 def share_counts(states: Iterable[dict[str, Any]]) -> None:
