@@ -351,6 +351,13 @@ def test_the_objective_says_which_bytes_count():
     assert kept.num_bytes == 2 * 2 * (32 * 32)
 
 
+def test_trials_say_nothing_of_rules_that_do_not_reach_inside(caplog):
+    model = net()
+    model.plant = nn.GRUCell(WIDTH, WIDTH)
+    assert pins(tuned(model)) == set()
+    assert caplog.text == ""
+
+
 # What comes out ---------------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,7 @@ def _traced(
     hooks = [(module, ModuleHooks(trace, path)) for path, module in model.named_modules()]
     for module, each in hooks:
         each.inside(module, is_prepared=False)
-    handle = Prepared(model, policy)
+    handle = Prepared(model, policy, tells=False)  # a finding does
     handle.release_originals()
     for module, each in hooks:
         each.around(module)

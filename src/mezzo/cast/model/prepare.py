@@ -80,6 +80,11 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
 class Prepared:
     """A model under a policy, as :func:`prepare` returns it.
 
+    Args:
+        model: The model.
+        policy: The policy to prepare it with.
+        tells: Whether rules that do not reach inside what they mean are logged.
+
     Attributes:
         model: The model.
         policy: The policy it was prepared with.
@@ -90,14 +95,14 @@ class Prepared:
             of training serve a whole window.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True) -> None:
         require_module(model)
         policy = _with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
         self.casts = WeightCasts()
         storage = decided_storage(model, policy)
         self._before = {tensor: tensor.dtype for tensor in storage}
-        for line in out_of_reach(model, policy):
+        for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
         self.converted: dict[Tensor, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
