@@ -13,7 +13,7 @@ import torch
 
 import mezzo
 from mezzo.errors import StateError, UnsupportedError
-from mezzo.numerics import evidence_file
+from mezzo.numerics import diagnose, evidence_file
 from mezzo.numerics.counting import BINS, FIRST
 from mezzo.report import page, read
 from mezzo.report.heat import heat
@@ -333,3 +333,28 @@ def test_a_broken_explanation_is_refused(recorded_run):
     (recorded_run / "explanation.json").write_text("{}")
     with pytest.raises(StateError, match="this is not an explanation"):
         page(recorded_run)
+
+
+def test_the_verdict_on_formats_comes_first_with_the_policy_to_go_on_with(recorded_run, evidence):
+    summary = json.loads((recorded_run / "summary.json").read_text())
+    summary["rows"], summary["policies"] = summary["rows"][:1], ["O0"]
+    (recorded_run / "summary.json").write_text(json.dumps(summary))
+    whole = [
+        dataclasses.replace(step, tensors=tuple(each for each in step.tensors if each.module in ("stem", "head")))
+        for step in evidence.steps
+    ]
+    header = dataclasses.replace(evidence.header, policy="O0", compute_dtype="float32")
+    evidence_file.write(
+        dataclasses.replace(evidence, header=header, steps=tuple(whole)), recorded_run / "evidence.jsonl"
+    )
+    found = diagnose(read(recorded_run).evidence)
+    seen = text_of(page(recorded_run))
+    assert f"Verdict {found.formats[0].line} {found.formats[1].line}" in seen
+    suggested = seen[seen.index("Suggested policy") :]
+    assert f"- O0 + {found.policy} level: O0 → O1" in suggested
+
+
+def test_what_is_wrong_with_the_numbers_is_an_alert(recorded_run):
+    seen = text_of(page(recorded_run))
+    assert "Alerts, the gravest first" in seen
+    assert "infinite or NaN at step 51. blocks.1.down" in seen

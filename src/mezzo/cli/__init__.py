@@ -17,6 +17,7 @@ from mezzo.cli import (  # noqa: F401  (each verb registers itself)
     doctor,
     explain,
     formats,
+    inspect,
     ops,
     report,
     train,

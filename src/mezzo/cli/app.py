@@ -31,6 +31,7 @@ def _show_version(wanted: bool) -> None:
     mezzo compare docs-lm --policies "O0; O2,dtype=bfloat16"
     mezzo train digits-cnn --policy O1,dtype=bfloat16
     mezzo tune digits-cnn           which ops need FP32, found by running
+    mezzo inspect digits-cnn        which formats are safe for it, at which loss scale
     mezzo report runs/demo          a run as one HTML file
     mezzo explain digits-cnn        what runs low, what does not, and why
     mezzo ops softmax               what the lists say about an op

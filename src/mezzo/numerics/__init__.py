@@ -3,6 +3,7 @@
 The search for the first that is not finite lives in :mod:`mezzo.overflow`, and can be asked here too.
 """
 
+from mezzo.numerics.diagnosis import Alert, Diagnosis, FormatAnswer, diagnose
 from mezzo.numerics.evidence import KINDS, Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
 from mezzo.numerics.evidence_file import read as read_evidence
 from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram
@@ -13,10 +14,13 @@ from mezzo.overflow import Changed, Overflow, Range, Replay, locate
 
 __all__ = [
     "KINDS",
+    "Alert",
     "Candidate",
     "Changed",
+    "Diagnosis",
     "Evidence",
     "ExponentHistogram",
+    "FormatAnswer",
     "Overflow",
     "Range",
     "RecordedStep",
@@ -26,6 +30,7 @@ __all__ = [
     "SwallowedUpdates",
     "Tuned",
     "TuningEvidence",
+    "diagnose",
     "exponent_histogram",
     "locate",
     "read_evidence",

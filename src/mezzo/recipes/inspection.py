@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from mezzo.explanation import Explanation, explain
-from mezzo.numerics import Evidence, Recorder, read_evidence
+from mezzo.numerics import Diagnosis, Evidence, Recorder, diagnose, read_evidence
 from mezzo.policy import Policy
 from mezzo.recipes.comparison import Comparison, begun
 from mezzo.recipes.machine import default_device
 from mezzo.recipes.recipe import Recipe, Split
-from mezzo.recipes.run_directory import EVIDENCE, EXPLANATION, PARTIAL, RunDirectory
+from mezzo.recipes.run_directory import EVIDENCE, EXPLANATION, PARTIAL, POLICY, RunDirectory
 from mezzo.recipes.training import Training, Watcher, num_steps
 
 __all__ = ["DEFAULT_POLICY", "Inspection", "inspect", "recorded"]
@@ -33,15 +33,18 @@ class Inspection:
         run: The run itself, as a comparison of one policy.
         evidence: What was recorded of it.
         explanation: Which precision each op of its model gets, and why.
+        diagnosis: What the evidence comes to, in words.
     """
 
     run: Comparison
     evidence: Evidence
     explanation: Explanation
+    diagnosis: Diagnosis
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``summary.json`` holds: the run's, and how often it was recorded."""
-        return self.run.to_dict() | {"every": self.evidence.header.every}
+        """Return what ``summary.json`` holds: the run's, how often it was recorded, and what that came to."""
+        found = {"every": self.evidence.header.every, "diagnosis": self.diagnosis.to_dict()}
+        return self.run.to_dict() | found
 
 
 def inspect(
@@ -114,9 +117,11 @@ def inspect(
         training.close()
         if directory is not None:
             directory.close()
-    inspection = Inspection(run=run.ended((result,)), evidence=evidence, explanation=explanation)
+    found = diagnose(evidence)
+    inspection = Inspection(run=run.ended((result,)), evidence=evidence, explanation=explanation, diagnosis=found)
     if directory is not None:
         directory.finish(inspection.to_dict(), made=[] if interrupted else [EVIDENCE])
+        (found.policy or policy).save(directory.path / POLICY)
     return inspection
 
 

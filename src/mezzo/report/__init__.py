@@ -6,7 +6,7 @@ that an old run can be shown as well as a new one. Nothing here trains, and noth
 
 from __future__ import annotations
 
-from mezzo.report.judgement import Alert, Judgement, judge
+from mezzo.report.judgement import Judgement, judge
 from mezzo.report.page import page, require_plotly
 from mezzo.report.picture import curves, require_matplotlib
 from mezzo.report.run import Run, read

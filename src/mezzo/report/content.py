@@ -11,8 +11,9 @@ from mezzo.explanation import Explanation
 from mezzo.explanation.sections import NUMBERS, few_rows
 from mezzo.explanation.words import share_text
 from mezzo.files import opened
-from mezzo.numerics import Evidence, SwallowedUpdates, read_evidence
-from mezzo.recipes.run_directory import EVIDENCE, EXPLANATION
+from mezzo.numerics import Evidence, SwallowedUpdates
+from mezzo.policy import Policy
+from mezzo.recipes.run_directory import EXPLANATION
 from mezzo.report.heat import heat
 from mezzo.report.judgement import Judgement, judge
 from mezzo.report.picture import smooth
@@ -49,17 +50,26 @@ def content(run: Run) -> dict[str, Any]:
         "environment": [[name.replace("_", " "), printable(str(value))] for name, value in _environment(summary)],
         **_recorded(run),
         "explained": _explained(run),
-        "suggested": None,
+        "suggested": _suggested(run, judgement),
     }
+
+
+def _suggested(run: Run, judgement: Judgement) -> dict[str, Any] | None:
+    """The policy to go on with, beside that of the run."""
+    if not judgement.policy or len(run.summary["policies"]) != 1:
+        return None
+    current, suggested = Policy.parse(run.summary["policies"][0]), Policy.parse(judgement.policy)
+    changes = [f"  {line}" for line in current.differences(suggested)]
+    lines = [f"- {current}", f"+ {suggested}", *changes]
+    return {"why": printable(judgement.why), "difference": [printable(line) for line in lines]}
 
 
 def _recorded(run: Run) -> dict[str, Any]:
     """What the page draws: curves, and the heat map where there is evidence."""
     curves = _curves(run)
-    place = run.file(EVIDENCE)
-    if place is None:
+    evidence = run.evidence
+    if evidence is None:
         return {"data": curves, "left_out": [], "swallowed": None}
-    evidence = read_evidence(place)
     formats = list(dict.fromkeys((*_FORMATS, *evidence.header.formats)))
     drawn, left_out = heat(evidence, formats)
     computed = evidence.header.compute_dtype

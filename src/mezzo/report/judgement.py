@@ -5,35 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from mezzo.numerics import Alert, Diagnosis, diagnose
+from mezzo.numerics.diagnosis import Level
 from mezzo.report.run import Run
 from mezzo.report.table import byte_text
 
-__all__ = ["Alert", "Judgement", "judge"]
+__all__ = ["Judgement", "judge"]
 
-Level = Literal["ok", "warn", "bad"]
 #: A dynamic scale skips a step now and then; more than this share is time lost.
 _MANY_SKIPPED: Final = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alert:
-    """One thing that is wrong.
-
-    Attributes:
-        level: ``bad`` spoils the result, ``warn`` may.
-        what: One line.
-        where: Policy, module or tensor.
-        why: The evidence.
-        write: What cures it, as text to paste.
-    """
-
-    level: Level
-    what: str
-    where: str = ""
-    why: str = ""
-    write: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +25,19 @@ class Judgement:
     Attributes:
         lines: What the run came to; the first line is the answer.
         alerts: What is wrong, the gravest first.
-        write: What to write, as text to paste.
+        policy: The policy to go on with; empty where there is none to suggest.
+        why: What that changes.
     """
 
     lines: tuple[str, ...]
     alerts: tuple[Alert, ...] = ()
-    write: str = ""
+    policy: str = ""
+    why: str = ""
+
+    @property
+    def write(self) -> str:
+        """What to write, as text to paste."""
+        return f'MixedPrecision(model, optimizer, "{self.policy}")' if self.policy else ""
 
     @property
     def level(self) -> Level:
@@ -60,27 +49,39 @@ class Judgement:
 def judge(run: Run) -> Judgement:
     """Say what a run came to."""
     rows = run.summary["rows"]
-    alerts = sorted((alert for row in rows for alert in _alerts(row)), key=lambda alert: alert.level != "bad")
     if run.killed or not rows:
         lines = [_progress(run)]
     elif len(rows) == 1:
         lines = [_single(run.summary, rows[0])]
     else:
         lines = [*_differences(run.summary, rows), *_savings(run.summary, rows)]
-    return Judgement(lines=tuple(lines), alerts=tuple(alerts))
+    recipe = None if run.evidence is not None else run.summary["recipe"]
+    alerts = [alert for row in rows for alert in _alerts(row, recipe)]
+    found = diagnose(run.evidence) if run.evidence is not None else Diagnosis()
+    alerts = sorted((*found.alerts, *alerts), key=lambda alert: alert.level != "bad")
+    answers = [each.line for each in found.formats]
+    if run.evidence is not None and not answers:
+        answers = [alert.what for alert in alerts[:1]]
+    return Judgement(
+        lines=(*answers, *found.lines, *lines),
+        alerts=tuple(alerts),
+        policy="" if found.policy is None else str(found.policy),
+        why=found.why,
+    )
 
 
-def _alerts(row: Mapping[str, Any]) -> Iterator[Alert]:
+def _alerts(row: Mapping[str, Any], recipe: str | None) -> Iterator[Alert]:
     policy, steps, skipped = row["policy"], row["steps"], row["skipped_steps"]
     if row["note"]:
         yield Alert(level="bad", what=f"Training stopped after {steps} steps.", where=policy, why=row["note"])
     if row["nonfinite_losses"]:
         what = f"{row['nonfinite_losses']} of {steps} losses were infinite or NaN."
-        write = f'mezzo inspect RECIPE --policy "{policy}"'
+        write = "" if recipe is None else f'mezzo inspect {recipe} --policy "{policy}"'
         yield Alert(level="bad", what=what, where=policy, why="The training diverged, or overflowed.", write=write)
     if steps and skipped > max(1, _MANY_SKIPPED * steps):
         why = "Their gradients were not finite at the loss scale, and their batches were lost."
-        yield Alert(level="warn", what=f"{skipped} of {steps} steps were skipped.", where=policy, why=why)
+        level: Level = "bad" if skipped > steps / 2 else "warn"
+        yield Alert(level=level, what=f"{skipped} of {steps} steps were skipped.", where=policy, why=why)
 
 
 def _progress(run: Run) -> str:

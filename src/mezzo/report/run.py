@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from mezzo.errors import StateError, shown
 from mezzo.files import opened
+from mezzo.numerics import Evidence, read_evidence
 from mezzo.recipes.comparison import SCHEMA
-from mezzo.recipes.run_directory import METRICS, PARTIAL, SUMMARY
+from mezzo.recipes.run_directory import EVIDENCE, METRICS, PARTIAL, SUMMARY
 
 __all__ = ["Run", "Series", "read"]
 
@@ -46,12 +47,14 @@ class Run:
         summary: What ``summary.json`` holds.
         series: The steps by policy, in the order of the summary's rows.
         killed: Whether the process died before it could sum up: then there are no rows.
+        evidence: What was recorded of it, if it was.
     """
 
     path: Path
     summary: Mapping[str, Any]
     series: Mapping[str, Series]
     killed: bool = False
+    evidence: Evidence | None = None
 
     def file(self, name: str) -> Path | None:
         """Return where a further file of the run is, such as its evidence; ``None`` where it has none."""
@@ -109,7 +112,9 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
         )
     names = dict.fromkeys(each["policy"] for each in (records if killed else summary["rows"]))
     series = {name: _series([r for r in records if r["policy"] == name]) for name in names}
-    return Run(path=path, summary=summary, series=series, killed=killed)
+    place = next((each for each in _places(path, EVIDENCE, killed) if each.exists()), None)
+    evidence = None if place is None else read_evidence(place)
+    return Run(path=path, summary=summary, series=series, killed=killed, evidence=evidence)
 
 
 def _places(path: Path, name: str, killed: bool) -> Iterator[Path]:

@@ -139,6 +139,7 @@
   // The heat map ------------------------------------------------------------------------------------------------
 
   const state = { kind: 0, format: page.format, step: page.steps.length - 1, own: true, scale: 1 };
+  let ranked = null;
   const kinds = page.kinds.map((kind) => ({
     ...kind, histograms: kind.histograms.map((row) => row.map((packed) => packed && unpacked(packed))),
   }));
@@ -310,7 +311,9 @@
     at("scale-text").textContent = power(scale);
     at("own").disabled = state.own;
     drawHeat();
-    drawWorst();
+    const judged = [state.format, state.own, state.scale].join();
+    if (judged !== ranked) drawWorst(); // which looks at all steps and kinds
+    ranked = judged;
   }
 
   function connect() {

@@ -1,0 +1,73 @@
+"""``mezzo inspect RECIPE``: record what a training run does to numbers, and say in which formats it is safe."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from mezzo import recipes, report
+from mezzo.cli.app import app
+from mezzo.cli.compare import INTERRUPTED, Out, Overwrite, Seed
+from mezzo.cli.output import console_for, show_judgement
+from mezzo.cli.progress import watching
+from mezzo.recipes.inspection import DEFAULT_POLICY
+from mezzo.recipes.run_directory import jsonable
+
+__all__ = ["ALERT", "inspect"]
+
+#: The exit code where the run as it was trained goes wrong.
+ALERT = 4
+
+
+@app.command("inspect")
+def inspect(
+    recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
+    policy: Annotated[str, typer.Option(help="What to train under; FP32 shows what every format would lose.")] = (
+        DEFAULT_POLICY
+    ),
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="How many; the recipe's own number when omitted.", show_default=False)
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one recorded step to the next.")] = 50,
+    seed: Seed = 0,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print summary.json instead of the verdict.")] = False,
+) -> None:
+    """Train a recipe, record where its numbers lie, and say which formats are safe, at which scale, and why.
+
+    [bold]mezzo inspect digits-cnn[/bold]                                in FP32: would FP16, BF16 or FP8 do?
+
+    [bold]mezzo inspect docs-lm --policy O3,dtype=bfloat16[/bold]       what goes wrong under this policy?
+
+    [bold]mezzo inspect docs-lm --steps 200 --every 20 --out runs/look[/bold]
+
+    The verdict comes first; then what is wrong, the gravest first, with what to write. The run directory holds
+    report.html, with the histograms behind the verdict, policy.toml to go on with, evidence.jsonl, explanation.json,
+    summary.json and metrics.jsonl. The exit code is 4 where the run itself goes wrong under its policy. Ctrl-C sums up
+    what there is, and the exit code is 130.
+    """
+    chosen = recipes.get(recipe)
+    report.require_plotly()
+    out = out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    messages = Console(stderr=True)
+    with watching(messages, chosen.metric, 1) as watcher:
+        inspection = recipes.inspect(
+            chosen, policy, steps=steps, every=every, seed=seed, out=out, overwrite=overwrite, watcher=watcher
+        )
+    report.page(out)
+    judgement = report.judge(report.read(out))
+    if as_json:
+        typer.echo(json.dumps(jsonable(inspection.to_dict()), indent=2, allow_nan=False, ensure_ascii=False))
+    else:
+        show_judgement(console_for(200), judgement)
+    messages.print(f"run directory: {out}", highlight=False, markup=False, soft_wrap=True)
+    if inspection.run.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if judgement.level == "bad":
+        raise typer.Exit(ALERT)

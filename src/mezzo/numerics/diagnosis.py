@@ -1,0 +1,389 @@
+"""What evidence comes to, in words: which formats would do, at which loss scale, what goes wrong, and what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from mezzo.errors import some_of
+from mezzo.explanation.words import format_text, share_text
+from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
+from mezzo.numerics.evidence import Evidence, RecordedTensor, SwallowedUpdates
+from mezzo.numerics.histogram import ExponentHistogram
+from mezzo.policy import Policy
+from mezzo.scale import LossScale
+
+__all__ = ["Alert", "Diagnosis", "FormatAnswer", "Level", "diagnose"]
+
+Level = Literal["ok", "warn", "bad"]
+
+#: The share of gradients that may be flushed to zero: at 0.1 % a detection network trained as in FP32, at 5 % a speech
+#: model did not (Micikevicius et al. 2018, sections 3.1 and 3.2).
+_FLUSHED: Final = 0.01
+#: The share of gradients that may lose digits, being subnormal.
+_SUBNORMAL: Final = 0.1
+#: The share of a tensor that eight bits may flush, where each tensor has a scale of its own.
+_FLUSHED_IN_FP8: Final = 0.05
+#: Shares of updates that vanish: what is said, and what stops a weight.
+_SWALLOWED, _STOPPED = 0.1, 0.5
+#: No loss scale is higher: the ceiling of dynamic scales.
+_CEILING: Final = 2.0**24
+#: Where the first loss scale of a dynamic one is, if nothing is known.
+_INIT: Final = 2.0**16
+
+Place = tuple[str, str]
+Totals = Mapping[Place, ExponentHistogram]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One thing that is wrong with a run.
+
+    Attributes:
+        level: ``bad`` spoils the result, ``warn`` may.
+        what: One line.
+        where: Policy, module or tensor.
+        why: The evidence.
+        write: What cures it, as text to paste.
+    """
+
+    level: Level
+    what: str
+    where: str = ""
+    why: str = ""
+    write: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatAnswer:
+    """Whether one format would do for the run.
+
+    Attributes:
+        format: Its name, or two names for the eight-bit pair.
+        is_safe: Whether nothing that matters is lost.
+        line: The answer in words.
+        policy: What to write to compute in it; ``None`` where it is not safe, and for eight bits.
+    """
+
+    format: str
+    is_safe: bool
+    line: str
+    policy: Policy | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What evidence comes to.
+
+    Attributes:
+        formats: An answer for each format; none where the run itself was not finite, which says nothing of formats.
+        lines: What else there is to know.
+        alerts: What is wrong with the run itself, the gravest first.
+        policy: The policy to go on with; ``None`` where there is nothing to change, or nothing known.
+        why: What it changes.
+    """
+
+    formats: tuple[FormatAnswer, ...] = ()
+    lines: tuple[str, ...] = ()
+    alerts: tuple[Alert, ...] = ()
+    policy: Policy | None = None
+    why: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain containers, as JSON has them; policies as their texts."""
+        texts = {"policy": None if self.policy is None else str(self.policy)}
+        plain = dataclasses.asdict(dataclasses.replace(self, formats=(), policy=None))
+        formats = [
+            {"format": each.format, "is_safe": each.is_safe, "line": each.line}
+            | {"policy": None if each.policy is None else str(each.policy)}
+            for each in self.formats
+        ]
+        return plain | texts | {"formats": formats}
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Say what recorded evidence comes to.
+
+    Gradients that a format has flushed already are zeros in the evidence: for what FP16 would lose, record a run in
+    FP32 or BF16.
+
+    Args:
+        evidence: What was recorded.
+
+    Returns:
+        An answer for FP16, BF16 and FP8, what is wrong with the run as it was trained, and a policy to go on with.
+
+    **Cost**: milliseconds for each hundred tensors of a recorded step.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.numerics import Recorder
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with Recorder(model, optimizer) as recorder:
+        ...     (model(torch.ones(4, 8)).square().mean() * 2.0**-40).backward()
+        ...     optimizer.step()
+        ...     recorder.step()
+        >>> print(diagnose(recorder.evidence).formats[0].policy)
+        O1,dtype=float16
+    """
+    if not any(step.tensors for step in evidence.steps):
+        return Diagnosis(lines=("No step was recorded.",))
+    faults = [*_not_finite(evidence)]
+    lost = _lost(evidence)
+    alerts = [*faults, *_stopped(evidence, lost), *_near(evidence)]
+    alerts.sort(key=lambda alert: alert.level != "bad")
+    if any(alert.level == "bad" for alert in faults):
+        policy, why = _advice(evidence, (), alerts)
+        return Diagnosis(alerts=tuple(alerts), policy=policy, why=why)
+    totals = _totals(evidence)
+    formats = (_fp16(totals), _bf16(totals), _fp8(totals))
+    policy, why = _advice(evidence, formats, alerts)
+    lines = [*_swallowing(lost)]
+    if evidence.header.compute_dtype == FP16.name:
+        lines.append("Recorded in FP16: gradients that it flushed are zeros here; --policy O0 shows what they were.")
+    return Diagnosis(formats=formats, lines=tuple(lines), alerts=tuple(alerts), policy=policy, why=why)
+
+
+# Evidence, summed up ----------------------------------------------------------------------------------------
+
+
+def _totals(evidence: Evidence) -> dict[Place, ExponentHistogram]:
+    """Sum up the histograms of each tensor over the steps that were not skipped, whose gradients are those of a run."""
+    found: dict[Place, list[ExponentHistogram]] = {}
+    for step in evidence.steps:
+        for each in step.tensors:
+            if not (step.skipped and each.kind in _GRADIENTS):
+                found.setdefault((each.kind, _name(each)), []).append(each.histogram)
+    return {place: ExponentHistogram.total_of(histograms) for place, histograms in found.items()}
+
+
+def _lost(evidence: Evidence) -> dict[str, SwallowedUpdates]:
+    found: dict[str, SwallowedUpdates] = {}
+    for each in (tensor for step in evidence.steps for tensor in step.tensors):
+        if each.swallowed is not None:
+            found[each.path] = found[each.path] + each.swallowed if each.path in found else each.swallowed
+    return found
+
+
+def _name(tensor: RecordedTensor) -> str:
+    return tensor.path.removesuffix(".output")
+
+
+_GRADIENTS: Final = ("activation_gradients", "weight_gradients")
+
+
+# Formats ----------------------------------------------------------------------------------------------------
+
+
+def _fp16(totals: Totals) -> FormatAnswer:
+    """Judge FP16: what overflows whatever the loss scale, and which loss scale keeps the gradients."""
+    beyond = {
+        name: histogram.max_abs
+        for (kind, name), histogram in totals.items()
+        if kind in ("weights", "activations") and _beyond(histogram, FP16)
+    }
+    if beyond:
+        worst, *others = sorted(beyond, key=lambda name: -beyond[name])
+        as_well = f" ({some_of(others, 3)} overflow as well)" if others else ""
+        line = f"FP16 is not safe: {worst} reaches {beyond[worst]:.4g}, beyond 65504, whatever the loss scale{as_well}."
+        return FormatAnswer(format=FP16.name, is_safe=False, line=line)
+    gradients = [histogram for (kind, _), histogram in totals.items() if kind in _GRADIENTS]
+    whole = ExponentHistogram.total_of(gradients)
+    policy = Policy.O1("float16")
+    if not whole.max_abs or whole.infs or whole.nans:
+        line = "FP16 holds all weights and activations; of gradients nothing is known."
+        return FormatAnswer(format=FP16.name, is_safe=True, line=line, policy=policy)
+    scale = min(whole.best_scale(FP16), _CEILING)
+    (flushed, subnormal), (left, _) = (_shares(gradients, FP16, each) for each in (1.0, scale))
+    highest = f"2^{round(math.log2(scale))}, the highest loss scale that fits,"
+    if left > _FLUSHED:
+        line = f"FP16 is not safe: at {highest} {share_text(left, 1)} of the gradients are flushed to zero."
+        return FormatAnswer(format=FP16.name, is_safe=False, line=line)
+    if scale < _INIT:  # else the first steps of a dynamic scale would be skipped until it fits
+        policy = Policy.O1("float16", loss_scale=LossScale.dynamic(init=scale))
+    unscaled = (
+        f"{share_text(flushed, 1)} of the gradients are flushed to zero and {share_text(subnormal, 1)} lose digits"
+    )
+    line = f"FP16 is safe: without a loss scale {unscaled}."
+    if flushed > _FLUSHED or subnormal > _SUBNORMAL:
+        line = (
+            f"FP16 is safe with a loss scale: without one {unscaled}; at {highest} {share_text(left, 1)} are flushed."
+        )
+    return FormatAnswer(format=FP16.name, is_safe=True, line=line, policy=policy)
+
+
+def _beyond(histogram: ExponentHistogram, target: Format) -> int:
+    """Return how many finite values leave a format's range; a mask's infinities are meant."""
+    return histogram.coverage(target).overflow - histogram.infs
+
+
+def _shares(histograms: Sequence[ExponentHistogram], target: Format, scale: float) -> tuple[float, float]:
+    """Return the shares that a format flushes to zero and makes subnormal, of the values that are not zero."""
+    covered = [each.coverage(target, scale) for each in histograms]
+    total = max(1, sum(each.total - each.zero - each.nan for each in covered))
+    return sum(each.underflow for each in covered) / total, sum(each.subnormal for each in covered) / total
+
+
+def _bf16(totals: Totals) -> FormatAnswer:
+    """Judge BF16: its range is FP32's, all but the last numbers."""
+    beyond = [name for (_, name), histogram in totals.items() if _beyond(histogram, BF16)]
+    if beyond:
+        line = f"BF16 is not safe: {some_of(beyond, 3)} reach beyond {BF16.max:.4g}."
+        return FormatAnswer(format=BF16.name, is_safe=False, line=line)
+    line = "BF16 is safe: it has FP32's range, and needs no loss scale."
+    return FormatAnswer(format=BF16.name, is_safe=True, line=line, policy=Policy.O1("bfloat16"))
+
+
+def _fp8(totals: Totals) -> FormatAnswer:
+    """Judge the eight-bit pair, each tensor at a scale of its own: E4M3 for what goes forward, E5M2 for gradients."""
+    lossy: dict[str, float] = {}
+    for (kind, name), histogram in totals.items():
+        target = E5M2 if kind in _GRADIENTS else E4M3
+        if kind == "updates" or not histogram.max_abs or histogram.infs or histogram.nans:
+            continue
+        share, _ = _shares([histogram], target, histogram.best_scale(target))
+        if share > _FLUSHED_IN_FP8:
+            lossy[f"{name} ({kind.replace('_', ' ')})"] = share
+    name = f"{E4M3.name}+{E5M2.name}"
+    said = "FP8 with a scale for each tensor, E4M3 forward and E5M2 for gradients,"
+    if not lossy:
+        line = f"{said} flushes at most {_FLUSHED_IN_FP8:.0%} of any tensor."
+        return FormatAnswer(format=name, is_safe=True, line=line.replace("%", " %"))
+    worst, *others = sorted(lossy, key=lambda each: -lossy[each])
+    more = f", and more than {100 * _FLUSHED_IN_FP8:g} % of {len(others)} other tensors" if others else ""
+    line = f"{said} is not safe: it flushes {share_text(lossy[worst], 1)} of {worst}{more}."
+    return FormatAnswer(format=name, is_safe=False, line=line)
+
+
+def _swallowing(lost: Mapping[str, SwallowedUpdates]) -> Iterator[str]:
+    """Say of the 16-bit formats how many updates vanish where weights are stored in them without masters."""
+    for target in (FP16, BF16):
+        known = {path: each for path, each in lost.items() if target.name in each.swallowed and each.updated}
+        if not known:
+            continue
+        worst = max(known, key=lambda path: known[path].share(target))
+        updated, swallowed = (
+            sum(each.updated for each in known.values()),
+            sum(each.swallowed[target.name] for each in known.values()),
+        )
+        name = format_text([target.name])
+        if swallowed / updated > _SWALLOWED:
+            yield (
+                f"Weights stored in {name} without FP32 masters swallow {share_text(swallowed, updated)} of the "
+                f"updates, {share_text(known[worst].share(target), 1)} in {worst}: keep masters, as O1 and O2 do."
+            )
+        else:
+            yield f"Weights stored in {name} swallow {share_text(swallowed, updated)} of the updates."
+
+
+# What is wrong with the run itself --------------------------------------------------------------------------
+
+
+def _not_finite(evidence: Evidence) -> Iterator[Alert]:
+    """Find the first recorded step whose weights, or else activations, are not finite."""
+    for step in evidence.steps:
+        for kind in ("weights", "activations"):
+            found = [each for each in step.tensors if each.kind == kind and _num_not_finite(each)]
+            if not found:
+                continue
+            first, total = found[0], sum(map(_num_not_finite, found))
+            others = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
+            spoilt = kind == "weights" or step.skipped or any(each.histogram.nans for each in found)
+            why, write = _cause(kind, first.dtype)
+            yield Alert(
+                level="bad" if spoilt else "warn",  # a mask's infinities are meant
+                what=f"{total:,} {kind} are infinite or NaN at step {step.step}.",
+                where=f"{_name(first)} ({first.dtype}){others}",
+                why=why,
+                write=write,
+            )
+            return
+
+
+def _cause(kind: str, dtype: str) -> tuple[str, str]:
+    """Return why such tensors are not finite, and what to write."""
+    named = format_text([dtype])
+    locate = 'MixedPrecision(…, on_overflow="explain"), which names the op that made the first of them'
+    if kind == "weights" and dtype == FP16.name:
+        why = (
+            f"An update left FP16's range. Without FP32 masters optimizers compute in {named}, where AdamW's eps of "
+            "1e-8 is zero, and what is divided by it infinite."
+        )
+        return why, f'policy="O2,dtype={dtype}", which keeps FP32 masters'
+    if dtype in ("float32", BF16.name):
+        return f"{named} reaches 3.4e38: the training diverged or divided by zero, whatever the format.", locate
+    return f"Something left the range of {named}.", locate
+
+
+def _num_not_finite(tensor: RecordedTensor) -> int:
+    return tensor.histogram.infs + tensor.histogram.nans
+
+
+def _stopped(evidence: Evidence, lost: Mapping[str, SwallowedUpdates]) -> Iterator[Alert]:
+    """Find weights that are stored low, without masters, and do not move although they have gradients."""
+    low = {
+        each.path: each.dtype
+        for step in evidence.steps
+        for each in step.tensors
+        if each.kind == "weights" and each.dtype in (FP16.name, BF16.name) and each.path in lost
+    }
+    stopped = {path: lost[path].share_unmoved for path in low if lost[path].share_unmoved > _SWALLOWED}
+    if stopped:
+        worst = max(stopped, key=lambda path: stopped[path])
+        unmoved, whole = sum(lost[path].unmoved for path in low), sum(lost[path].with_gradient for path in low)
+        dtype = format_text([low[worst]])
+        yield Alert(
+            level="bad" if unmoved > _STOPPED * whole else "warn",
+            what=f"{share_text(unmoved, whole)} of the weights with a gradient did not move.",
+            where=f"{worst}: {share_text(stopped[worst], 1)}; of {len(low)} weights {len(stopped)} lose over a tenth",
+            why=f"They are stored in {dtype}: an update of less than half the gap to the next number rounds away.",
+            write=f'policy="O2,dtype={low[worst]}", which keeps FP32 masters; or rounding="stochastic" of mezzo.optim',
+        )
+
+
+def _near(evidence: Evidence) -> Iterator[Alert]:
+    """Find activations of an FP16 run that come near its end."""
+    found = {
+        _name(each): each.histogram.max_abs
+        for step in evidence.steps
+        for each in step.tensors
+        if each.kind == "activations" and each.dtype == FP16.name and each.histogram.max_abs > FP16.max / 4
+    }
+    if found and not any(_num_not_finite(each) for step in evidence.steps for each in step.tensors):
+        worst = max(found, key=lambda name: found[name])
+        yield Alert(
+            level="warn",
+            what=f"Activations reach {found[worst] / FP16.max:.0%} of FP16's range.".replace("%", " %"),
+            where=some_of(sorted(found), 3),
+            why=f"{worst} reaches {found[worst]:.4g} of 65504; a loss scale does not help activations.",
+            write=f"policy.keep_fp32(modules={_modules(found)})",
+        )
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    return sorted(names)[:8]
+
+
+# What to write ----------------------------------------------------------------------------------------------
+
+
+def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequence[Alert]) -> tuple[Policy | None, str]:
+    """Return the policy to go on with: that of the run where it does, else the first format that is safe."""
+    header = evidence.header
+    current = None if header.policy is None else Policy.parse(header.policy)
+    if current is not None and header.compute_dtype in (FP16.name, BF16.name):
+        has_masters = current.master_weights or current.param_dtype == torch.float32
+        if alerts and not has_masters:
+            return Policy.O2(
+                current.dtype
+            ), "O2 keeps FP32 masters of the weights, which no update leaves or rounds away in."
+        if not alerts:
+            return None, ""
+    safe = [each for each in formats if each.policy is not None]
+    return (safe[0].policy, safe[0].line) if safe else (None, "")

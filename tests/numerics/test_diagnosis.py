@@ -1,0 +1,169 @@
+"""What evidence comes to: each format by planted numbers, each fault found, and cured by what is written."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.numerics import Evidence, RecordedStep, RecordedTensor, Recorder, diagnose, exponent_histogram
+from mezzo.numerics.evidence import EvidenceHeader, RecordedModule
+from mezzo.policy import Policy
+from mezzo.scale import LossScale
+
+pytestmark = pytest.mark.usefixtures("emulating")
+
+
+def made(policy=None, dtype=None, skipped=False, step=1, **tensors):
+    """Evidence of one step: values by kind, each of a module called after them."""
+    found = tuple(
+        RecordedTensor(
+            kind=kind,
+            module=f"the.{kind}",
+            name="output" if kind.startswith("activation") else "weight",
+            dtype=dtype or "float32",
+            histogram=exponent_histogram(values),
+        )
+        for kind, values in tensors.items()
+    )
+    header = EvidenceHeader(
+        mezzo="0.1.0", model="Net", policy=policy, compute_dtype=dtype, loss_scale="none", every=1,
+        kinds=tuple(tensors), formats=(), modules=(RecordedModule(path="the", type="Linear"),),
+    )  # fmt: skip
+    recorded = RecordedStep(step=step, loss_scales=(), skipped=skipped, tensors=found)
+    return Evidence(header=header, steps=(recorded,), num_steps=step)
+
+
+ONES = torch.ones(1000)
+
+
+def fp16(**tensors):
+    return diagnose(made(weights=ONES, activations=ONES, **tensors)).formats[0]
+
+
+def test_gradients_that_fit_need_no_loss_scale():
+    answer = fp16(activation_gradients=ONES * 0.01, weight_gradients=ONES * 0.01)
+    assert answer.line == (
+        "FP16 is safe: without a loss scale 0 % of the gradients are flushed to zero and 0 % lose digits."
+    )
+    assert answer.policy == Policy.O1("float16")
+
+
+def test_small_gradients_need_the_highest_scale_that_fits():
+    # 300 of 1000 below FP16's smallest number, one as large as 3: 2^14 · 3 is the last below 65504.
+    gradients = torch.cat([torch.full((300,), 2.0**-27), torch.full((699,), 0.01), torch.tensor([3.0])])
+    answer = fp16(weight_gradients=gradients)
+    assert answer.is_safe
+    assert answer.line == (
+        "FP16 is safe with a loss scale: without one 30 % of the gradients are flushed to zero and 0 % lose digits; at "
+        "2^14, the highest loss scale that fits, 0 % are flushed."
+    )
+    assert answer.policy == Policy.O1("float16", loss_scale=LossScale.dynamic(init=2.0**14))
+
+
+def test_gradients_further_apart_than_fp16_is_wide_are_not_saved_by_a_scale():
+    gradients = torch.cat([torch.full((500,), 2.0**-40), torch.full((500,), 1000.0)])
+    answer = fp16(activation_gradients=gradients)
+    assert (answer.is_safe, answer.policy) == (False, None)
+    assert "at 2^6, the highest loss scale that fits, 50 % of the gradients are flushed to zero" in answer.line
+
+
+@pytest.mark.parametrize("kind", ["weights", "activations"])
+def test_what_overflows_without_a_loss_scale_is_named_and_bf16_is_what_to_write(kind):
+    diagnosis = diagnose(made(**{"weights": ONES, "activations": ONES, kind: ONES * 1e5}))
+    name = "the.weights.weight" if kind == "weights" else "the.activations"
+    answer = diagnosis.formats[0]
+    assert answer.line == f"FP16 is not safe: {name} reaches 1e+05, beyond 65504, whatever the loss scale."
+    assert answer.policy is None
+    assert diagnosis.policy == Policy.O1("bfloat16")
+    assert diagnosis.formats[1].line == "BF16 is safe: it has FP32's range, and needs no loss scale."
+
+
+def test_eight_bits_are_judged_tensor_by_tensor():
+    wide = torch.logspace(-30, 0, 1000, base=2.0)
+    diagnosis = diagnose(made(weights=ONES, activations=wide, weight_gradients=wide))
+    answer = diagnosis.formats[2]
+    assert not answer.is_safe
+    # E4M3 holds 2^-9 to 448, 17 powers of two; the values lie in 30.
+    assert "it flushes 4" in answer.line
+    assert "of the.activations (activations)" in answer.line
+    assert diagnose(made(weights=ONES, activations=ONES)).formats[2].is_safe
+
+
+def test_skipped_steps_say_nothing_of_gradients():
+    found = diagnose(made(skipped=True, weights=ONES, weight_gradients=ONES * float("inf")))
+    assert found.alerts == ()
+    assert "of gradients nothing is known" in found.formats[0].line
+
+
+def test_nothing_recorded_is_said():
+    empty = made()
+    assert diagnose(empty).lines == ("No step was recorded.",)
+
+
+def test_masks_are_no_fault_and_nans_are():
+    mask = torch.cat([ONES, torch.full((10,), -float("inf"))])
+    found = diagnose(made(weights=ONES, activations=mask))
+    assert [alert.level for alert in found.alerts] == ["warn"]
+    assert found.formats[0].is_safe
+    found = diagnose(made(weights=ONES, activations=torch.cat([ONES, torch.full((10,), float("nan"))])))
+    assert [alert.level for alert in found.alerts] == ["bad"]
+    assert found.formats == ()  # they would say nothing of formats
+    assert found.alerts[0].what == "10 activations are infinite or NaN at step 1."
+    assert "whatever the format" in found.alerts[0].why
+
+
+def test_activations_near_the_end_of_fp16_are_a_warning():
+    found = diagnose(made(policy="O1,dtype=float16", dtype="float16", weights=ONES, activations=ONES * 40000))
+    assert [(alert.level, alert.what) for alert in found.alerts] == [
+        ("warn", "Activations reach 61 % of FP16's range.")
+    ]
+    assert diagnose(made(dtype="float16", activations=ONES * 4000)).alerts == ()
+
+
+def test_a_run_without_faults_keeps_its_policy():
+    found = diagnose(made(policy="O1,dtype=bfloat16", dtype="bfloat16", weights=ONES, activations=ONES))
+    assert (found.alerts, found.policy) == ((), None)
+
+
+def trained(policy, lr=1e-3, size=1.0, steps=3, optimizer=torch.optim.AdamW):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    amp = mezzo.MixedPrecision(model, optimizer(model.parameters(), lr=lr), policy)
+    with Recorder(model, every=1) as recorder:
+        for _ in range(steps):
+            with amp.autocast():
+                loss = (model(torch.ones(8, 16)) - size).square().mean()
+            amp.backward(loss)
+            amp.step()
+            amp.zero_grad()
+    amp.close()
+    return diagnose(recorder.evidence)
+
+
+def test_weights_that_do_not_move_are_found_and_masters_move_them():
+    found = trained("O3,dtype=bfloat16", lr=1e-5)
+    assert found.alerts[0].level == "bad"
+    assert found.alerts[0].what.endswith("of the weights with a gradient did not move.")
+    assert "BF16" in found.alerts[0].why
+    assert found.policy == Policy.O2("bfloat16")
+    cured = trained(found.policy, lr=1e-5)
+    assert cured.alerts == ()
+    assert any(line.startswith("Weights stored in BF16 without FP32 masters swallow ") for line in cured.lines)
+
+
+def test_weights_that_an_optimizer_in_fp16_breaks_are_found_and_masters_save_them():
+    found = trained("O3,dtype=float16", size=0.0, steps=4, lr=1e-2)
+    if not found.alerts:
+        pytest.skip("this torch's AdamW keeps FP16 weights finite")
+    assert "weights are infinite or NaN" in found.alerts[0].what
+    assert found.policy == Policy.O2("float16")
+    assert trained(found.policy, size=0.0, steps=4, lr=1e-2).alerts == ()
+
+
+def test_it_goes_to_json():
+    found = diagnose(made(weights=ONES, activations=ONES, weight_gradients=ONES)).to_dict()
+    assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, default=str))
+    assert found["policy"] == "O1,dtype=float16,loss_scale=dynamic(init=32768)"
+    assert [each["format"] for each in found["formats"]] == ["float16", "bfloat16", "float8_e4m3fn+float8_e5m2"]
