@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from mezzo.errors import StateError, some_of
 from mezzo.scale.scaler import Scaler
-from mezzo.session.arguments import check_loss_id
 from mezzo.session.core import Core, current
+from mezzo.session.refusals import check_loss_id
 from mezzo.session.window.group import GradientGroup
 from mezzo.step.gradients import norms
 from mezzo.step.passes import judge
@@ -30,7 +30,7 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
         options: What ``Tensor.backward`` takes besides.
     """
     scaler = _scaler(core, loss_id)
-    core.weights.refuse_lost_bits()
+    core.weights.low.check()
     core.group_optimizers()
     involved = [group for group in core.groups if not set(group.optimizers).isdisjoint(optimizers)]
     if len(optimizers) < len(core.optimizers):

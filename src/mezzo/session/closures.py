@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from mezzo.errors import StateError
-from mezzo.session.arguments import check_numbers, only
+from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.session.core import Core, current
+from mezzo.session.refusals import check_numbers
 from mezzo.session.verdict import Judged, check, together
 from mezzo.session.window.group import GradientGroup
 from mezzo.step.gradients import multiplications
@@ -36,7 +36,14 @@ def evaluated(
     Returns:
         The optimizer's group, its gradients, whether an evaluation overflowed, and what is left to do.
     """
-    optimizer = only(optimizers)
+    if len(optimizers) > 1:
+        raise PolicyError(
+            "a closure is for one optimizer",
+            where=f"amp.step(closure=…) for {some_of([type(o).__name__ for o in optimizers])}",
+            why="each optimizer moves its weights between two evaluations of the loss",
+            write="amp.step(optimizers=optimizer, closure=closure), for one after the other",
+        )
+    (optimizer,) = optimizers
     (group,) = (group for group in core.groups if optimizer in group.optimizers)
     check_numbers([optimizer])
     masters = core.weights.masters.get(id(optimizer))
@@ -50,7 +57,7 @@ def evaluated(
         core.look_for_edits([group])
         judged = current().seen(check([group], [optimizer], core.device, core.max_grad_norm))
         evaluations.append(judged)
-        core.weights.refuse_lost_bits(judged.dtypes)
+        core.weights.low.check(judged.dtypes)
         if not judged.verdict.is_one:
             at_once(*multiplications(judged.gradients, judged.verdict.multiplier))
         group.close()

@@ -17,12 +17,12 @@ from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.session.outcome import StepOutcome
 from mezzo.session.stats import Noted, StepStats
+from mezzo.session.update import Writes
 from mezzo.session.verdict import Judged
 from mezzo.session.weights.weights import Weights
 from mezzo.session.window.buffers import NormBuffers
 from mezzo.session.window.edits import EditWatch
 from mezzo.session.window.group import GradientGroup, grouped
-from mezzo.session.writes import Writes
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:

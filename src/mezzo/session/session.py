@@ -16,11 +16,19 @@ from torch.optim import Optimizer
 from mezzo.cast import region
 from mezzo.errors import PolicyError, StateError
 from mezzo.policy import Policy
-from mezzo.session.arguments import check_loss, check_loss_id, checked_schedulers, chosen
 from mezzo.session.backward import backward, differentiate
 from mezzo.session.core import Core, current
 from mezzo.session.outcome import Step
-from mezzo.session.refusals import check_session, models_and_optimizers, unknown_reaction, wrong_norm
+from mezzo.session.refusals import (
+    check_loss,
+    check_loss_id,
+    check_session,
+    checked_schedulers,
+    chosen,
+    models_and_optimizers,
+    unknown_reaction,
+    wrong_norm,
+)
 from mezzo.session.state import loaded, saved
 from mezzo.session.state.load_hooks import watch
 from mezzo.session.stats import Stats

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from mezzo.session.arguments import check_numbers, not_finite
 from mezzo.session.closures import evaluated
 from mezzo.session.core import Core, current
 from mezzo.session.outcome import Step, StepOutcome
+from mezzo.session.refusals import check_numbers, not_finite
 from mezzo.session.scale import adapt
 from mezzo.session.update import update
 from mezzo.session.verdict import Judged, check
@@ -51,7 +51,7 @@ def take(
         check_numbers(stepping)
         core.look_for_edits(groups)
         judged = check(groups, optimizers, core.device, core.max_grad_norm)
-        core.weights.refuse_lost_bits(judged.dtypes)
+        core.weights.low.check(judged.dtypes)
         judged = current().seen(judged)  # a rehearsal for a graph skips
         overflowed = cache(partial(bool, judged.verdict.found_inf))  # waits for the device, once
         pieces = update(core.writes, judged, stepping, alone, overflowed, core.weights.masters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 
 import torch
 from torch import Tensor
@@ -25,19 +25,19 @@ class LowWeights:
             arithmetic would have to take away, and where the policy stores FP32 no optimizer but mezzo's, which keep
             what rounding takes, may train weights that came in low precision.
         name_of: Gives a parameter's name.
-
-    Raises:
-        UnsupportedError: There are such weights.
     """
 
     def __init__(self, optimizers: list[Optimizer], policy: Policy, name_of: Callable[[Tensor], str]) -> None:
         self._optimizers, self._policy, self._name_of = optimizers, policy, name_of
         self._num_groups = -1
         self._frozen: list[Tensor] = []
-        self.check()
 
-    def check(self) -> None:
-        """Look again if a parameter group was added, or a frozen low-precision parameter trains by now.
+    def check(self, gradients: Set[torch.dtype] = frozenset()) -> None:
+        """Look for such weights if a parameter group was added, or a frozen low-precision parameter trains by now.
+
+        Args:
+            gradients: The dtypes of all gradients that a step is about to use. Low-precision ones, where the policy
+                stores FP32, are the only trace that ``model.half()`` leaves in mid-run.
 
         Raises:
             UnsupportedError: There are such weights.
@@ -45,32 +45,19 @@ class LowWeights:
         if self._policy.master_weights:
             return
         num_groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers)
-        if num_groups == self._num_groups and not any(param.requires_grad for param in self._frozen):
+        low_gradients = self._policy.param_dtype == torch.float32 and not gradients.isdisjoint(LOW)
+        cast = low_gradients and not all(own and own.keeps_masters for own in map(as_one_pass, self._optimizers))
+        if num_groups == self._num_groups and not cast and not any(param.requires_grad for param in self._frozen):
             return
-        self._look(num_groups)
-
-    def check_gradients(self, dtypes: Set[torch.dtype]) -> None:
-        """Look again if gradients are low-precision: ``model.half()`` in mid-run leaves no other trace.
-
-        Args:
-            dtypes: Of all gradients that a step is about to use.
-
-        Raises:
-            UnsupportedError: There are low-precision weights that would lose gradients or updates.
-        """
-        if self._policy.param_dtype != torch.float32 or self._policy.master_weights or dtypes.isdisjoint(LOW):
-            return
-        if not all(_keeps_halves(optimizer) for optimizer in self._optimizers):
-            self._look(sum(len(optimizer.param_groups) for optimizer in self._optimizers))
-
-    def _look(self, num_groups: int) -> None:
         frozen: list[Tensor] = []
         for optimizer in self._optimizers:
-            low = list(_low(optimizer))
+            own = as_one_pass(optimizer)
+            low = [(p, g) for g in optimizer.param_groups for p in g["params"] if p.dtype in LOW]
             frozen += [param for param, _ in low if not param.requires_grad]
-            training = [(param, is_kept) for param, is_kept in low if param.requires_grad]
-            self._refuse_fp16_unscaling(optimizer, [p for p, is_kept in training if not is_kept])
-            if as_one_pass(optimizer) is None and self._policy.param_dtype == torch.float32:
+            training = [(param, group) for param, group in low if param.requires_grad]
+            bare = [param for param, group in training if own is None or group["master"] is None]
+            self._refuse_fp16_unscaling(optimizer, bare)
+            if own is None and self._policy.param_dtype == torch.float32:
                 self._refuse_lost_updates(optimizer, [param for param, _ in training])
         self._num_groups, self._frozen = num_groups, frozen
 
@@ -103,18 +90,3 @@ class LowWeights:
     def _where(self, params: list[Tensor], optimizer: Optimizer) -> str:
         named = (f"{self._name_of(p)} ({dtype_name(p.dtype)}, {'×'.join(map(str, p.shape))})" for p in params)
         return f"{some_of(list(named), 1)}, optimizer {type(optimizer).__name__}"
-
-
-def _keeps_halves(optimizer: Optimizer) -> bool:
-    """Whether an optimizer keeps the FP32 values of all its low-precision parameters itself."""
-    own = as_one_pass(optimizer)
-    return own is not None and own.keeps_masters
-
-
-def _low(optimizer: Optimizer) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the low-precision parameters of an optimizer, and whether it keeps their FP32 values itself."""
-    own = as_one_pass(optimizer)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.dtype in LOW:
-                yield param, own is not None and group["master"] is not None

@@ -32,6 +32,7 @@ class Weights:
         prepared: The models under the policy, once converted.
         masters: The FP32 masters of those optimizers that have any, by ``id`` of the optimizer.
         restored: FP32 parameters that the session's state wrote, until the next step.
+        low: What refuses weights that would lose gradients or updates.
         load_hooks: What watches the models while they load and save weights; empty where nothing has to.
     """
 
@@ -42,7 +43,7 @@ class Weights:
         self.restored: set[Tensor] = set()
         self.load_hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
-        self._low: LowWeights | None = None
+        self.low = LowWeights(optimizers, policy, self.name_of)
 
     @contextlib.contextmanager
     def converted(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> Iterator[None]:
@@ -74,7 +75,7 @@ class Weights:
             hooks.move_to_end(self._step_hooks[-1].id, last=False)
         for model in self.models:
             self.prepared.append(Prepared(model, self.policy))
-        self._low = LowWeights(self.optimizers, self.policy, self.name_of)
+        self.low.check()
         own = one_pass(self.optimizers)
         if self.policy.master_weights:
             originals = {t: data for prepared in self.prepared for t, data in prepared.converted.items()}
@@ -92,18 +93,6 @@ class Weights:
         keeps_masters = self.policy.master_weights or self.policy.param_dtype == torch.float32
         for each in own:
             each.join(masters=keeps_masters)
-
-    def refuse_lost_bits(self, dtypes: set[torch.dtype] | None = None) -> None:
-        """Refuse low-precision weights that were added, thawed or cast since, and would lose gradients or updates.
-
-        Args:
-            dtypes: Of all gradients that a step is about to use: weights that were cast leave no other trace.
-
-        Raises:
-            UnsupportedError: There are such weights.
-        """
-        if self._low is not None:
-            self._low.check() if dtypes is None else self._low.check_gradients(dtypes)
 
     def undo(self) -> None:
         """Give back FP32 weights with the values that were kept, and the optimizers as they were built.
