@@ -4,7 +4,7 @@ The order of the calls, the accumulation window and the state live here. How ops
 masters are kept is other rooms' business.
 """
 
-from mezzo.session.outcome import Step
+from mezzo.session.scale import Step
 from mezzo.session.session import MixedPrecision
 from mezzo.session.state.checkpoint import load, save
 from mezzo.session.stats import Stats

@@ -15,7 +15,7 @@ from mezzo.errors import StateError, UnsupportedError, some_of
 from mezzo.optim.hypers import changes_nothing
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
-from mezzo.session.outcome import StepOutcome
+from mezzo.session.scale import StepOutcome
 from mezzo.session.stats import Noted, StepStats
 from mezzo.session.update import Writes
 from mezzo.session.verdict import Judged
@@ -177,7 +177,7 @@ class Core:
         """Clear the gradients, and forget unfinished accumulation windows."""
         self.weights.zero_grad(set_to_none)
         if self.buffers is not None and any(group.window for group in self.groups):
-            self.buffers.forget()
+            self.buffers.recall([])
         self.forget_passes()
         for group in self.groups:
             group.forget()

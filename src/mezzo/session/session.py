@@ -16,20 +16,11 @@ from torch.optim import Optimizer
 from mezzo.cast import region
 from mezzo.errors import PolicyError, StateError
 from mezzo.policy import Policy
+from mezzo.session import refusals
 from mezzo.session.backward import backward, differentiate
 from mezzo.session.core import Core, current
-from mezzo.session.outcome import Step
-from mezzo.session.refusals import (
-    check_loss,
-    check_loss_id,
-    check_session,
-    checked_schedulers,
-    chosen,
-    models_and_optimizers,
-    unknown_reaction,
-    wrong_norm,
-)
-from mezzo.session.state import loaded, saved
+from mezzo.session.scale import Step
+from mezzo.session.state import saved
 from mezzo.session.state.load_hooks import watch
 from mezzo.session.stats import Stats
 from mezzo.session.step import take
@@ -97,9 +88,9 @@ class MixedPrecision:
         on_overflow: Literal["skip", "explain", "raise"] = "skip",
         restore_buffers: bool = False,
     ) -> None:
-        given = models_and_optimizers(models, optimizers)
+        given = refusals.models_and_optimizers(models, optimizers)
         policy = Policy.of(policy)
-        check_session(
+        refusals.check_session(
             *given, policy, device, max_grad_norm=max_grad_norm, num_losses=num_losses, on_overflow=on_overflow
         )
         self._core = core = Core(*given, policy, num_losses=num_losses, device=device)
@@ -147,7 +138,7 @@ class MixedPrecision:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        for problem in wrong_norm(value):
+        for problem in refusals.wrong_norm(value):
             raise problem
         self._core.max_grad_norm = value
 
@@ -158,7 +149,7 @@ class MixedPrecision:
 
     @on_overflow.setter
     def on_overflow(self, value: Literal["skip", "explain", "raise"]) -> None:
-        for problem in unknown_reaction(value):
+        for problem in refusals.unknown_reaction(value):
             raise problem
         before = self._core.on_overflow
         if "explain" in (value, before) and value != before:
@@ -216,8 +207,8 @@ class MixedPrecision:
         **Cost**: no host sync. A window with several scales holds 4 more bytes a parameter.
         """
         self._core.require_open("backward")
-        check_loss(loss)
-        backward(self._core, loss, chosen(optimizers, self._core.optimizers), loss_id, kwargs)
+        refusals.check_loss(loss)
+        backward(self._core, loss, refusals.chosen(optimizers, self._core.optimizers), loss_id, kwargs)
 
     def grad(
         self,
@@ -280,7 +271,7 @@ class MixedPrecision:
         """
         core = self._core
         core.require_open("unscale_")
-        involved = core.open_groups(chosen(optimizers, core.optimizers), "unscale_")
+        involved = core.open_groups(refusals.chosen(optimizers, core.optimizers), "unscale_")
         core.look_for_edits(involved)
         with torch.no_grad():
             for group in involved:
@@ -329,7 +320,7 @@ class MixedPrecision:
         core.require_open("step")
         current().refuse(core, closure, scheduler)
         core.stats.check()
-        return take(core, chosen(optimizers, core.optimizers), closure, checked_schedulers(scheduler))
+        return take(core, refusals.chosen(optimizers, core.optimizers), closure, refusals.checked_schedulers(scheduler))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of models and masters, and forget unfinished accumulation windows."""
@@ -358,7 +349,7 @@ class MixedPrecision:
 
         **Cost**: waits for the device.
         """
-        return self._core.stats.stats(check_loss_id(loss_id, len(self._core.scalers)))
+        return self._core.stats.stats(refusals.check_loss_id(loss_id, len(self._core.scalers)))
 
     # State --------------------------------------------------------------------------------------------
 
@@ -387,7 +378,7 @@ class MixedPrecision:
         self._core.require_open("load_state_dict", whole=False)
         if self._core.writes.is_half_way:
             self._core.clear()
-        loaded.load(self._core, state_dict)
+        saved.load(self._core, state_dict)
         self._core.writes.drop()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mezzo.errors import NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale
 from mezzo.scale.config import as_float32
-from mezzo.session.outcome import StepOutcome
+from mezzo.session.scale import StepOutcome
 from mezzo.step.executors.choose import shared
 from mezzo.step.whole import Call, at_once
 
@@ -305,6 +305,6 @@ def account(*numbers: Tensor) -> tuple[Tensor]:
     """Return the account of a step, what the host wants to know of it, as one FP32 vector of its device.
 
     Args:
-        *numbers: 0-d: of :meth:`mezzo.session.outcome.StepOutcome.numbers`.
+        *numbers: 0-d: of :meth:`mezzo.session.scale.StepOutcome.numbers`.
     """
     return (torch.stack([number.to(torch.float32) for number in numbers]),)

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from mezzo.session.closures import evaluated
 from mezzo.session.core import Core, current
-from mezzo.session.outcome import Step, StepOutcome
 from mezzo.session.refusals import check_numbers, not_finite
-from mezzo.session.scale import adapt
+from mezzo.session.scale import Step, StepOutcome, adapt
 from mezzo.session.update import update
 from mezzo.session.verdict import Judged, check
 from mezzo.session.window.group import GradientGroup

@@ -107,16 +107,16 @@ class Batch:
 
     Args:
         layout: What batches look like.
-        example: One of them.
+        leaves: What one of them holds.
         device: The graph's; tensors in host memory are copied there, best from pinned memory.
     """
 
-    def __init__(self, layout: Layout, example: tuple[Any, ...], device: torch.device) -> None:
+    def __init__(self, layout: Layout, leaves: list[Any], device: torch.device) -> None:
         self._leaves = [
             torch.empty_like(leaf, device=device).requires_grad_(leaf.requires_grad)
             if isinstance(leaf, Tensor)
             else leaf
-            for leaf in layout.leaves(example)
+            for leaf in leaves
         ]
         self.arguments = layout.nest(self._leaves)
 

@@ -7,11 +7,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError
 from mezzo.session.capture.batch import Batch, Layout
@@ -20,7 +21,7 @@ from mezzo.session.capture.replay_guard import ReplayGuard
 from mezzo.session.capture.run import Elsewhere, GraphRun
 from mezzo.session.capture.snapshot import Snapshot
 from mezzo.session.core import Core, current
-from mezzo.session.outcome import StepOutcome
+from mezzo.session.scale import StepOutcome
 from mezzo.step.executors.tables import uploaded_once
 
 __all__ = ["Captured", "capture"]
@@ -99,10 +100,10 @@ def capture(train_step: Callable[..., R], *example_batch: Any) -> Captured[R]:
             f"a train step is a function, not {type(train_step).__name__}",
             write="mezzo.capture(train_step, x, y)",
         )
-    tensors = [leaf for leaf in Layout(train_step, example_batch).leaves(example_batch) if isinstance(leaf, Tensor)]
-    there = [tensor.device for tensor in tensors if tensor.device.type == "cuda"]
     if not torch.cuda.is_available():
         return Captured(train_step, example_batch, None)
+    devices = [leaf.device for leaf in tree_leaves(example_batch) if isinstance(leaf, Tensor)]
+    there = [device for device in devices if device.type == "cuda"]
     device = there[0] if there else torch.device("cuda", torch.cuda.current_device())
     try:
         return Captured(train_step, example_batch, lambda: CudaGraph(device))
@@ -198,15 +199,20 @@ class Captured(Generic[R]):
         """Rehearse and record, leaving everything as it was."""
         from mezzo.trace.sandbox import RandomStates
 
-        self._batch = self._batch or Batch(self._layout, self._layout.nest(leaves), graph.device)
+        self._batch = self._batch or Batch(self._layout, leaves, graph.device)
         self._batch.take(leaves)
         snapshots: dict[Core, Snapshot] = {}
         states = RandomStates.now([graph.device])
         try:
             with _explained():
-                graph.rehearse(lambda: self._rehearsed(GraphRun(snapshots, graph.device, rehearsing=True), snapshots))
+                graph.rehearse(lambda: self._run(GraphRun(snapshots, graph.device, rehearsing=True)))
                 if not snapshots:
-                    raise _no_session()
+                    raise StateError(
+                        "the train step uses no session",
+                        why="without one nobody knows its weights: what it did while it was rehearsed stays done",
+                        write="amp = MixedPrecision(model, optimizer, policy), and amp.autocast(), "
+                        "amp.backward(loss), amp.step() in the train step",
+                    )
                 run = GraphRun(snapshots, graph.device, rehearsing=False)
                 with uploaded_once() as upload:
                     output = graph.record(lambda: self._run(run))
@@ -228,21 +234,6 @@ class Captured(Generic[R]):
             run.finish()
         return output
 
-    def _rehearsed(self, run: GraphRun, snapshots: dict[Core, Snapshot]) -> None:
-        self._run(run)
-        for each in snapshots.values():
-            each.require_complete()
-            each.between_runs()
-
-
-def _no_session() -> StateError:
-    return StateError(
-        "the train step uses no session",
-        why="without one nobody knows its weights: what it did while it was rehearsed stays done",
-        write="amp = MixedPrecision(model, optimizer, policy), and amp.autocast(), amp.backward(loss), amp.step() "
-        "in the train step",
-    )
-
 
 def _detached(output: R) -> R:
     found: R = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
@@ -254,10 +245,14 @@ def _explained() -> Iterator[None]:
     """Say which line a graph cannot hold, and why."""
     try:
         yield
+    except MezzoError:
+        raise
     except RuntimeError as error:
-        if isinstance(error, MezzoError):
-            raise
-        if _is_of_inductor_s_graphs(error):
+        chain: list[BaseException] = [error]  # ending a graph that failed raises again
+        while (before := chain[-1].__context__) is not None:
+            chain.append(before)
+        lines = [line for each in chain for line in _lines(each)]
+        if any(module.startswith("torch._inductor.cudagraph_") for module, _ in lines):
             raise UnsupportedError(
                 "the train step makes CUDA graphs of its own",
                 where='torch.compile(…, mode="reduce-overhead") or "max-autotune"',
@@ -266,36 +261,20 @@ def _explained() -> Iterator[None]:
             ) from error
         if not any(words in str(error) for words in _NOT_CAPTURABLE):
             raise
-        first: BaseException = error
-        while isinstance(first.__context__, RuntimeError):  # ending a graph that failed raises again
-            first = first.__context__
+        *_, first = takewhile(lambda each: isinstance(each, RuntimeError), chain)
+        users = [line for module, line in _lines(first) if module.partition(".")[0] not in ("torch", "mezzo")]
         raise UnsupportedError(
             "a line of the train step cannot be part of a CUDA graph",
-            where=_users_line(first),
+            where=users[-1] if users else "",
             why=str(first).splitlines()[0],
             write="nothing that waits for the device there: no .item(), print or if on a tensor, no tensor made from "
             "Python numbers on the GPU; return tensors, and read them after the call",
         ) from error
 
 
-def _is_of_inductor_s_graphs(error: BaseException) -> bool:
-    """Whether an error came from compiled code that records or replays a graph, as it does by itself in some modes."""
-    each: BaseException | None = error
-    while each is not None:  # ending a graph that failed raises again
-        names = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(each.__traceback__)]
-        if any(name.startswith("torch._inductor.cudagraph_") for name in names):
-            return True
-        each = each.__context__
-    return False
-
-
-def _users_line(error: BaseException) -> str:
-    """Return the innermost line that is neither torch's nor mezzo's."""
-    from mezzo.trace.frames import is_from
-
-    lines = [
-        f"{frame.f_code.co_filename}:{number}"
+def _lines(error: BaseException) -> list[tuple[str, str]]:
+    """Return the modules and lines that an error came through, the innermost last."""
+    return [
+        (str(frame.f_globals.get("__name__")), f"{frame.f_code.co_filename}:{number}")
         for frame, number in traceback.walk_tb(error.__traceback__)
-        if not any(is_from(str(frame.f_globals.get("__name__")), package) for package in ("torch", "mezzo"))
     ]
-    return lines[-1] if lines else ""

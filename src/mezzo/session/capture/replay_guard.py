@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
@@ -33,7 +32,7 @@ class ReplayGuard:
         self._tensors = [(tensor, tensor.data_ptr(), tensor.requires_grad) for tensor in snapshot.tensors]
         self._parts = _parts(self.core)
         self._choices = _choices(self.core)
-        self._frozen = list(_frozen(self.core))
+        self._frozen = [each for each in snapshot.options if as_one_pass(each.optimizer) is None]
         self._edited = snapshot.edited()
 
     def has_moved(self) -> bool:
@@ -65,17 +64,17 @@ class ReplayGuard:
                 write="amp.step() or amp.zero_grad() first",
             )
         core.stats.check()
-        for group, name, value, where in self._frozen:
-            now = group[name]
-            if now is not value and (isinstance(value, Tensor) or now != value):
-                raise StateError(
-                    f"{name} was changed, and the graph has the old one",
-                    where=f"{where}: {value} → {now}",
-                    why="torch's kernels get such numbers from Python, which ran when the step was captured",
-                    write=f'group["{name}"].fill_(…), in place'
-                    if isinstance(value, Tensor)
-                    else "mezzo.optim, whose kernels read it on the device; or mezzo.capture(…) again",
-                )
+        for options in self._frozen:
+            for group, name, before, now in options.changes():
+                if name in options.optimizer.defaults and now is not before:
+                    raise StateError(
+                        f"{name} was changed, and the graph has the old one",
+                        where=f"{group}: {before} → {now}",
+                        why="torch's kernels get such numbers from Python, which ran when the step was captured",
+                        write=f'group["{name}"].fill_(…), in place'
+                        if isinstance(before, Tensor)
+                        else "mezzo.optim, whose kernels read it on the device; or mezzo.capture(…) again",
+                    )
 
     def refresh(self) -> None:
         """Bring over what has changed since the last replay: loss scales, hyper-parameters, edited weights. No sync."""
@@ -125,12 +124,3 @@ def _parts(core: Core) -> list[Any]:
 
 def _are_same(ones: list[Any], others: list[Any]) -> bool:
     return len(ones) == len(others) and all(map(is_, ones, others))
-
-
-def _frozen(core: Core) -> Iterator[tuple[dict[str, Any], str, Any, str]]:
-    """Yield each option that the kernels of an optimizer that is not mezzo's get from Python."""
-    for optimizer in core.optimizers:
-        if as_one_pass(optimizer) is None:
-            for number, group in enumerate(optimizer.param_groups):
-                for name in optimizer.defaults:
-                    yield group, name, group[name], f"{type(optimizer).__name__}, group {number}"

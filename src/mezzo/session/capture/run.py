@@ -16,7 +16,7 @@ from mezzo.scale.scaler import Scaler
 from mezzo.session.capture.refusals import refuse_host_arguments
 from mezzo.session.capture.snapshot import Snapshot
 from mezzo.session.core import Core, PlainRun, current, under_way
-from mezzo.session.outcome import StepOutcome
+from mezzo.session.scale import StepOutcome
 from mezzo.session.stats import Noted
 from mezzo.session.verdict import Judged
 
@@ -93,9 +93,13 @@ class GraphRun(PlainRun):
         return Noted([], lambda: None)
 
     def finish(self) -> None:
-        """Leave the next loss scales where the next run finds them; the last thing a run does on the device."""
-        for snapshot in self._snapshots.values() if not self._rehearsing else ():
-            snapshot.finish()
+        """Make ready for the next run, or leave the next loss scales where a replay finds them."""
+        for snapshot in self._snapshots.values():
+            if self._rehearsing:
+                snapshot.require_complete()
+                snapshot.between_runs()
+            else:
+                snapshot.finish()
 
     def _refuse_foreign(self, optimizer: Optimizer, *_: Any) -> None:
         if current() is self and not any(optimizer in core.optimizers for core in self._snapshots):

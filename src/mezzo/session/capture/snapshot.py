@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,7 +16,7 @@ from mezzo.errors import StateError, some_of
 from mezzo.session.capture.refusals import check_capturable
 from mezzo.session.core import Core
 
-__all__ = ["Snapshot"]
+__all__ = ["Options", "Snapshot"]
 
 
 class Snapshot:
@@ -24,6 +25,7 @@ class Snapshot:
     Attributes:
         tensors: Parameters, buffers and masters.
         scales: What the graph reads each loss scale's state from, and writes the next one to.
+        options: Those of each optimizer.
 
     Args:
         core: The session; all that could refuse has its say first.
@@ -46,9 +48,9 @@ class Snapshot:
         self.stepped()
         leaves: list[Any] = [tensor for tensor in self.tensors if tensor.requires_grad]
         self._earlier = _EarlierGraphs(leaves)
-        self._options = [_Options(optimizer) for optimizer in core.optimizers]
+        self.options = [Options(optimizer) for optimizer in core.optimizers]
         self._state = _python_state(core)
-        self._scales_before = [(scaler.state, scaler.in_graph) for scaler in core.scalers]
+        self._scales_before = [partial(scaler.hold, scaler.state, in_graph=scaler.in_graph) for scaler in core.scalers]
         self.scales = [scaler.tensors() for scaler in core.scalers]
         for scaler, scale in zip(core.scalers, self.scales, strict=True):
             scaler.enter(scale)
@@ -88,10 +90,13 @@ class Snapshot:
                 why="gradients live and die inside the graph, and none outlive it",
                 write="amp.step() after the last amp.backward(loss) of the train step; all micro-batches in one call",
             )
-        if changes := [line for options in self._options for line in options.changes()]:
+        if changes := [change for options in self.options for change in options.changes()]:
             raise StateError(
                 "the train step changes its optimizer's options",
-                where="\n".join(changes),
+                where="\n".join(
+                    f"{group}: {name} {'was written in place' if now is before else f'{before} → {now}'}"
+                    for group, name, before, now in changes
+                ),
                 why="Python runs only while the graph is made: a scheduler inside would never step again",
                 write="scheduler.step() after each call of the captured step",
             )
@@ -104,7 +109,7 @@ class Snapshot:
             leaf.grad = None
             if dtype is not None and leaf.grad_dtype != dtype:
                 leaf.grad_dtype = dtype
-        for options in self._options:
+        for options in self.options:
             options.restore()
         self._state()
 
@@ -116,8 +121,8 @@ class Snapshot:
             leaf.grad = gradient
         for tensor, before in zip(self.tensors, self._before, strict=True):
             _put_back(tensor, before)
-        for scaler, (state, in_graph) in zip(self.core.scalers, self._scales_before, strict=True):
-            scaler.hold(state, in_graph=in_graph)
+        for hold_on in self._scales_before:
+            hold_on()
 
 
 def _put_back(tensor: Tensor, before: Tensor) -> None:
@@ -186,36 +191,36 @@ def _python_state(core: Core) -> Callable[[], None]:
             each()
         core.inner_overflows = dict(on_the_way)
         core.weights.restored |= exact
-        core.edits.forget()
+        core.edits.remember(())
         if core.buffers is not None:
-            core.buffers.forget()
+            core.buffers.recall([])
         core.forget_passes()
 
     return restore
 
 
-class _Options:
+class Options:
     """The options of an optimizer's parameter groups, as they were."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         tensors = (v for group in self._before for v in group.values() if isinstance(v, Tensor))
         self._values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
 
-    def changes(self) -> Iterator[str]:
-        """Yield what has changed, to be read."""
+    def changes(self) -> Iterator[tuple[str, str, Any, Any]]:
+        """Yield each that has changed: its group, name, value before and value now, the same where written in place."""
         written = {id(tensor) for tensor, version, _ in self._values if tensor._version != version}
-        for number, (group, before) in enumerate(zip(self._optimizer.param_groups, self._before, strict=False)):
+        for number, (group, before) in enumerate(zip(self.optimizer.param_groups, self._before, strict=False)):
             for name, value in before.items():
                 now = group.get(name)
-                if now is not value and (isinstance(value, Tensor) or now != value):
-                    yield f"{type(self._optimizer).__name__}, group {number}: {name} {value} → {now}"
-                elif id(value) in written:
-                    yield f"{type(self._optimizer).__name__}, group {number}: {name} was written in place"
+                other = now is not value and (isinstance(value, Tensor) or now != value)
+                if other or id(value) in written:
+                    yield f"{type(self.optimizer).__name__}, group {number}", name, value, now if other else value
 
     def restore(self) -> None:
-        for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
+        """Put them back."""
+        for group, before in zip(self.optimizer.param_groups, self._before, strict=False):
             group.update(before)
         for tensor, version, value in self._values:
             if tensor._version != version:

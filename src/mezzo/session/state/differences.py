@@ -1,22 +1,27 @@
-"""Why a saved state cannot be continued by a session: every difference, found before anything is changed."""
+"""Why a saved state cannot be continued by a session: every difference, found before anything is changed.
+
+What each value of a state may be stands in a table at the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mezzo.errors import StateError, printable, shown
+from mezzo.errors import PolicyError, StateError, printable, shown
 from mezzo.policy import Policy
 from mezzo.session.core import Core
 from mezzo.session.state.load_hooks import overflows
-from mezzo.session.state.schema import STATE_VERSION, wrong_values
 from mezzo.tensors import described, dtype_name
 
-__all__ = ["check"]
+__all__ = ["STATE_VERSION", "check"]
 
+#: Of the form of a session's state dict.
+STATE_VERSION: Final = 2
 #: Lines of a message that lists differences; another model has a great many.
 _LINES: Final = 40
 
@@ -26,7 +31,7 @@ def check(core: Core, state: Any) -> None:
     version = state.get("version") if isinstance(state, Mapping) else None
     if isinstance(version, int) and version != STATE_VERSION:
         raise StateError(f"the state has version {shown(version)}", why=f"this mezzo reads version {STATE_VERSION}")
-    if wrong := wrong_values(state):
+    if wrong := _wrong_values(state):
         raise StateError(
             "this is not the state of a MixedPrecision session", where=_listed(wrong), write="amp.state_dict()"
         )
@@ -106,3 +111,159 @@ def _gradient_dtypes(param: Tensor, *, summed_in_fp32: bool) -> list[torch.dtype
     given: torch.dtype | None = getattr(param, "grad_dtype", None)
     wide = [torch.float32] if summed_in_fp32 and hasattr(param, "grad_dtype") else []
     return list(dict.fromkeys([param.dtype, *([given] if given is not None else []), *wide]))
+
+
+# The form of a state --------------------------------------------------------------------------------------
+
+
+def _wrong_values(state: Any) -> list[str]:
+    """List what keeps a value from being the state of a session, whichever one it was."""
+    return [*_problems(state, _STATE, "")] or [*_contradictions(state)]
+
+
+def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield names and numbers that stand for nothing in the state itself."""
+    params, windows = state["parameters"], [(f"windows[{i}]", w) for i, w in enumerate(state["windows"]) if w]
+    tensors = [(kind, state[kind]) for kind in ("masters", "gradients", "master_gradients")]
+    tensors += [(f"{at}.aside", window["aside"]) for at, window in windows]
+    for where, found in tensors:
+        for name, tensor in found.items():
+            if name in params and params[name].partition(" ")[2] != str(list(tensor.shape)):
+                yield f"{where}.{name} is {described(tensor)}, and the parameter {params[name]}"
+    named = [*tensors, ("left", state["left"]), *((f"{at}.beside", window["beside"]) for at, window in windows)]
+    yield from (f"{where}: {name} is no parameter" for where, names in named for name in names if name not in params)
+    parts = [(f"{at}.{key}", each) for at, window in windows for key in ("settled", "losses") for each in window[key]]
+    parts += [(f"{at}.carried", window["carried"]) for at, window in windows if window["carried"] is not None]
+    parts += [("on_the_way", each) for each in state["on_the_way"]]
+    losses, carried = len(state["loss_scales"]), len(state["carried_scales"])
+    for key, count in (("loss_id", losses), ("scale", carried)):
+        yield from (f"{where}.{key} is {part[key]}, of {count}" for where, part in parts if part.get(key, -1) >= count)
+    for key, count in (("stats.scales", len(state["stats"]["scales"])), ("carried_scales", min(losses, carried))):
+        if count != losses:
+            yield f"{key} are {count}, and loss_scales {losses}"
+
+
+# What values may be --------------------------------------------------------------------------------------
+
+
+class _A(NamedTuple):
+    """A single value of some kind."""
+
+    kind: str
+    fits: Callable[[Any], bool]
+
+
+#: A kind of value, a mapping with these keys, one from any name (``{str: form}``), a list (``[form]``), or a form that
+#: may be ``None`` (``(form, None)``).
+Form: TypeAlias = Any
+
+
+def _problems(value: Any, form: Form, where: str) -> Iterator[str]:
+    """Yield what is wrong with a value; the text says where it stands."""
+    if isinstance(form, _A):
+        if not form.fits(value):
+            yield f"{where or 'it'} is {_shown(value)}, not {form.kind}"
+    elif isinstance(form, tuple):
+        yield from () if value is None else _problems(value, form[0], where)
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            yield f"{where} is {_shown(value)}, not a list"
+            return
+        for number, each in enumerate(value):
+            yield from _problems(each, form[0], f"{where}[{number}]")
+    elif not isinstance(value, Mapping):
+        yield f"{where or 'it'} is {_shown(value)}, not a mapping"
+    else:
+        for key in value if str in form else form:
+            at = f"{where}.{key}" if where else str(key)
+            yield from _problems(value[key], form.get(str) or form[key], at) if key in value else (f"{at} is missing",)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        kind = "quantized " if value.is_quantized else "" if value.layout == torch.strided else f"{value.layout} "
+        return f"a {kind.removeprefix('torch.')}tensor, {described(value)}{' on meta' if value.is_meta else ''}"
+    return shown(value) if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_whole(value)
+
+
+def _is_description(value: Any) -> bool:
+    """Whether a text is one of :func:`mezzo.tensors.described`."""
+    found = re.fullmatch(r"(\w+) \[(\d+(, \d+)*)?\]", value) if isinstance(value, str) else None
+    return found is not None and isinstance(getattr(torch, found[1], None), torch.dtype)
+
+
+def _is_policy(value: Any) -> bool:
+    try:
+        return bool(Policy.parse(value))
+    except PolicyError:
+        return False
+
+
+_WHOLE = _A("a whole number", _is_whole)
+_COUNT = _A("a whole number from 0", lambda value: _is_whole(value) and value >= 0)
+_NUMBER = _A("a number", _is_number)
+# Neither 0 nor infinity once it is a float32.
+_SCALE = _A(
+    "a positive float32 number",
+    lambda value: _is_number(value) and 2.0**-149 <= value <= torch.finfo(torch.float32).max,
+)
+_FLAG = _A("True or False", lambda value: isinstance(value, bool))
+_TEXT = _A("text", lambda value: isinstance(value, str))
+_DESCRIPTION = _A("a dtype and a shape", _is_description)
+_MARKS = _A("text of '.' and 'X'", lambda value: isinstance(value, str) and set(value) <= {".", "X"})
+
+
+def _tensor(kind: str, dtype: torch.dtype | None = None, *layouts: torch.layout) -> _A:
+    """Return the kind of tensors that hold numbers, as those on the meta device do not."""
+
+    def fits(value: Any) -> bool:
+        has_values = isinstance(value, Tensor) and not value.is_meta and not value.is_quantized
+        return has_values and value.layout in (torch.strided, *layouts) and dtype in (None, value.dtype)
+
+    return _A(kind, fits)
+
+
+_TENSOR, _FP32 = _tensor("a tensor"), _tensor("a float32 tensor", torch.float32)
+_GRADIENT = _tensor("a gradient", None, torch.sparse_coo)
+_FP32_GRADIENT = _tensor("a float32 gradient", torch.float32, torch.sparse_coo)
+
+_WINDOW: Form = {
+    "micro_batches": _COUNT,
+    "carried": ({"loss_id": _COUNT, "scale": _COUNT, "is_one": _FLAG, "is_common": _FLAG}, None),
+    "settled": [{"loss_id": _COUNT, "scale": _COUNT, "found_inf": _FLAG}],
+    "aside": {str: _GRADIENT},
+    "beside": [_TEXT],
+    "losses": [{"loss_id": _COUNT, "value": _NUMBER}],
+}
+
+_STATE: Form = {
+    "version": _A(f"{STATE_VERSION}", lambda value: _is_whole(value) and value == STATE_VERSION),
+    "policy": _A("a policy's text", _is_policy),
+    "parameters": {str: _DESCRIPTION},
+    "loss_scales": [
+        {"scale": _SCALE, "clean_steps": _WHOLE, "budget": _COUNT, "floor_overflows": _COUNT, "window": _MARKS}
+    ],
+    "stats": {
+        "steps": _COUNT,
+        "skipped": _COUNT,
+        "recent": _MARKS,
+        "forward_failures": _COUNT,
+        "scales": [{"lowest": _SCALE, "highest": _SCALE, "growths": _COUNT, "backoffs": _COUNT}],
+    },
+    "masters": {str: _FP32},
+    "windows": [(_WINDOW, None)],
+    "carried_scales": [_SCALE],
+    "on_the_way": [{"loss_id": _COUNT, "found_inf": _FLAG}],
+    "gradients": {str: _GRADIENT},
+    "master_gradients": {str: _FP32_GRADIENT},
+    "left": [_TEXT],
+    "buffers": {str: _TENSOR},
+}

@@ -41,10 +41,6 @@ class NormBuffers:
         """Put the statistics back on the device where the step was skipped, and forget them."""
         for buffer, saved in self._saved:
             buffer.copy_(torch.where(moved(found_inf, buffer.device), saved, buffer))
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop what was remembered."""
         self._saved = []
 
     def remembered(self) -> list[tuple[Tensor, Tensor]]:
@@ -52,5 +48,5 @@ class NormBuffers:
         return list(self._saved)
 
     def recall(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Put back these after a skipped step, and no others: what :meth:`remembered` returned."""
+        """Put back these after a skipped step, and no others: what :meth:`remembered` returned, or nothing."""
         self._saved = list(pairs)

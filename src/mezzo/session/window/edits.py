@@ -27,10 +27,6 @@ class EditWatch:
         self._seen: list[tuple[Tensor, tuple[int, int]]] = []
         self._told = False
 
-    def forget(self) -> None:
-        """Drop what was noted."""
-        self._seen = []
-
     def remember(self, leaves: Iterable[Tensor]) -> None:
         """Note the gradients, which carry a scale, as a backward pass left them.
 
