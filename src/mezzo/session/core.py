@@ -42,6 +42,8 @@ class Core:
         device: Where the loss scales live; the first parameter's when omitted.
 
     Attributes:
+        models: The models.
+        optimizers: The optimizers.
         policy: The policy.
         max_grad_norm: What the 2-norm of a step's gradients is clipped to; ``None`` does not clip.
         on_overflow: What a skipped step does besides.
@@ -68,7 +70,7 @@ class Core:
         num_losses: int,
         device: torch.device | str | None,
     ) -> None:
-        self.policy = policy
+        self.models, self.optimizers, self.policy = models, optimizers, policy
         self.max_grad_norm: float | None = None
         self.on_overflow: Literal["skip", "explain", "raise"] = "skip"
         self.weights = Weights(models, optimizers, policy)
@@ -84,16 +86,6 @@ class Core:
         self.evaluating: Optimizer | None = None
         self.replay: Replay | None = None
         self.is_closed = False
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The models."""
-        return self.weights.models
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers."""
-        return self.weights.optimizers
 
     @property
     def device(self) -> torch.device:

@@ -205,7 +205,7 @@ class Captured(Generic[R]):
         states = RandomStates.now([graph.device])
         try:
             with _explained():
-                graph.rehearse(lambda: self._run(GraphRun(snapshots, graph.device, rehearsing=True)))
+                graph.rehearse(lambda: self._rehearse(snapshots, graph.device))
                 if not snapshots:
                     raise StateError(
                         "the train step uses no session",
@@ -225,6 +225,12 @@ class Captured(Generic[R]):
             states.restore()
         guards = [ReplayGuard(each) for each in snapshots.values()]
         return _Recorded(graph=graph, output=_detached(output), outcomes=run.outcomes, guards=guards)
+
+    def _rehearse(self, snapshots: dict[Core, Snapshot], device: torch.device) -> None:
+        self._run(GraphRun(snapshots, device, rehearsing=True))  # whose output is gone: it would keep its own graph
+        for each in snapshots.values():
+            each.require_complete()
+            each.between_runs()
 
     def _run(self, run: GraphRun) -> R:
         assert self._batch is not None, "a graph has a batch"

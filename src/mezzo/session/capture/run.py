@@ -93,13 +93,9 @@ class GraphRun(PlainRun):
         return Noted([], lambda: None)
 
     def finish(self) -> None:
-        """Make ready for the next run, or leave the next loss scales where a replay finds them."""
-        for snapshot in self._snapshots.values():
-            if self._rehearsing:
-                snapshot.require_complete()
-                snapshot.between_runs()
-            else:
-                snapshot.finish()
+        """Leave the next loss scales where the next run finds them; the last thing a run does on the device."""
+        for snapshot in self._snapshots.values() if not self._rehearsing else ():
+            snapshot.finish()
 
     def _refuse_foreign(self, optimizer: Optimizer, *_: Any) -> None:
         if current() is self and not any(optimizer in core.optimizers for core in self._snapshots):

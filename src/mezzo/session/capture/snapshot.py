@@ -204,14 +204,15 @@ class Options:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        tensors = (v for group in self._before for v in group.values() if isinstance(v, Tensor))
+        # The groups themselves, since a loaded state puts others in their place.
+        self._before = [(group, {k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+        tensors = (v for _, before in self._before for v in before.values() if isinstance(v, Tensor))
         self._values = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
 
     def changes(self) -> Iterator[tuple[str, str, Any, Any]]:
         """Yield each that has changed: its group, name, value before and value now, the same where written in place."""
         written = {id(tensor) for tensor, version, _ in self._values if tensor._version != version}
-        for number, (group, before) in enumerate(zip(self.optimizer.param_groups, self._before, strict=False)):
+        for number, (group, before) in enumerate(self._before):
             for name, value in before.items():
                 now = group.get(name)
                 other = now is not value and (isinstance(value, Tensor) or now != value)
@@ -220,7 +221,7 @@ class Options:
 
     def restore(self) -> None:
         """Put them back."""
-        for group, before in zip(self.optimizer.param_groups, self._before, strict=False):
+        for group, before in self._before:
             group.update(before)
         for tensor, version, value in self._values:
             if tensor._version != version:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,25 +36,36 @@ def watch(weights: Weights) -> None:
 
 
 class LoadHook:
-    """What :func:`watch` puts on modules; it keeps no session alive."""
+    """What :func:`watch` puts on modules; it keeps no session alive, and a copied one serves none."""
 
     def __init__(self, weights: Weights | None = None) -> None:
-        self._weights = None if weights is None else weakref.ref(weights)
+        self._weights: Callable[[], Weights | None] = (lambda: None) if weights is None else weakref.ref(weights)
         self._has_warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoadHook, ()
 
     def __deepcopy__(self, memo: Any) -> LoadHook:
-        weights = self._weights() if self._weights is not None else None
+        weights = self._weights()
         if weights is not None and weights.policy.master_weights and not self._has_warned:
             self._has_warned = True
-            logger.warning("%s", _of_copies(dtype_name(weights.policy.dtype), bool(weights.masters)))
+            dtype = dtype_name(weights.policy.dtype)
+            masters = (
+                "amp.master_params()" if weights.masters else "optimizer.master_of(p) for p in amp.master_params()"
+            )
+            text = message(
+                f"the weights of a copied model are {dtype}",
+                where="copy.deepcopy(model), which AveragedModel(model) and other averages of weights begin with",
+                why=f"their FP32 values are kept by the session; an average in {dtype} swallows what each step adds",
+                write="AveragedModel(model) before MixedPrecision(model, …), and after each step\n"
+                f"averaged.update_parameters(nn.ParameterList({masters}))",
+            )
+            logger.warning("%s", text)
         return LoadHook()
 
     def show(self, module: nn.Module, *_: Any) -> None:
         """Round masters that were edited in place into the parameters that are about to be saved."""
-        weights = self._weights() if self._weights is not None else None
+        weights = self._weights()
         params = [param for param in module._parameters.values() if param is not None]
         for masters in weights.masters.values() if weights is not None else ():
             masters.take_edits(params)
@@ -61,8 +73,7 @@ class LoadHook:
     @torch.no_grad()
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Replace what is about to be loaded."""
-        weights = self._weights() if self._weights is not None else None
-        if weights is None:
+        if (weights := self._weights()) is None:
             return
         stored = weights.stored(in_fp32=True)
         for name, param in module._parameters.items():
@@ -71,9 +82,7 @@ class LoadHook:
                 continue
             if (keeper := stored.get(param)) is not None:
                 keeper.take_edits([param])
-            elif param not in weights.restored:
-                continue
-            if not incoming.is_floating_point():
+            if (keeper is None and param not in weights.restored) or not incoming.is_floating_point():
                 continue
             incoming = incoming.to(param.device)
             if keeper is not None and incoming.dtype == param.dtype:
@@ -106,15 +115,3 @@ def overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
     if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
         return False
     return bool((tensor.isfinite() & ~tensor.to(dtype).isfinite()).any())
-
-
-def _of_copies(dtype: str, has_masters: bool) -> str:
-    """Say that a copied model lacks what the session keeps beside it."""
-    averaged = "amp.master_params()" if has_masters else "optimizer.master_of(p) for p in amp.master_params()"
-    return message(
-        f"the weights of a copied model are {dtype}",
-        where="copy.deepcopy(model), which AveragedModel(model) and other averages of weights begin with",
-        why=f"their FP32 values are kept by the session; an average in {dtype} swallows what each step adds",
-        write="AveragedModel(model) before MixedPrecision(model, …), and after each step\n"
-        f"averaged.update_parameters(nn.ParameterList({averaged}))",
-    )

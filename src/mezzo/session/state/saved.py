@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mezzo.errors import StateError, printable, some_of
 from mezzo.policy import Policy
-from mezzo.scale import LossScale, ScaleState
+from mezzo.scale import LossScale
 from mezzo.session.core import Core
 from mezzo.session.state import other_scalers
 from mezzo.session.state.differences import STATE_VERSION, check
@@ -37,13 +37,12 @@ def save(core: Core) -> dict[str, Any]:
     for group in core.groups:
         group.wide.agree()
         group.take_clearing()
-    scales = core.scale_tensors()
+    scales = {id(scale): scale for scale in core.scale_tensors()}
 
     def number_of(scale: Tensor) -> int:
         """Return a scale's place among those that gradients carry: which one it is counts, not only its value."""
-        if not any(scale is known for known in scales):
-            scales.append(scale)
-        return next(number for number, known in enumerate(scales) if known is scale)
+        scales[id(scale)] = scale
+        return list(scales).index(id(scale))
 
     names = core.weights.names()
     _refuse_nameless(core, names)
@@ -57,12 +56,12 @@ def save(core: Core) -> dict[str, Any]:
         "stats": core.stats.state_dict(),
         "masters": _masters(core),
         "windows": windows,
-        "carried_scales": [float(scale) for scale in scales],
+        "carried_scales": [float(scale) for scale in scales.values()],
         "on_the_way": [{"loss_id": n, "found_inf": bool(found)} for n, found in core.inner_overflows.items()],
         "gradients": gradients,
         "master_gradients": master_gradients,
         "left": left,
-        "buffers": {name: before.clone() for name, (_, before) in _remembered(core).items()},
+        "buffers": _remembered(core),
     }
 
 
@@ -104,11 +103,11 @@ def _gradients(core: Core, names: Mapping[int, str]) -> tuple[dict[str, Tensor],
     return gradients, held, left
 
 
-def _remembered(core: Core) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the buffers that a skipped step puts back, and what it puts back, by name."""
-    pairs = [] if core.buffers is None else core.buffers.remembered()
-    by_id = {id(buffer): (buffer, before) for buffer, before in pairs}
-    return {name: by_id[id(buffer)] for name, buffer in core.weights.named_buffers().items() if id(buffer) in by_id}
+def _remembered(core: Core) -> dict[str, Tensor]:
+    """Return a copy of what a skipped step puts back, by the names of the buffers."""
+    before = {id(buffer): kept for buffer, kept in (core.buffers.remembered() if core.buffers is not None else ())}
+    named = core.weights.named_buffers().items()
+    return {name: before[id(buffer)].clone() for name, buffer in named if id(buffer) in before}
 
 
 # Loading --------------------------------------------------------------------------------------------------
@@ -123,9 +122,8 @@ def load(core: Core, state: Any) -> None:
             write="amp.step() or amp.zero_grad() first",
         )
     if (scales := other_scalers.loss_scales(state, core.policy, len(core.scalers))) is not None:
-        _load_scales(core, scales)
-        own = core.stats.state_dict()
-        core.stats.load_state_dict(own, core.scale_tensors(), continued=False)
+        _load_scales(core, [scale.state_dict() for scale in scales])
+        core.stats.load_state_dict(core.stats.state_dict(), core.scale_tensors(), continued=False)
         return
     core.group_optimizers()
     check(core, state)
@@ -143,10 +141,10 @@ def load(core: Core, state: Any) -> None:
         )
 
 
-def _load_scales(core: Core, scales: list[ScaleState]) -> None:
+def _load_scales(core: Core, scales: list[dict[str, Any]]) -> None:
     core.inner_overflows.clear()
     for scaler, each in zip(core.scalers, scales, strict=True):
-        scaler.load_state_dict(each.state_dict())
+        scaler.load_state_dict(each)
 
 
 def _load_loss_scales(core: Core, before: LossScale, state: Mapping[str, Any]) -> None:
@@ -154,11 +152,8 @@ def _load_loss_scales(core: Core, before: LossScale, state: Mapping[str, Any]) -
     now = core.policy.loss_scale
     same_kind = before.mode == now.mode and (now.mode == "dynamic" or before.init == now.init)
     continued = same_kind and len(state["loss_scales"]) == len(core.scalers)
-    if continued:
-        scales = [ScaleState.from_state_dict(_within(each, before, now)) for each in state["loss_scales"]]
-    else:
-        scales = [now.start() for _ in core.scalers]
-    _load_scales(core, scales)
+    fresh = [now.start().state_dict()] * len(core.scalers)
+    _load_scales(core, [_within(each, before, now) for each in state["loss_scales"]] if continued else fresh)
     if continued:
         found = {each["loss_id"]: each["found_inf"] for each in state["on_the_way"]}
         core.inner_overflows = {n: torch.tensor(overflow, device=core.device) for n, overflow in found.items()}
@@ -168,7 +163,7 @@ def _load_loss_scales(core: Core, before: LossScale, state: Mapping[str, Any]) -
 def _within(scale: Mapping[str, Any], before: LossScale, now: LossScale) -> dict[str, Any]:
     """Bring a scale within the bounds of new rules."""
     if before == now or now.mode != "dynamic":
-        return dict(scale)
+        return {key: scale[key] for key in now.start().state_dict()}
     highest = scale["scale"] if now.ceiling is None else min(scale["scale"], now.ceiling)
     return {**scale, "scale": float(max(highest, now.floor))}
 

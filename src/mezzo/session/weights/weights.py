@@ -54,7 +54,10 @@ class Weights:
             before_step: Called with an optimizer before each of its steps.
             after_step: Called with it after each, before hooks of the user's.
         """
-        before = [{key: _shallow(value) for key, value in each.state.items()} for each in self.optimizers]
+        before = [
+            {key: dict(value) if isinstance(value, dict) else value for key, value in each.state.items()}
+            for each in self.optimizers
+        ]
         try:
             self._convert(before_step, after_step)
             yield
@@ -270,10 +273,6 @@ class LowWeights:
     def _where(self, params: list[Tensor], optimizer: Optimizer) -> str:
         named = (f"{self._name_of(p)} ({dtype_name(p.dtype)}, {'×'.join(map(str, p.shape))})" for p in params)
         return f"{some_of(list(named), 1)}, optimizer {type(optimizer).__name__}"
-
-
-def _shallow(state: Any) -> Any:
-    return dict(state) if isinstance(state, dict) else state
 
 
 def plain_name(model: nn.Module, name: str) -> str:
