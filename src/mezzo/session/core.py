@@ -21,8 +21,8 @@ from mezzo.session.update import Writes
 from mezzo.session.verdict import Judged
 from mezzo.session.weights.weights import Weights
 from mezzo.session.window.buffers import NormBuffers
-from mezzo.session.window.edits import EditWatch
 from mezzo.session.window.group import GradientGroup, grouped
+from mezzo.session.window.window import EditWatch
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:

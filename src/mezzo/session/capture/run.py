@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mezzo.errors import StateError
+from mezzo.errors import StateError, UnsupportedError
 from mezzo.scale.scaler import Scaler
-from mezzo.session.capture.refusals import refuse_host_arguments
-from mezzo.session.capture.snapshot import Snapshot
+from mezzo.session.capture.snapshot import ONE_SYNC, Snapshot
 from mezzo.session.core import Core, PlainRun, current, under_way
 from mezzo.session.scale import StepOutcome
 from mezzo.session.stats import Noted
@@ -72,7 +71,20 @@ class GraphRun(PlainRun):
 
     def refuse(self, core: Core, closure: Any, scheduler: Any) -> None:
         """Refuse a step that asks the host."""
-        refuse_host_arguments(closure, scheduler)
+        if closure is not None:
+            raise UnsupportedError(
+                "closure= cannot be captured",
+                where="amp.step(closure=…) in a train step under mezzo.capture",
+                why=f"whether an evaluation overflowed decides what the optimizer does next; {ONE_SYNC}",
+                write="amp.backward(loss), then amp.step(); or the train step without mezzo.capture",
+            )
+        if scheduler is not None:
+            raise UnsupportedError(
+                "scheduler= cannot be captured",
+                where="amp.step(scheduler=…) in a train step under mezzo.capture",
+                why=f"it waits for whether the weights moved; {ONE_SYNC}",
+                write="scheduler.step() after each call of the captured step",
+            )
 
     def seen(self, judged: Judged) -> Judged:
         """Skip each step of a rehearsal, so that nothing is written."""

@@ -54,7 +54,6 @@ def _weights(core: Core, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield each parameter that is another one, or whose weights would lose bits."""
     before, mine = state["parameters"], dict(core.weights.named_params())
     stored = core.weights.stored(in_fp32=True)
-    held = {*core.weights.named_masters(), *(name for name, param in mine.items() if param in stored)}
     updated = {id(param) for param in core.weights.updated()}
     for name in dict.fromkeys((*before, *mine)):
         was = before.get(name, "missing")
@@ -64,7 +63,7 @@ def _weights(core: Core, state: Mapping[str, Any]) -> Iterator[str]:
             yield f"parameter {name}: {was} → {now}"
             continue
         has_master = name in state["masters"]
-        exact, place = "float32" if has_master else dtype, "float32" if name in held else now.partition(" ")[0]
+        exact, place = "float32" if has_master else dtype, "float32" if mine[name] in stored else now.partition(" ")[0]
         fits = exact == place or (place == "float32" and exact in ("float16", "bfloat16"))
         # What no optimizer updates has no other weights than those that the policy rounds.
         if not fits and (has_master or id(mine[name]) in updated):
@@ -86,31 +85,21 @@ def _unfinished(core: Core, state: Mapping[str, Any]) -> Iterator[str]:
         if len(state["windows"]) != len(core.groups):
             yield f"optimizers with gradients: {len(state['windows'])} → {len(core.groups)}"
         wide, held = {id(p) for group in core.groups for p in group.wide.params()}, core.weights.named_masters()
-        for name, param in core.weights.named_params():
-            gradient, dtypes = state["gradients"].get(name), _gradient_dtypes(param, summed_in_fp32=id(param) in wide)
+        params: list[tuple[str, Any]] = [*core.weights.named_params()]
+        for name, param in params:
+            # In the middle of a window the first gradient may be as it was made, and a sum in FP32.
+            dtypes = {param.dtype, param.grad_dtype or param.dtype, torch.float32 if id(param) in wide else param.dtype}
+            gradient = state["gradients"].get(name)
             if gradient is not None and gradient.dtype not in dtypes:
-                fits = " or ".join(dtype_name(dtype) for dtype in dtypes)
+                fits = " or ".join(sorted(map(dtype_name, dtypes)))
                 yield f"gradient of {name}: {described(gradient)} → {fits}"
-        yield from (
-            f"gradient of {name} in a master → no master" for name in state["master_gradients"] if name not in held
-        )
+        masterless = [name for name in state["master_gradients"] if name not in held]
+        yield from (f"gradient of {name} in a master → no master" for name in masterless)
     buffers = core.weights.named_buffers()
     for name, before in state["buffers"].items() if core.buffers is not None else ():
-        if name not in buffers or described(buffers[name]) != described(before):
-            now = described(buffers[name]) if name in buffers else "missing"
+        now = described(buffers[name]) if name in buffers else "missing"
+        if now != described(before):
             yield f"buffer {name}: {described(before)} → {now}"
-
-
-def _gradient_dtypes(param: Tensor, *, summed_in_fp32: bool) -> list[torch.dtype]:
-    """Return what dtypes a parameter's gradient may have in the middle of a window.
-
-    Args:
-        param: The parameter.
-        summed_in_fp32: Whether several backward passes are summed in FP32, and the first comes as it is made.
-    """
-    given: torch.dtype | None = getattr(param, "grad_dtype", None)
-    wide = [torch.float32] if summed_in_fp32 and hasattr(param, "grad_dtype") else []
-    return list(dict.fromkeys([param.dtype, *([given] if given is not None else []), *wide]))
 
 
 # The form of a state --------------------------------------------------------------------------------------

@@ -208,11 +208,10 @@ def _load_windows(core: Core, state: Mapping[str, Any]) -> None:
     core.edits.remember(leaf for group in carrying for leaf in group.leaves())
 
 
-def _give_gradient(param: Tensor, gradient: Tensor | None) -> None:
+def _give_gradient(param: Any, gradient: Tensor | None) -> None:
     """Give a parameter a copy of a gradient, whose dtype was found to fit."""
     param.grad = None
     if gradient is not None:
-        given: Any = param
-        if getattr(param, "grad_dtype", None) not in (None, gradient.dtype):
-            given.grad_dtype = gradient.dtype
+        if param.grad_dtype not in (None, gradient.dtype):
+            param.grad_dtype = gradient.dtype
         param.grad = gradient.to(param.device, copy=True)
