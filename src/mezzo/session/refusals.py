@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError, nearest, some_of
-from mezzo.optim.optimizer import as_one_pass, one_pass
+from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.state import held_state
 from mezzo.policy import Policy
 from mezzo.session.verdict import Judged
@@ -77,21 +77,14 @@ def check_session(
     problems: list[MezzoError] = []
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         problems.append(PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once"))
-    if device is not None:
-        problems += _absent_device(device)
-    problems += wrong_norm(max_grad_norm)
+    problems += [*_absent_device(device), *wrong_norm(max_grad_norm)]
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        problems.append(
-            PolicyError(
-                f"num_losses is {num_losses!r}", why="each loss has one scale, from 1 loss on", write="num_losses=2"
-            )
-        )
+        why = "each loss has one scale, from 1 loss on"
+        problems.append(PolicyError(f"num_losses is {num_losses!r}", why=why, write="num_losses=2"))
     problems += unknown_reaction(on_overflow)
     if not problems:
-        problems += _foreign_params(models, [o for o in optimizers if not _is_held(o)])
-        problems += _taken(optimizers)
+        problems += _unfit(models, optimizers)
         if policy.master_weights:
-            problems += _shared_params(optimizers)
             problems += _without_masters(optimizers, policy)
         elif policy.param_dtype != torch.float32:
             problems += _lost_state(models, optimizers, policy)
@@ -116,46 +109,39 @@ def unknown_reaction(value: Any) -> Iterator[PolicyError]:
         yield PolicyError(f"unknown on_overflow {value!r}", why=nearest(str(value), _ON_OVERFLOW))
 
 
-def _foreign_params(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[PolicyError]:
-    known = {id(param) for model in models for param in model.parameters()}
-    for optimizer in optimizers:
-        foreign = [
-            f"group {i}, parameter {j} {tuple(param.shape)}"
-            for i, group in enumerate(optimizer.param_groups)
-            for j, param in enumerate(group["params"])
-            if id(param) not in known
-        ]
-        if foreign:
-            yield PolicyError(
-                "the optimizer updates parameters that are not the models'",
-                where=f"{type(optimizer).__name__}: {some_of(foreign)}",
-                why="casting and masters would not reach them; was the model copied or rebuilt after the optimizer?",
-                write=f"{type(optimizer).__name__}(model.parameters(), …) after the model is final",
-            )
-
-
 def _absent_device(device: Any) -> Iterator[UnsupportedError]:
     try:
-        torch.zeros((), device=device)
+        torch.zeros((), device="cpu" if device is None else device)
     except (RuntimeError, AssertionError, TypeError) as error:
         why = str(error).splitlines()[0]
         yield UnsupportedError(f"the device {device!r} cannot be used", why=why, write="the device of the model")
 
 
-def _taken(optimizers: list[Optimizer]) -> Iterator[MezzoError]:
-    """Yield an error for each optimizer that is empty, or that another session holds."""
+def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[MezzoError]:
+    """Yield an error for each optimizer that is empty, that another session holds, or that has others' parameters."""
+    known = {id(param) for model in models for param in model.parameters()}
     for optimizer in optimizers:
+        kind = type(optimizer).__name__
         if not any(group["params"] for group in optimizer.param_groups):
-            yield PolicyError(
-                "the optimizer updates no parameter",
-                where=type(optimizer).__name__,
-                write=f"{type(optimizer).__name__}(model.parameters(), …)",
-            )
+            write = f"{kind}(model.parameters(), …)"
+            yield PolicyError("the optimizer updates no parameter", where=kind, write=write)
         if _is_held(optimizer):
             yield StateError(
                 "the optimizer belongs to a session or to MasterWeights already",
-                where=type(optimizer).__name__,
+                where=kind,
                 write="session.close() (or masters.remove()) first",
+            )
+        elif foreign := [
+            f"group {i}, parameter {j} {tuple(param.shape)}"
+            for i, group in enumerate(optimizer.param_groups)
+            for j, param in enumerate(group["params"])
+            if id(param) not in known
+        ]:
+            yield PolicyError(
+                "the optimizer updates parameters that are not the models'",
+                where=f"{kind}: {some_of(foreign)}",
+                why="casting and masters would not reach them; was the model copied or rebuilt after the optimizer?",
+                write=f"{kind}(model.parameters(), …) after the model is final",
             )
 
 
@@ -166,31 +152,27 @@ def _is_held(optimizer: Optimizer) -> bool:
 
 
 def _without_masters(optimizers: list[Optimizer], policy: Policy) -> Iterator[PolicyError]:
-    for optimizer in one_pass(optimizers):
-        if not optimizer.keeps_masters:
-            yield PolicyError(
-                f"{policy.level} keeps FP32 masters, and the optimizer is told to keep none",
-                where=f"{type(optimizer).__name__}(…, master=None)",
-                write=f'{type(optimizer).__name__}(…, master="split"); or policy="O3", which has no masters',
-            )
-
-
-def _shared_params(optimizers: list[Optimizer]) -> Iterator[PolicyError]:
+    """Yield an error for each optimizer whose parameters cannot have one master each."""
     seen: set[int] = set()
     for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        where = f"optimizer {number} ({kind})"
         params = [id(param) for group in optimizer.param_groups for param in group["params"]]
-        own = set(params)
+        own, one_pass = set(params), as_one_pass(optimizer)
         if len(own) < len(params):
-            yield PolicyError(
-                "a parameter stands twice in one optimizer, and can have only one master",
-                where=f"optimizer {number} ({type(optimizer).__name__})",
-                write="each parameter once",
-            )
+            what = "a parameter stands twice in one optimizer, and can have only one master"
+            yield PolicyError(what, where=where, write="each parameter once")
         if shared := own & seen:
             yield PolicyError(
                 "two optimizers update the same parameters, which can have only one master each",
-                where=f"optimizer {number} ({type(optimizer).__name__}): {len(shared)} parameter(s)",
+                where=f"{where}: {len(shared)} parameter(s)",
                 write="one optimizer for each parameter, or O1, which needs no masters",
+            )
+        if one_pass is not None and not one_pass.keeps_masters:
+            yield PolicyError(
+                f"{policy.level} keeps FP32 masters, and the optimizer is told to keep none",
+                where=f"{kind}(…, master=None)",
+                write=f'{kind}(…, master="split"); or policy="O3", which has no masters',
             )
         seen |= own
 
