@@ -11,7 +11,7 @@ from torch.nn import functional
 import mezzo
 from mezzo import MixedPrecision, StateError
 
-from .loops import assert_same, backward, batch, network, session, sgd, weights
+from ..loops import assert_same, backward, batch, network, session, sgd, weights
 
 LOW = [
     "O2,emulate=true",

@@ -14,7 +14,7 @@ from mezzo import MixedPrecision, optim
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Portable
 
-from ..support.tables import thinned
+from ...support.tables import thinned
 
 LOW = {"fp16": "dtype=float16,emulate=true", "bf16": "dtype=bfloat16,emulate=true"}
 POLICIES = {

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from mezzo import MixedPrecision
 
-from .loops import Syncs
+from ..loops import Syncs
 
 POLICIES = ["O0", "O1,emulate=true", "O2,emulate=true", "O2,dtype=bfloat16,emulate=true,keep_batchnorm_fp32=false"]
 INF = float("inf")

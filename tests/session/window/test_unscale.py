@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from mezzo import MixedPrecision, PolicyError, StateError
 
-from .loops import Syncs, assert_same, backward, batch, network, session, sgd, weights
+from ..loops import Syncs, assert_same, backward, batch, network, session, sgd, weights
 
 SCALED = [
     "O0,loss_scale=dynamic",

@@ -7,7 +7,7 @@ from torch import nn
 
 import mezzo
 
-from .loops import backward, session, sgd
+from ..loops import backward, session, sgd
 
 POLICIES = {
     "fp32 gradients": "O1,emulate=true",
