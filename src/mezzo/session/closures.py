@@ -77,11 +77,18 @@ def evaluated(
 
     if masters is not None:
         masters.take_edits()
-    before = Before(optimizer, group.params([optimizer]))
+    weights = [(param, param.detach().clone()) for param in group.params([optimizer])]
+    wrapped = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]  # as SAM wraps one
+    remembering = [_remembering(each) for each in (optimizer, *wrapped)]
 
+    @torch.no_grad()
     def rounded(*, back: bool = False) -> list[Call]:
+        """Round masters into the model, or put everything back first; to do it twice is to do it once."""
         if back:
-            before.restore()
+            for param, weight in weights:
+                param.copy_(weight)
+            for restore in remembering:
+                restore()
         if masters is not None:
             masters.round_to_params()
         return []
@@ -109,51 +116,29 @@ class Overflowed(Exception):  # noqa: N818 - it never leaves the session
     """An evaluation's gradients are not finite; caught by the session."""
 
 
-class Before:
-    """Weights, optimizer state and options as they were before a step.
+def _remembering(optimizer: Optimizer) -> Callable[[], None]:
+    """Return what puts an optimizer's state and options back, tensors of its state in the same memory.
 
-    Args:
-        optimizer: The optimizer that steps; one that it wraps, as SAM does, is put back with it.
-        params: What it updates.
-
-    **Cost**: a copy of weights and optimizer state.
+    **Cost**: a copy of the state.
     """
+    # By parameter, and what users note down beside them.
+    state = {key: dict(kept) if isinstance(kept, dict) else kept for key, kept in optimizer.state.items()}
+    values = {key: _copied(kept) for key, kept in state.items()}
+    groups = optimizer.param_groups
+    options = [_copied({key: value for key, value in group.items() if key != "params"}) for group in groups]
 
-    def __init__(self, optimizer: Optimizer, params: list[Tensor]) -> None:
-        self._weights = [(param, param.detach().clone()) for param in params]
-        wrapped = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
-        self._states = [_State(each) for each in (optimizer, *wrapped)]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back; to do it twice is to do it once."""
-        for param, weight in self._weights:
-            param.copy_(weight)
-        for each in self._states:
-            each.restore()
-
-
-class _State:
-    """An optimizer's state and options as they were; tensors of its state get their values back in the same memory."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        # By parameter, and what users note down beside them.
-        self._state = {key: dict(kept) if isinstance(kept, dict) else kept for key, kept in optimizer.state.items()}
-        self._values = {key: _copied(kept) for key, kept in self._state.items()}
-        options = ({key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
-        self._options = [_copied(each) for each in options]
-
-    def restore(self) -> None:
-        self._optimizer.state.clear()
-        for key, values in self._values.items():
-            if isinstance(there := self._state[key], dict):  # an optimizer may know the addresses of its tensors
-                values = {n: there[n].copy_(v) if isinstance(v, Tensor) else v for n, v in values.items()}
-            self._optimizer.state[key] = values
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+    def restore() -> None:
+        optimizer.state.clear()
+        for key, kept in values.items():
+            if isinstance(there := state[key], dict):  # an optimizer may know the addresses of its tensors
+                kept = {n: there[n].copy_(value) if isinstance(value, Tensor) else value for n, value in kept.items()}
+            optimizer.state[key] = kept
+        for group, before in zip(optimizer.param_groups, options, strict=True):
             params = group["params"]
             group.clear()
-            group.update(params=params, **options)
+            group.update(params=params, **before)
+
+    return restore
 
 
 def _copied(value: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError, StateError, printable, shown
+from mezzo.optim.checks import shown_value
 from mezzo.policy import Policy
 from mezzo.session.core import Core
 from mezzo.session.state.load_hooks import overflows
@@ -151,28 +152,21 @@ def _problems(value: Any, form: Form, where: str) -> Iterator[str]:
     """Yield what is wrong with a value; the text says where it stands."""
     if isinstance(form, _A):
         if not form.fits(value):
-            yield f"{where or 'it'} is {_shown(value)}, not {form.kind}"
+            yield f"{where or 'it'} is {shown_value(value)}, not {form.kind}"
     elif isinstance(form, tuple):
         yield from () if value is None else _problems(value, form[0], where)
     elif isinstance(form, list):
         if not isinstance(value, list):
-            yield f"{where} is {_shown(value)}, not a list"
+            yield f"{where} is {shown_value(value)}, not a list"
             return
         for number, each in enumerate(value):
             yield from _problems(each, form[0], f"{where}[{number}]")
     elif not isinstance(value, Mapping):
-        yield f"{where or 'it'} is {_shown(value)}, not a mapping"
+        yield f"{where or 'it'} is {shown_value(value)}, not a mapping"
     else:
         for key in value if str in form else form:
             at = f"{where}.{key}" if where else str(key)
             yield from _problems(value[key], form.get(str) or form[key], at) if key in value else (f"{at} is missing",)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        kind = "quantized " if value.is_quantized else "" if value.layout == torch.strided else f"{value.layout} "
-        return f"a {kind.removeprefix('torch.')}tensor, {described(value)}{' on meta' if value.is_meta else ''}"
-    return shown(value) if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"
 
 
 def _is_whole(value: Any) -> bool:
