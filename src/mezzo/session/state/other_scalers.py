@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
@@ -60,29 +60,28 @@ def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState]
             )
         return [config.start()] * num_losses
     if not state.keys().isdisjoint(_TORCH_KEYS):
-        _require_dynamic(config, _TORCH)
-        _require_keys(state, _TORCH_KEYS, _TORCH)
+        _require(state, _TORCH_KEYS, _TORCH, config)
         scale = _state(config, _TORCH, state["scale"], state["_growth_tracker"])
         _log_other_rules(state, config)
         return [scale] * num_losses
     if all(isinstance(key, str) and key.startswith(_APEX) for key in state):
-        _require_dynamic(config, "apex.amp")
         return _apex(state, config, num_losses)
     return None
 
 
 def _apex(state: Mapping[str, Any], config: LossScale, num_losses: int) -> list[ScaleState]:
+    _require(state, (), "apex.amp", config)
     if len(state) != num_losses:
         raise StateError(
             f"the state of apex.amp has {len(state)} losses, and this session {num_losses}",
             write=f"MixedPrecision(…, num_losses={len(state)})",
         )
     names = [f"{_APEX}{number}" for number in range(num_losses)]
-    _require_keys(state, names, "apex.amp")
+    _require(state, names, "apex.amp", config)
     for name in names:
         if not isinstance(state[name], Mapping):
             raise StateError(f"{name} is a {type(state[name]).__name__}", where="the state of apex.amp")
-        _require_keys(state[name], ("loss_scale", "unskipped"), f"apex.amp, {name}")
+        _require(state[name], ("loss_scale", "unskipped"), f"apex.amp, {name}", config)
     return [_state(config, f"apex.amp, {name}", state[name]["loss_scale"], state[name]["unskipped"]) for name in names]
 
 
@@ -94,19 +93,17 @@ def _state(config: LossScale, library: str, scale: Any, clean_steps: Any) -> Sca
         raise StateError(f"the state of {library} has wrong values", where=str(problem)) from problem
 
 
-def _require_keys(state: Mapping[str, Any], keys: Any, library: str) -> None:
-    if missing := [key for key in keys if key not in state]:
-        has = f"it has {', '.join(map(str, state)) or 'nothing'}"
-        raise StateError(f"the state of {library} lacks {', '.join(missing)}", why=has)
-
-
-def _require_dynamic(config: LossScale, library: str) -> None:
+def _require(state: Mapping[str, Any], keys: Iterable[str], library: str, config: LossScale) -> None:
+    """Refuse a state that lacks keys, or that a session has no place for."""
     if config.mode != "dynamic":
         raise StateError(
             f"the state of {library} has a dynamic loss scale, and this session none",
             why=f"its loss scale is {config}",
             write='policy="O1", whose float16 has one; or load nothing, as bfloat16 needs none',
         )
+    if missing := [key for key in keys if key not in state]:
+        has = f"it has {', '.join(map(str, state)) or 'nothing'}"
+        raise StateError(f"the state of {library} lacks {', '.join(missing)}", why=has)
 
 
 def _log_other_rules(state: Mapping[str, Any], config: LossScale) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
 
-__all__ = ["LowWeights", "Weights", "plain_name"]
+__all__ = ["LowWeights", "Weights"]
+
+T = TypeVar("T")
 
 
 class Weights:
@@ -134,19 +136,16 @@ class Weights:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of models and masters."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-        for model in self.models:
-            model.zero_grad(set_to_none)
+        holders: list[Optimizer | nn.Module] = [*self.optimizers, *self.models]
+        for each in holders:
+            each.zero_grad(set_to_none)
 
     # The weights ----------------------------------------------------------------------------------------
 
     def updated(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
         """Yield the tensors that one optimizer, or all, update: FP32 masters, or the parameters themselves."""
-        for each in self.optimizers:
-            if optimizer is None or each is optimizer:
-                for group in each.param_groups:
-                    yield from group["params"]
+        chosen = [each for each in self.optimizers if optimizer is None or each is optimizer]
+        return (param for each in chosen for group in each.param_groups for param in group["params"])
 
     def keepers(self) -> list[Keeper]:
         """Return what keeps the FP32 values of low-precision parameters."""
@@ -169,21 +168,16 @@ class Weights:
 
     def named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all models; a model's number comes first where there are several."""
-        for prefix, model in self._numbered():
-            for name, param in model.named_parameters():
-                yield prefix + plain_name(model, name), param
+        return self._named(nn.Module.named_parameters)
 
     def named_buffers(self) -> dict[str, Tensor]:
         """Return the buffers of all models, named as their parameters are."""
-        return {
-            prefix + plain_name(model, name): buffer
-            for prefix, model in self._numbered()
-            for name, buffer in model.named_buffers()
-        }
+        return dict(self._named(nn.Module.named_buffers))
 
-    def _numbered(self) -> list[tuple[str, nn.Module]]:
-        several = len(self.models) > 1
-        return [(f"{number}." if several else "", model) for number, model in enumerate(self.models)]
+    def _named(self, each: Callable[[nn.Module], Iterable[tuple[str, T]]]) -> Iterator[tuple[str, T]]:
+        for number, model in enumerate(self.models):
+            prefix = f"{number}." if len(self.models) > 1 else ""
+            yield from ((prefix + _plain_name(model, name), tensor) for name, tensor in each(model))
 
     def named_masters(self) -> dict[str, nn.Parameter]:
         """Return the FP32 masters by the names of their parameters."""
@@ -275,7 +269,7 @@ class LowWeights:
         return f"{some_of(list(named), 1)}, optimizer {type(optimizer).__name__}"
 
 
-def plain_name(model: nn.Module, name: str) -> str:
+def _plain_name(model: nn.Module, name: str) -> str:
     """Return a parameter's name as it is without ``torch.compile``'s and data parallelism's wrappers."""
     inner = getattr(model, "_orig_mod", model)
     name = name.replace("_orig_mod.", "")

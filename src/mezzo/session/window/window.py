@@ -187,7 +187,9 @@ class EditWatch:
             carrying: Whether they carry a scale still, and nothing but their owner clips them.
         """
         seen, self._seen = self._seen, []
-        if carrying and not self._told and any(_written(leaf, before) for leaf, before in seen):
+        now = ((mark(leaf.grad), before) for leaf, before in seen if leaf.grad is not None)
+        written = any(address == kept and version > before for (version, address), (before, kept) in now)
+        if carrying and not self._told and written:
             self._told = True
             # No warning: multiplying all gradients, or averaging them over ranks, is right with a scale too.
             logger.info(
@@ -199,10 +201,3 @@ class EditWatch:
                     write="MixedPrecision(…, max_grad_norm=1.0); or amp.unscale_() before the edit",
                 ),
             )
-
-
-def _written(leaf: Tensor, before: tuple[int, int]) -> bool:
-    if leaf.grad is None:
-        return False
-    version, address = mark(leaf.grad)
-    return address == before[1] and version > before[0]
