@@ -115,11 +115,9 @@ def _parts(core: Core) -> list[Any]:
     states = [optimizer.state for optimizer in core.optimizers]
     groups = [group for optimizer in one_pass(core.optimizers) for group in optimizer.param_groups]
     hypers = tensors([value for group in groups for name, value in group.items() if name != "params"])
-    return [
-        *states,
-        *tensors([list(state.values()) for state in states]),
-        *(t for t in hypers if t.device.type != "cpu"),
-    ]
+    by_param = [kept for state in states for kept in state.values() if isinstance(kept, dict)]
+    moments = [value for kept in by_param for value in kept.values() if isinstance(value, Tensor)]
+    return [*states, *moments, *(each for each in hypers if each.device.type != "cpu")]
 
 
 def _are_same(ones: list[Any], others: list[Any]) -> bool:
