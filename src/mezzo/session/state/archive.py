@@ -48,15 +48,18 @@ def check(file: BinaryIO, path: str) -> None:
                 write=f"torch.load({path!r}, weights_only=True), if you trust it, then mezzo.save(…)",
             )
         with ZipFile(file) as archive:
-            known: set[str] = set()
-            for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
+            entries, known = sorted(archive.infolist(), key=lambda entry: entry.header_offset), set[str]()
+            if entries and entries[0].header_offset != 0:
+                raise BadZipFile("something stands before its first record")
+            for entry in entries:
                 what = f"the record {entry.filename!r} of the checkpoint is damaged"
                 _check_record(archive, entry, known)
                 known.add(entry.filename)
     except StateError:
         raise
     except _DAMAGES as error:
-        raise StateError(what, where=path, why=str(error), write="mezzo.load(…) of an older checkpoint") from None
+        why = str(error) or "it ends before its header says"
+        raise StateError(what, where=path, why=why, write="mezzo.load(…) of an older checkpoint") from None
 
 
 def _has_list(file: BinaryIO) -> bool:
@@ -76,8 +79,6 @@ def _check_record(archive: ZipFile, entry: ZipInfo, known: set[str]) -> None:
     """Read one record, and raise what is wrong with it."""
     if entry.filename in known:
         raise BadZipFile("it stands twice in the list of records")
-    if not known and entry.header_offset != 0:
-        raise BadZipFile("something stands before it")
     if entry.flag_bits & ~_FLAGS or entry.compress_type or entry.compress_size != entry.file_size:
         raise BadZipFile("it is compressed, encrypted or in several parts, as torch.save never writes")
     if entry.external_attr & _DIRECTORY or entry.is_dir():
