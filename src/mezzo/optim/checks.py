@@ -19,9 +19,7 @@ from mezzo.step.storage import storage
 from mezzo.step.update import RULES
 from mezzo.tensors import CASTABLE, described, dtype_name
 
-__all__ = [
-    "check_arguments", "check_group", "check_state", "check_unchanged", "in_host_memory", "ordered", "shown_value",
-]  # fmt: skip
+__all__ = ["check_arguments", "check_group", "check_state", "check_unchanged", "in_host_memory", "in_words", "ordered"]
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
 #: Of the other halves that go with a weight of any low precision; a compensation has the weight's own.
@@ -107,7 +105,7 @@ def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
             yield PolicyError(f"{name} is {group[name]!r}", where=where, why=why, write=f"{name}={example}")
     for name in _FLAGS:
         if not isinstance(flag := group.get(name), (bool, int, numpy.bool_, type(None))):
-            yield PolicyError(f"{name} is {shown_value(flag)}", where=where, why="it is on or off", write=f"{name}=True")
+            yield PolicyError(f"{name} is {in_words(flag)}", where=where, why="it is on or off", write=f"{name}=True")
     betas = group.get("betas", (0.0, 0.0))
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b, 0.0, 1.0) for b in betas)):
         why = "each is from 0 to below 1"
@@ -174,7 +172,7 @@ def check_state(state_dict: Mapping[str, Any], rule: str) -> None:
     """
     write = "optimizer.load_state_dict(saved), with saved = optimizer.state_dict()"
     if not isinstance(state_dict, Mapping):
-        raise StateError(f"this is no optimizer's state: {shown_value(state_dict)}, not a mapping", write=write)
+        raise StateError(f"this is no optimizer's state: {in_words(state_dict)}, not a mapping", write=write)
     if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
         raise StateError(
             f"this is no optimizer's state: {' and '.join(missing)} missing",
@@ -217,25 +215,25 @@ def _malformed(state_dict: Mapping[str, Any], moments: Sequence[str]) -> Iterato
 
 def _no_mapping(at: str, value: Any) -> Iterator[str]:
     if not isinstance(value, Mapping):
-        yield f"{at} is {shown_value(value)}, not a mapping"
+        yield f"{at} is {in_words(value)}, not a mapping"
 
 
 def _no_list(at: str, value: Any, kinds: tuple[type, ...] = (object,)) -> Iterator[str]:
     if not isinstance(value, (list, tuple)):
-        yield f"{at} is {shown_value(value)}, not a list"
+        yield f"{at} is {in_words(value)}, not a list"
     elif wrong := [each for each in value if not isinstance(each, kinds)]:
-        yield f"{at} has {shown_value(wrong[0])}"
+        yield f"{at} has {in_words(wrong[0])}"
 
 
 def _malformed_entry(entry: Any, at: str, moments: Sequence[str]) -> Iterator[str]:
     yield from _no_mapping(at, entry)
     for name, value in entry.items() if isinstance(entry, Mapping) else ():
         if name == "step" and not _is_count(value):
-            yield f"{at}.step is {shown_value(value)}, not a count"
+            yield f"{at}.step is {in_words(value)}, not a count"
         # torch's SGD has kept None for a momentum that is yet to come.
         is_kept = name in EXTRAS or (name in moments and value is not None)
         if is_kept and not _holds_numbers(value):
-            yield f"{at}.{name} is {shown_value(value)}, not a dense tensor of real numbers"
+            yield f"{at}.{name} is {in_words(value)}, not a dense tensor of real numbers"
 
 
 def _is_count(value: Any) -> bool:
@@ -250,7 +248,7 @@ def _holds_numbers(value: Any) -> bool:
     return is_dense and not value.is_quantized and not value.is_complex()
 
 
-def shown_value(value: Any) -> str:
+def in_words(value: Any) -> str:
     """Write a value that a saved state should not have: of a tensor what it is, of a container only that it is one."""
     if isinstance(value, Tensor):
         layout = "" if value.layout == torch.strided else f"{dtype_name(value.layout)} "

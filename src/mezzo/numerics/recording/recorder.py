@@ -25,7 +25,7 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.core import Core, PlainRun, current, under_way
-from mezzo.session.outcome import StepOutcome
+from mezzo.session.scale import StepOutcome
 from mezzo.session.stats import Noted
 from mezzo.session.verdict import Judged
 

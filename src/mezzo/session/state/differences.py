@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError, StateError, printable, shown
-from mezzo.optim.checks import shown_value
+from mezzo.optim.checks import in_words
 from mezzo.policy import Policy
 from mezzo.session.core import Core
 from mezzo.session.state.load_hooks import overflows
@@ -152,17 +152,17 @@ def _problems(value: Any, form: Form, where: str) -> Iterator[str]:
     """Yield what is wrong with a value; the text says where it stands."""
     if isinstance(form, _A):
         if not form.fits(value):
-            yield f"{where or 'it'} is {shown_value(value)}, not {form.kind}"
+            yield f"{where or 'it'} is {in_words(value)}, not {form.kind}"
     elif isinstance(form, tuple):
         yield from () if value is None else _problems(value, form[0], where)
     elif isinstance(form, list):
         if not isinstance(value, list):
-            yield f"{where} is {shown_value(value)}, not a list"
+            yield f"{where} is {in_words(value)}, not a list"
             return
         for number, each in enumerate(value):
             yield from _problems(each, form[0], f"{where}[{number}]")
     elif not isinstance(value, Mapping):
-        yield f"{where or 'it'} is {shown_value(value)}, not a mapping"
+        yield f"{where or 'it'} is {in_words(value)}, not a mapping"
     else:
         for key in value if str in form else form:
             at = f"{where}.{key}" if where else str(key)
