@@ -216,11 +216,12 @@ def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
     if optimizers is None:
         return known
     given = _listed(optimizers)
-    if foreign := [type(o).__name__ for o in given if not any(o is mine for mine in known)] or not given:
+    foreign = [type(o).__name__ for o in given if not any(o is mine for mine in known)]
+    if foreign or not given:
         functions = [o for o in given if callable(o) and not isinstance(o, Optimizer)]
         raise PolicyError(
             "not an optimizer of this session",
-            where=some_of(foreign) if isinstance(foreign, list) else "an empty list",
+            where=some_of(foreign) or "an empty list",
             why=f"the session has {some_of([type(o).__name__ for o in known])}",
             write="amp.step(closure=closure), by its name"
             if functions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,9 +18,6 @@ from mezzo.session.update import update
 from mezzo.session.verdict import Judged, check
 from mezzo.session.window.group import GradientGroup
 from mezzo.step.whole import Call, Piece, at_once
-
-if TYPE_CHECKING:
-    from mezzo.overflow import Changed, Overflow, Replay
 
 __all__ = ["take"]
 
@@ -70,7 +67,10 @@ def _finished(
 ) -> Step:
     """Do some pieces of work and all that ends a step, whole, whatever interrupts it."""
     # The host asks about the overflow only where it has to act on the answer.
-    where = _located(core.replay, judged) if core.replay is not None and overflowed() else None
+    where = None
+    if core.replay is not None and overflowed():
+        with torch.enable_grad():  # run the step's batches again
+            where = core.replay.locate(judged.shares[-1].scale)
     scales_before, inner = [scaler.remembering() for scaler in core.scalers], dict(core.inner_overflows)
     ended: list[tuple[StepOutcome, Callable[[], None]]] = []
 
@@ -88,7 +88,9 @@ def _finished(
         for group in groups:
             group.abandon()
 
-    stepping = [partial(_one, each) for each in schedulers] if schedulers and not overflowed() else []
+    stepping: list[Piece] = []
+    if schedulers and not overflowed():
+        stepping = [partial(list, (each,)) for each in schedulers]
     # From here on the step counts: what a closure has done is no longer undone, and an interrupt waits.
     core.writes.begin([*pieces, end, core.writes.end, *stepping], abandon, core.writes.undo.clear)
     core.writes.run()
@@ -101,12 +103,6 @@ def _finished(
     return Step(outcome, core.stats.check, where)
 
 
-def _located(replay: Replay, judged: Judged) -> Overflow | Changed | None:
-    """Run the step's batches again, and say where the overflow began."""
-    with torch.enable_grad():
-        return replay.locate(judged.shares[-1].scale)
-
-
 @torch.no_grad()
 def _give_up(core: Core, error: BaseException) -> None:
     """Finish what has begun before an error, or an interrupt, goes on; undo what can be undone."""
@@ -117,7 +113,3 @@ def _give_up(core: Core, error: BaseException) -> None:
     for group in core.groups:
         if group.window is not None:
             group.wide.give_back()  # users see the gradients of windows that are still open, and clear them
-
-
-def _one(call: Call) -> list[Call]:
-    return [call]

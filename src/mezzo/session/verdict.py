@@ -44,10 +44,6 @@ class Judged:
     shares: list[LossShare]
     losses: list[tuple[int, Tensor]]
 
-    def with_verdict(self, verdict: Verdict) -> Judged:
-        """Return the same gradients with another verdict."""
-        return self if verdict is self.verdict else replace(self, verdict=verdict)
-
 
 def check(
     groups: list[GradientGroup], optimizers: Iterable[Optimizer], device: torch.device, max_norm: float | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class GraphRun(PlainRun):
 
     def seen(self, judged: Judged) -> Judged:
         """Skip each step of a rehearsal, so that nothing is written."""
-        return judged.with_verdict(judged.verdict.skipped()) if self._rehearsing else judged
+        return replace(judged, verdict=judged.verdict.skipped()) if self._rehearsing else judged
 
     def refuse_capture(self, what: str) -> None:
         """Refuse a captured train step as part of another."""
