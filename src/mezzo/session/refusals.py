@@ -311,7 +311,10 @@ def check_numbers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _is_usable(name: str, value: Any) -> bool:
-    if isinstance(value, tuple | list):
+    kind = type(value)
+    if kind is bool or kind is int or value is None:
+        return True
+    if kind is tuple or kind is list:
         return all(_is_usable(name, each) for each in value)
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or value.numel() != 1 or not value.is_floating_point():

@@ -209,22 +209,24 @@ class LowWeights:
         self._num_groups = -1
         self._frozen: list[Tensor] = []
 
-    def check(self, gradients: Set[torch.dtype] = frozenset()) -> None:
+    def check(self, gradients: Set[torch.dtype] | None = None) -> None:
         """Look for such weights if a parameter group was added, or a frozen low-precision parameter trains by now.
 
         Args:
-            gradients: The dtypes of all gradients that a step is about to use. Low-precision ones, where the policy
-                stores FP32, are the only trace that ``model.half()`` leaves in mid-run.
+            gradients: The dtypes of all gradients that a step is about to use, where it asks. Low-precision ones, where
+                the policy stores FP32, are the only trace that ``model.half()`` leaves in mid-run.
 
         Raises:
             UnsupportedError: There are such weights.
         """
         if self._policy.master_weights:
             return
-        num_groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers)
-        low_gradients = self._policy.param_dtype == torch.float32 and not gradients.isdisjoint(LOW)
-        cast = low_gradients and not all(own and own.keeps_masters for own in map(as_one_pass, self._optimizers))
-        if num_groups == self._num_groups and not cast and not any(param.requires_grad for param in self._frozen):
+        if gradients is None:
+            if self._count() == self._num_groups and not any(param.requires_grad for param in self._frozen):
+                return
+        elif self._policy.param_dtype != torch.float32 or gradients.isdisjoint(LOW):
+            return
+        elif all(own is not None and own.keeps_masters for own in map(as_one_pass, self._optimizers)):
             return
         frozen: list[Tensor] = []
         for optimizer in self._optimizers:
@@ -236,7 +238,10 @@ class LowWeights:
             self._refuse_fp16_unscaling(optimizer, bare)
             if own is None and self._policy.param_dtype == torch.float32:
                 self._refuse_lost_updates(optimizer, [param for param, _ in training])
-        self._num_groups, self._frozen = num_groups, frozen
+        self._num_groups, self._frozen = self._count(), frozen
+
+    def _count(self) -> int:
+        return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
 
     def _refuse_fp16_unscaling(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         scale = self._policy.loss_scale

@@ -188,8 +188,8 @@ class EditWatch:
         """
         seen, self._seen = self._seen, []
         now = ((mark(leaf.grad), before) for leaf, before in seen if leaf.grad is not None)
-        written = any(address == kept and version > before for (version, address), (before, kept) in now)
-        if carrying and not self._told and written:
+        written = (address == kept and version > before for (version, address), (before, kept) in now)
+        if carrying and not self._told and any(written):
             self._told = True
             # No warning: multiplying all gradients, or averaging them over ranks, is right with a scale too.
             logger.info(
