@@ -23,7 +23,7 @@ MOST_CODE = {
     "recipes": 988,
     "report": 903,
     "scale": 583,
-    "session": 3_351,
+    "session": 3_358,
     "step": 2_121,
     "trace": 1_021,
     "the ground": 539,
