@@ -61,6 +61,20 @@ def test_a_micro_batch_that_leaves_a_parameter_alone_does_not_clear_it(policy):
     assert [p.tolist() for p in amp.master_params()] == [[-5.0, -5.0], [-1.0, -1.0]]
 
 
+@pytest.mark.parametrize("policy", [f"O0,{EVERY_STEP}", f"O2,emulate=true,{EVERY_STEP}"])
+def test_one_parameter_alone_is_cleared(policy):
+    """The others keep what was set aside of them."""
+    for clear in (lambda p: setattr(p, "grad", None), lambda p: p.grad.zero_()):
+        model = Weights(2, 3, 2)
+        amp = session(model, policy, num_losses=2)
+        for loss_id in (0, 1):
+            amp.backward(model.loss(1.0, 2.0, 4.0).float(), loss_id=loss_id)
+        clear(model.each[1])
+        amp.backward(model.loss(1.0, 2.0, 4.0).float(), loss_id=0)
+        amp.step()
+        assert [p.tolist() for p in amp.master_params()] == [[-3.0] * 2, [-2.0] * 3, [-12.0] * 2]
+
+
 def test_a_loss_that_leaves_a_parameter_alone_does_not_clear_it():
     model = Weights(2, 2)
     amp = session(model, num_losses=2)

@@ -224,9 +224,7 @@ class LowWeights:
         if gradients is None:
             if self._count() == self._num_groups and not any(param.requires_grad for param in self._frozen):
                 return
-        elif self._policy.param_dtype != torch.float32 or gradients.isdisjoint(LOW):
-            return
-        elif all(own is not None and own.keeps_masters for own in map(as_one_pass, self._optimizers)):
+        elif self._policy.param_dtype != torch.float32 or gradients.isdisjoint(LOW) or self._keep_halves():
             return
         frozen: list[Tensor] = []
         for optimizer in self._optimizers:
@@ -239,6 +237,10 @@ class LowWeights:
             if own is None and self._policy.param_dtype == torch.float32:
                 self._refuse_lost_updates(optimizer, [param for param, _ in training])
         self._num_groups, self._frozen = self._count(), frozen
+
+    def _keep_halves(self) -> bool:
+        """Whether the optimizers keep the FP32 values of all their low-precision parameters themselves."""
+        return all(own is not None and own.keeps_masters for own in map(as_one_pass, self._optimizers))
 
     def _count(self) -> int:
         return sum(len(optimizer.param_groups) for optimizer in self._optimizers)

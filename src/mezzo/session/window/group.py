@@ -161,14 +161,14 @@ class GradientGroup:
         if window is None:
             return
         window.require_unchanged()
-        cleared, edited = [], []
+        cleared, edited = set[Tensor](), list[Tensor]()
         for param, leaf in self.with_leaves() if window.new_gradients else ():
             noted, gradient = window.new_gradients.get(param), leaf.grad
             if noted is None or (gradient is noted[0] and mark(gradient) == noted[1]):
                 continue
             size = 0 if gradient is None else torch.linalg.vector_norm(dense([leaf])[0], float("inf"))
             if size == 0:
-                cleared.append(param)
+                cleared.add(param)
             elif param in window.unscaled_sums and size < float("inf"):  # a step with any other is skipped
                 edited.append(leaf)
         if edited:
