@@ -12,14 +12,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 520,
-    "cast": 2_293,
+    "cast": 2_289,
     "cli": 892,
     "explanation": 1_086,
     "integrations": 50,
     "numerics": 3_205,
     "optim": 1_259,
     "overflow": 825,
-    "policy": 1_030,
+    "policy": 1_025,
     "recipes": 988,
     "report": 903,
     "scale": 583,

@@ -313,8 +313,7 @@ def _draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 EMULATED: Final[dict[str, Callable[..., Any]]] = {
     "linear": _linear,
     "matmul": _matmul,
-    "mm": _mm,
-    "bmm": _mm,
+    **dict.fromkeys(("mm", "bmm"), _mm),
     "mv": _mv,
     "convolution": _any_convolution,
     **{f"conv{dims}d": _convolution(dims) for dims in (1, 2, 3)},

@@ -10,21 +10,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mezzo.tensors import mark
+
 __all__ = ["WeightCasts", "is_further_use"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    param: nn.Parameter
-    version: int
-    address: int
-    alias: Tensor  # while it is held, nothing else can be given this address
+    param: nn.Parameter  # while it and the alias are held, nothing else can be given this id and this address
+    alias: Tensor
+    mark: tuple[int, int]
     cast: Tensor
     region: int  # the number of the outermost region it was made in
-
-    def is_current(self) -> bool:
-        param = self.param
-        return self.version == param._version and self.address == param.data_ptr()
 
 
 class _FurtherUse(torch.autograd.Function):
@@ -125,10 +122,10 @@ class WeightCasts:
         trains = with_gradients and param.requires_grad
         key = (id(param), dtype, with_gradients, trains)
         found = self._casts.get(key)
-        serves = found is not None and (self._kept or found.region == self._regions) and found.is_current()
+        serves = found is not None and (self._kept or found.region == self._regions) and found.mark == mark(param)
         if found is None or not serves:
             alias, made = param.detach(), param.to(dtype)
-            self._casts[key] = _Cast(param, param._version, param.data_ptr(), alias, made, self._regions)
+            self._casts[key] = _Cast(param, alias, mark(param), made, self._regions)
             return made
         return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
 

@@ -21,13 +21,8 @@ __all__ = ["callables", "functions", "is_in_place", "matching", "out_of_place", 
 
 # Where a user finds functions, with the prefix that the op's base name has for each place.
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
-    ("", torch),
-    ("", functional),
-    ("", torch._C._nn),
-    ("", torch.Tensor),
-    ("linalg_", torch.linalg),
-    ("fft_", torch.fft),
-    ("", torch.special),
+    *(("", place) for place in (torch, functional, torch._C._nn, torch.Tensor)),
+    *(("linalg_", torch.linalg), ("fft_", torch.fft), ("", torch.special)),
 )
 # How names begin, the longer first, and the prefix of the base name; None for the classes of torch.nn.
 _PREFIXES: Final[tuple[tuple[str, str | None], ...]] = (
