@@ -1,5 +1,6 @@
 """What an explanation comes to: shares of FLOPs and bytes, round trips and what saves them, against counts."""
 
+import collections
 import re
 import sys
 
@@ -245,6 +246,19 @@ def test_emulation_moves_no_bytes_of_its_own():
     assert sum(share in point for point in native.answer.points) == 1
 
 
+def test_the_cheap_end_of_a_table_is_added_up():
+    """Twelve layers of other names and widths: eight rows are shown, and the others' share is that of their casts."""
+    widths = [8 * (number + 1) for number in range(12)]
+    layers = {f"of_{a}": nn.Linear(a, b) for a, b in zip(widths, [*widths[1:], 8], strict=True)}
+    model = nn.Sequential(collections.OrderedDict(layers))
+    explanation = explain(model, torch.randn(2, 8), BF16)
+    own = sorted((cast.num_bytes for cast in explanation.casts if cast.by != "emulation"), reverse=True)
+    share = 100 * sum(own[8:]) / explanation.moved_bytes
+    assert f"  and {len(own) - 8} more rows, {share:.3g} % together\n" in str(explanation)
+    changed = table.plain(table.difference_renderables(explanation, explain(model, torch.randn(2, 8), "O0")))
+    assert f"  and {len(own) - 8} more rows, which differ by less" in changed
+
+
 # Two policies -------------------------------------------------------------------------------------------
 
 
@@ -262,7 +276,7 @@ def test_what_a_second_policy_changes():
     rows = [line.split() for line in text.splitlines() if line.split()[:2] == ["blocks.{0..2}", "×3"]]
     assert ["blocks.{0..2}", "×3", "softmax", "BF16", "→", "FP32", "BF16"] in rows
     assert ["blocks.{0..2}", "×3", "dropout", "FP32", "BF16"] in rows
-    assert ["blocks.{0..2}", "×3", "activation,", "forward", "1.5", "KiB", "0", "B"] in rows
+    assert ["blocks.{0..2}", "×3", "activation,", "forward", "4.5", "KiB", "0", "B"] in rows
 
 
 # The page -----------------------------------------------------------------------------------------------

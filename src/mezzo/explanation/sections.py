@@ -261,8 +261,11 @@ def _changed_casts(first: Explained, second: Explained, heads: tuple[str, ...]) 
         for cast in explained.casts:
             if cast.by != "emulation":
                 sizes.setdefault((cast.module, f"{cast.what}, {cast.phase}"), [0, 0])[side] += cast.num_bytes
-    changes = [Change(path, what, *map(byte_text, both)) for (path, what), both in sizes.items() if both[0] != both[1]]
-    folds = folded(changes, lambda change: change.path, lambda change: change)
-    # Folded rows cost the same each, so that one of them speaks for all.
-    cells = [(f"{_where(fold)} {fold.rows[0].op}", fold.rows[0].this, fold.rows[0].other) for fold in folds]
-    yield from _section("what casts read and write, each", heads, cells)
+    changed = [key for key, both in sizes.items() if both[0] != both[1]]
+    folds = folded(changed, lambda key: key[0], lambda key: key[1])
+    sums = [(fold, [sum(sizes[key][side] for key in fold.rows) for side in (0, 1)]) for fold in folds]
+    sums.sort(key=lambda each: -abs(each[1][0] - each[1][1]))
+    num_shown = len(sums) if len(sums) <= _MOST_ROWS + 1 else _MOST_ROWS
+    cells = ((f"{_where(fold)} {fold.rows[0][1]}", *map(byte_text, both)) for fold, both in sums[:num_shown])
+    rest = f"and {len(sums) - num_shown} more rows, which differ by less" if len(sums) > num_shown else ""
+    yield from _section("what casts read and write", heads, cells, rest)
