@@ -70,10 +70,10 @@ class _CppNorms:
     """Pass 1 for gradients of certain dtypes and lengths, wherever they lie."""
 
     def __init__(self, dtypes: Sequence[torch.dtype], lengths: Sequence[int]) -> None:
-        self.lengths = as_table(lengths)
+        self.lengths, kinds = as_table(lengths), list(zip(dtypes, lengths, strict=True))
         self.launches = [
-            (_kernel(norm_source(dtype)), cut, cut[:, 0].long(), int(self.lengths[places].sum()))
-            for dtype, places, cut in by_dtype(list(zip(dtypes, lengths, strict=True)), CHUNK)
+            (_kernel(norm_source(dtype)), cut, cut[:, 0].long(), sum(length for kind, length in kinds if kind == dtype))
+            for dtype, _, cut in by_dtype(kinds, CHUNK)
             if len(cut)
         ]
 
