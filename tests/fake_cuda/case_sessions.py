@@ -21,6 +21,8 @@ POLICIES = {
     "O3 fp16": "O3,dtype=float16",
     "O3 bf16": "O3,dtype=bfloat16",
 }
+#: With options that few runs have.
+RARE = {"O1 fp16, skips counted": "O1,dtype=float16,loss_scale=dynamic(skip_rate_limit=0.5)"}
 OPTIMIZERS = {
     "fused AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, fused=True),
     "fused SGD": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
@@ -59,20 +61,23 @@ class Trained:
         losses = 2 if way == "two losses" else 1
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.amp = mezzo.MixedPrecision(
-            self.model, self.optimizer, POLICIES[policy], max_grad_norm=1.0,
+            self.model, self.optimizer, {**POLICIES, **RARE}[policy], max_grad_norm=1.0,
             num_losses=losses, restore_buffers=way == "buffers restored",
         )  # fmt: skip
 
     def step(self):
         amp = self.amp
-        self.backward(0)
-        if self.way in ("accumulated", "two losses"):
-            self.backward(self.way == "two losses")
+        self.backward_all()
         if self.way == "unscaled":
             amp.unscale_()
         step = amp.step()
         amp.zero_grad()
         return step
+
+    def backward_all(self):
+        self.backward(0)
+        if self.way in ("accumulated", "two losses"):
+            self.backward(self.way == "two losses")
 
     def backward(self, loss_id):
         with self.amp.autocast():

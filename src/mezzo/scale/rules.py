@@ -16,7 +16,17 @@ from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, allowed_skips, as_float32
 from mezzo.scale.state import ScaleState
 
-__all__ = ["LossScale", "ScaleState", "collapsed", "fitted", "held", "next_scale", "next_scale_on_host"]
+__all__ = [
+    "LossScale",
+    "ScaleState",
+    "collapsed",
+    "fitted",
+    "held",
+    "next_numbers",
+    "next_scale",
+    "next_scale_on_host",
+    "shifted",
+]
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
@@ -71,16 +81,34 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
     found = found_inf.to(torch.bool)
     if config.mode == "constant":
         return dataclasses.replace(state, floor_overflows=(state.floor_overflows + 1) * found)
+    window = shifted(state.window, found, config)
+    skipped = window.sum() if window.numel() else None
+    backs_off, *after = next_numbers(state.tensors()[:4], found, skipped, config)
+    return ScaleState.of(*after, window if skipped is None else window.masked_fill(backs_off, False))
 
-    window = fitted(state.window, config)
-    is_frequent: Tensor | None = None
-    if config.skip_rate_limit is not None:
-        window = torch.cat((window[1:], found.reshape(1)))
-        is_frequent = window.sum() > allowed_skips(config.skip_rate_limit, config.interval)
-    backs_off, scale, *counts = _moved((state.scale.double(), *state.tensors()[1:4]), found, is_frequent, config)
-    if config.skip_rate_limit is not None:
-        window = window.masked_fill(backs_off, False)
-    return ScaleState.of(scale.float(), *counts, window)
+
+def next_numbers(numbers: Sequence[Tensor], found: Tensor, skipped: Tensor | None, config: LossScale) -> list[Tensor]:
+    """Return whether a scale backs off, and then its numbers after a step: the rule on the device, without the window.
+
+    Args:
+        numbers: Of the state before: all of its tensors but the window, in their order.
+        found: 0-d bool: whether this step overflowed.
+        skipped: 0-d int64: how many of the last steps were skipped, this one included, where the rules count them.
+        config: The rules; not those of mode ``"none"``.
+    """
+    scale, clean_steps, budget, floor_overflows = numbers
+    if config.mode == "constant":
+        return [found, scale, clean_steps, budget, (floor_overflows + 1) * found]
+    allowed = 0 if config.skip_rate_limit is None else allowed_skips(config.skip_rate_limit, config.interval)
+    is_frequent = None if skipped is None else skipped >= allowed + 1
+    backs_off, scale, *counts = _moved((scale.double(), *numbers[1:]), found, is_frequent, config)
+    return [backs_off, scale.float(), *counts]
+
+
+def shifted(window: Tensor, found: Tensor, config: LossScale) -> Tensor:
+    """Return a state's window with this step in it, as long as the rules ask for; empty where they count no steps."""
+    window = fitted(window, config)
+    return torch.cat((window[1:], found.reshape(1))) if window.numel() else window
 
 
 def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) -> ScaleState:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.rules import fitted, held, next_scale, next_scale_on_host
+from mezzo.scale.rules import fitted, held, next_numbers, next_scale, next_scale_on_host, shifted
 from mezzo.scale.state import ScaleState
 from mezzo.tensors import LOW, moved
 
-__all__ = ["Scaler"]
+__all__ = ["Scaler", "moved_on"]
 
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]
 Compute: TypeAlias = Callable[[Pure, tuple[Hashable, ...], Sequence[Tensor]], Sequence[Tensor]]
@@ -90,17 +90,17 @@ class Scaler:
         """
         if self.config.mode == "none":
             return
-        known = _on_host if self.state.scale.device.type == "cpu" and not self.in_graph else _as_it_is
+        known = _as_it_is if self._is_on_device else _on_host
         no = torch.zeros_like(found_inf) if hold is None else hold
         if made_with is None:
             made_with = self.state.scale
-        is_newest, has_window = made_with is self.state.scale, self.state.window.numel() or self.config.skip_rate_limit
-        if is_newest and known is _as_it_is and not has_window:
-            self._move_on(found_inf, no)
+        if known is _as_it_is and self.moves_at_once(made_with):
+            numbers, window = self.numbers(found_inf)
+            self.move(self._compute(moved_on, (self.config,), [found_inf, no, *numbers]), no, window)
             return
         back = known(no)
         overflowed, last = known(found_inf) & ~back, self._last
-        if is_newest:
+        if made_with is self.state.scale:
             self._judge(_Judged(self.state, overflowed, back), back)
         elif last is not None and made_with is last.before.scale:
             overflowed, back = last.overflowed | overflowed, last.held | back
@@ -109,12 +109,47 @@ class Scaler:
             overflowed = overflowed & (known(self.state.scale) >= known(made_with))
             self._judge(_Judged(self.state, overflowed, known(torch.zeros_like(found_inf))), ~overflowed)
 
-    def _move_on(self, found_inf: Tensor, hold: Tensor) -> None:
-        """Follow the rules on a device, in one launch where it can be."""
-        before = self.state
-        overflowed, *after = self._compute(_moved_on, (self.config,), [*before.tensors()[:4], found_inf, hold])
-        self._last = _Judged(before, overflowed, hold)
-        self.state = ScaleState.of(*after, before.window)
+    @property
+    def _is_on_device(self) -> bool:
+        return self.in_graph or self.state.scale.device.type != "cpu"
+
+    @property
+    def counts_skips(self) -> bool:
+        """Whether the rules ask how many of the last steps were skipped."""
+        return self.config.skip_rate_limit is not None
+
+    def moves_at_once(self, made_with: Tensor) -> bool:
+        """Whether :func:`moved_on` says where a step's gradients move the scale, and :meth:`update` no more than that.
+
+        Args:
+            made_with: The scale that they carried.
+        """
+        is_known = self.config.mode != "none" and (self.counts_skips or not self.state.window.numel())
+        return is_known and self._is_on_device and made_with is self.state.scale
+
+    def numbers(self, found_inf: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return what :func:`moved_on` takes of the state, and the state's window with this step in it.
+
+        Args:
+            found_inf: 0-d bool: whether gradients were not finite.
+        """
+        window = shifted(self.state.window, found_inf, self.config)
+        return [*self.state.tensors()[:4], *([window.sum()] if window.numel() else [])], window
+
+    def move(self, moved: Sequence[Tensor], hold: Tensor, window: Tensor) -> None:
+        """Move to the next state.
+
+        Args:
+            moved: Of :func:`moved_on`.
+            hold: What it was given.
+            window: Of :meth:`numbers`.
+        """
+        overflowed, *after = moved
+        self._last = _Judged(self.state, overflowed, hold)
+        if window.numel():
+            kept, backs_off = fitted(self.state.window, self.config), after.pop()
+            window = torch.where(hold, kept, window.masked_fill(backs_off, False))
+        self.state = ScaleState.of(*after, window)
 
     def _judge(self, judged: _Judged, stays: Any) -> None:
         """Follow the rules from the state before, or stay there."""
@@ -184,13 +219,19 @@ class Scaler:
         self.hold(ScaleState.from_state_dict(state, device=self.state.scale.device), in_graph=False)
 
 
-def _moved_on(config: LossScale, *numbers: Tensor) -> tuple[Tensor, ...]:
-    """Return whether gradients overflowed, and the numbers of the next state, which are none of those before."""
-    *state, found_inf, hold = numbers
-    before = ScaleState.of(*state, state[0].new_empty(0, dtype=torch.bool))
-    overflowed = found_inf & ~hold
-    after = held(before, next_scale(before, overflowed, config), hold)
-    return overflowed, *after.tensors()[:4]
+def moved_on(config: LossScale, found_inf: Tensor, hold: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Return whether gradients overflowed, the next state's numbers as new tensors, and whether a window starts over.
+
+    Args:
+        config: The rules.
+        found_inf: 0-d bool: whether gradients were not finite.
+        hold: 0-d bool: they do not count, whatever was found.
+        *numbers: Of :meth:`Scaler.numbers`.
+    """
+    overflowed, before, skipped = found_inf & ~hold, numbers[:4], numbers[4] if numbers[4:] else None
+    backs_off, *after = next_numbers(before, overflowed, skipped, config)
+    moved = [torch.where(hold, old, new) for old, new in zip(before, after, strict=True)]
+    return overflowed, *moved, *([] if skipped is None else [backs_off])
 
 
 def _on_host(tensor: Tensor) -> Any:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import reduce
+from itertools import islice
+from operator import or_
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mezzo.scale import ScaleState
-from mezzo.scale.scaler import Scaler
+from mezzo.scale.scaler import Scaler, moved_on
 from mezzo.session.verdict import Judged
 from mezzo.session.window.window import LossShare
 from mezzo.step.executors.choose import shared
@@ -114,29 +117,87 @@ def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, T
         inner_overflows: Whether gradients that a loss was computed from had overflowed, by loss.
     """
     device = judged.verdict.found_inf.device
-    failures, before, after = [], [], {}
-    for loss_id, verdicts in _by_loss(judged.shares).items():
+    parts = []
+    by_loss = _by_loss(judged.shares)
+    for loss_id, verdicts in by_loss.items():
         scaler = scalers[loss_id]
         losses = [loss for number, loss in judged.losses if number == loss_id or not scaler.keeps_apart]
-        loss, inner = _one_of(losses, device), inner_overflows.get(loss_id)
-        # One scale is updated once, however many optimizers stepped with its gradients; several if the loss was
-        # backpropagated with the scale of an earlier step as well.
-        for scale, flags in verdicts:
-            told = [_any(flags)] if inner is None else [_any(flags), inner]
-            failed, found, hold = shared(_told, (), [loss, *told])
-            scaler.update(found, made_with=scale, hold=hold)
-        failures.append(failed)
-        # A graph writes the next scale into the memory of this one.
-        before.append(scale.clone() if scaler.in_graph else scale)
-        after[loss_id] = scaler.state
+        parts.append(_Part(scaler, _one_of(losses, device), inner_overflows.get(loss_id), list(verdicts)))
+    is_simple = device.type != "cpu" and all(part.is_simple for part in parts)
+    failed, before, after = _together(parts) if is_simple else _in_turn(parts)
     return StepOutcome(
         verdict=judged.verdict,
         params=judged.params,
-        scale=_one_or_all(before),
-        next_scale=_one_or_all([state.scale for state in after.values()]),
-        after=after,
-        loss_failed=_any(failures),
+        scale=before,
+        next_scale=after,
+        after=dict(zip(by_loss, [part.scaler.state for part in parts], strict=True)),
+        loss_failed=failed,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What a step tells one loss scale.
+
+    Attributes:
+        scaler: The scale.
+        loss: 0-d, finite where its losses are.
+        inner: 0-d bool: whether gradients that the loss was computed from had overflowed; ``None`` without such.
+        verdicts: The scales that its gradients carried, each with what was found of them. One scale is updated once,
+            however many optimizers stepped with its gradients; several if the loss was backpropagated with the scale
+            of an earlier step as well.
+    """
+
+    scaler: Scaler
+    loss: Tensor
+    inner: Tensor | None
+    verdicts: list[tuple[Tensor, list[Tensor]]]
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether one function of a few numbers says all; a window of skipped steps is told of this one before."""
+        (scale, flags), *others = self.verdicts
+        is_known = len(flags) == 1 and self.inner is None
+        return not others and self.scaler.moves_at_once(scale) and (is_known or not self.scaler.counts_skips)
+
+
+_Found: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+def _in_turn(parts: list[_Part]) -> _Found:
+    """Move scales one after the other: whether a loss failed, and their values before and after."""
+    failures, before, after = [], [], []
+    for part in parts:
+        for scale, flags in part.verdicts:
+            told = [_any(flags)] if part.inner is None else [_any(flags), part.inner]
+            failed, found, hold = shared(_told, (), [part.loss, *told])
+            part.scaler.update(found, made_with=scale, hold=hold)
+        failures.append(failed)
+        # A graph writes the next scale into the memory of this one.
+        before.append(scale.clone() if part.scaler.in_graph else scale)
+        after.append(part.scaler.state.scale)
+    return _any(failures), _one_or_all(before), _one_or_all(after)
+
+
+def _together(parts: list[_Part]) -> _Found:
+    """Do the same on a device that is not the host: in one launch where kernels can be written."""
+    kinds, tensors, windows = [], list[Tensor](), []
+    for part in parts:
+        ((_, flags),) = part.verdicts
+        inner = [] if part.inner is None else [part.inner]
+        numbers, window = part.scaler.numbers(flags[0])
+        kinds.append((part.scaler.config, len(flags), len(inner), len(numbers)))
+        windows.append(window)
+        tensors += [part.loss, *flags, *inner, *numbers]
+    scaler, scale = parts[0].scaler, parts[0].verdicts[0][0]
+    before = scale.clone() if scaler.in_graph and len(parts) == 1 else scale
+    found = iter(shared(_adapted, tuple(kinds), tensors))
+    failed = next(found)
+    for part, kind, window in zip(parts, kinds, windows, strict=True):
+        hold, *moved = islice(found, kind[-1] + 2)
+        part.scaler.move(moved, hold, window)
+    before, after = [*found] or (before, scaler.state.scale)
+    return failed, before, after
 
 
 def _by_loss(shares: Iterable[LossShare]) -> dict[int, Collection[tuple[Tensor, list[Tensor]]]]:
@@ -164,6 +225,29 @@ def _one_of(losses: list[Tensor], device: torch.device) -> Tensor:
     dtype = torch.float64 if any(loss.dtype == torch.float64 for loss in losses) else torch.float32
     there = [moved(loss.reshape(()), device, dtype) for loss in losses]
     return (torch.stack(there) * 0).sum()
+
+
+def _adapted(*given: Any) -> tuple[Tensor, ...]:
+    """Return whether a loss failed; of each scale what holds it, and :func:`moved_on`; of several all before and after.
+
+    Args:
+        *given: Of each scale: the rules, and how many flags, inner flags and numbers there are of it. Then, scale by
+            scale, its loss, these flags and these numbers.
+    """
+    kinds = [each for each in given if not isinstance(each, Tensor)]
+    rest = iter(given[len(kinds) :])
+    failures, results, before, after = [], list[Tensor](), [], []
+    for config, num_flags, num_inner, num_numbers in kinds:
+        loss, *flags = islice(rest, 1 + num_flags)
+        failed, found, hold = _told(loss, reduce(or_, flags), *islice(rest, num_inner))
+        numbers = list(islice(rest, num_numbers))
+        moved = moved_on(config, found, hold, *numbers)
+        failures.append(failed)
+        results += [hold, *moved]
+        before.append(numbers[0])
+        after.append(moved[1])
+    several = [torch.stack(before), torch.stack(after)] if len(kinds) > 1 else []
+    return reduce(or_, failures), *results, *several
 
 
 def _told(loss: Tensor, found_inf: Tensor, inner: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from mezzo.scale import LossScale, scaler
-from mezzo.session import scale, stats
+from mezzo.session import scale, stats, update
+from mezzo.session.window import group
 from mezzo.step import passes
 from mezzo.step.executors.emit import update_name
 from mezzo.step.executors.triton import launch, shared
@@ -133,8 +134,11 @@ SHARED = {
     "adamw's numbers": (launch._scalars, (rule("adamw"),), [I64, *[F64] * 5], 48),
     "verdict": (passes.decided, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
     "counts": (passes.counted, (), [FLAG, I64, I64], 24),
-    "next scale": (scaler._moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, FLAG, FLAG], 32),
+    "next scale": (scaler.moved_on, (LOSS_SCALE,), [FLAG, FLAG, F32, I64, I64, I64], 32),
     "loss": (scale._told, (), [F32, FLAG], 24),
+    "two scales": (scale._adapted, ((LOSS_SCALE, 1, 0, 4),) * 2, [F32, FLAG, F32, I64, I64, I64] * 2, 64),
+    "verdict on one loss of several": (group._judged, (), [(FP32, 1), F32], 80),
+    "verdict for a fused optimizer": (update._as_fused, (), [FLAG, F32], 24),
     "account": (stats.account, (), [FLAG, FLAG, F32, I64], 24),
 }
 POINTERS = {FP32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*u1"}

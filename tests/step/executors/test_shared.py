@@ -1,6 +1,7 @@
 """A step's few shared numbers in one launch: Triton's interpreter against the functions themselves, bit for bit."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -74,13 +75,46 @@ def test_the_next_scale(interpreted, launched, config):
     state = [start.scale, start.clean_steps, start.budget, start.floor_overflows]
     outcomes = "......X.XhXX....XXXhXXX..." + "." * 60
     for mark in outcomes:
-        tensors = [*state, torch.tensor(mark in "Xh"), torch.tensor(mark == "h")]
-        expected = scaler._moved_on(config, *tensors)
-        same(compute(scaler._moved_on, (config,), tensors), expected)
+        tensors = [torch.tensor(mark in "Xh"), torch.tensor(mark == "h"), *state]
+        expected = scaler.moved_on(config, *tensors)
+        same(compute(scaler.moved_on, (config,), tensors), expected)
         state = expected[1:]
     assert launched == ["moved_on"] * len(outcomes)
 
 
+def test_the_next_scale_where_skipped_steps_are_counted(interpreted, launched):
+    config = LossScale.dynamic(init=1024, interval=4, hysteresis=9, skip_rate_limit=0.5)
+    compute, start = programs.Shared(), config.start()
+    for found, held, skipped in product((False, True), (False, True), range(5)):
+        flags = [torch.tensor(found), torch.tensor(held)]
+        tensors = [*flags, start.scale, start.clean_steps, start.budget, start.floor_overflows, torch.tensor(skipped)]
+        expected = scaler.moved_on(config, *tensors)
+        same(compute(scaler.moved_on, (config,), tensors), expected)
+        assert bool(expected[-1]) == (found and not held and skipped > 2)
+    assert {*launched} == {"moved_on"}
+
+
+def test_the_scales_of_two_losses_move_in_one_launch(interpreted, launched):
+    config = LossScale.dynamic(init=1024, interval=2)
+    states = [[t(1024.0), t(1), t(1), t(0)], [t(8.0), t(0), t(1), t(2)]]
+    kinds = ((config, 1, 0, 4), (config, 2, 1, 4))
+    compute = programs.Shared()
+    for loss, *flags in product((1.0, math.inf), *[(False, True)] * 4):
+        one, *others = map(t, flags)
+        tensors = [t(loss), one, *states[0], t(2.0), *others, *states[1]]
+        failed, *found = compute(scale._adapted, kinds, tensors)
+        same([failed, *found], scale._adapted(*kinds, *tensors))
+        assert bool(failed) == math.isinf(loss)
+        holds, nexts = (found[0], found[6]), (found[2], found[8])
+        assert [bool(hold) for hold in holds] == [math.isinf(loss) and flags[0], False]
+        expected = [1024.0 if hold else 512.0 if flag else 2048.0 for hold, flag in [(holds[0], flags[0])]]
+        expected.append(4.0 if any(flags[1:]) else 8.0)
+        assert [each.item() for each in nexts] == expected
+        assert [each.tolist() for each in found[-2:]] == [[1024.0, 8.0], expected]
+    assert {*launched} == {"adapted"}
+
+
+t = torch.tensor
 NORMS = [[3.0, 4.0], [0.0], [1e30, math.inf], [math.nan, 1.0], [1e20, 1e20]]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import setitem
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +14,13 @@ from mezzo.errors import StateError, some_of
 from mezzo.optim.masters import MasterWeights
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
-from mezzo.session.window.wide import WideGradients, added
+from mezzo.session.window.sums import batches, unscaled
+from mezzo.session.window.wide import WideGradients
 from mezzo.session.window.window import CarriedScale, LossShare, Window
+from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import Stale, dense, is_left, left_over, mark, multiplications, norms
 from mezzo.step.passes import judge
 from mezzo.step.whole import Call, at_once
-from mezzo.tensors import moved
 
 __all__ = ["GradientGroup", "grouped"]
 
@@ -190,15 +190,11 @@ class GradientGroup:
         params = self._with_gradients()
         factor, share = self._share(window, dense(params))
         window.settled += share  # first: after an interrupt the rest gets a share of its own
-        for param in params:
-            gradient: Any = param.grad
-            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            if factor is not None:
-                wide = wide * moved(factor, wide.device)
-            before = window.unscaled_sums.get(param)
-            # The sum and the emptied .grad change together: an interrupt would lose the gradient, or count it twice.
-            total = wide if before is None else added(before, wide)
-            at_once(partial(setitem, window.unscaled_sums, param, total), partial(setattr, param, "grad", None))
+        for together in batches(params):
+            totals = unscaled([param.grad for param in together], factor, list(map(window.unscaled_sums.get, together)))
+            # A sum and the emptied .grad change together: an interrupt would lose the gradient, or count it twice.
+            for param, total in zip(together, totals, strict=True):
+                at_once(partial(setitem, window.unscaled_sums, param, total), partial(setattr, param, "grad", None))
         window.carried = None
 
     def _share(self, window: Window, gradients: list[Tensor]) -> tuple[Tensor | None, list[LossShare]]:
@@ -206,12 +202,11 @@ class GradientGroup:
         carried = window.carried
         if carried is None:
             return None, []
-        over_scale = inverse(carried.scale)
-        share = []
-        if gradients:
-            found = judge(norms(gradients, carried.scale.device), over_scale).found_inf
-            share = [LossShare(loss_id=carried.loss_id, scale=carried.scale, found_inf=found)]
-        return None if carried.is_one else over_scale, share
+        if not gradients:
+            return None if carried.is_one else inverse(carried.scale), []
+        over_scale, found = shared(_judged, (), [norms(gradients, carried.scale.device), carried.scale])
+        share = LossShare(loss_id=carried.loss_id, scale=carried.scale, found_inf=found)
+        return None if carried.is_one else over_scale, [share]
 
     # Before a step --------------------------------------------------------------------------------------
 
@@ -331,3 +326,9 @@ def grouped(
             write="add_param_group with parameters of no other optimizer; or O1, which needs no masters",
         )
     return groups
+
+
+def _judged(norms: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inverse of a scale that gradients of these norms carry, and whether they overflowed."""
+    over_scale = inverse(scale)
+    return over_scale, judge(norms, over_scale).found_inf
