@@ -656,6 +656,7 @@ def test_the_frozen_weight_of_torchs_is_seen_before_and_after_it_freezes():
                 optimizer.zero_grad()
                 recorder.step()
         lost = recorder.swallowed()
+        assert {recorder.evidence.tensors(kind)[0].dtype for kind in ("weights", "updates")} == {str(dtype)[6:]}
         if dtype == torch.bfloat16:
             assert torch.equal(model.weight.detach(), torch.ones(4, 4, dtype=dtype))
             assert (lost.updated, lost.share_unmoved) == (0, 1.0)

@@ -40,7 +40,7 @@ class WeightWatch:
     ) -> None:
         self._subject, self._kinds, self._formats = subject, frozenset(kinds), formats
         self._tally, self._places = tally, places
-        self._before: dict[Tensor, Tensor] = {}
+        self._before: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
         self._gradients: dict[Tensor, Tensor] = {}
         self._has_gradients = False
 
@@ -63,7 +63,7 @@ class WeightWatch:
             if "weights" in self._kinds:
                 self._put("weights", param, value.dtype, self._tally.count(value))
             if "updates" in self._kinds:
-                self._before[param] = value.to(torch.float32, copy=True)
+                self._before[param] = value.to(torch.float32, copy=True), value.dtype
 
     def forget(self) -> None:
         """Let go of the copies of a step that was another model's."""
@@ -94,10 +94,10 @@ class WeightWatch:
     def after(self, kept: Mapping[Tensor, Keeper]) -> None:
         """Count the updates of the weights that were copied, and let go of the copies."""
         moves = []
-        for param, before in self._before.items():
+        for param, (before, dtype) in self._before.items():
             update = _value(param, kept).float() - before
             row = self._tally.count(update)
-            self._put("updates", param, before.dtype, row)
+            self._put("updates", param, dtype, row)
             gradient = self._gradients.pop(param, None)
             if gradient is not None:
                 is_alike = gradient.shape == update.shape and gradient.layout == torch.strided
