@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, StateError, UnsupportedError
 from mezzo.numerics import Tuned, tune
+from mezzo.numerics.tuning import shadow
+from mezzo.numerics.tuning.dropout import SameDropout
 from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("emulating")
@@ -211,7 +214,11 @@ def test_where_a_loss_scale_is_enough_it_is_the_answer():
 
 
 def test_scales_beyond_what_sessions_use_are_allowed_by_the_policy():
-    for factor, above in ((1e-9, True), (1e7, False)):  # in float32, as a loss in float16 would be flushed itself
+    for factor, above in (
+        (1e-9, True),
+        (1e-14, True),
+        (1e7, False),
+    ):  # in float32, as a loss in float16 would be flushed itself
         found = tuned(net(), loss_fn=lambda model, batch, f=factor: model(batch[0]).float().tanh().mean() * f)
         scale = found.policy.loss_scale
         assert pins(found) == set()
@@ -332,6 +339,27 @@ def test_dropout_is_the_same_in_every_trial():
     model.plant = nn.Dropout(0.5)
     found = tuned(model)
     assert pins(found) == set()
+    assert found.evidence.result.sqnr_db > 40
+
+
+def test_dropout_as_it_is_drawn_beside_a_gpu(monkeypatch):
+    """There its masks are drawn in FP32, in checkpoints and torch's own layers too, and none in fused attention."""
+    monkeypatch.setattr(shadow, "nullcontext", SameDropout)
+
+    class Dropping(nn.Module):
+        """Dropout in a checkpoint, and all that torch's encoder layer has."""
+
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
+            self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.2, batch_first=True)
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False) + self.layer(x[None])[0]
+
+    torch.manual_seed(0)
+    found = tuned(Net(nn.Sequential(Dropping(), Plant(PLANTS["exp of large logits"][0]))))
+    assert pins(found) == {"exp@plant.1"}
     assert found.evidence.result.sqnr_db > 40
 
 

@@ -1,13 +1,18 @@
-"""Parts of tuning: the bisection against trying every subset, ratios against NumPy, rules against lists of ops."""
+"""Parts of tuning: the bisection against trying every subset, ratios against NumPy, rules against lists, dropout."""
 
 import itertools
 import math
 import random
+from contextlib import nullcontext
 
 import numpy
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+import mezzo
+from mezzo.numerics.tuning.dropout import SameDropout
 from mezzo.numerics.tuning.measures import cosine, sqnr, together
 from mezzo.numerics.tuning.pins import all_low, before, pinned, pins
 from mezzo.numerics.tuning.search import smallest
@@ -127,3 +132,54 @@ def test_paths_that_a_policy_cannot_write_are_matched_all_the_same():
     policy = before(base, pins(base, [running[0], running[2]], running))
     assert str(policy).endswith("fp32=sum@heads.a?b+linear@x?0?,low=sum")
     assert Policy.parse(str(policy)) == policy
+
+
+def test_dropout_drops_the_same_elements_in_every_dtype():
+    x = torch.ones(64, 64)
+    calls = [
+        lambda x: functional.dropout(x, 0.25),
+        lambda x: functional.dropout(x.clone(), p=0.25, inplace=True),
+        lambda x: torch.dropout(x, 0.25, True),
+        lambda x: torch.dropout(x, p=0.25, train=True),
+        torch.nn.Dropout(0.25),
+    ]
+    for call in calls:
+        results = []
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            torch.manual_seed(3)
+            with SameDropout(), mezzo.autocast("O1,dtype=bfloat16"):
+                results.append(call(x.to(dtype)))
+        assert [each.dtype for each in results] == [torch.float32, torch.float16, torch.bfloat16]
+        dropped = [each == 0 for each in results]
+        assert torch.equal(dropped[0], dropped[1])
+        assert torch.equal(dropped[0], dropped[2])
+        assert 0.2 < float(dropped[0].float().mean()) < 0.3
+        assert results[0].max() == pytest.approx(4 / 3)
+    with SameDropout():
+        assert functional.dropout(x, 0.25, training=False) is x
+        assert not functional.dropout(x, 1.0).any()
+        assert torch.nn.Dropout(0.25).eval()(x) is x
+
+
+def test_what_a_checkpoint_drops_it_drops_again():
+    x = torch.ones(64, 64, requires_grad=True)
+    for reentrant in (False, True):
+        for region in (nullcontext(), mezzo.autocast("O1,dtype=bfloat16")):
+            with SameDropout(), region:
+                y = checkpoint(lambda x: functional.dropout(x, 0.25), x, use_reentrant=reentrant)
+            torch.rand(7)
+            with SameDropout():
+                torch.autograd.backward(y.sum())
+            assert torch.equal(x.grad, y.detach())  # of ones: the factors themselves
+            x.grad = None
+
+
+def test_fused_attention_drops_nothing_there():
+    query = torch.randn(2, 4, 8)
+    plain = functional.scaled_dot_product_attention(query, query, query)
+    with SameDropout():
+        for again in (
+            functional.scaled_dot_product_attention(query, query, query, dropout_p=0.5),
+            functional.scaled_dot_product_attention(query, query, query, None, 0.5),
+        ):
+            assert torch.equal(again, plain)

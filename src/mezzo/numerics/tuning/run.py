@@ -42,8 +42,9 @@ def tune(
     lose most by themselves; an op stays pinned only if that raises the worst gradient by 3 dB or makes it finite. What
     passes takes ``steps`` real steps as well, whose updates are compared.
 
-    The model is left as it is; all of this happens on a copy, though its hooks and ``forward`` do run. What is found
-    holds for the weights and batches it was found with: tune on weights that have trained a little.
+    The model is left as it is; all of this happens on a copy, though its hooks and ``forward`` do run. On an
+    accelerator dropout draws its masks in FP32, and none inside fused attention, so that all trials drop the same. What
+    is found holds for the weights and batches it was found with: tune on weights that have trained a little.
 
     Args:
         model: The model, FP32, in the mode it trains in, and not prepared yet.

@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
 from mezzo.errors import NumericsError, PolicyError, UnsupportedError, shown
+from mezzo.numerics.tuning.dropout import SameDropout
 from mezzo.numerics.tuning.measures import sqnr, together
 from mezzo.overflow import locate
 from mezzo.policy import Policy
@@ -46,18 +47,21 @@ class Pass:
         loss: What the loss function returned.
         region: The policy's region.
         params: The parameters that train, by path.
+        around: What backward passes run in.
     """
 
     loss: Tensor
     region: autocast
     params: dict[str, nn.Parameter]
+    around: AbstractContextManager[Any]
 
     def gradients(self, scale: float) -> Gradients:
         """Run a backward pass from the loss times a scale; return unscaled FP32 gradients, zeros for none."""
         for param in self.params.values():
             param.grad = None
         loss = self.loss.float() if self.loss.dtype in LOW else self.loss
-        self.region.run_backward(loss * scale, retain_graph=True)
+        with self.around:
+            self.region.run_backward(loss * scale, retain_graph=True)
         found = {}
         for name, param in self.params.items():
             gradient, param.grad = param.grad, None
@@ -110,6 +114,8 @@ class Shadow:
                 write="model.requires_grad_(True)",
             )
         self._handle: Prepared | None = None
+        on_cpu = all(device.type == "cpu" for device in self.devices)
+        self._dropout: AbstractContextManager[Any] = nullcontext() if on_cpu else SameDropout()
         self._states: list[list[Tensor]] = []
         self._randoms: list[RandomStates] = []
         self.gradients: list[Gradients] = []
@@ -188,9 +194,9 @@ class Shadow:
             self.restore(step)
         self._randoms[step].restore()
         region, batch = self._prepared(policy).autocast(), _own(self.batches[step])
-        with region, inside:
+        with self._dropout, region, inside:
             loss = self.loss_fn(self.model, batch)
-        yield Pass(loss, region, self.params)
+        yield Pass(loss, region, self.params, self._dropout)
 
     def _prepared(self, policy: Policy) -> Prepared:
         """Prepare the copy, which stays so until another policy is tried."""

@@ -21,7 +21,8 @@ __all__ = ["DEFAULT_SCALE", "FAULT_DB", "Outcome", "Trials", "ratio_text"]
 #: Where dynamic loss scales start; half of it is the largest power of two that a float16 loss itself can be given.
 DEFAULT_SCALE: Final = 2.0**16
 _LARGEST_SEED: Final = 2.0**15
-_HIGHEST_SCALE: Final = 2.0**40
+#: How far :func:`highest_scale` looks.
+_RANGE: Final = 2.0**41
 #: A gradient with less than this is a fault.
 FAULT_DB: Final = 20.0
 #: All steps together may be further off: an optimizer that divides by a gradient's size turns the noise of its smallest
@@ -167,7 +168,7 @@ class Trials:
             if not outcome.is_finite:
                 return self._finite(run, outcome, judged)
             if may_rise and outcome.is_fault and self._flushes(run, outcome):
-                risen = self._finite(run, outcome, judged, above=_HIGHEST_SCALE)
+                risen = self._finite(run, outcome, judged, above=_RANGE * outcome.loss_scale)
                 return risen if risen.sqnr_db > outcome.sqnr_db else outcome
             return outcome
 
