@@ -1,5 +1,6 @@
 """What evidence comes to: each format by planted numbers, each fault found, and cured by what is written."""
 
+import dataclasses
 import json
 
 import pytest
@@ -74,7 +75,10 @@ def test_what_overflows_without_a_loss_scale_is_named_and_bf16_is_what_to_write(
     diagnosis = diagnose(made(**{"weights": ONES, "activations": ONES, kind: ONES * 1e5}))
     name = "the.weights.weight" if kind == "weights" else "the.activations"
     answer = diagnosis.formats[0]
-    assert answer.line == f"FP16 is not safe: {name} reaches 1e+05, beyond 65504, whatever the loss scale."
+    assert answer.line == (
+        f"FP16 is not safe: {name} reaches 1e+05, beyond 65504, whatever the loss scale; "
+        "mezzo tune finds what has to stay in FP32."
+    )
     assert answer.policy is None
     assert diagnosis.policy == Policy.O1("bfloat16")
     assert diagnosis.formats[1].line == "BF16 is safe: it has FP32's range, and needs no loss scale."
@@ -148,6 +152,7 @@ def test_weights_that_do_not_move_are_found_and_masters_move_them():
     assert found.alerts[0].what.endswith("of the weights with a gradient did not move.")
     assert "BF16" in found.alerts[0].why
     assert found.policy == Policy.O2("bfloat16")
+    assert not any("swallow" in line for line in found.lines)  # the updates that are left were not
     cured = trained(found.policy, lr=1e-5)
     assert cured.alerts == ()
     assert any(line.startswith("Weights stored in BF16 without FP32 masters swallow ") for line in cured.lines)
@@ -167,3 +172,14 @@ def test_it_goes_to_json():
     assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, default=str))
     assert found["policy"] == "O1,dtype=float16,loss_scale=dynamic(init=32768)"
     assert [each["format"] for each in found["formats"]] == ["float16", "bfloat16", "float8_e4m3fn+float8_e5m2"]
+
+
+def test_modules_around_the_one_that_overflows_are_not_blamed():
+    evidence = made(weights=ONES, activations=ONES * 1e5)
+    (step,) = evidence.steps
+    inner = step.tensors[1]
+    outer = dataclasses.replace(inner, module="the")
+    step = dataclasses.replace(step, tensors=(step.tensors[0], outer, inner))
+    line = diagnose(dataclasses.replace(evidence, steps=(step,))).formats[0].line
+    assert "the.activations reaches 1e+05" in line
+    assert "as well" not in line

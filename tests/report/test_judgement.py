@@ -71,3 +71,9 @@ def test_one_policy_is_compared_with_nothing(judged, summary):
 def test_without_the_reference_nothing_is_compared(judged, summary):
     summary["rows"] = [row | {"difference": None} for row in summary["rows"][1:]]
     assert judged().lines == ("2 of 4 policies were trained: none to compare with O0.",)
+
+
+def test_what_is_wrong_with_a_recorded_run_is_said_before_what_formats_would_do(judged, summary, evidence):
+    summary["rows"] = summary["rows"][:1]
+    run = Run(path=Path("run"), summary=summary, series={}, evidence=evidence)
+    assert judge(run).lines[0] == judge(run).alerts[0].what == "3 weights are infinite or NaN at step 51."

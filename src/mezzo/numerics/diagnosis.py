@@ -144,7 +144,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     totals = _totals(evidence)
     formats = (_fp16(totals), _bf16(totals), _fp8(totals))
     policy, why = _advice(evidence, formats, alerts)
-    lines = [*_swallowing(lost)]
+    low = _stored_low(evidence)
+    # What such a weight has swallowed already is no update any more: an alert says how much that was.
+    lines = [*_swallowing({path: each for path, each in lost.items() if path not in low})]
     if evidence.header.compute_dtype == FP16.name:
         lines.append("Recorded in FP16: gradients that it flushed are zeros here; --policy O0 shows what they were.")
     return Diagnosis(formats=formats, lines=tuple(lines), alerts=tuple(alerts), policy=policy, why=why)
@@ -171,6 +173,14 @@ def _lost(evidence: Evidence) -> dict[str, SwallowedUpdates]:
     return found
 
 
+def _stored_low(evidence: Evidence) -> dict[str, str]:
+    """Return the dtypes of the weights that have 16 bits and no FP32 value besides."""
+    tensors = (each for step in evidence.steps for each in step.tensors)
+    return {
+        each.path: each.dtype for each in tensors if each.kind == "weights" and each.dtype in (FP16.name, BF16.name)
+    }
+
+
 def _name(tensor: RecordedTensor) -> str:
     return tensor.path.removesuffix(".output")
 
@@ -189,9 +199,14 @@ def _fp16(totals: Totals) -> FormatAnswer:
         if kind in ("weights", "activations") and _beyond(histogram, FP16)
     }
     if beyond:
-        worst, *others = sorted(beyond, key=lambda name: -beyond[name])
+        # What holds one of the others only hands it on.
+        own = [name for name in beyond if not any(other.startswith(f"{name}.") for other in beyond)]
+        worst, *others = sorted(own, key=lambda name: -beyond[name])
         as_well = f" ({some_of(others, 3)} overflow as well)" if others else ""
-        line = f"FP16 is not safe: {worst} reaches {beyond[worst]:.4g}, beyond 65504, whatever the loss scale{as_well}."
+        line = (
+            f"FP16 is not safe: {worst} reaches {beyond[worst]:.4g}, beyond 65504, whatever the loss scale{as_well}; "
+            "mezzo tune finds what has to stay in FP32."
+        )
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
     gradients = [histogram for (kind, _), histogram in totals.items() if kind in _GRADIENTS]
     whole = ExponentHistogram.total_of(gradients)
@@ -327,12 +342,7 @@ def _num_not_finite(tensor: RecordedTensor) -> int:
 
 def _stopped(evidence: Evidence, lost: Mapping[str, SwallowedUpdates]) -> Iterator[Alert]:
     """Find weights that are stored low, without masters, and do not move although they have gradients."""
-    low = {
-        each.path: each.dtype
-        for step in evidence.steps
-        for each in step.tensors
-        if each.kind == "weights" and each.dtype in (FP16.name, BF16.name) and each.path in lost
-    }
+    low = {path: dtype for path, dtype in _stored_low(evidence).items() if path in lost}
     stopped = {path: lost[path].share_unmoved for path in low if lost[path].share_unmoved > _SWALLOWED}
     if stopped:
         worst = max(stopped, key=lambda path: stopped[path])

@@ -59,11 +59,10 @@ def judge(run: Run) -> Judgement:
     alerts = [alert for row in rows for alert in _alerts(row, recipe)]
     found = diagnose(run.evidence) if run.evidence is not None else Diagnosis()
     alerts = sorted((*found.alerts, *alerts), key=lambda alert: alert.level != "bad")
-    answers = [each.line for each in found.formats]
-    if run.evidence is not None and not answers:
-        answers = [alert.what for alert in alerts[:1]]
+    # What is wrong with the run itself says more than which formats would do for it.
+    first = [alert.what for alert in alerts[:1]] if run.evidence is not None else []
     return Judgement(
-        lines=(*answers, *found.lines, *lines),
+        lines=(*first, *(each.line for each in found.formats), *found.lines, *lines),
         alerts=tuple(alerts),
         policy="" if found.policy is None else str(found.policy),
         why=found.why,
