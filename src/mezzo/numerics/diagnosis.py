@@ -22,8 +22,8 @@ __all__ = ["Alert", "Diagnosis", "FormatAnswer", "Level", "diagnose"]
 
 Level = Literal["ok", "warn", "bad"]
 
-#: The share of gradients that may be flushed to zero: at 0.1 % a detection network trained as in FP32, at 5 % a speech
-#: model did not (Micikevicius et al. 2018, sections 3.1 and 3.2).
+#: The share of gradients that may be flushed to zero: at 31 % a detection network diverged, at 0.1 % it trained as in
+#: FP32 (Micikevicius et al. 2018, section 3.2).
 _FLUSHED: Final = 0.01
 #: The share of gradients that may lose digits, being subnormal.
 _SUBNORMAL: Final = 0.1
@@ -390,9 +390,8 @@ def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequenc
     if current is not None and header.compute_dtype in (FP16.name, BF16.name):
         has_masters = current.master_weights or current.param_dtype == torch.float32
         if alerts and not has_masters:
-            return Policy.O2(
-                current.dtype
-            ), "O2 keeps FP32 masters of the weights, which no update leaves or rounds away in."
+            masters = Policy.O2(current.dtype, emulate=current.emulate)
+            return masters, "O2 keeps FP32 masters of the weights, which no update leaves or rounds away in."
         if not alerts:
             return None, ""
     safe = [each for each in formats if each.policy is not None]
