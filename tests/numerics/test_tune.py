@@ -327,6 +327,21 @@ def test_answers_do_not_depend_on_what_ran_before():
     assert pins(first) == expected
 
 
+def test_what_is_switched_on_around_it_makes_no_difference():
+    plain = tuned(net(), steps=1)
+    around = [torch.autocast("cpu", torch.bfloat16), mezzo.autocast("O1,dtype=bfloat16"), torch.no_grad()]
+    for context in around:
+        with context:
+            assert tuned(net(), steps=1) == plain
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert tuned(net(), steps=1) == plain
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_fewer_batches_than_steps_are_used_in_turn_and_no_more_are_taken():
     assert tune(net(), loss_fn, batches(1), steps=3).evidence.steps == 3
     stream = iter(batches(5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, Final, get_args
 
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError, nearest, shown, some_of
 from mezzo.numerics.tuning.selection import Selection
 from mezzo.numerics.tuning.shadow import LossFunction, Shadow
 from mezzo.numerics.tuning.tuned import Objective, Tuned
 from mezzo.tensors import LOW, dtype_name
-from mezzo.trace.sandbox import untouched
+from mezzo.trace.sandbox import devices_of, untouched
 
 __all__ = ["tune"]
 
@@ -82,7 +83,7 @@ def tune(
         fp32=linear@0 low=square
     """
     chosen = _checked(model, dtype, optimizer, steps, objective)
-    with untouched([model]), _full_fp32():
+    with untouched([model]), _full_fp32(devices_of([model])):
         taken = list(islice(_iterated(batches), steps))
         if not taken:
             raise PolicyError(
@@ -142,15 +143,18 @@ def _iterated(batches: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _full_fp32() -> Iterator[None]:
-    """Compute FP32 as FP32 inside the block: TF32 has no more bits than float16."""
+def _full_fp32(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Compute FP32 as FP32 inside the block: TF32 has no more bits than float16, and regions around it have ended."""
     own = torch.backends
     kinds = [*(own.cuda.matmul, own.cudnn.conv, own.cudnn.rnn), *(own.mkldnn.matmul, own.mkldnn.conv, own.mkldnn.rnn)]  # type: ignore[attr-defined]
     before = [(each, each.fp32_precision) for each in kinds if each.fp32_precision not in ("none", "ieee")]
     try:
         for each, _ in before:
             each.fp32_precision = "ieee"
-        yield
+        with ExitStack() as stack:
+            for kind in dict.fromkeys(device.type for device in devices):
+                stack.enter_context(autocast("O0", kind))
+            yield
     finally:
         for each, value in before:
             each.fp32_precision = value
