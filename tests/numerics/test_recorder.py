@@ -351,6 +351,17 @@ def test_of_two_models_in_a_session_only_the_steps_of_the_recorded_one_count():
                 amp.zero_grad()
     assert [step.step for step in recorder.evidence.steps] == [1, 3]
     assert [step.step for step in second.evidence.steps] == [1, 2, 3]
+    both = nn.Sequential(one, other)
+    with Recorder(both, every=1) as recorder_of_both:
+        for optimizer in optimizers:
+            with amp.autocast():
+                loss = both(batches(1)[0]).float().square().mean()
+            amp.backward(loss, optimizers=optimizer)
+            amp.step(optimizer)
+            amp.zero_grad()
+    for step, path in ((1, "0"), (2, "1")):
+        assert set(held(recorder_of_both.evidence, "updates", step)) == {f"{path}.weight", f"{path}.bias"}
+        assert len(held(recorder_of_both.evidence, "weights", step)) == 4
     assert recorder.evidence.num_steps == 3
     assert recorder.histogram("updates").total == 42
     assert second.histogram("updates").total == 14
@@ -489,6 +500,25 @@ def test_a_frozen_model_and_one_of_float64_are_recorded_as_far_as_they_go():
     assert set(held(recorder.evidence, "activations")) == {"0.output"}
     with pytest.raises(StateError, match="no weight_gradients"):
         recorder.histogram("weight_gradients")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_that_hold_no_values_of_their_own_are_left_out():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ragged, self.each = nn.Linear(6, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            ragged = self.ragged(torch.nested.nested_tensor([x[:3], x]))
+            return torch.func.vmap(self.each)(ragged.to_padded_tensor(0.0))
+
+    model = net(Odd)
+    with Recorder(model) as recorder:
+        model(batches(1)[0]).sum().backward()
+        recorder.step()
+    assert set(held(recorder.evidence, "activations")) == {"output"}
+    assert len(held(recorder.evidence, "weight_gradients")) == 4
 
 
 def test_what_a_search_for_an_overflow_runs_again_is_not_counted(caplog):
@@ -673,6 +703,7 @@ def test_arguments_that_make_no_sense_are_refused_together():
     for arguments, words in (
         ((3,), "watches a torch.nn.Module, not int"),
         ((nn.ReLU(),), "nothing to record of a model without parameters"),
+        ((nn.Sequential(nn.LazyLinear(3)),), "(?s)without a shape.*0.weight, 0.bias.*first forward pass"),
         ((model, "adamw"), "takes a torch.optim.Optimizer, not str"),
         ((model, []), "not an empty list"),
         ((model, torch.amp.GradScaler("cpu")), "not GradScaler"),
@@ -732,13 +763,16 @@ def test_captured_steps_are_refused_by_name():
     captured(batches(1)[0])
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_compiled_modules_are_refused_where_activations_are_wanted():
     model = net(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
     wrapped = torch.compile(model, backend="eager")
     inside = net(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
     inside[1].compile(backend="eager")
-    for each, where in ((wrapped, "OptimizedModule"), (inside, "1")):
-        with pytest.raises(UnsupportedError, match=rf"(?s)inside torch.compile.*where  {where}.*kinds="):
+    scripted = nn.Sequential(nn.Linear(6, 4), torch.jit.script(nn.Linear(4, 2)))
+    for each, where in ((wrapped, "OptimizedModule"), (inside, "1"), (scripted, "1")):
+        how = "torch.jit" if each is scripted else "torch.compile"
+        with pytest.raises(UnsupportedError, match=rf"(?s)inside {how} .*where  {where}.*kinds="):
             Recorder(each).__enter__()
         assert is_bare(each)
     with Recorder(wrapped, kinds=("weights", "weight_gradients")) as recorder:

@@ -120,7 +120,11 @@ class Recorder:
             raise StateError(
                 "a recorder records one run", where=repr(self), write="with Recorder(model, optimizer) as recorder: …"
             )
-        self._arm()
+        try:
+            self._arm()
+        except BaseException:
+            self._disarm()
+            raise
         self._session.outer = current()
         self._opened.enter_context(under_way(self._session))
         self._stage = "open"
@@ -280,7 +284,7 @@ class _SessionSide(PlainRun):
         recording = self._recorder._recording
         if core in self.cores and recording is not None:
             self._updated = self._leaves(core)
-            recording.weights.before(core.weights.stored(in_fp32=True), set(self._updated.values()))
+            recording.weights.before(core.weights.stored(), set(self._updated.values()))
 
     def seen(self, judged: Judged) -> Judged:
         judged = self.outer.seen(judged)
@@ -291,6 +295,7 @@ class _SessionSide(PlainRun):
             self._updated = self._updated or self._leaves(core)
         self._is_ours = any(id(param) in self._updated for param in judged.params)
         if recording is not None and self._is_ours:
+            recording.weights.keep({self._updated[id(p)] for p in judged.params if id(p) in self._updated})
             factor = None if judged.scale is None else inverse(judged.scale)
             for param, gradient in zip(judged.params, judged.gradients, strict=True):
                 if (leaf := self._updated.get(id(param))) is not None:
@@ -310,10 +315,10 @@ class _SessionSide(PlainRun):
         recording = self._recorder._recording
         if not self._is_ours or core is not self._stepping:
             if recording is not None:
-                recording.weights.forget()
+                recording.weights.keep(())
             return
         if recording is not None:
-            recording.weights.after(core.weights.stored(in_fp32=True))
+            recording.weights.after(core.weights.stored())
         is_scaled = core.policy.loss_scale.mode != "none"
         scales = outcome.scale.reshape(-1).unbind() if is_scaled else ()
         self._recorder._advance(scales, [outcome.verdict.found_inf])

@@ -6,7 +6,9 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mezzo.errors import PolicyError, UnsupportedError, nearest, shown, some_of
 from mezzo.numerics.evidence import RecordedModule
@@ -58,6 +60,13 @@ class Subject:
                 where=type(model).__name__,
                 write="mezzo.numerics.exponent_histogram(tensor), for single tensors",
             )
+        if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
+            raise PolicyError(
+                "parameters without a shape cannot be recorded",
+                where=some_of(lazy),
+                why="lazy modules make them in their first forward pass",
+                write="model(example_batch), then Recorder(model, optimizer)",
+            )
         everything = list(model.named_modules(remove_duplicate=False))
         wanted = {path for path, _ in everything if globs is None or any(_matches(path, glob) for glob in globs)}
         unmatched = [glob for glob in globs or () if not any(_matches(path, glob) for path, _ in everything)]
@@ -94,7 +103,7 @@ class Subject:
         return cls(model, paths, params, tuple(modules))
 
     def require_seen(self) -> None:
-        """Refuse modules that torch compiles, whose hooks may not run.
+        """Refuse modules that are compiled, whose hooks may not run.
 
         Raises:
             UnsupportedError: There are such modules.
@@ -104,8 +113,9 @@ class Subject:
             for path, module in self.model.named_modules()
             if module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
         ]
-        if compiled:
-            raise unseen(some_of(compiled))
+        scripted = [path or type(m).__name__ for m, path in self.paths.items() if isinstance(m, torch.jit.ScriptModule)]
+        if compiled or scripted:
+            raise unseen(some_of(compiled or scripted), "torch.compile" if compiled else "torch.jit")
 
     def ordered(self, called: Iterable[str]) -> tuple[RecordedModule, ...]:
         """Return the modules in the order of their first calls; those without come last."""
@@ -113,10 +123,10 @@ class Subject:
         return tuple(sorted(self.modules, key=lambda each: order.get(each.same_as or each.path, len(order))))
 
 
-def unseen(where: str) -> UnsupportedError:
+def unseen(where: str, compiler: str = "torch.compile") -> UnsupportedError:
     """Build the error of activations inside compiled code."""
     return UnsupportedError(
-        "activations inside torch.compile cannot be recorded",
+        f"activations inside {compiler} cannot be recorded",
         where=where,
         why="compiled code does not call the modules, and keeps few of the tensors between them",
         write='the uncompiled model; or Recorder(…, kinds=("weights", "weight_gradients", "updates"))',

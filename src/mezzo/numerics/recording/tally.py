@@ -23,10 +23,11 @@ _ON_CPU, _ON_GPU = 1 << 16, 1 << 24
 
 
 def is_countable(tensor: Tensor) -> bool:
-    """Whether a tensor holds values that a histogram can count; wrappers hold none themselves."""
+    """Whether a tensor holds values that a histogram can count; wrappers and nests hold none themselves."""
     return (
         tensor.dtype in COUNTABLE
         and tensor.layout in (torch.strided, torch.sparse_coo)
+        and not tensor.is_nested
         and tensor.device.type != "meta"
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not is_traceable_wrapper_subclass(tensor)

@@ -65,9 +65,9 @@ class WeightWatch:
             if "updates" in self._kinds:
                 self._before[param] = value.to(torch.float32, copy=True), value.dtype
 
-    def forget(self) -> None:
-        """Let go of the copies of a step that was another model's."""
-        self._before.clear()
+    def keep(self, moved: Container[Tensor]) -> None:
+        """Let go of the copies of parameters that the step is not one of after all."""
+        self._before = {param: before for param, before in self._before.items() if param in moved}
 
     def rest(self) -> None:
         """Count the weights that no step has moved."""
@@ -154,7 +154,7 @@ def given_optimizers(given: Any) -> list[tuple[Optimizer, Keeper | None]]:
 
 def kept_by(keepers: Iterable[Keeper | None]) -> dict[Tensor, Keeper]:
     """Return the low-precision parameters, each with the keeper of its FP32 value."""
-    return {param: keeper for keeper in keepers if keeper is not None for param in keeper.stored(in_fp32=True)}
+    return {param: keeper for keeper in keepers if keeper is not None for param in keeper.stored()}
 
 
 def updated_by(optimizer: Optimizer, keeper: Keeper | None) -> set[Tensor]:
