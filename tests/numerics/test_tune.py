@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, StateError, UnsupportedError
 from mezzo.numerics import Tuned, tune
-from mezzo.numerics.tuning import shadow
+from mezzo.numerics.tuning import selection, shadow
 from mezzo.numerics.tuning.dropout import SameDropout
 from mezzo.policy import Policy
 
@@ -187,6 +187,11 @@ def test_one_of_many_alike_layers_is_pinned_and_named():
     found = tuned(model)
     assert pins(found) == {"linear@blocks.*.fc"}
     assert "linear in blocks.{0..5}.fc ×6" in found.verdict
+
+
+def test_one_pin_is_preferred_to_several_that_cannot_do_without_each_other(monkeypatch):
+    monkeypatch.setattr(selection, "smallest", lambda items, passes: [*items][:3])
+    assert pins(tuned(net(PLANTS["a masked row"][0]), steps=1)) == {"softmax@plant"}
 
 
 def test_the_model_and_the_loss_have_no_path():

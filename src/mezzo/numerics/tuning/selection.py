@@ -26,6 +26,8 @@ __all__ = ["Selection"]
 
 #: What a pin must add to the worst gradient's signal-to-noise ratio, in dB.
 _WORTH_DB: Final = 3.0
+#: So many of the most suspected are tried alone.
+_SINGLES: Final = 8
 _UNKNOWN: Final = Sensitivity()
 
 
@@ -128,6 +130,8 @@ class Selection:
                 write="policy = mezzo.Policy.O0(), or @mezzo.fp32 on the function that casts by itself",
             )
         few = smallest(groups, passes)
+        if len(few) > 1:  # what cannot be left out of it need not be the fewest: a single one may do as well
+            few = next(([group] for group in groups[:_SINGLES] if passes([group])), few)
         spots = sorted((spot for group in few for spot in group), key=self._rank)
         return smallest(spots, lambda part: passes([part])) if len(spots) > len(few) else spots
 
