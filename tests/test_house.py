@@ -24,7 +24,7 @@ MOST_CODE = {
     "report": 901,
     "scale": 612,
     "session": 3_456,
-    "step": 2_121,
+    "step": 2_127,
     "trace": 1_021,
     "the ground": 539,
 }

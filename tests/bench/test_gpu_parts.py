@@ -208,6 +208,6 @@ def test_variants_change_what_they_name(gpu):
         assert plain.count(hint) == 0 < change(plain).count(hint)
     executor_of, before = variants.executor_of, variants.executor_of.BLOCK
     with variants._compiled_as(variants.Variant("wide", 2048, 4, variants.wide)):
-        assert (executor_of.BLOCK, executor_of._OPTIONS["num_warps"]) == (2048, 4)
+        assert (executor_of.BLOCK, executor_of.options_of(kind[-1])["num_warps"]) == (2048, 4)
         assert source_of.update_source(*kind) == variants.wide(plain)
     assert before == executor_of.BLOCK

@@ -75,15 +75,15 @@ def native(tmp_path, monkeypatch):
 UPDATES = {
     "adamw split bf16": ("adamw", SPLIT, (BF16, BF16, INT16, FP32, FP32), 48),
     "adamw split fp16": ("adamw", SPLIT, (FP16, FP16, INT16, FP32, FP32), 48),
-    "adamw split bf16, moments": ("adamw", SPLIT, (BF16, BF16, INT16, BF16, BF16), 48),
-    "adamw split fp16, moments": ("adamw", SPLIT, (FP16, FP16, INT16, BF16, BF16), 48),
+    "adamw split bf16, moments": ("adamw", SPLIT, (BF16, BF16, INT16, BF16, BF16), 72),
+    "adamw split fp16, moments": ("adamw", SPLIT, (FP16, FP16, INT16, BF16, BF16), 72),
     "adamw split bf16, fp32 gradients": ("adamw", SPLIT, (FP32, BF16, INT16, FP32, FP32), 48),
     "adamw full bf16": ("adamw", FULL, (BF16, BF16, FP32, FP32, FP32), 48),
     "adamw fp32": ("adamw", PLAIN, (FP32, FP32, FP32, FP32), 40),
     "adamw kahan": ("adamw", KAHAN, (BF16, BF16, BF16, FP32, FP32), 48),
-    "sgd split bf16": ("sgd", SPLIT, (BF16, BF16, INT16), 32),
+    "sgd split bf16": ("sgd", SPLIT, (BF16, BF16, INT16), 48),
     "lion split bf16": ("lion", SPLIT, (BF16, BF16, INT16, FP32), 32),
-    "lion stochastic": ("lion", STOCHASTIC, (BF16, BF16, BF16), 32),
+    "lion stochastic": ("lion", STOCHASTIC, (BF16, BF16, BF16), 48),
 }
 MOST_USED = ["adamw split bf16", "adamw split bf16, moments", "adamw fp32"]
 
@@ -92,11 +92,11 @@ def assert_update_fits(native, name, capability):
     rule_name, storage, dtypes, most = UPDATES[name]
     chosen = rule(rule_name)
     kernel = source_of.jitted(source_of.update_source(chosen, storage, dtypes), update_name(chosen, storage))
-    found = native(kernel, UPDATED, capability, BLOCK=tables.BLOCK)
+    found = native(kernel, UPDATED, capability, options=tables.options_of(dtypes), BLOCK=tables.BLOCK)
     assert found.registers <= most
     assert (found.stack, found.shared) == (0, 0)
-    # The fast path: four elements a thread of each tensor, one load of 128 bits of FP32 and one of 64 bits of the rest.
-    wide = sum(dtype.itemsize == 4 for dtype in dtypes)
+    # The fast path: a load of 128 bits of each of the widest tensors, and one of 64 bits of those half as wide.
+    wide = sum(dtype.itemsize == max(each.itemsize for each in dtypes) for dtype in dtypes)
     assert found.loads.get(128, 0) == wide
     assert found.loads.get(64, 0) >= len(dtypes) - wide
 
@@ -105,6 +105,35 @@ def assert_update_fits(native, name, capability):
 @pytest.mark.parametrize("name", MOST_USED)
 def test_an_update_leaves_room_for_many_threads_and_moves_vectors(native, name, capability):
     assert_update_fits(native, name, capability)
+
+
+def under_way(found, elements, dtypes):
+    """Bytes that a multiprocessor's threads ask for at once, as many as its 65,536 registers hold, in eights."""
+    warps = tables.BLOCK // (32 * elements)
+    programs = min(65_536 // (-(-found.registers // 8) * 8 * 32 * warps), 64 // warps)
+    return programs * tables.BLOCK * sum(dtype.itemsize for dtype in dtypes)
+
+
+LOW_ALONE = [name for name, (*_, dtypes, _) in UPDATES.items() if all(dtype.itemsize == 2 for dtype in dtypes)]
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in MOST_USED else pytest.mark.slow) for name in LOW_ALONE]
+)
+def test_eight_elements_of_two_bytes_a_thread_are_more_bytes_under_way_than_four(native, monkeypatch, name, capability):
+    rule_name, storage, dtypes, _ = UPDATES[name]
+    chosen, found = rule(rule_name), {}
+    assert source_of.elements_of_a_thread(dtypes) == 8
+    for elements in (4, 8):
+        monkeypatch.setattr(source_of, "elements_of_a_thread", lambda _, elements=elements: elements)
+        text, options = source_of.update_source.__wrapped__(chosen, storage, dtypes), tables.options_of(dtypes)
+        compiled = native(
+            source_of.jitted(text, update_name(chosen, storage)), UPDATED, capability, options=options,
+            BLOCK=tables.BLOCK,
+        )  # fmt: skip
+        found[elements] = under_way(compiled, elements, dtypes)
+    assert found[8] > found[4]
 
 
 @pytest.mark.slow

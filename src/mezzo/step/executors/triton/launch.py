@@ -28,11 +28,11 @@ from mezzo.step.rounding import seeded
 from mezzo.step.update import UpdateRule
 from mezzo.step.whole import Call
 
-__all__ = ["Triton", "refuse_capture"]
+__all__ = ["Triton", "options_of", "refuse_capture"]
 
 #: Elements that one program of pass 2 updates: four for each of 256 threads, so that FP32 tensors move 16 bytes at a
-#: time. A thread of AdamW then takes at most 48 registers on sm_90, and five programs fit a multiprocessor
-#: (tests/step/executors/test_compiled_kernels.py); with eight elements it takes 70 to 80.
+#: time, or eight for each of 128 where no tensor is FP32. A thread of AdamW with FP32 moments takes at most 48
+#: registers on sm_90, and five programs fit a multiprocessor (tests/step/executors/test_compiled_kernels.py).
 BLOCK: Final = 1 << 10
 #: Elements whose squares one program of pass 1 sums, and so many of them at a time.
 CHUNK: Final = 1 << 14
@@ -51,6 +51,11 @@ _Latest: TypeAlias = dict[torch.device, tuple[tuple[int, ...], Tensor]]
 
 #: Arithmetic as in torch's own operations: without fused multiply-add, and functions of libdevice keep subnormals.
 _OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ftz": False}
+
+
+def options_of(dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    """Return the options that pass 2 is compiled with for some dtypes: as many warps as have a program's elements."""
+    return {**_OPTIONS, "num_warps": BLOCK // (32 * source.elements_of_a_thread(dtypes))}
 
 
 class Triton:
@@ -169,18 +174,19 @@ class _TritonUpdate(TabledUpdate):
         self.shared, self.kept, self.device = shared, kept, bucket.step.device
         self.addresses = _Addresses(len(bucket.weights), self.device, kept, latest)
         self.table = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.kernels: list[tuple[Any, Tensor]] = []
+        self.kernels: list[tuple[Any, Tensor, dict[str, Any]]] = []
 
     def follow(self, rows: Rows) -> None:
         """See :class:`..tables.TabledUpdate`."""
         refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
-        _release([self.table, *(chunks for _, chunks in self.kernels)])
+        _release([self.table, *(chunks for _, chunks, _ in self.kernels)])
         rule, storage, name = self.bucket.rule, self.bucket.storage, update_name(self.bucket.rule, self.bucket.storage)
         self.table = _uploaded(rows.table, self.device)
         self.kernels = [
             (
                 source.jitted(source.update_source(rule, storage, dtypes), name),
                 _uploaded(chunked(rows.table[places, 0], as_table(places), BLOCK), self.device),
+                options_of(dtypes),
             )
             for dtypes, places in rows.alike.items()
         ]
@@ -194,8 +200,8 @@ class _TritonUpdate(TabledUpdate):
         (scalars,) = self.shared(_scalars, (bucket.rule,), [step, *hypers])
         numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(bucket.seed)
         calls = [
-            partial(kernel[(len(chunks),)], table, self.table, chunks, *numbers, BLOCK=BLOCK, **_OPTIONS)
-            for kernel, chunks in self.kernels
+            partial(kernel[(len(chunks),)], table, self.table, chunks, *numbers, BLOCK=BLOCK, **options)
+            for kernel, chunks, options in self.kernels
         ]
         # Triton takes the device from the current one.
         if self.device.type != "cuda" or (current := torch.cuda.current_device()) == self.device.index:

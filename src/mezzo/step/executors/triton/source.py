@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
@@ -20,7 +20,7 @@ from mezzo.step.rounding import key_of
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 
-__all__ = ["TRITON", "element_type", "jitted", "norm_source", "on", "update_source"]
+__all__ = ["TRITON", "element_type", "elements_of_a_thread", "jitted", "norm_source", "on", "update_source"]
 
 #: What kernels call the dtypes of elements in memory. BF16 is moved as its bits, which are FP32's upper half: exact
 #: both ways, since values to store are on BF16's grid already, and the sign of a NaN stays.
@@ -120,14 +120,14 @@ def {name}(addresses, rows, chunks, scalars, multiplier, found_inf, step, start,
         gradient = tl.load(addresses + tensor)
         {addresses}
         # Blocks lie at multiples of BLOCK from a tensor's first element: where all of those stand at multiples of 16
-        # bytes, threads move four elements at once. All others go in quarters, of one element a thread: side by side
+        # bytes, threads move {vector} elements at once. All others go in parts, of one element a thread: side by side
         # these few instructions take the registers of the fast path, as a whole block without vectors they take twice
         # as many, and both paths share one count.
         if (({together}) % 16 == 0) & (first + BLOCK <= length):
-            {name}_block({pointers}, scalars, tl.load(multiplier), key, first, length, BLOCK, 4)
+            {name}_block({pointers}, scalars, tl.load(multiplier), key, first, length, BLOCK, {vector})
         else:
-            for quarter in range(0, BLOCK, BLOCK // 4):
-                {name}_block({pointers}, scalars, tl.load(multiplier), key, first + quarter, length, BLOCK // 4, 1)
+            for part in range(0, BLOCK, BLOCK // {vector}):
+                {name}_block({pointers}, scalars, tl.load(multiplier), key, first + part, length, BLOCK // {vector}, 1)
 """
 
 _NORMS: Final = '''\
@@ -206,6 +206,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         columns=", ".join(f"{each}_at" for each in names),
         lines="\n    ".join(lines),
         width=len(names),
+        vector=elements_of_a_thread(dtypes),
         addresses="\n        ".join(
             f"{each} = tl.load(rows + tensor * {len(names)} + {place})" for place, each in enumerate(names) if place
         ),
@@ -215,6 +216,15 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         ),
         key="\n        ".join(_key() if "key" in step.used else ["key = 0"]),
     )
+
+
+def elements_of_a_thread(dtypes: Sequence[torch.dtype]) -> int:
+    """Return how many elements a thread of pass 2 moves at once: 16 bytes of the widest tensor.
+
+    With eight elements of two bytes a multiprocessor has more bytes under way than with four, although its threads take
+    more registers (tests/step/executors/test_compiled_kernels.py). Four of FP32 are 16 bytes already.
+    """
+    return 16 // max(4 if dtype == torch.float32 else 2 for dtype in dtypes)
 
 
 def _key() -> list[str]:
