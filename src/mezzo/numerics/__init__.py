@@ -3,9 +3,10 @@
 The search for the first that is not finite lives in :mod:`mezzo.overflow`, and can be asked here too.
 """
 
-from mezzo.numerics.diagnosis import Alert, Diagnosis, FormatAnswer, diagnose
+from mezzo.numerics.diagnosis import Diagnosis, FormatAnswer, diagnose
 from mezzo.numerics.evidence import KINDS, Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
 from mezzo.numerics.evidence_file import read as read_evidence
+from mezzo.numerics.faults import Alert
 from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram
 from mezzo.numerics.recording.recorder import Recorder
 from mezzo.numerics.swallowing import swallowed

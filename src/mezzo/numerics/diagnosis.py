@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
 from mezzo.errors import some_of
 from mezzo.explanation.words import format_text, share_text
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
-from mezzo.numerics.evidence import Evidence, RecordedTensor, SwallowedUpdates
+from mezzo.numerics.evidence import Evidence, SwallowedUpdates
+from mezzo.numerics.faults import SWALLOWED, Alert, lost_updates, name_of, near, not_finite, stopped, stored_low
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 
-__all__ = ["Alert", "Diagnosis", "FormatAnswer", "Level", "diagnose"]
-
-Level = Literal["ok", "warn", "bad"]
+__all__ = ["Diagnosis", "FormatAnswer", "diagnose"]
 
 #: The share of gradients that may be flushed to zero: at 31 % a detection network diverged, at 0.1 % it trained as in
 #: FP32 (Micikevicius et al. 2018, section 3.2).
@@ -29,8 +28,6 @@ _FLUSHED: Final = 0.01
 _SUBNORMAL: Final = 0.1
 #: The share of a tensor that eight bits may flush, where each tensor has a scale of its own.
 _FLUSHED_IN_FP8: Final = 0.05
-#: Shares of updates that vanish: what is said, and what stops a weight.
-_SWALLOWED, _STOPPED = 0.1, 0.5
 #: No loss scale is higher: the ceiling of dynamic scales.
 _CEILING: Final = 2.0**24
 #: Where the first loss scale of a dynamic one is, if nothing is known.
@@ -38,25 +35,6 @@ _INIT: Final = 2.0**16
 
 Place = tuple[str, str]
 Totals = Mapping[Place, ExponentHistogram]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alert:
-    """One thing that is wrong with a run.
-
-    Attributes:
-        level: ``bad`` spoils the result, ``warn`` may.
-        what: One line.
-        where: Policy, module or tensor.
-        why: The evidence.
-        write: What cures it, as text to paste.
-    """
-
-    level: Level
-    what: str
-    where: str = ""
-    why: str = ""
-    write: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +112,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """
     if not any(step.tensors for step in evidence.steps):
         return Diagnosis(lines=("No step was recorded.",))
-    faults = [*_not_finite(evidence)]
-    lost = _lost(evidence)
-    alerts = [*faults, *_stopped(evidence, lost), *_near(evidence)]
+    faults = [*not_finite(evidence)]
+    lost = lost_updates(evidence)
+    alerts = [*faults, *stopped(evidence, lost), *near(evidence)]
     alerts.sort(key=lambda alert: alert.level != "bad")
     if any(alert.level == "bad" for alert in faults):
         policy, why = _advice(evidence, (), alerts)
@@ -144,7 +122,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     totals = _totals(evidence)
     formats = (_fp16(totals), _bf16(totals), _fp8(totals))
     policy, why = _advice(evidence, formats, alerts)
-    low = _stored_low(evidence)
+    low = stored_low(evidence)
     # What such a weight has swallowed already is no update any more: an alert says how much that was.
     lines = [*_swallowing({path: each for path, each in lost.items() if path not in low})]
     if evidence.header.compute_dtype == FP16.name:
@@ -161,28 +139,8 @@ def _totals(evidence: Evidence) -> dict[Place, ExponentHistogram]:
     for step in evidence.steps:
         for each in step.tensors:
             if not (step.skipped and each.kind in _GRADIENTS):
-                found.setdefault((each.kind, _name(each)), []).append(each.histogram)
+                found.setdefault((each.kind, name_of(each)), []).append(each.histogram)
     return {place: ExponentHistogram.total_of(histograms) for place, histograms in found.items()}
-
-
-def _lost(evidence: Evidence) -> dict[str, SwallowedUpdates]:
-    found: dict[str, SwallowedUpdates] = {}
-    for each in (tensor for step in evidence.steps for tensor in step.tensors):
-        if each.swallowed is not None:
-            found[each.path] = found[each.path] + each.swallowed if each.path in found else each.swallowed
-    return found
-
-
-def _stored_low(evidence: Evidence) -> dict[str, str]:
-    """Return the dtypes of the weights that have 16 bits and no FP32 value besides."""
-    tensors = (each for step in evidence.steps for each in step.tensors)
-    return {
-        each.path: each.dtype for each in tensors if each.kind == "weights" and each.dtype in (FP16.name, BF16.name)
-    }
-
-
-def _name(tensor: RecordedTensor) -> str:
-    return tensor.path.removesuffix(".output")
 
 
 _GRADIENTS: Final = ("activation_gradients", "weight_gradients")
@@ -288,96 +246,13 @@ def _swallowing(lost: Mapping[str, SwallowedUpdates]) -> Iterator[str]:
             sum(each.swallowed[target.name] for each in known.values()),
         )
         name = format_text([target.name])
-        if swallowed / updated > _SWALLOWED:
+        if swallowed / updated > SWALLOWED:
             yield (
                 f"Weights stored in {name} without FP32 masters swallow {share_text(swallowed, updated)} of the "
                 f"updates, {share_text(known[worst].share(target), 1)} in {worst}: keep masters, as O1 and O2 do."
             )
         else:
             yield f"Weights stored in {name} swallow {share_text(swallowed, updated)} of the updates."
-
-
-# What is wrong with the run itself --------------------------------------------------------------------------
-
-
-def _not_finite(evidence: Evidence) -> Iterator[Alert]:
-    """Find the first recorded step whose weights, or else activations, are not finite."""
-    for step in evidence.steps:
-        for kind in ("weights", "activations"):
-            found = [each for each in step.tensors if each.kind == kind and _num_not_finite(each)]
-            if not found:
-                continue
-            first, total = found[0], sum(map(_num_not_finite, found))
-            others = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
-            spoilt = kind == "weights" or step.skipped or any(each.histogram.nans for each in found)
-            why, write = _cause(kind, first.dtype)
-            yield Alert(
-                level="bad" if spoilt else "warn",  # a mask's infinities are meant
-                what=f"{total:,} {kind} are infinite or NaN at step {step.step}.",
-                where=f"{_name(first)} ({first.dtype}){others}",
-                why=why,
-                write=write,
-            )
-            return
-
-
-def _cause(kind: str, dtype: str) -> tuple[str, str]:
-    """Return why such tensors are not finite, and what to write."""
-    named = format_text([dtype])
-    locate = 'MixedPrecision(…, on_overflow="explain"), which names the op that made the first of them'
-    if kind == "weights" and dtype == FP16.name:
-        why = (
-            f"An update left FP16's range. Without FP32 masters optimizers compute in {named}, where AdamW's eps of "
-            "1e-8 is zero, and what is divided by it infinite."
-        )
-        return why, f'policy="O2,dtype={dtype}", which keeps FP32 masters'
-    if dtype in ("float32", BF16.name):
-        return f"{named} reaches 3.4e38: the training diverged or divided by zero, whatever the format.", locate
-    return f"Something left the range of {named}.", locate
-
-
-def _num_not_finite(tensor: RecordedTensor) -> int:
-    return tensor.histogram.infs + tensor.histogram.nans
-
-
-def _stopped(evidence: Evidence, lost: Mapping[str, SwallowedUpdates]) -> Iterator[Alert]:
-    """Find weights that are stored low, without masters, and do not move although they have gradients."""
-    low = {path: dtype for path, dtype in _stored_low(evidence).items() if path in lost}
-    stopped = {path: lost[path].share_unmoved for path in low if lost[path].share_unmoved > _SWALLOWED}
-    if stopped:
-        worst = max(stopped, key=lambda path: stopped[path])
-        unmoved, whole = sum(lost[path].unmoved for path in low), sum(lost[path].with_gradient for path in low)
-        dtype = format_text([low[worst]])
-        yield Alert(
-            level="bad" if unmoved > _STOPPED * whole else "warn",
-            what=f"{share_text(unmoved, whole)} of the weights with a gradient did not move.",
-            where=f"{worst}: {share_text(stopped[worst], 1)}; of {len(low)} weights {len(stopped)} lose over a tenth",
-            why=f"They are stored in {dtype}: an update of less than half the gap to the next number rounds away.",
-            write=f'policy="O2,dtype={low[worst]}", which keeps FP32 masters; or rounding="stochastic" of mezzo.optim',
-        )
-
-
-def _near(evidence: Evidence) -> Iterator[Alert]:
-    """Find activations of an FP16 run that come near its end."""
-    found = {
-        _name(each): each.histogram.max_abs
-        for step in evidence.steps
-        for each in step.tensors
-        if each.kind == "activations" and each.dtype == FP16.name and each.histogram.max_abs > FP16.max / 4
-    }
-    if found and not any(_num_not_finite(each) for step in evidence.steps for each in step.tensors):
-        worst = max(found, key=lambda name: found[name])
-        yield Alert(
-            level="warn",
-            what=f"Activations reach {found[worst] / FP16.max:.0%} of FP16's range.".replace("%", " %"),
-            where=some_of(sorted(found), 3),
-            why=f"{worst} reaches {found[worst]:.4g} of 65504; a loss scale does not help activations.",
-            write=f"policy.keep_fp32(modules={_modules(found)})",
-        )
-
-
-def _modules(names: Iterable[str]) -> list[str]:
-    return sorted(names)[:8]
 
 
 # What to write ----------------------------------------------------------------------------------------------

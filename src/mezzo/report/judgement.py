@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mezzo.numerics import Alert, Diagnosis, diagnose
-from mezzo.numerics.diagnosis import Level
+from mezzo.numerics.faults import Level
 from mezzo.report.run import Run
 from mezzo.report.table import byte_text
 
