@@ -109,6 +109,10 @@ PLANTS = {
     "squares": (lambda x: x + (400 * x).square() * TINY, {"square@plant"}),
     "a product of no list": (lambda x: x + (400 * x) * (400 * x) * TINY, {"mul@plant"}),
     "a variance": (lambda x: x + (1000 * x).var(-1, keepdim=True) * TINY, {"var@plant"}),
+    "two results, one of them read": (
+        lambda x: x + torch.var_mean(1000 * x, -1, keepdim=True)[0] * TINY,
+        {"var_mean@plant"},
+    ),
     "a norm": (lambda x: x + (40000 * x).norm(dim=-1, keepdim=True) * TINY, {"norm@plant"}),
     "a running sum": (
         lambda x: x + (x[:, :, None] ** 2 + torch.ones(70000)).cumsum(-1)[..., -1] * TINY,
@@ -132,7 +136,14 @@ BF16_PLANTS = {
     "a deviation": (lambda x: x + (x + 1000).std(-1, keepdim=True), {"add@plant"}),
     "a norm of an offset": (lambda x: functional.layer_norm(x + 3000.0, (WIDTH,)), {"add@plant", "layer_norm@plant"}),
 }
-QUICK = ("a masked row", "exp, and what reads it", "a product of no list", "log of tiny numbers", "a constant beyond")
+QUICK = (
+    "a masked row",
+    "exp, and what reads it",
+    "a product of no list",
+    "log of tiny numbers",
+    "a constant beyond",
+    "two results, one of them read",
+)
 
 
 def check(plants, dtype):
@@ -192,6 +203,19 @@ def test_one_of_many_alike_layers_is_pinned_and_named():
 def test_one_pin_is_preferred_to_several_that_cannot_do_without_each_other(monkeypatch):
     monkeypatch.setattr(selection, "smallest", lambda items, passes: [*items][:3])
     assert pins(tuned(net(PLANTS["a masked row"][0]), steps=1)) == {"softmax@plant"}
+
+
+def test_only_what_loses_by_itself_is_suspected():
+    found = tuned(net(PLANTS["a masked row"][0]))
+    lost = {each.name for each in found.evidence.candidates if each.local_db < 30}
+    assert lost == {"softmax in plant", "add in plant"}  # the loss is one, times a scale that float16 holds
+
+
+def test_no_bytes_are_told_of_policies_that_fail():
+    found = tuned(net(lambda x: x.clamp(-1e9, 1e9)))
+    assert pins(found) == {"clamp@plant"}
+    assert [each.policy for each in found.evidence.bytes] == ["result"]
+    assert "()" not in str(found)
 
 
 def test_the_model_and_the_loss_have_no_path():

@@ -19,7 +19,7 @@ from mezzo.errors import NumericsError, PolicyError
 from mezzo.numerics.histogram import exponent_histogram
 from mezzo.numerics.tuning.measures import sqnr
 from mezzo.numerics.tuning.shadow import Shadow
-from mezzo.numerics.tuning.trial import DEFAULT_SCALE
+from mezzo.numerics.tuning.trial import LARGEST_SEED
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
 from mezzo.tensors import CASTABLE, tensors
@@ -61,9 +61,10 @@ class Call:
     random: RandomStates | None = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
-    def arrived(self, position: int, gradient: Tensor) -> None:
-        """Take note of a gradient."""
-        self.gradients[position] = gradient.detach()
+    def arrived(self, position: int, gradient: Tensor | None) -> None:
+        """Take note of a gradient; there is none for a result that nothing reads, beside one that something does."""
+        if gradient is not None:
+            self.gradients[position] = gradient.detach()
 
 
 @dataclass(slots=True)
@@ -250,13 +251,13 @@ def _replayed(call: Call, region: autocast, dtype: torch.dtype, scale: float) ->
 
 
 def _typical_scale(calls: list[Call]) -> float:
-    """Return the loss scale that nine tenths of the gradients between calls allow, at most that of sessions."""
+    """Return the loss scale that nine tenths of the gradients between calls allow, at most that of a float16 loss."""
     fitting = []
     for call in calls:
         for gradient in call.gradients.values():
             with suppress(NumericsError):  # it is zero everywhere
                 fitting.append(exponent_histogram(gradient.float()).best_scale("float16"))
-    return min(DEFAULT_SCALE, sorted(fitting)[len(fitting) // 10]) if fitting else DEFAULT_SCALE
+    return min([LARGEST_SEED, *sorted(fitting)[len(fitting) // 10 :]])
 
 
 def _distances(calls: list[Call], suspects: list[int]) -> list[int]:

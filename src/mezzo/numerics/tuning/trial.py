@@ -16,11 +16,11 @@ from mezzo.numerics.tuning.shadow import Pass, Shadow
 from mezzo.overflow.diagnose import highest_scale
 from mezzo.policy import Policy
 
-__all__ = ["DEFAULT_SCALE", "FAULT_DB", "Outcome", "Trials", "ratio_text"]
+__all__ = ["DEFAULT_SCALE", "FAULT_DB", "LARGEST_SEED", "Outcome", "Trials", "ratio_text"]
 
 #: Where dynamic loss scales start; half of it is the largest power of two that a float16 loss itself can be given.
 DEFAULT_SCALE: Final = 2.0**16
-_LARGEST_SEED: Final = 2.0**15
+LARGEST_SEED: Final = 2.0**15
 #: How far :func:`highest_scale` looks.
 _RANGE: Final = 2.0**41
 #: A gradient with less than this is a fault.
@@ -163,7 +163,7 @@ class Trials:
 
             if policy.dtype != torch.float16:
                 return judged(1.0)
-            seeded = min(scale, _LARGEST_SEED) if run.loss.dtype == torch.float16 else scale
+            seeded = min(scale, LARGEST_SEED) if run.loss.dtype == torch.float16 else scale
             outcome = judged(seeded)
             if not outcome.is_finite:
                 return self._finite(run, outcome, judged)

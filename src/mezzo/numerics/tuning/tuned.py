@@ -156,7 +156,7 @@ def _bytes(own: TuningEvidence) -> Iterator[str]:
         return
     for what, field in (("kept for the backward pass", "saved"), ("read and written in a step", "moved")):
         beside = ", ".join(f"{each.policy} {_size(getattr(each, field))}" for each in others)
-        yield f"{_size(getattr(result, field))} {what} ({beside})"
+        yield f"{_size(getattr(result, field))} {what}{f' ({beside})' * bool(beside)}"
 
 
 def _size(count: int) -> str:
