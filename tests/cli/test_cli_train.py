@@ -7,6 +7,7 @@ import pytest
 
 from mezzo.cli import main
 from mezzo.cli.train import train
+from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
@@ -30,7 +31,9 @@ def test_one_policy_gives_one_row_and_a_run_directory(mezzo, tmp_path):
         "train", "digits-cnn", "--policy", "O2,dtype=bfloat16", "--steps", "2", "--seed", "3", "--out", "run"
     )
     assert code == 0
-    assert len([line for line in out.splitlines() if line.startswith("O2,dtype=bfloat16")]) == 1
+    verdict, row = [line for line in out.splitlines() if line.startswith("O2,dtype=bfloat16")]
+    assert verdict.startswith("O2,dtype=bfloat16: test accuracy ")
+    assert " emulated " in row
     assert "for reference: commonest digit " in out
     assert "O2,dtype=bfloat16: finished, 2 steps in " in err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -38,6 +41,19 @@ def test_one_policy_gives_one_row_and_a_run_directory(mezzo, tmp_path):
     assert summary["policies"] == ["O2,dtype=bfloat16"]
     assert summary["rows"][0]["difference"] is None
     assert (tmp_path / "run" / "curves.png").exists()
+
+
+@pytest.mark.parametrize("verb, name", [("train", "--policy"), ("inspect", "--policy"), ("compare", "--policies")])
+def test_a_policy_file_that_tune_or_inspect_wrote_is_a_policy(mezzo, tmp_path, verb, name):
+    policy = Policy.O1("bfloat16").low("softmax")
+    policy.save("mine.toml")
+    code, _, err = mezzo(verb, "digits-cnn", name, "mine.toml", "--steps", "1", "--out", "run")
+    assert code == 0, err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["policies"] == [str(policy)]
+    code, out, err = mezzo(verb, "digits-cnn", name, "other.toml", "--out", "other")
+    assert (code, out) == (2, "")
+    assert err.startswith("mezzo: there is no policy file 'other.toml'\n")
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_default_policy_is_the_level_to_start_with(mezzo):

@@ -133,6 +133,16 @@ def test_wrong_policies_are_reported_together_before_any_training(tiny, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_a_policy_file_is_a_policy_and_a_missing_one_is_reported_with_the_others(tiny, tmp_path):
+    policy = Policy.O1("bfloat16").low("softmax")
+    policy.save(tmp_path / "mine.toml")
+    assert compare(tiny, ["O0", str(tmp_path / "mine.toml")], steps=1).policies == ("O0", str(policy))
+    with pytest.raises(
+        PolicyError, match=r"(?s)^2 problems\n1. there is no policy file .*nowhere.toml.*unknown level 'O9'"
+    ):
+        compare(tiny, [str(tmp_path / "nowhere.toml"), "O9"])
+
+
 def test_no_policy_at_all_is_refused(tiny):
     with pytest.raises(PolicyError, match=r'no policy to compare\n  write  policies=\["O0", "O1,dtype=bfloat16"\]'):
         compare(tiny, [])

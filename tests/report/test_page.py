@@ -211,7 +211,10 @@ def test_a_page_replaces_a_page_and_nothing_else(finished_run, tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_a_folder_in_its_place_is_refused(finished_run, tmp_path):
+def test_where_no_file_can_be_is_refused(finished_run, tmp_path):
+    with pytest.raises(StateError, match=r"the report cannot be written\n.*\n  why    there is no folder to save in"):
+        page(finished_run, tmp_path / "nowhere" / "page.html")
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(StateError, match=r"the report cannot be written\n.*\n  why    .*this is a folder"):
         page(finished_run, tmp_path)
 
@@ -264,6 +267,9 @@ def test_an_interrupted_run_says_so(recorded_run):
 def test_what_is_no_run_is_refused(finished_run, tmp_path):
     with pytest.raises(StateError, match=r"there is no finished run here\n.*\n  why    there is no such directory"):
         page(tmp_path / "nowhere")
+    (tmp_path / "policy.toml").touch()
+    with pytest.raises(StateError, match=r"why    this is a file, and a run is a directory$"):
+        page(tmp_path / "policy.toml")
     with pytest.raises(StateError, match=r"there is no finished run here\n.*\n  why    summary\.json is missing"):
         page(tmp_path)
     run = shutil.copytree(finished_run, tmp_path / "run")

@@ -131,6 +131,11 @@ def test_the_facts_name_task_machine_date_reference_layout_and_emulation(summary
     ]
 
 
+def test_the_facts_count_one_thread_as_one(summary):
+    summary["machine"] |= {"threads": 1}
+    assert facts(summary)[1].startswith("AMD EPYC, 1 thread; ")
+
+
 def test_the_facts_say_nothing_that_does_not_apply(summary):
     summary["rows"] = summary["rows"][:1]
     summary |= {"interrupted": False, "policies": ["O0"], "references": {}}

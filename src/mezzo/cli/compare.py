@@ -36,7 +36,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print summary.json instead o
 def compare(
     recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
     policies: Annotated[
-        str, typer.Option(help="Policies, with semicolons between them; O0 is the one to compare with.")
+        str, typer.Option(help="Texts or files of policies, with semicolons between; O0 is the one to compare with.")
     ] = "; ".join(DEFAULT_POLICIES),
     steps: Steps = None,
     seed: Seed = 0,

@@ -27,9 +27,9 @@ ALERT = 4
 @app.command("inspect")
 def inspect(
     recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
-    policy: Annotated[str, typer.Option(help="What to train under; FP32 shows what every format would lose.")] = (
-        DEFAULT_POLICY
-    ),
+    policy: Annotated[
+        str, typer.Option(help="A policy's text, or the path of a file; FP32 shows what every format would lose.")
+    ] = DEFAULT_POLICY,
     steps: Annotated[
         int | None, typer.Option(min=1, help="How many; the recipe's own number when omitted.", show_default=False)
     ] = None,

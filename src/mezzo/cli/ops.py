@@ -57,7 +57,7 @@ def ops(
     console = console_for(200)
     table = Table(box=box.SIMPLE_HEAD)
     decided = f"{value} on {device}" if device else str(value)
-    for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "source"):
+    for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "whose lists name it"):
         # As Text, for a policy's text may hold brackets that rich would take for markup.
         table.add_column(Text(printable(column)), no_wrap=column in ("op", "torch CUDA", "torch CPU"), overflow="fold")
     for name in names:

@@ -16,7 +16,7 @@ __all__ = ["train"]
 @app.command("train")
 def train(
     recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
-    policy: Annotated[str, typer.Option(help="A level, and what to change in it.")] = "O1,dtype=float16",
+    policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1,dtype=float16",
     steps: Steps = None,
     seed: Seed = 0,
     out: Out = None,

@@ -120,7 +120,7 @@ def compare(
 
     Args:
         recipe: What to train.
-        policies: Policies or their texts, each once.
+        policies: Policies, their texts, or paths of policy files, each once.
         steps: Steps per policy; the recipe's own number when ``None``.
         seed: Of initial weights and batches.
         out: Directory for ``summary.json`` and ``metrics.jsonl``; nothing is written when ``None``.
@@ -236,7 +236,7 @@ def _parse(policies: Sequence[Policy | str]) -> list[Policy]:
     problems: list[PolicyError] = []
     for policy in policies:
         try:
-            value = Policy.parse(policy) if isinstance(policy, str) else policy
+            value = Policy.of(policy)
         except PolicyError as error:
             problems.append(error)
             continue

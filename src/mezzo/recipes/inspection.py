@@ -66,8 +66,8 @@ def inspect(
 
     Args:
         recipe: What to train.
-        policy: A policy or its text. FP32 by default: gradients that a format flushes, or weights that it rounds, are
-            seen whole only where that format is not in use.
+        policy: A policy, its text, or the path of a policy file. FP32 by default: gradients that a format flushes, or
+            weights that it rounds, are seen whole only where that format is not in use.
         steps: How many steps; the recipe's own number when ``None``.
         every: Steps from one recorded step to the next; the first one is recorded.
         seed: Of initial weights and batches.
@@ -92,7 +92,7 @@ def inspect(
         ([1, 2], 'O0')
     """
     steps = num_steps(recipe, steps)
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    policy = Policy.of(policy)
     device = device or default_device()
     directory = None if out is None else RunDirectory(Path(out), overwrite=overwrite)
     split = recipe.load()

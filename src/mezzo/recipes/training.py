@@ -310,7 +310,7 @@ def train(
 
     Args:
         recipe: What to train, such as ``mezzo.recipes.get("digits-cnn")``.
-        policy: A policy or its text.
+        policy: A policy, its text, or the path of a policy file.
         steps: How many steps; the recipe's own number when ``None``.
         seed: Of initial weights and batches; the same seed gives every policy the same ones.
         device: Where; the accelerator if there is one.
@@ -331,7 +331,7 @@ def train(
         >>> result.steps, result.arithmetic, result.skipped_steps
         (2, 'native', 0)
     """
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    policy = Policy.of(policy)
     num_steps(recipe, steps)
     training = Training(recipe, policy, recipe.load(), steps=steps, seed=seed, device=device)
     watchers = [] if watcher is None else [watcher]

@@ -49,8 +49,8 @@ def page(run_directory: Path | str, path: Path | str | None = None) -> Path:
 
     Raises:
         UnsupportedError: plotly or jinja2 is not installed.
-        StateError: There is no run in the directory, it cannot be read, or the path holds a file that is no page of
-            mezzo's.
+        StateError: There is no run in the directory, it cannot be read, the path holds a file that is no page of
+            mezzo's, or no file can be written there.
 
     **Cost**: less than a second for a run of some thousand steps. The file has plotly's 4.8 MB, and at most a few more
     whatever the model: steps between others and alike layers are left out or summed up, which the page says.
@@ -60,8 +60,11 @@ def page(run_directory: Path | str, path: Path | str | None = None) -> Path:
     path = run.path / PAGE if path is None else Path(path)
     _require_own(path)
     text = rendered(content(run))
-    with files.whole(path) as file:
-        file.write(text.encode())
+    try:
+        with files.whole(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise StateError("the report cannot be written", where=str(path), why=str(error)) from error
     return path
 
 

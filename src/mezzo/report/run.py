@@ -80,12 +80,12 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
         summary = json.loads(_text(path, SUMMARY, killed))
         lines = _text(path, METRICS, killed).splitlines(keepends=True)
         records = [json.loads(line) for line in lines if line.endswith("\n") or not killed]
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise StateError(
             "there is no finished run here",
             where=str(path),
             why=_missing(path, error),
-            write=f"mezzo compare digits-cnn --out {path}",
+            write="" if path.is_file() else f"mezzo compare digits-cnn --out {path}",
         ) from error
     except OSError as error:
         raise StateError("the run cannot be read", where=str(path), why=str(error)) from error
@@ -130,9 +130,9 @@ def _text(path: Path, name: str, killed: bool) -> str:
         return file.read().decode()
 
 
-def _missing(path: Path, error: FileNotFoundError) -> str:
-    if not path.exists():
-        return "there is no such directory"
+def _missing(path: Path, error: OSError) -> str:
+    if not path.is_dir():
+        return "this is a file, and a run is a directory" if path.exists() else "there is no such directory"
     if (path / (SUMMARY + PARTIAL)).exists():
         return f"it was killed before its end; mezzo report {path} shows what there is"
     return f"{Path(error.filename).name} is missing"

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.errors import printable
+from mezzo.explanation.words import counted
 
 __all__ = ["Column", "byte_text", "columns", "facts", "results_tables", "scale_text", "to_markdown"]
 
@@ -252,7 +253,7 @@ def _size(num_bytes: int | None, base: int | None) -> str:
 def _machine(machine: Mapping[str, Any]) -> str:
     parts = [
         *([str(machine["gpu"])] if "gpu" in machine else []),
-        f"{machine['cpu']}, {machine['threads']} threads",
+        f"{machine['cpu']}, {counted(machine['threads'], 'thread')}",
         f"torch {machine['torch']}",
         f"mezzo {machine['mezzo']}",
     ]
