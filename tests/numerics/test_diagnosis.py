@@ -95,10 +95,28 @@ def test_eight_bits_are_judged_tensor_by_tensor():
     assert diagnose(made(weights=ONES, activations=ONES)).formats[2].is_safe
 
 
-def test_skipped_steps_say_nothing_of_gradients():
-    found = diagnose(made(skipped=True, weights=ONES, weight_gradients=ONES * float("inf")))
-    assert found.alerts == ()
-    assert "of gradients nothing is known" in found.formats[0].line
+@pytest.mark.parametrize(
+    "policy, spoilt, why, suggested",
+    [
+        ("O0", "nan", "not the loss, or its gradient", None),
+        ("O1,dtype=float16,loss_scale=16777216", "nan", "not the loss, or its gradient", None),
+        ("O1,dtype=float16,loss_scale=16777216", "inf", "at loss scale 16,777,216.", "O1,dtype=float16"),
+        ("O1,dtype=float16", "inf", "at loss scale 16,777,216.", None),
+    ],
+)
+def test_of_steps_that_were_all_skipped_the_cause_is_said_and_nothing_of_formats(policy, spoilt, why, suggested):
+    gradients = torch.cat([ONES, torch.full((5,), float(spoilt))])
+    evidence = made(policy=policy, dtype="float16", skipped=True, activations=ONES, activation_gradients=gradients)
+    (step,) = evidence.steps
+    at_the_end = dataclasses.replace(step.tensors[1], module="")
+    step = dataclasses.replace(step, loss_scales=(2.0**24,), tensors=(step.tensors[0], at_the_end))
+    mode = Policy.parse(policy).loss_scale.mode
+    header = dataclasses.replace(evidence.header, compute_dtype=str(Policy.parse(policy).dtype)[6:], loss_scale=mode)
+    found = diagnose(dataclasses.replace(evidence, header=header, steps=(step,)))
+    assert found.formats == ()
+    assert found.alerts[0].what == "The recorded step was skipped."
+    assert why in found.alerts[0].why
+    assert found.policy == (None if suggested is None else Policy.parse(suggested))
 
 
 def test_nothing_recorded_is_said():
@@ -108,7 +126,7 @@ def test_nothing_recorded_is_said():
 
 def test_masks_are_no_fault_and_nans_are():
     mask = torch.cat([ONES, torch.full((10,), -float("inf"))])
-    found = diagnose(made(weights=ONES, activations=mask))
+    found = diagnose(made(weights=ONES, activations=mask, weight_gradients=ONES))
     assert [alert.level for alert in found.alerts] == ["warn"]
     assert found.formats[0].is_safe
     found = diagnose(made(weights=ONES, activations=torch.cat([ONES, torch.full((10,), float("nan"))])))
@@ -165,6 +183,54 @@ def test_weights_that_an_optimizer_in_fp16_breaks_are_found_and_masters_save_the
     assert "weights are infinite or NaN" in found.alerts[0].what
     assert found.policy == Policy.O2("float16")
     assert trained(found.policy, size=0.0, steps=4, lr=1e-2).alerts == ()
+
+
+def test_what_would_be_known_of_gradients_is_not_guessed():
+    answer = diagnose(made(weights=ONES, activations=ONES)).formats[0]
+    assert (answer.is_safe, answer.policy) == (False, None)
+    assert answer.line == "FP16 holds all weights and activations; of gradients nothing is known."
+
+
+def learning(policy, size, lr=1e-2):
+    """What a loss as small as ``size`` teaches, as the share of it that is left, and the diagnosis."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    amp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-30), policy)
+    losses = []
+    with Recorder(model, every=10) as recorder:
+        for _ in range(40):
+            with amp.autocast():
+                loss = (model(torch.ones(8, 16)).float() - 1.0).square().mean()
+            losses.append(loss.item())
+            amp.backward(loss * size)
+            amp.step()
+            amp.zero_grad()
+    amp.close()
+    return losses[-1] / losses[0], diagnose(recorder.evidence)
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=float16,loss_scale=1", "O2,dtype=float16,loss_scale=1", "O0"])
+@pytest.mark.parametrize("size", [2.0**-16, 2.0**-28])
+def test_gradients_that_fp16_flushes_are_found_and_the_suggested_scale_teaches(policy, size):
+    left, found = learning(policy, size)
+    if policy != "O0":
+        assert [alert.level for alert in found.alerts] == ["bad"]
+        assert "without a loss scale" in found.alerts[0].what
+        assert f'policy="{found.policy}"' == found.alerts[0].write
+        assert left > 0.9 or size == 2.0**-16
+    assert found.policy.dtype == torch.float16
+    cured, rest = learning(found.policy, size)
+    assert cured < 0.1
+    assert not any(alert.level == "bad" for alert in rest.alerts)
+
+
+def test_activations_that_fp16_cannot_hold_are_what_bf16_is_for():
+    spoilt = torch.cat([ONES, torch.full((5,), float("inf"))])
+    for policy in ("O1,dtype=float16", "O2,dtype=float16,emulate=true"):
+        found = diagnose(made(policy=policy, dtype="float16", skipped=True, activations=spoilt))
+        assert "FP16 ends at 65504" in found.alerts[0].why
+        assert found.policy == Policy.parse(policy.replace("float16", "bfloat16"))
+    assert diagnose(made(policy="O1", dtype="bfloat16", skipped=True, activations=spoilt)).policy is None
 
 
 def test_it_goes_to_json():

@@ -14,7 +14,25 @@ from mezzo.errors import some_of
 from mezzo.explanation.words import format_text, share_text
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.numerics.evidence import Evidence, SwallowedUpdates
-from mezzo.numerics.faults import SWALLOWED, Alert, lost_updates, name_of, near, not_finite, stopped, stored_low
+from mezzo.numerics.faults import (
+    CEILING,
+    GRADIENTS,
+    SUBNORMAL,
+    SWALLOWED,
+    Alert,
+    all_skipped,
+    better_scale,
+    first_not_finite,
+    flushed,
+    is_idle,
+    lost_updates,
+    name_of,
+    near,
+    not_finite,
+    rescaled,
+    stopped,
+    stored_low,
+)  # fmt: skip
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
@@ -24,12 +42,8 @@ __all__ = ["Diagnosis", "FormatAnswer", "diagnose"]
 #: The share of gradients that may be flushed to zero: at 31 % a detection network diverged, at 0.1 % it trained as in
 #: FP32 (Micikevicius et al. 2018, section 3.2).
 _FLUSHED: Final = 0.01
-#: The share of gradients that may lose digits, being subnormal.
-_SUBNORMAL: Final = 0.1
 #: The share of a tensor that eight bits may flush, where each tensor has a scale of its own.
 _FLUSHED_IN_FP8: Final = 0.05
-#: No loss scale is higher: the ceiling of dynamic scales.
-_CEILING: Final = 2.0**24
 #: Where the first loss scale of a dynamic one is, if nothing is known.
 _INIT: Final = 2.0**16
 
@@ -112,11 +126,10 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """
     if not any(step.tensors for step in evidence.steps):
         return Diagnosis(lines=("No step was recorded.",))
-    faults = [*not_finite(evidence)]
-    lost = lost_updates(evidence)
-    alerts = [*faults, *stopped(evidence, lost), *near(evidence)]
+    faults, lost = [*not_finite(evidence), *all_skipped(evidence)], lost_updates(evidence)
+    alerts = [*faults, *flushed(evidence), *stopped(evidence, lost), *near(evidence)]
     alerts.sort(key=lambda alert: alert.level != "bad")
-    if any(alert.level == "bad" for alert in faults):
+    if is_idle(evidence) or any(alert.level == "bad" for alert in faults):
         policy, why = _advice(evidence, (), alerts)
         return Diagnosis(alerts=tuple(alerts), policy=policy, why=why)
     totals = _totals(evidence)
@@ -138,12 +151,9 @@ def _totals(evidence: Evidence) -> dict[Place, ExponentHistogram]:
     found: dict[Place, list[ExponentHistogram]] = {}
     for step in evidence.steps:
         for each in step.tensors:
-            if not (step.skipped and each.kind in _GRADIENTS):
+            if not (step.skipped and each.kind in GRADIENTS):
                 found.setdefault((each.kind, name_of(each)), []).append(each.histogram)
     return {place: ExponentHistogram.total_of(histograms) for place, histograms in found.items()}
-
-
-_GRADIENTS: Final = ("activation_gradients", "weight_gradients")
 
 
 # Formats ----------------------------------------------------------------------------------------------------
@@ -166,29 +176,35 @@ def _fp16(totals: Totals) -> FormatAnswer:
             "mezzo tune finds what has to stay in FP32."
         )
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
-    gradients = [histogram for (kind, _), histogram in totals.items() if kind in _GRADIENTS]
+    gradients = [histogram for (kind, _), histogram in totals.items() if kind in GRADIENTS]
     whole = ExponentHistogram.total_of(gradients)
     policy = Policy.O1("float16")
     if not whole.max_abs or whole.infs or whole.nans:
         line = "FP16 holds all weights and activations; of gradients nothing is known."
-        return FormatAnswer(format=FP16.name, is_safe=True, line=line, policy=policy)
-    scale = min(whole.best_scale(FP16), _CEILING)
+        return FormatAnswer(format=FP16.name, is_safe=False, line=line)
+    scale = min(whole.best_scale(FP16), CEILING)
     (flushed, subnormal), (left, _) = (_shares(gradients, FP16, each) for each in (1.0, scale))
     highest = f"2^{round(math.log2(scale))}, the highest loss scale that fits,"
     if left > _FLUSHED:
         line = f"FP16 is not safe: at {highest} {share_text(left, 1)} of the gradients are flushed to zero."
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
-    if scale < _INIT:  # else the first steps of a dynamic scale would be skipped until it fits
+    # Above it steps would be skipped until the scale fits; and from below it needs thousands of steps to rise.
+    if scale < _INIT or _loses(_shares(gradients, FP16, _INIT)):
         policy = Policy.O1("float16", loss_scale=LossScale.dynamic(init=scale))
     unscaled = (
         f"{share_text(flushed, 1)} of the gradients are flushed to zero and {share_text(subnormal, 1)} lose digits"
     )
     line = f"FP16 is safe: without a loss scale {unscaled}."
-    if flushed > _FLUSHED or subnormal > _SUBNORMAL:
+    if _loses((flushed, subnormal)):
         line = (
             f"FP16 is safe with a loss scale: without one {unscaled}; at {highest} {share_text(left, 1)} are flushed."
         )
     return FormatAnswer(format=FP16.name, is_safe=True, line=line, policy=policy)
+
+
+def _loses(shares: tuple[float, float]) -> bool:
+    """Whether a scale leaves too many gradients flushed or subnormal."""
+    return shares[0] > _FLUSHED or shares[1] > SUBNORMAL
 
 
 def _beyond(histogram: ExponentHistogram, target: Format) -> int:
@@ -217,7 +233,7 @@ def _fp8(totals: Totals) -> FormatAnswer:
     """Judge the eight-bit pair, each tensor at a scale of its own: E4M3 for what goes forward, E5M2 for gradients."""
     lossy: dict[str, float] = {}
     for (kind, name), histogram in totals.items():
-        target = E5M2 if kind in _GRADIENTS else E4M3
+        target = E5M2 if kind in GRADIENTS else E4M3
         if kind == "updates" or not histogram.max_abs or histogram.infs or histogram.nans:
             continue
         share, _ = _shares([histogram], target, histogram.best_scale(target))
@@ -262,12 +278,21 @@ def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequenc
     """Return the policy to go on with: that of the run where it does, else the first format that is safe."""
     header = evidence.header
     current = None if header.policy is None else Policy.parse(header.policy)
-    if current is not None and header.compute_dtype in (FP16.name, BF16.name):
-        has_masters = current.master_weights or current.param_dtype == torch.float32
-        if alerts and not has_masters:
-            masters = Policy.O2(current.dtype, emulate=current.emulate)
-            return masters, "O2 keeps FP32 masters of the weights, which no update leaves or rounds away in."
-        if not alerts:
-            return None, ""
-    safe = [each for each in formats if each.policy is not None]
-    return (safe[0].policy, safe[0].line) if safe else (None, "")
+    if current is None or header.compute_dtype not in (FP16.name, BF16.name):
+        safe = [each for each in formats if each.policy is not None]
+        return (safe[0].policy, safe[0].line) if safe else (None, "")
+    scale = better_scale(evidence)
+    if alerts and not (current.master_weights or current.param_dtype == torch.float32):
+        masters = Policy.O2(current.dtype, emulate=current.emulate)
+        if any(flushed(evidence)) and scale is not None:
+            masters = rescaled(current, scale)
+        return masters, "O2 keeps FP32 masters of the weights, which no update leaves or rounds away in."
+    if header.compute_dtype == BF16.name or not alerts:
+        return None, ""
+    beyond = [each.dtype for each in first_not_finite(evidence)[1]][:1] == [FP16.name] or any(near(evidence))
+    if not beyond and scale is not None and (is_idle(evidence) or any(flushed(evidence))):
+        return rescaled(current, scale), "The loss scale moves the gradients into FP16's range."
+    if beyond or any(flushed(evidence)):
+        other = Policy.O2 if current.master_weights else Policy.O1
+        return other("bfloat16", emulate=current.emulate), "BF16 has FP32's range, and needs no loss scale."
+    return None, ""
