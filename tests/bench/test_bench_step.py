@@ -30,7 +30,7 @@ def _small():
         yield
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+@pytest.fixture(scope="module", params=["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def result(request):
     return bench_step("200-tiny", dtype=request.param, repetitions=2)
 
