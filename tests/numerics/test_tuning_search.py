@@ -15,7 +15,7 @@ import mezzo
 from mezzo.numerics.tuning.dropout import SameDropout
 from mezzo.numerics.tuning.measures import cosine, sqnr, together
 from mezzo.numerics.tuning.pins import all_low, before, pinned, pins
-from mezzo.numerics.tuning.search import smallest
+from mezzo.numerics.tuning.search import shortest, smallest
 from mezzo.policy import Policy
 
 
@@ -55,6 +55,20 @@ def test_few_tests_find_few_items_among_many():
 
     assert smallest(range(1024), passes) == [100, 613]
     assert tests <= 2 * 2 * 9 + 4
+
+
+def test_the_first_few_are_enough_where_they_pass():
+    tested = []
+
+    def passes(part):
+        tested.append(list(part))
+        return {1, 2} <= {*part} and len(part) != 3
+
+    assert shortest([1, 2, 3, 4], passes, 8) == [1, 2]
+    assert shortest([4, 3, 2, 1], passes, 8) == [4, 3, 2, 1]
+    assert tested == [[1], [1, 2], [4], [4, 3], [4, 3, 2]]
+    assert shortest([1, 2, 3, 4], passes, 1) == [1, 2, 3, 4]
+    assert shortest([1], passes, 8) == [1]
 
 
 def test_ratios_are_those_of_float64():

@@ -14,7 +14,7 @@ from mezzo.errors import NumericsError, UnsupportedError
 from mezzo.explanation.fold import folded
 from mezzo.numerics.footprint import MovedBytes, SavedBytes, StepBytes
 from mezzo.numerics.tuning.pins import all_low, before, pinned, pins
-from mezzo.numerics.tuning.search import smallest
+from mezzo.numerics.tuning.search import shortest, smallest
 from mezzo.numerics.tuning.shadow import Shadow
 from mezzo.numerics.tuning.survey import SUSPECT_DB, Sensitivity, Spot, sensitivities, survey
 from mezzo.numerics.tuning.trial import DEFAULT_SCALE, FAULT_DB, Outcome, Trials, ratio_text
@@ -26,8 +26,8 @@ __all__ = ["Selection"]
 
 #: What a pin must add to the worst gradient's signal-to-noise ratio, in dB.
 _WORTH_DB: Final = 3.0
-#: So many of the most suspected are tried alone.
-_SINGLES: Final = 8
+#: So many of the most suspected are tried alone, and together.
+_FIRST: Final = 8
 _UNKNOWN: Final = Sensitivity()
 
 
@@ -131,9 +131,14 @@ class Selection:
             )
         few = smallest(groups, passes)
         if len(few) > 1:  # what cannot be left out of it need not be the fewest: a single one may do as well
-            few = next(([group] for group in groups[:_SINGLES] if passes([group])), few)
+            few = next(([group] for group in groups[:_FIRST] if passes([group])), few)
+        few = shortest(few, passes, _FIRST)
         spots = sorted((spot for group in few for spot in group), key=self._rank)
-        return smallest(spots, lambda part: passes([part])) if len(spots) > len(few) else spots
+
+        def pass_alone(part: Sequence[Spot]) -> bool:
+            return passes([part])
+
+        return shortest(smallest(spots, pass_alone), pass_alone, _FIRST) if len(spots) > len(few) else spots
 
     def _groups(self, spots: Iterable[Spot]) -> list[list[Spot]]:
         """Put spots in alike modules together, those first that are preferred as pins."""

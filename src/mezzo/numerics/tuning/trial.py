@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from mezzo.overflow.diagnose import highest_scale
 from mezzo.policy import Policy
 
 __all__ = ["DEFAULT_SCALE", "FAULT_DB", "LARGEST_SEED", "Outcome", "Trials", "ratio_text"]
+
+T = TypeVar("T")  # Python 3.11 has no `def f[T]`
 
 #: Where dynamic loss scales start; half of it is the largest power of two that a float16 loss itself can be given.
 DEFAULT_SCALE: Final = 2.0**16
@@ -125,23 +128,35 @@ class Trials:
 
     def _run(self, policy: Policy) -> Outcome:
         scale = DEFAULT_SCALE if policy.dtype == torch.float16 else 1.0
+        worst = self._worst(policy, scale)
+        return worst if worst.is_fault else self._with_updates(policy, worst)
+
+    def _tried(self, run: Callable[[Policy], T], policy: Policy, step: int, scale: float) -> T | Outcome:
+        """Run something under a policy; where low precision makes it fail, say so.
+
+        Raises:
+            Exception: It fails in FP32 too, or only once: low precision is not why.
+        """
         try:
-            worst = self._worst(policy, scale)
+            return run(policy)
         except (MezzoError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # FP32 runs: whatever this is, low precision did it
-            note = printable(f"{type(error).__name__}: {error}".splitlines()[0])
-            return Outcome(sqnr_db=-math.inf, tensor="loss", step=self._order[0] + 1, loss_scale=scale, note=note)
-        if worst.is_fault:
-            return worst
-        return self._with_updates(policy, worst)
+        except Exception as error:
+            run(Policy.O0())
+            try:
+                run(policy)
+            except Exception as again:
+                note = printable(f"{type(again).__name__}: {again}".splitlines()[0])
+                return Outcome(sqnr_db=-math.inf, tensor="loss", step=step + 1, loss_scale=scale, note=note)
+            raise error from None
 
     def _worst(self, policy: Policy, scale: float) -> Outcome:
         """Find the worst gradient of all steps, under one scale that suits all of them."""
         found: list[Outcome] = []
         while len(found) < len(self._order):
             step = self._order[len(found)]
-            outcome = self._step(policy, step, scale, may_rise=not found)
+            run = partial(self._step, step=step, scale=scale, may_rise=not found)
+            outcome = self._tried(run, policy, step, scale)
             if outcome.is_fault:
                 self._order.remove(step)  # where it went wrong it is tried first from now on
                 self._order.insert(0, step)
@@ -210,6 +225,9 @@ class Trials:
 
     def _with_updates(self, policy: Policy, outcome: Outcome) -> Outcome:
         """Take all steps in a row, and compare what they add to the weights."""
-        updates = self.shadow.taken(policy, outcome.loss_scale)
+        scale, last = outcome.loss_scale, len(self._order) - 1
+        updates = self._tried(partial(self.shadow.taken, scale=scale), policy, last, scale)
+        if isinstance(updates, Outcome):
+            return updates
         ratio = together(self.shadow.updates, updates)
         return dataclasses.replace(outcome, updates_db=None if math.isnan(ratio) else ratio, steady=self.shadow.steady)
