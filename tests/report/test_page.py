@@ -13,7 +13,7 @@ import torch
 
 import mezzo
 from mezzo.errors import StateError, UnsupportedError
-from mezzo.numerics import diagnose, evidence_file
+from mezzo.numerics import SwallowedUpdates, diagnose, evidence_file
 from mezzo.numerics.counting import BINS, FIRST
 from mezzo.report import page, read
 from mezzo.report.heat import heat
@@ -322,6 +322,20 @@ def test_updates_that_vanish_are_listed_the_worst_first(recorded_run, evidence):
     assert "head.weight 960 0 % 100 % 20.8 %" in table
     assert "stem.weight 960 1.46 % 83.3 % 20.8 %" in table
     assert table.index("head.weight") < table.index("stem.weight")
+
+
+def test_of_weights_stored_low_those_that_did_not_move_are_listed(recorded_run, evidence):
+    (step, *_) = evidence.steps
+    still = SwallowedUpdates(updated=0, swallowed={"float16": 0, "bfloat16": 0}, beyond=0, with_gradient=8, unmoved=8)
+    tensors = [dataclasses.replace(each, dtype="bfloat16") for each in step.tensors]
+    tensors = [dataclasses.replace(each, swallowed=still) if each.swallowed else each for each in tensors]
+    step = dataclasses.replace(step, tensors=tuple(tensors))
+    evidence_file.write(dataclasses.replace(evidence, steps=(step,)), recorded_run / "evidence.jsonl")
+    seen = text_of(page(recorded_run))
+    table = seen[seen.index("Updates that vanish") :]
+    assert "weight did not move updates swallowed by float16" in table
+    assert "stem.weight 100 % 0 – – –" in table
+    assert "a weight with a gradient that did not move" in table
 
 
 def test_precisions_and_casts_are_those_of_the_explanation(recorded_run):

@@ -165,6 +165,7 @@ def test_the_worst_tensors_are_ranked_and_a_click_shows_one(tab):
     choose(tab, format="float16", kind="updates", step=2)
     rows = [row.split("\t") for row in tab.inner_text("#worst tbody").splitlines()]
     assert rows[0][0].startswith("blocks.1.down")
+    assert not any(row[1] == "updates" for row in rows)  # no format has to hold them
     assert all(float(row[5].rstrip(" %") or 0) > 0 or row[6] != "0" for row in rows[:3])
     tab.click("#worst tbody tr")
     label = tab.evaluate("() => document.getElementById('kind').selectedOptions[0].text")

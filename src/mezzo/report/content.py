@@ -11,7 +11,8 @@ from mezzo.explanation import Explanation
 from mezzo.explanation.sections import NUMBERS, few_rows
 from mezzo.explanation.words import share_text
 from mezzo.files import opened
-from mezzo.numerics import Evidence, SwallowedUpdates
+from mezzo.numerics import Evidence
+from mezzo.numerics.faults import lost_updates, stored_low
 from mezzo.policy import Policy
 from mezzo.recipes.run_directory import EXPLANATION
 from mezzo.report.heat import heat
@@ -79,22 +80,27 @@ def _recorded(run: Run) -> dict[str, Any]:
 
 def _swallowed(evidence: Evidence) -> dict[str, Any] | None:
     """The updates that would round away in each storage format, by weight, over all recorded steps."""
-    lost: dict[str, SwallowedUpdates] = {}
-    for each in (tensor for step in evidence.steps for tensor in step.tensors):
-        if each.swallowed is not None:
-            lost[each.path] = lost[each.path] + each.swallowed if each.path in lost else each.swallowed
-    formats = evidence.header.formats
+    lost, formats = lost_updates(evidence), evidence.header.formats
     if not lost or not formats:
         return None
-    rows = sorted(lost.items(), key=lambda row: -sum(row[1].share(each) for each in formats if row[1].updated))
+    is_low = not stored_low(evidence).keys().isdisjoint(lost)
+    rows = sorted(
+        lost.items(),
+        key=lambda row: (-row[1].unmoved if is_low else 0, -sum(row[1].share(e) for e in formats if row[1].updated)),
+    )
+    heads = ["weight", *(["did not move"] if is_low else []), "updates"]
     return {
-        "heads": ["weight", "updates", *(f"swallowed by {each}" for each in formats), "weight ≥ 2048 × update"],
+        "is_low": is_low,
+        "heads": [*heads, *(f"swallowed by {each}" for each in formats), "weight ≥ 2048 × update"],
         "rows": [
-            [printable(path), f"{each.updated:,}"]
-            + [share_text(count, each.updated) for count in (*(each.swallowed[name] for name in formats), each.beyond)]
+            [printable(path), *([share_text(each.unmoved, each.with_gradient)] if is_low else []), f"{each.updated:,}"]
+            + [
+                share_text(count, each.updated) if each.updated else "–"
+                for count in (*(each.swallowed[name] for name in formats), each.beyond)
+            ]
             for path, each in rows
         ],
-        "numbers": list(range(1, len(formats) + 3)),
+        "numbers": list(range(1, len(formats) + len(heads) + 1)),
     }
 
 

@@ -241,16 +241,16 @@
   function worst() {
     const format = page.formats[state.format];
     const found = [];
-    kinds.forEach((kind, kindAt) => kind.histograms.forEach((row, rowAt) => {
+    kinds.forEach((kind, kindAt) => kind.name !== "updates" && kind.histograms.forEach((row, rowAt) => { // no update is kept
       let most = null;
       row.forEach((histogram, step) => {
         if (!histogram) return;
         const scale = scaleOf(kind, step), each = coverage(histogram, format, scale);
         // What is infinite or NaN spoils a step, what is zero is only missed: so the former counts first.
-        const rank = [each.overflow + each.nans > 0 ? 1 : 0, (each.overflow + each.nans) / Math.max(1, each.total + each.nans), each.flushed / Math.max(1, each.total)];
+        const rank = [each.overflow + each.nans > 0 ? 1 : 0, (each.overflow + each.nans) / Math.max(1, each.total + each.nans), each.flushed / Math.max(1, each.total), each.subnormal / Math.max(1, each.total)];
         if (!most || before(rank, most.rank)) most = { kind, kindAt, rowAt, step, scale, histogram, each, rank };
       });
-      if (most && (most.rank[0] || most.rank[2] > 0)) found.push(most);
+      if (most && (most.rank[0] || most.rank[2] > 0 || most.rank[3] > 0.1)) found.push(most);
     }));
     return found.sort((one, other) => (before(one.rank, other.rank) ? -1 : 1));
   }
@@ -263,8 +263,8 @@
   function drawWorst() {
     const all = worst(), shown = all.slice(0, 15), format = page.formats[state.format];
     at("worst-text").textContent = all.length
-      ? `Each at its worst recorded step, in ${format.label}${state.own ? ", gradients at the run’s own loss scale" : `, at scale ${power(state.scale)}`}; ${all.length} of ${kinds.reduce((sum, kind) => sum + kind.rows.length, 0)} lose something. A click shows one above.`
-      : `In ${format.label} no value of any recorded tensor is flushed to zero or overflows.`;
+      ? `Each at its worst recorded step, in ${format.label}${state.own ? ", gradients at the run’s own loss scale" : `, at scale ${power(state.scale)}`}; ${all.length} of ${kinds.reduce((sum, kind) => sum + (kind.name === "updates" ? 0 : kind.rows.length), 0)} lose something. A click shows one above.`
+      : `In ${format.label} no value of any recorded tensor is flushed to zero or overflows, and few lose digits.`;
     const table = at("worst");
     table.replaceChildren();
     if (!all.length) return;
