@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from mezzo.explanation.words import counted
 from mezzo.report import to_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def compared(name: str) -> dict[str, Any]:
 
 def where(result: dict[str, Any]) -> str:
     """What a result was measured on, and when."""
-    return f"{result['machine']}, {result['threads']} threads, torch {result['torch']}, {result['date']}"
+    return f"{result['machine']}, {counted(result['threads'], 'thread')}, torch {result['torch']}, {result['date']}"
 
 
 def tenths(row: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ MOST_CODE = {
     "cli": 892,
     "explanation": 1_090,
     "integrations": 50,
-    "numerics": 3_416,
+    "numerics": 3_420,
     "optim": 1_259,
     "overflow": 825,
     "policy": 1_025,
@@ -84,6 +84,25 @@ def test_no_class_has_the_name_of_another():
                 places[node.name].append(path)
     twice = {name: files for name, files in places.items() if len(files) > 1}
     assert twice == {}
+
+
+def test_what_a_file_offers_is_in_it():
+    missing = {}
+    for path, text in sources().items():
+        bound, offered = set(), []
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+                bound.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                bound |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+                if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+                    offered = ast.literal_eval(node.value)
+        if "__getattr__" not in bound and not bound.issuperset(offered):
+            missing[path] = sorted(set(offered) - bound)
+    assert missing == {}
 
 
 def test_one_file_knows_how_to_write_files_whole():

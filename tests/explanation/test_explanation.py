@@ -191,6 +191,14 @@ def test_every_row_is_one_plain_line_however_long():
     assert any(long in line and "op table" in line for line in wide.text(full=True, width=None).splitlines())
 
 
+@pytest.mark.parametrize("explanation", [EXPLANATION, EMPTY], ids=["rows", "none"])
+@pytest.mark.parametrize("full", [False, True])
+def test_one_empty_line_lies_between_two_parts(explanation, full):
+    text = explanation.text(full=full)
+    assert "\n\n" in text.rstrip() or not (full or explanation is EXPLANATION)
+    assert "\n\n\n" not in text
+
+
 def test_empty_tables_are_named_only_among_all_rows():
     assert EMPTY.text(full=True).split("\n\n")[1:] == [
         "ops, forward: none", "products, forward: none", "casts: none", "round trips: none",

@@ -561,6 +561,11 @@ def test_what_a_loss_function_writes_into_a_batch_is_gone_in_the_next_trial():
     assert same(data, kept)
 
 
+@pytest.mark.parametrize("name", ["bf16", "BFloat16", torch.bfloat16])
+def test_a_dtype_goes_by_any_of_its_names(name):
+    assert tuned(net(), name, steps=1).policy.dtype == torch.bfloat16
+
+
 # Refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -572,6 +577,9 @@ def test_what_cannot_be_used_is_refused_by_name():
     cases = [
         (PolicyError, "a model must be an nn.Module, not str", ("model", loss_fn, data), {}),
         (PolicyError, "nothing can be tuned in 'float8'", (model, loss_fn, data), {"dtype": "float8"}),
+        (PolicyError, "nothing can be tuned in 'float8_e5m2'", (model, loss_fn, data), {"dtype": "e5m2"}),
+        (PolicyError, "nothing can be tuned in 7", (model, loss_fn, data), {"dtype": 7}),
+        (PolicyError, "what low precision is compared with", (model, loss_fn, data), {"dtype": torch.float32}),
         (PolicyError, "what low precision is compared with", (model, loss_fn, data), {"dtype": "float32"}),
         (PolicyError, "steps must be a positive integer, not 0", (model, loss_fn, data), {"steps": 0}),
         (PolicyError, "steps must be a positive integer, not True", (model, loss_fn, data), {"steps": True}),

@@ -43,7 +43,7 @@ def plain(parts: Iterable[RenderableType], width: int | None = WIDEST) -> str:
         wide = console.options.update(width=100_000)
         console.width = max(WIDEST, *(Measurement.get(console, wide, part).maximum for part in parts))
     console.print(Group(*parts))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
 
 
 def renderables(explanation: Explained, *, full: bool = False) -> Iterator[RenderableType]:
@@ -54,7 +54,7 @@ def renderables(explanation: Explained, *, full: bool = False) -> Iterator[Rende
         full: Whether to show every row.
     """
     yield from _answer(answer_to(explanation))
-    yield Text(printable(terms(explanation)), style="dim")
+    yield Text(f"{printable(terms(explanation))}\n", style="dim")
     yield from map(_section, all_rows(explanation) if full else few_rows(explanation))
 
 
@@ -63,7 +63,7 @@ def difference_renderables(first: Explained, second: Explained, *, full: bool = 
     if not differences(first, second):
         yield Text(printable(f"{first.policy} and {second.policy} explain the same"))
         return
-    yield from _answer(comparison(first, second))
+    yield from (*_answer(comparison(first, second)), Text())
     yield from map(_section, different_rows(first, second, full=full))
 
 
@@ -94,11 +94,11 @@ def _answer(answer: Answer) -> Iterator[RenderableType]:
 
 
 def _section(section: Section) -> RenderableType:
-    # The title is no part of the table, within whose width it would be folded.
+    # The title is no part of the table, within whose width it would be folded. A table ends with an empty line.
     parts: Sequence[RenderableType] = (
-        Text(f"\n{section.title}", style="bold"),
-        *([_Fitted(section)] if section.rows else ()),
-        *([Text(f"  {section.rest}")] if section.rest else ()),
+        Text(section.title, style="bold"),
+        _Fitted(section) if section.rows else Text(),
+        *([Text(f"  {section.rest}\n")] if section.rest else ()),
     )
     return Group(*parts)
 

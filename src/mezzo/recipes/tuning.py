@@ -46,6 +46,8 @@ def tune(
         UnsupportedError: The data's package is missing, or the device cannot compute in ``dtype``.
         NumericsError: As :func:`mezzo.numerics.tune`.
 
+    **Cost**: that of :func:`mezzo.numerics.tune`, and ``after`` FP32 steps.
+
     Example:
         >>> from mezzo.recipes import get
         >>> found = tune(get("digits-cnn"), steps=1)

@@ -13,7 +13,6 @@ from mezzo.report.run import Run, read
 from mezzo.report.table import facts, results_tables, to_markdown
 
 __all__ = [
-    "Alert",
     "Judgement",
     "Run",
     "curves",

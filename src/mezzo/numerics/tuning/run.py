@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any, Final, get_args
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError, nearest, shown, some_of
+from mezzo.formats import by_name
 from mezzo.numerics.tuning.selection import Selection
 from mezzo.numerics.tuning.shadow import LossFunction, Shadow
 from mezzo.numerics.tuning.tuned import Objective, Tuned
@@ -51,7 +52,7 @@ def tune(
         model: The model, FP32, in the mode it trains in, and not prepared yet.
         loss_fn: From the model and a batch to a scalar loss; run inside the policy's region, as in a training step.
         batches: At least one; the first ``steps`` are used, in turn where there are fewer.
-        dtype: ``float16`` or ``bfloat16``.
+        dtype: ``float16`` or ``bfloat16``, by any of their names.
         optimizer: From parameters to an optimizer; SGD when omitted, at torch's learning rate or one that moves no
             tensor by more than a hundredth in the first step.
         steps: How many steps each trial takes; 3 see whether the second step follows from the first.
@@ -101,7 +102,9 @@ def _checked(model: Any, dtype: Any, optimizer: Any, steps: Any, objective: Any)
                 f"a model must be an nn.Module, not {type(model).__name__}", write="tune(model, loss_fn, batches)"
             )
         )
-    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    name = dtype
+    with suppress(PolicyError):  # which names formats that are not for training as well
+        name = by_name(dtype).name
     if name not in _DTYPES:
         why = nearest(str(name), _DTYPES) if name != "float32" else "that is what low precision is compared with"
         problems.append(PolicyError(f"nothing can be tuned in {shown(name)}", why=why, write='dtype="float16"'))
