@@ -204,6 +204,17 @@ def test_one_pin_is_preferred_to_several_that_cannot_do_without_each_other(monke
     assert pins(tuned(net(PLANTS["a masked row"][0]), steps=1)) == {"softmax@plant"}
 
 
+def test_an_op_that_takes_no_two_dtypes_is_pinned_itself():
+    def added(x):  # zeros are FP32, and what is added to them low
+        index = torch.zeros(WIDTH, dtype=torch.long)
+        return x + torch.zeros(32, WIDTH).index_add(1, index, 3 * x) * 0.1
+
+    found = tuned(net(added))
+    assert pins(found) == {"index_add@plant"}
+    (pin,) = found.evidence.pins
+    assert pin.reason.startswith("it fails in float16; without this rule the forward pass of step 1 fails with Runtime")
+
+
 def test_only_what_loses_by_itself_is_suspected():
     found = tuned(net(PLANTS["a masked row"][0]))
     lost = {each.name for each in found.evidence.candidates if each.local_db < 30}

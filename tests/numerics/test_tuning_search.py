@@ -146,6 +146,11 @@ def test_paths_that_a_policy_cannot_write_are_matched_all_the_same():
     policy = before(base, pins(base, [running[0], running[2]], running))
     assert str(policy).endswith("fp32=sum@heads.a?b+linear@x?0?,low=sum")
     assert Policy.parse(str(policy)) == policy
+    running = [("linear", f"my heads.{number}.fc*") for number in range(2)] + [("linear", "body")]
+    policy = before(base, pins(base, running[:2], running))
+    assert str(policy.rules[0]) == "fp32=linear@my?heads.*.fc?"
+    assert str(before(base, pins(base, running[:1], running)).rules[0]) == "fp32=linear@my?heads.0.fc?"
+    assert Policy.parse(str(policy)) == policy
 
 
 def test_dropout_drops_the_same_elements_in_every_dtype():

@@ -85,12 +85,12 @@ def _folded(op: str, chosen: set[str], running: set[str]) -> list[Rule] | None:
         return None
     globs: dict[str, list[str]] = defaultdict(list)
     for module in sorted(chosen):
-        globs[".".join("*" if part.isdigit() else part for part in module.split("."))].append(module)
-    written = [(glob if len(own) > 1 and glob.strip("*.") else path) for glob, own in globs.items() for path in own]
-    rules = [
-        Rule("fp32", op=op, module=_UNWRITABLE.sub("?", path) if "*" not in path else path)
-        for path in dict.fromkeys(written)
+        parts = ("*" if part.isdigit() else _UNWRITABLE.sub("?", part) for part in module.split("."))
+        globs[".".join(parts)].append(module)
+    written = [
+        (glob if len(own) > 1 and glob.strip("*.") else _glob(path)) for glob, own in globs.items() for path in own
     ]
+    rules = [Rule("fp32", op=op, module=path) for path in dict.fromkeys(written)]
     reached = {module for module in running if any(rule.matches_module(module) for rule in rules)}
     return rules if reached == chosen else None
 

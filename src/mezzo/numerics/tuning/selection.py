@@ -197,7 +197,9 @@ class Selection:
         own = [self._sensitivities.get(spot, _UNKNOWN) for spot in group]
         largest, limit = max(each.largest for each in own), torch.finfo(self.base.dtype).max
         forward, backward = min(each.forward_db for each in own), min(each.backward_db for each in own)
-        if largest > limit:
+        if without.note and forward == -math.inf:
+            alone = f"it fails in {self.dtype}"
+        elif largest > limit:
             alone = f"results reach {largest:.3g}, beyond {self.dtype}'s {limit:.6g}"
         elif forward < SUSPECT_DB:
             alone = f"results of operands rounded to {self.dtype}: {ratio_text(forward)}"

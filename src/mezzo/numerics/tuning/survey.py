@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mezzo.cast.region import autocast
@@ -76,7 +76,7 @@ class _Watch:
     devices: tuple[torch.device, ...]
     where: Where = field(default_factory=Where)
     calls: list[Call] = field(default_factory=list)
-    _open: dict[int, Call] = field(default_factory=dict)
+    unfinished: dict[int, Call] = field(default_factory=dict)
 
     def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
         with _NO_TORCH_FUNCTION():
@@ -91,12 +91,12 @@ class _Watch:
                     call.function, call.args, call.kwargs = function, args, dict(kwargs)
                     call.versions = [x._version for x in tensors((args, kwargs))]
                     call.random = RandomStates.now(self.devices)
-                self._open[id(place)] = call
+                self.unfinished[id(place)] = call
             self.where.enter(place)
         return place
 
     def finish(self, place: Place, out: Any) -> None:
-        call = self._open.pop(id(place), None)
+        call = self.unfinished.pop(id(place), None)
         with _NO_TORCH_FUNCTION():
             results = list(_castable(out))
             if call is None or not results:
@@ -133,15 +133,30 @@ def survey(shadow: Shadow, dtype: torch.dtype, step: int, *, keeps: bool = False
     """
     policy = everything_fp32(dtype)
     watch = _Watch(Decider(policy, {}), keeps, shadow.devices)
+    with _hooked(watch, shadow.model), shadow.forward(policy, step, inside=watching(watch)) as run:
+        if keeps:
+            run.gradients(1.0)
+    return watch.calls
+
+
+@contextmanager
+def _hooked(watch: _Watch, model: nn.Module) -> Iterator[None]:
     with ExitStack() as hooks:
-        for path, module in shadow.model.named_modules():
+        for path, module in model.named_modules():
             own = ModuleHooks(watch, path)
             for handle in (*own.around(module), *own.inside(module, is_prepared=True)):
                 hooks.callback(handle.remove)
-        with shadow.forward(policy, step, inside=watching(watch)) as run:
-            if keeps:
-                run.gradients(1.0)
-    return watch.calls
+        yield
+
+
+def _failing(shadow: Shadow, base: Policy, step: int) -> Spot | None:
+    """Find the op at which a step's forward pass fails under a policy: where dtypes do not go together, say."""
+    watch = _Watch(Decider(everything_fp32(base.dtype), {}), False, shadow.devices)
+    try:
+        with _hooked(watch, shadow.model), shadow.forward(base, step, inside=watching(watch)):
+            return None
+    except Exception:
+        return next((call.spot for call in reversed(watch.unfinished.values()) if call.spot is not None), None)
 
 
 # What a call alone loses ------------------------------------------------------------------------------
@@ -183,8 +198,12 @@ def sensitivities(shadow: Shadow, base: Policy, step: int) -> dict[Spot, Sensiti
     calls = survey(shadow, base.dtype, step, keeps=True)
     scale = _typical_scale(calls) if base.dtype == torch.float16 else 1.0
     low, wide = autocast(base, shadow.devices[0].type), autocast(everything_fp32(base.dtype), shadow.devices[0].type)
+    failing = _failing(shadow, base, step)
     ratios = [
-        (math.inf, math.inf) if call.spot is None else _alone(call, base.dtype, scale, low, wide) for call in calls
+        (math.inf if call.spot is None else -math.inf, math.inf)
+        if call.spot in (None, failing)
+        else _alone(call, base.dtype, scale, low, wide)
+        for call in calls
     ]
     distances = _distances(calls, [position for position, both in enumerate(ratios) if min(both) < SUSPECT_DB])
     found: dict[Spot, Sensitivity] = {}
