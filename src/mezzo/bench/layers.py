@@ -105,7 +105,7 @@ def layer_steps(device_type: str, dtypes: Sequence[torch.dtype]) -> dict[torch.d
 
 
 def _ask_child(arguments: list[str]) -> tuple[dict[str, LayerSteps], str]:
-    """Start a child, and return what it said of each format, in their order, and how it ended if it said not all."""
+    """Start a child; return its answers, in the order of the formats, and how it ended if some are missing."""
     command = [sys.executable, "-c", "import sys; from mezzo.bench.layers import main; main(*sys.argv[1:])", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
     environment.pop("PYTHONWARNINGS", None)  # a filter of the user's must not turn a deprecation into an end
@@ -209,4 +209,4 @@ def _processor_seconds(call: Callable[[], object]) -> float:
 
 
 def _nothing() -> None:
-    """Make nothing ready: a step follows on the one before."""
+    """Prepare nothing: each step starts where the one before it ended."""

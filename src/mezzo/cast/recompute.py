@@ -150,7 +150,7 @@ def _record_of(pack: Any) -> Any:
 
 @functools.cache
 def _report_unknown_torch() -> None:
-    """Say once that this torch keeps what to recompute where nobody here knows."""
+    """Say once that this torch keeps what to recompute in a place that is not known here."""
     text = message(
         "activation checkpoints will not see the policy in a bare loss.backward()",
         where=f"torch.utils.checkpoint of torch {torch.__version__}",

@@ -44,7 +44,7 @@ __all__ = ["Diagnosis", "FormatAnswer", "diagnose"]
 _FLUSHED: Final = 0.01
 #: The share of a tensor that eight bits may flush, where each tensor has a scale of its own.
 _FLUSHED_IN_FP8: Final = 0.05
-#: Where the first loss scale of a dynamic one is, if nothing is known.
+#: What a dynamic loss scale starts at by default.
 _INIT: Final = 2.0**16
 
 Place = tuple[str, str]

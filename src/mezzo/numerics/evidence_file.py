@@ -22,9 +22,9 @@ and at the end of a run that was not interrupted::
 
     {"end": true, "num_steps": 1200}
 
-``counts`` has the values with floor(log2\|x\|) == exponent; of these, ``powers`` those that are a power of two
-exactly, without which what lies on a format's limits would be guessed. Exponents without values are left out. Numbers
-that JSON cannot write are the texts ``"nan"``, ``"inf"`` and ``"-inf"``.
+``counts`` has the values with floor(log2\|x\|) == exponent. ``powers`` has those of them that are exactly a power of
+two: formats end at such numbers, and only so is it known on which side of a limit they lie. Exponents without values
+are left out. Numbers that JSON cannot write are the texts ``"nan"``, ``"inf"`` and ``"-inf"``.
 """
 
 from __future__ import annotations

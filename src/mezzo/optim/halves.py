@@ -264,6 +264,6 @@ class HalvesOptimizer(Optimizer):
                 state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             form = self._storage(group, param)
             if form.extra is not None and form.extra not in state:
-                with judged_together():  # a low-precision weight is never too large for its own dtype: nobody waits
+                with judged_together():  # a low-precision weight is never too large for its own dtype: no wait
                     state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
                 self._edits.see([param])

@@ -153,7 +153,7 @@ class Watch:
         return found
 
     def _source(self, operand: Operand, kernel: Any) -> Origin:
-        """Return the origin of a non-finite tensor; one that nobody made was there before."""
+        """Return the origin of a non-finite tensor; one that no kernel made was there before."""
         label = self._from.get(operand.tensor) or self._from.get(operand.argument)
         return self.origins[int(label)] if label is not None else self.given(operand.argument, kernel)
 

@@ -228,11 +228,15 @@ def _one_of(losses: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _adapted(*given: Any) -> tuple[Tensor, ...]:
-    """Return whether a loss failed; of each scale what holds it, and :func:`moved_on`; of several all before and after.
+    """Move all scales on, in one launch where kernels can be written.
 
     Args:
         *given: Of each scale: the rules, and how many flags, inner flags and numbers there are of it. Then, scale by
             scale, its loss, these flags and these numbers.
+
+    Returns:
+        Whether a loss failed; of each scale whether it is to stay, and what :func:`moved_on` returns; where there are
+        several, the vectors of all scales before and after.
     """
     kinds = [each for each in given if not isinstance(each, Tensor)]
     rest = iter(given[len(kinds) :])

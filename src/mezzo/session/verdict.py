@@ -87,7 +87,7 @@ def check(
     elif not (shares := [share for window in windows for share in window.settled]):
         raise StateError(
             "these are gradients that no amp.backward() made",
-            why="nothing had a gradient when they were unscaled, so that nobody knows what they carry",
+            why="nothing had a gradient when they were unscaled, so that their scale is not known",
             write="amp.backward(loss), and edits of .grad after it",
         )
     return Judged(

@@ -1,4 +1,4 @@
-"""At the boundaries of which of a model's modules something is cast.
+"""Which modules of a model have boundaries where something is cast.
 
 In a converted model that is the first of its modules that is called from outside, whichever it is: each has a door.
 """
@@ -101,7 +101,7 @@ def callable_alone(
         while path := path.rpartition(".")[0]:
             holding.add(path)
     for path, module in model.named_modules():
-        # Parametrizations run where a weight is read, by whoever reads it.
+        # Parametrizations run wherever a weight is read.
         if path not in holding or not _has_forward(module) or "parametrizations" in path.split("."):
             continue
         rule = policy.module_rule(path)

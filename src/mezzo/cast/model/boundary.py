@@ -32,7 +32,7 @@ _TWO_DTYPES: Final = ("same dtype", "should be the same", "mixed dtype", "expect
 class Entrance:
     """The call by which each thread has come into a model, as long as it lasts.
 
-    A copy of the model, or of a part of it, is a model of its own that nobody is in.
+    A copy of the model, or of a part of it, is a model of its own, in which no call lasts.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Entrance:
         return True
 
     def forget(self) -> None:
-        """Be outside, in this thread: between steps no call lasts, though an interrupted one may have left no word."""
+        """Forget the call of this thread. Between steps no call lasts, but one that was interrupted is noted still."""
         self._at.pop(threading.get_ident(), None)
 
 

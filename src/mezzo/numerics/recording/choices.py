@@ -96,7 +96,7 @@ def _foreign(optimizer: Optimizer, subject: Subject) -> PolicyError:
 
 
 class LossScaleNow:
-    """The loss scale that gradients carry which arrive now.
+    """The loss scale of the gradients that arrive now.
 
     Args:
         given: What a loop without a session says of it: its scaler, a number, a tensor, or nothing.

@@ -50,7 +50,7 @@ class PassWatch:
         kinds: ``activations``, ``activation_gradients`` or both.
         tally: What counts.
         places: What is told of the rows.
-        factor: Returns what to multiply gradients by that arrive now; ``None`` for 1.
+        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
 
     Attributes:
         called: The paths of the modules, in the order in which their calls ended.
@@ -125,7 +125,7 @@ class PassWatch:
 
 
 class _Hook:
-    """Tells a watch what a module returns; a copy of the module takes one along that tells nobody."""
+    """Tells a watch what a module returns. In a copy of the module it tells nothing."""
 
     def __init__(self, watch: PassWatch | None = None, path: str = "") -> None:
         self._watch, self._path = watch, path

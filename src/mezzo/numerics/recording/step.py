@@ -34,7 +34,7 @@ class Recording:
         subject: What is watched.
         kinds: What of it.
         formats: The storage formats that updates are rounded to.
-        factor: Returns what to multiply gradients by that arrive now; ``None`` for 1.
+        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
 
     Attributes:
         weights: What is told of the parameters.
@@ -115,7 +115,7 @@ class PlainLoop:
         recording: What is told.
         subject: What is watched.
         optimizers: The optimizers, each with what keeps FP32 values of its parameters.
-        factor: Returns what to multiply gradients by that arrive now; ``None`` for 1.
+        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ __all__ = ["cosine", "sqnr", "together"]
 def sqnr(reference: Tensor, value: Tensor) -> float:
     r"""Return the signal-to-quantisation-noise ratio, ``10·log10(Σ r² / Σ (v − r)²)``, in dB; a host sync.
 
-    Elements of the reference that are not finite are left out. Elsewhere a value that is not finite gives −inf.
+    Where the reference is not finite, elements are left out. A value that alone is not finite gives −inf.
 
     Returns:
         The ratio; inf for equal tensors, NaN where the reference is zero everywhere, and the value finite.

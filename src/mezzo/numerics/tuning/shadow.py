@@ -31,7 +31,7 @@ Gradients = dict[str, Tensor]
 #: A gradient that moves by more than a hundredth (40 dB) when weights move by a millionth is rounding noise, as
 #: that of a bias before a softmax is: nothing can be said of it in 16 bits.
 _KNOWN_DB: Final = 40.0
-#: Steps that end this much elsewhere say nothing about 16 bits.
+#: Below this ratio (in dB) of two FP32 runs from weights a millionth apart, steps say nothing about 16 bits.
 _STEADY_DB: Final = 80.0
 _MILLIONTH: Final = 2.0**-20
 #: The rate of torch's SGD, and the share of a tensor that its first step may move it by.
@@ -187,7 +187,7 @@ class Shadow:
         Args:
             policy: The policy.
             step: Which step: its batch, its random states, and weights as the FP32 run had them.
-            goes_on: Whether the weights stay what they are.
+            goes_on: Whether to begin at the model's present weights, and not at those of the FP32 run.
             inside: What is entered inside the policy's region.
         """
         if not goes_on:
@@ -267,7 +267,7 @@ class Shadow:
         Args:
             policy: The policy.
             scale: The loss scale.
-            goes_on: Whether the weights at the start stay what they are.
+            goes_on: Whether to begin at the model's present weights, and not at those of the FP32 run.
         """
         if not goes_on:
             self.restore(0)

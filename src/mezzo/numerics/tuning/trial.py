@@ -48,7 +48,7 @@ class Outcome:
         low_loss: Whether the loss itself is a float16 number, which a scale above 32768 takes to infinity.
         updates_db: The same of all updates together, after all steps in a row; ``None`` where none were taken,
             or FP32's are zero.
-        steady: Whether the updates are judged: not where FP32 itself ends elsewhere after one rounding more.
+        steady: Whether the updates are judged: not where one rounding more leads FP32 itself to other weights.
         note: Why the forward pass failed, where it did.
     """
 

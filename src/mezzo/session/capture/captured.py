@@ -209,7 +209,7 @@ class Captured(Generic[R]):
                 if not snapshots:
                     raise StateError(
                         "the train step uses no session",
-                        why="without one nobody knows its weights: what it did while it was rehearsed stays done",
+                        why="without one its weights are not known: what it did while it was rehearsed stays done",
                         write="amp = MixedPrecision(model, optimizer, policy), and amp.autocast(), "
                         "amp.backward(loss), amp.step() in the train step",
                     )

@@ -189,7 +189,7 @@ def _load_masters(core: Core, state: Mapping[str, Any]) -> None:
 
 def _load_windows(core: Core, state: Mapping[str, Any]) -> None:
     params, masters = dict(core.weights.named_params()), core.weights.named_masters()
-    # What was cleared since the last backward pass, in states that were saved before anyone took note of it.
+    # What was cleared since the last backward pass, in states of earlier versions, which took no note of it.
     noted = {name for window in state["windows"] if window for name in window["beside"]}
     cleared = {name for name in noted if name not in state["gradients"]}
     for kind, tensors, without in (("gradients", params, set()), ("master_gradients", masters, cleared)):

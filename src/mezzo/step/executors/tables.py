@@ -54,7 +54,7 @@ def uploaded_once() -> Iterator[Callable[[], None]]:
 
 
 def upload_captured(table: Tensor, host: Tensor) -> None:
-    """Fill a table that a graph reads: when it is recorded, if somebody will, or else in each of its replays."""
+    """Fill a table that a graph reads: once, if the caller uploads it, or else in each replay of the graph."""
     if (waiting := _WAITING.get()) is None:
         table.copy_(host, non_blocking=True)
     else:

@@ -218,7 +218,7 @@ class _Addresses:
 
     A table is written once: kernels on their way, or in a captured graph, may still read it. While a graph is captured,
     memory cannot be pinned, and an upload is recorded instead of carried out: it comes from a reserve made before, from
-    which each of the graph's replays copies again, unless somebody uploads it once (:func:`.tables.uploaded_once`).
+    which each of the graph's replays copies again, unless it is uploaded once (:func:`.tables.uploaded_once`).
 
     Args:
         count: How many tensors.
