@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -45,6 +46,17 @@ def test_the_table(capsys):
     assert rows["float8_e4m3fn"] == expected
     assert set(FORMATS) <= set(rows)
     assert "\x1b" not in out  # plain where no terminal is
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_no_number_is_cut_in_a_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    plain = re.sub(r"\x1b\[[\d;]*m", "", printed(capsys)[1])
+    assert max(map(len, plain.splitlines())) <= columns
+    assert "…" not in plain
+    whole = plain.split()
+    assert columns < 80 or {"float8_e4m3fn", "3.4028235e+38", "1.401e-45", "0.0009766"} <= set(whole)
 
 
 @pytest.mark.parametrize("name", ["fp16", "float16", "half", "torch.float16", "FP16"])

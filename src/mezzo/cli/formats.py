@@ -42,7 +42,7 @@ def formats(
         return
     console = console_for(160)
     if chosen is None:
-        console.print(_overview())
+        console.print(_overview(console.width))
         return
     widths = f"{chosen.exponent_bits} exponent bits (bias {chosen.bias}), {chosen.mantissa_bits} mantissa bits"
     console.print(f"{chosen.name}: 1 sign bit, {widths}", style="bold", highlight=False)
@@ -144,12 +144,13 @@ def described(number_format: Format, with_landmarks: bool = False) -> dict[str, 
     return fields
 
 
-def _overview() -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("format")
+def _overview(width: int) -> Table:
+    # Without padding every number has room in 80 columns; in fewer it is folded, and never cut.
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0 if width < 100 else 1))
+    table.add_column("format", overflow="fold", no_wrap=width >= 80)
     for column in ("s/e/m", "bias", "max", "smallest normal", "smallest subnormal", "eps"):
-        table.add_column(column, justify="right")
-    table.add_column("infinity")
+        table.add_column(column, justify="right", overflow="fold", no_wrap=width >= 80 and column == "max")
+    table.add_column("infinity", overflow="fold")
     for entry in FORMATS.values():
         table.add_row(
             entry.name,
