@@ -45,9 +45,7 @@ def fp16(**tensors):
 
 def test_gradients_that_fit_need_no_loss_scale():
     answer = fp16(activation_gradients=ONES * 0.01, weight_gradients=ONES * 0.01)
-    assert answer.line == (
-        "FP16 is safe: without a loss scale 0 % of the gradients are flushed to zero and 0 % lose digits."
-    )
+    assert answer.line == ("FP16 is safe: without a loss scale it loses 0 % of the gradients, and 0 % lose digits.")
     assert answer.policy == Policy.O1("float16")
 
 
@@ -57,17 +55,43 @@ def test_small_gradients_need_the_highest_scale_that_fits():
     answer = fp16(weight_gradients=gradients)
     assert answer.is_safe
     assert answer.line == (
-        "FP16 is safe with a loss scale: without one 30 % of the gradients are flushed to zero and 0 % lose digits; at "
-        "2^14, the highest loss scale that fits, 0 % are flushed."
+        "FP16 is safe with a loss scale: without one it loses 30 % of the gradients, those from 2^-27 to 2^-24, and 0 "
+        "% lose digits; at 2^14, the highest loss scale that fits, it loses 0 % of the gradients."
     )
     assert answer.policy == Policy.O1("float16", loss_scale=LossScale.dynamic(init=2.0**14))
 
 
 def test_gradients_further_apart_than_fp16_is_wide_are_not_saved_by_a_scale():
-    gradients = torch.cat([torch.full((500,), 2.0**-40), torch.full((500,), 1000.0)])
+    gradients = torch.cat([torch.full((500,), 2.0**-26), torch.full((500,), 20000.0)])
     answer = fp16(activation_gradients=gradients)
     assert (answer.is_safe, answer.policy) == (False, None)
-    assert "at 2^6, the highest loss scale that fits, 50 % of the gradients are flushed to zero" in answer.line
+    assert answer.line == (
+        "FP16 is not safe: at 2^1, the highest loss scale that fits, it loses 50 % of the gradients, those from 2^-27 "
+        "to 2^-25."
+    )
+
+
+def test_what_lies_below_all_that_training_needs_makes_no_format_unsafe():
+    gradients = torch.cat([torch.full((500,), 2.0**-40), torch.full((500,), 1000.0)])
+    answer = fp16(activation_gradients=gradients)
+    assert answer.is_safe
+    assert answer.line == (
+        "FP16 is safe: without a loss scale it loses 0 % of the gradients, and 0 % lose digits (50 % lie below 2^-27, "
+        "where training does not need them)."
+    )
+    # Where nothing is larger, it is all that training has.
+    line = fp16(activation_gradients=torch.full((500,), 2.0**-40)).line
+    assert "without one it loses 100 % of the gradients, which lie below 2^-24, and 0 % lose digits; at" in line
+
+
+@pytest.mark.parametrize("power", [-28, -27, -26, -25, -24, -15, -14])
+def test_the_bands_are_those_of_powers_of_two(power):
+    values = torch.cat([torch.full((50,), 2.0**power * 1.5), torch.full((50,), 1.0)])
+    line = fp16(weight_gradients=values).line
+    lost, digits = (50 if low <= power < high else 0 for low, high in ((-27, -24), (-24, -14)))
+    assert f"it loses {lost} % of the gradients" in line
+    assert f"{digits} % lose digits" in line
+    assert ("50 % lie below 2^-27" in line) == (power < -27)
 
 
 @pytest.mark.parametrize("kind", ["weights", "activations"])

@@ -1,5 +1,6 @@
 """What a run came to, in words: the largest loss, the savings, and what went wrong, the gravest first."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,15 @@ def test_what_is_wrong_with_a_recorded_run_is_said_before_what_formats_would_do(
     summary["rows"] = summary["rows"][:1]
     run = Run(path=Path("run"), summary=summary, series={}, evidence=evidence)
     assert judge(run).lines[0] == judge(run).alerts[0].what == "3 weights are infinite or NaN at step 51."
+
+
+def test_skipped_steps_are_told_once_with_what_to_write(judged, summary, evidence):
+    summary["rows"] = [summary["rows"][0] | HEALTHY | {"skipped_steps": 150}]
+    steps = tuple(
+        dataclasses.replace(step, skipped=True, tensors=tuple(t for t in step.tensors if t.kind == "weight_gradients"))
+        for step in evidence.steps[1:]
+    )
+    run = Run(path=Path("run"), summary=summary, series={}, evidence=dataclasses.replace(evidence, steps=steps))
+    (alert,) = judge(run).alerts
+    assert alert.what == "All 2 recorded steps were skipped."
+    assert alert.write == f'MixedPrecision(model, optimizer, "{judge(run).policy}")'

@@ -13,6 +13,7 @@ import torch
 from mezzo.errors import some_of
 from mezzo.explanation.words import format_text, share_text
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
+from mezzo.numerics.counting import FIRST
 from mezzo.numerics.evidence import Evidence, SwallowedUpdates
 from mezzo.numerics.faults import (
     CEILING,
@@ -20,7 +21,6 @@ from mezzo.numerics.faults import (
     SUBNORMAL,
     SWALLOWED,
     Alert,
-    all_skipped,
     better_scale,
     first_not_finite,
     flushed,
@@ -34,14 +34,19 @@ from mezzo.numerics.faults import (
     stored_low,
 )  # fmt: skip
 from mezzo.numerics.histogram import ExponentHistogram
+from mezzo.numerics.skips import fitting_policy, in_bfloat16, skips
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 
 __all__ = ["Diagnosis", "FormatAnswer", "diagnose"]
 
-#: The share of gradients that may be flushed to zero: at 31 % a detection network diverged, at 0.1 % it trained as in
-#: FP32 (Micikevicius et al. 2018, section 3.2).
-_FLUSHED: Final = 0.01
+#: The share of gradients that FP16 may lose where training needs them: at 31 % a detection network diverged, at 0.1 %
+#: it trained as in FP32 (Micikevicius et al. 2018, section 3.2).
+_LOST: Final = 0.01
+#: Gradients below 2^-27 do not matter for training (ibid.), beside larger ones.
+_NEEDED: Final = -27
+#: The exponent of FP16's smallest number.
+_SMALLEST: Final = round(math.log2(FP16.smallest_subnormal))
 #: The share of a tensor that eight bits may flush, where each tensor has a scale of its own.
 _FLUSHED_IN_FP8: Final = 0.05
 #: What a dynamic loss scale starts at by default.
@@ -122,11 +127,11 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         ...     optimizer.step()
         ...     recorder.step()
         >>> print(diagnose(recorder.evidence).formats[0].policy)
-        O1,dtype=float16
+        O1,dtype=float16,loss_scale=dynamic(init=2**24)
     """
     if not any(step.tensors for step in evidence.steps):
         return Diagnosis(lines=("No step was recorded.",))
-    faults, lost = [*not_finite(evidence), *all_skipped(evidence)], lost_updates(evidence)
+    faults, lost = [*not_finite(evidence), *skips(evidence)], lost_updates(evidence)
     alerts = [*faults, *flushed(evidence), *stopped(evidence, lost), *near(evidence)]
     alerts.sort(key=lambda alert: alert.level != "bad")
     if is_idle(evidence) or any(alert.level == "bad" for alert in faults):
@@ -183,28 +188,64 @@ def _fp16(totals: Totals) -> FormatAnswer:
         line = "FP16 holds all weights and activations; of gradients nothing is known."
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
     scale = min(whole.best_scale(FP16), CEILING)
-    (flushed, subnormal), (left, _) = (_shares(gradients, FP16, each) for each in (1.0, scale))
+    unscaled, scaled = (_Kept.of(whole, each) for each in (1.0, scale))
     highest = f"2^{round(math.log2(scale))}, the highest loss scale that fits,"
-    if left > _FLUSHED:
-        line = f"FP16 is not safe: at {highest} {share_text(left, 1)} of the gradients are flushed to zero."
+    if scaled.lost > _LOST:
+        line = f"FP16 is not safe: at {highest} {scaled.text}."
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
     # Above it steps would be skipped until the scale fits; and from below it needs thousands of steps to rise.
-    if scale < _INIT or _loses(_shares(gradients, FP16, _INIT)):
-        policy = Policy.O1("float16", loss_scale=LossScale.dynamic(init=scale))
-    unscaled = (
-        f"{share_text(flushed, 1)} of the gradients are flushed to zero and {share_text(subnormal, 1)} lose digits"
-    )
-    line = f"FP16 is safe: without a loss scale {unscaled}."
-    if _loses((flushed, subnormal)):
-        line = (
-            f"FP16 is safe with a loss scale: without one {unscaled}; at {highest} {share_text(left, 1)} are flushed."
-        )
+    if scale < _INIT or _Kept.of(whole, _INIT).is_poor:
+        policy = Policy.O1("float16", loss_scale=LossScale.dynamic(init=scale, floor=min(1.0, scale)))
+    line = f"FP16 is safe: without a loss scale {unscaled.text}."
+    if unscaled.is_poor:
+        line = f"FP16 is safe with a loss scale: without one {unscaled.text}; at {highest} {scaled.text}."
     return FormatAnswer(format=FP16.name, is_safe=True, line=line, policy=policy)
 
 
-def _loses(shares: tuple[float, float]) -> bool:
-    """Whether a scale leaves too many gradients flushed or subnormal."""
-    return shares[0] > _FLUSHED or shares[1] > SUBNORMAL
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What FP16 keeps of gradients at one loss scale: shares of those that are not zero.
+
+    Attributes:
+        lost: Of those that training needs, what lies below FP16's smallest number; that rounds to it, or to zero.
+        below: What lies there and training does not need.
+        subnormal: What loses digits.
+        text: This in words.
+    """
+
+    lost: float
+    below: float
+    subnormal: float
+    text: str
+
+    @property
+    def is_poor(self) -> bool:
+        """Whether too much of what training needs is lost, or loses digits."""
+        return self.lost > _LOST or self.subnormal > SUBNORMAL
+
+    @classmethod
+    def of(cls, whole: ExponentHistogram, scale: float) -> _Kept:
+        """Count it, exactly where the scale is a power of two.
+
+        Args:
+            whole: All gradients, not all of them zero.
+            scale: The loss scale.
+        """
+        shift = round(math.log2(scale))
+        # Where all gradients are as small as that, they are all that training has.
+        needed = _NEEDED if whole.max_abs >= 2.0**_SMALLEST else FIRST
+        end = _SMALLEST - shift
+        total = whole.total - whole.zeros
+        lost, below, subnormal = (
+            sum(map(whole.count, range(*ends))) / total
+            for ends in ((needed, end), (FIRST, min(needed, end)), (end, end + FP16.mantissa_bits))
+        )
+        where = f", which lie below 2^{end}" if needed == FIRST else f", those from 2^{needed} to 2^{end}"
+        text = f"it loses {share_text(lost, 1)} of the gradients{where if lost else ''}"
+        text += f", and {share_text(subnormal, 1)} lose digits" if shift == 0 else ""
+        if below:
+            text += f" ({share_text(below, 1)} lie below 2^{min(needed, end)}, where training does not need them)"
+        return cls(lost=lost, below=below, subnormal=subnormal, text=text)
 
 
 def _beyond(histogram: ExponentHistogram, target: Format) -> int:
@@ -281,6 +322,13 @@ def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequenc
     if current is None or header.compute_dtype not in (FP16.name, BF16.name):
         safe = [each for each in formats if each.policy is not None]
         return (safe[0].policy, safe[0].line) if safe else (None, "")
+    if (fitting := fitting_policy(evidence)) is not None:
+        is_other = fitting.dtype != current.dtype
+        why = "BF16 has FP32's range." if is_other else "Its loss scale fits the gradients."
+        return (None, "") if fitting == current else (fitting, why)
+    spoilt = first_not_finite(evidence)[1]
+    if header.compute_dtype == FP16.name and any(each.kind in GRADIENTS for each in spoilt):
+        return rescaled(current, LossScale.dynamic()), "Its loss scale skips steps whose gradients are not finite."
     scale = better_scale(evidence)
     if alerts and not (current.master_weights or current.param_dtype == torch.float32):
         masters = Policy.O2(current.dtype, emulate=current.emulate)
@@ -289,10 +337,9 @@ def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequenc
         return masters, "O2 keeps FP32 masters of the weights, which no update leaves or rounds away in."
     if header.compute_dtype == BF16.name or not alerts:
         return None, ""
-    beyond = [each.dtype for each in first_not_finite(evidence)[1]][:1] == [FP16.name] or any(near(evidence))
-    if not beyond and scale is not None and (is_idle(evidence) or any(flushed(evidence))):
+    beyond = [each.dtype for each in spoilt][:1] == [FP16.name] or any(near(evidence))
+    if not beyond and scale is not None and any(flushed(evidence)):
         return rescaled(current, scale), "The loss scale moves the gradients into FP16's range."
     if beyond or any(flushed(evidence)):
-        other = Policy.O2 if current.master_weights else Policy.O1
-        return other("bfloat16", emulate=current.emulate), "BF16 has FP32's range, and needs no loss scale."
+        return in_bfloat16(current), "BF16 has FP32's range, and needs no loss scale."
     return None, ""

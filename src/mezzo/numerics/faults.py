@@ -12,15 +12,15 @@ import torch
 from mezzo.errors import some_of
 from mezzo.explanation.words import format_text, share_text
 from mezzo.formats import BF16, FP16
-from mezzo.numerics.evidence import Evidence, RecordedTensor, SwallowedUpdates
+from mezzo.numerics.evidence import Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 
 __all__ = [
-    "CEILING", "GRADIENTS", "SUBNORMAL", "SWALLOWED", "Alert", "Level", "all_skipped", "better_scale",
-    "first_not_finite", "flushed", "is_idle", "lost_updates", "name_of", "near", "not_finite", "rescaled", "stopped",
-    "stored_low",
+    "CEILING", "GRADIENTS", "SUBNORMAL", "SWALLOWED", "Alert", "Level", "better_scale", "first_in_backward",
+    "first_not_finite", "flushed", "gradient_text", "is_finite", "is_idle", "lost_updates", "masks_of", "name_of",
+    "near", "not_finite", "rescaled", "stopped", "stored_low",
 ]  # fmt: skip
 
 Level = Literal["ok", "warn", "bad"]
@@ -56,31 +56,57 @@ class Alert:
     write: str = ""
 
 
-def first_not_finite(evidence: Evidence) -> tuple[int, list[RecordedTensor]]:
-    """Return the first recorded step with weights, or else activations, that are not finite, and those; or 0, none."""
+def first_not_finite(evidence: Evidence) -> tuple[RecordedStep | None, list[RecordedTensor]]:
+    """Return the first recorded step with tensors that are not finite and spoil it, and those tensors; or none.
+
+    They are weights, or else activations, or else gradients in a step that was taken all the same.
+    """
+    masks = masks_of(evidence)
     for step in evidence.steps:
-        for kind in ("weights", "activations"):
-            if found := [each for each in step.tensors if each.kind == kind and _num_not_finite(each)]:
-                return step.step, found
-    return 0, []
+        for kinds in (("weights",), ("activations",), GRADIENTS):
+            found = [each for each in step.tensors if each.kind in kinds and not is_finite(each)]
+            if found and _is_spoilt(step, found, masks):
+                return step, found
+    return None, []
+
+
+def _is_spoilt(step: RecordedStep, found: list[RecordedTensor], masks: Mapping[str, RecordedStep]) -> bool:
+    if found[0].kind == "activations":
+        return any(each.histogram.nans or name_of(each) not in masks for each in found)
+    return found[0].kind == "weights" or _spoils_weights(step)
+
+
+def _spoils_weights(step: RecordedStep) -> bool:
+    """Whether a step was taken with gradients that are not finite; one of an activation may end before any weight."""
+    found = [each.kind for each in step.tensors if each.kind in GRADIENTS and not is_finite(each)]
+    has_weights = any(each.kind == GRADIENTS[1] for each in step.tensors)
+    return not step.skipped and (GRADIENTS[1] in found if has_weights else bool(found))
 
 
 def not_finite(evidence: Evidence) -> Iterator[Alert]:
-    """Say which weights or activations are not finite, in the first recorded step that has any."""
+    """Say which tensors are not finite, in the first recorded step that they spoil; or else which may be masks."""
     step, found = first_not_finite(evidence)
-    if found:
-        first, total = found[0], sum(map(_num_not_finite, found))
-        others = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
-        was_skipped = any(each.skipped for each in evidence.steps if each.step == step)
-        spoilt = first.kind == "weights" or was_skipped or any(each.histogram.nans for each in found)
-        why, write = _cause(first)
-        yield Alert(
-            level="bad" if spoilt else "warn",  # a mask's infinities are meant
-            what=f"{total:,} {first.kind} are infinite or NaN at step {step}.",
-            where=f"{name_of(first)} ({first.dtype}){others}",
-            why=why,
-            write=write,
-        )
+    level: Level = "bad"
+    if step is None and (masks := masks_of(evidence)):
+        level, step = "warn", min(masks.values(), key=lambda each: each.step)
+        found = [each for each in step.tensors if each.kind == "activations" and each.histogram.infs]
+    if step is None:
+        return
+    first, kind = found[0], found[0].kind
+    (why, write), where = _cause(first), f"{name_of(first)} ({first.dtype})"
+    if level == "warn":
+        why, write = "What follows is finite all the same: they may be those of a mask, which are meant.", ""
+    if kind in GRADIENTS:
+        kind, first = "gradients", first_in_backward(step) or first
+        (why, write), where = _cause_in_backward(evidence, first), gradient_text(first)
+    others = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
+    yield Alert(
+        level=level,
+        what=f"{sum(map(_num_not_finite, found)):,} {kind} are infinite or NaN at step {step.step}.",
+        where=f"{where}{others}",
+        why=why,
+        write=write,
+    )
 
 
 def _cause(first: RecordedTensor) -> tuple[str, str]:
@@ -98,6 +124,18 @@ def _cause(first: RecordedTensor) -> tuple[str, str]:
         return why, f'policy="O2,dtype={first.dtype}", which keeps FP32 masters'
     why = "FP16 ends at 65504, and what is beyond becomes infinite, whatever the loss scale."
     return why, f"dtype=bfloat16, which has the range of FP32; or {explained}, to keep that one in FP32"
+
+
+def _cause_in_backward(evidence: Evidence, first: RecordedTensor) -> tuple[str, str]:
+    """Return why gradients of a step that was taken are not finite, and what to write."""
+    taken = "the step was taken all the same, and its update spoils the weights."
+    if evidence.header.compute_dtype != FP16.name and first.dtype != FP16.name:
+        write = 'MixedPrecision(…, on_overflow="explain"), which names the op that made the first of them'
+        return f"The backward pass made them, whatever the format: {taken}", write
+    text = evidence.header.policy
+    policy = Policy.O1(FP16.name) if text is None else rescaled(Policy.parse(text), LossScale.dynamic())
+    write = f'MixedPrecision(model, optimizer, "{policy}"), whose loss scale skips such steps and comes down'
+    return f"The backward pass left the range of FP16: {taken}", write
 
 
 def flushed(evidence: Evidence) -> Iterator[Alert]:
@@ -123,42 +161,8 @@ def flushed(evidence: Evidence) -> Iterator[Alert]:
     )
 
 
-def all_skipped(evidence: Evidence) -> Iterator[Alert]:
-    """Say why no recorded step has moved the weights, where activations and weights are finite."""
-    if not is_idle(evidence) or first_not_finite(evidence)[1]:
-        return
-    places = some_of([name_of(each) for each in _spoilt_gradients(evidence)], 3)
-    scale, count = _too_high(evidence), len(evidence.steps)
-    why = "Weights and activations are finite, but not the loss, or its gradient."
-    write = "a loss function that neither divides by zero nor takes its logarithm"
-    if scale:
-        why = f"Weights and activations are finite; their gradients leave FP16's range at loss scale {scale:,.10g}."
-        write = f"{_written(evidence, LossScale.dynamic())}, whose scale comes down until they fit"
-    yield Alert(
-        level="warn" if scale and evidence.header.loss_scale == "dynamic" else "bad",
-        what=f"All {count} recorded steps were skipped." if count > 1 else "The recorded step was skipped.",
-        where=f"gradients of {places}" if places else "",
-        why=why,
-        write=write,
-    )
-
-
-def _spoilt_gradients(evidence: Evidence) -> list[RecordedTensor]:
-    return [each for each in evidence.steps[-1].tensors if each.kind in GRADIENTS and _num_not_finite(each)]
-
-
-def _too_high(evidence: Evidence) -> float:
-    """Return the loss scale at which gradients overflow that are finite where they start; 0 if it is not the scale."""
-    found = _spoilt_gradients(evidence)
-    scale = max(evidence.steps[-1].loss_scales, default=1.0)
-    starts = any(not each.module and each.kind == GRADIENTS[0] and each.histogram.nans for each in found)
-    return scale if found and scale > 1.0 and not starts else 0.0
-
-
 def better_scale(evidence: Evidence) -> LossScale | None:
     """Return a loss scale that keeps more of the gradients that FP16 loses in a run; ``None`` where none does."""
-    if is_idle(evidence):
-        return LossScale.dynamic() if _too_high(evidence) and evidence.header.loss_scale != "dynamic" else None
     gradients = gradients_in_fp16(evidence)
     whole = ExponentHistogram.total_of(each for _, each in gradients)
     if not gradients or whole.infs or whole.nans:
@@ -184,6 +188,60 @@ def rescaled(policy: Policy, scale: LossScale) -> Policy:
 
 def _num_not_finite(tensor: RecordedTensor) -> int:
     return tensor.histogram.infs + tensor.histogram.nans
+
+
+def is_finite(tensor: RecordedTensor) -> bool:
+    """Whether there is neither infinity nor NaN in a tensor."""
+    return not _num_not_finite(tensor)
+
+
+def masks_of(evidence: Evidence) -> dict[str, RecordedStep]:
+    """Return the activations that are infinite as those of a mask, each with the first step that has it so.
+
+    They are in steps whose gradients are finite, or at least what the model returns: a softmax has made zeros of them.
+    """
+    found: dict[str, RecordedStep] = {}
+    for step in evidence.steps:
+        outputs = [each for each in step.tensors if each.kind == "activations" and not each.module]
+        if (outputs and all(map(is_finite, outputs))) or not (step.skipped or _spoils_weights(step)):
+            for each in step.tensors:
+                if each.kind == "activations" and each.histogram.infs and not each.histogram.nans:
+                    found.setdefault(name_of(each), step)
+    return found
+
+
+def gradient_text(tensor: RecordedTensor) -> str:
+    """Return what a gradient is called in words."""
+    of = "the output of " if tensor.kind == GRADIENTS[0] else ""
+    return f"gradient of {of}{name_of(tensor)} ({tensor.dtype})"
+
+
+def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
+    """Return the first gradient in the order of the backward pass that is not finite, of the innermost module."""
+    # The order of the pass forward is that in which calls ended; a module that is not called goes with what is around.
+    kinds = ("activations", "activation_gradients")
+    order = {path: n for n, path in enumerate(dict.fromkeys(t.module for t in step.tensors if t.kind in kinds))}
+
+    def place(tensor: RecordedTensor) -> int:
+        path = tensor.module
+        while path and path not in order:
+            path = path.rpartition(".")[0]
+        return order.get(path, -1)
+
+    found = [each for each in step.tensors if each.kind in GRADIENTS and not is_finite(each)]
+    # The gradient of what a module returns comes before those of its own weights.
+    found.sort(key=lambda each: (-place(each), GRADIENTS.index(each.kind)))
+    if not found:
+        return None
+    first, *others = found
+    for each in others:
+        # A container hands on what its last module returns: the very tensor.
+        if first.kind == each.kind == GRADIENTS[0]:
+            is_inside = each.module.startswith(f"{first.module}." if first.module else "")
+            if not is_inside or each.histogram.numbers != first.histogram.numbers:
+                break
+            first = each
+    return first
 
 
 def stopped(evidence: Evidence, lost: Mapping[str, SwallowedUpdates]) -> Iterator[Alert]:

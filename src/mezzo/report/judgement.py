@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from mezzo.numerics import Alert, Diagnosis, diagnose
 from mezzo.numerics.faults import Level
+from mezzo.numerics.skips import skips
 from mezzo.report.run import Run
 from mezzo.report.table import byte_text
 
@@ -56,7 +57,8 @@ def judge(run: Run) -> Judgement:
     else:
         lines = [*_differences(run.summary, rows), *_savings(run.summary, rows)]
     recipe = None if run.evidence is not None else run.summary["recipe"]
-    alerts = [alert for row in rows for alert in _alerts(row, recipe)]
+    told = run.evidence is not None and any(skips(run.evidence))  # with what to write
+    alerts = [alert for row in rows for alert in _alerts(row, recipe, told)]
     found = diagnose(run.evidence) if run.evidence is not None else Diagnosis()
     alerts = sorted((*found.alerts, *alerts), key=lambda alert: alert.level != "bad")
     # What is wrong with the run itself says more than which formats would do for it.
@@ -69,7 +71,7 @@ def judge(run: Run) -> Judgement:
     )
 
 
-def _alerts(row: Mapping[str, Any], recipe: str | None) -> Iterator[Alert]:
+def _alerts(row: Mapping[str, Any], recipe: str | None, has_skips: bool) -> Iterator[Alert]:
     policy, steps, skipped = row["policy"], row["steps"], row["skipped_steps"]
     if row["note"]:
         yield Alert(level="bad", what=f"Training stopped after {steps} steps.", where=policy, why=row["note"])
@@ -77,7 +79,7 @@ def _alerts(row: Mapping[str, Any], recipe: str | None) -> Iterator[Alert]:
         what = f"{row['nonfinite_losses']} of {steps} losses were infinite or NaN."
         write = "" if recipe is None else f'mezzo inspect {recipe} --policy "{policy}"'
         yield Alert(level="bad", what=what, where=policy, why="The training diverged, or overflowed.", write=write)
-    if steps and skipped > max(1, _MANY_SKIPPED * steps):
+    if steps and not has_skips and skipped > max(1, _MANY_SKIPPED * steps):
         why = "Their gradients were not finite at the loss scale, and their batches were lost."
         level: Level = "bad" if skipped > steps / 2 else "warn"
         yield Alert(level=level, what=f"{skipped} of {steps} steps were skipped.", where=policy, why=why)
