@@ -238,7 +238,7 @@ def test_what_is_left_out_is_said(result):
 def test_chosen_ways_run_beside_reference_and_rival():
     found = bench_train("64-tiny", size="least", repetitions=1, ways=["mezzo O2"])
     assert [row.way for row in found.rows] == ["fp32", "torch.amp", "mezzo O2"]
-    assert found.notes == []
+    assert not any("left out" in note for note in found.notes)  # where BF16 is emulated, a note says so
 
 
 def test_a_captured_step_is_made_of_the_step_and_its_batch(monkeypatch):
