@@ -560,6 +560,18 @@ def test_a_loss_that_runs_another_model_changes_nothing_of_it():
     assert same(everything(model), before)
 
 
+def test_what_else_a_loss_is_made_of_keeps_its_gradients():
+    torch.manual_seed(0)
+    other, seen = nn.Linear(4, 4), []
+    other.weight.grad = kept = torch.ones(4, 4)
+    other.bias.register_post_accumulate_grad_hook(seen.append)
+    found = tuned(net(), loss_fn=lambda model, batch: functional.cross_entropy(other(model(batch[0])), batch[1]))
+    assert pins(found) == set()
+    assert other.weight.grad is kept
+    assert torch.equal(kept, torch.ones(4, 4))
+    assert (other.bias.grad, seen) == (None, [])
+
+
 def test_what_a_loss_function_writes_into_a_batch_is_gone_in_the_next_trial():
     def greedy(model, batch):
         loss = loss_fn(model, (batch[0].clone(), batch[1]))
@@ -587,6 +599,13 @@ def test_what_cannot_be_used_is_refused_by_name():
     still = net().requires_grad_(False)
     cases = [
         (PolicyError, "a model must be an nn.Module, not str", ("model", loss_fn, data), {}),
+        (PolicyError, "loss_fn is a NoneType, no function", (model, None, data), {}),
+        (
+            PolicyError,
+            "weights that train are stored low already\n  where  embed.weight",
+            (net().bfloat16(), low, data),
+            {},
+        ),
         (PolicyError, "nothing can be tuned in 'float8'", (model, loss_fn, data), {"dtype": "float8"}),
         (PolicyError, "nothing can be tuned in 'float8_e5m2'", (model, loss_fn, data), {"dtype": "e5m2"}),
         (PolicyError, "nothing can be tuned in 7", (model, loss_fn, data), {"dtype": 7}),
@@ -630,6 +649,10 @@ def test_what_cannot_be_used_is_refused_by_name():
         tune(model, loss_fn, data, steps=0, dtype="float8")
 
 
+def low(model, batch):
+    return loss_fn(model, (batch[0].bfloat16(), batch[1]))
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -655,6 +678,22 @@ def test_a_model_that_is_not_finite_in_fp32_is_not_tuned():
     text = str(refused.value)
     assert text.startswith("the model is not finite in FP32, in step 1 of 2")
     assert "the first non-finite tensor: output, in the forward pass of plant exp" in text
+
+
+def test_a_weight_or_a_batch_that_is_not_finite_is_named():
+    model, data = net(), batches()
+    with torch.no_grad():
+        model.blocks[1].fc.weight[0, 0] = math.nan
+    with pytest.raises(NumericsError) as refused:
+        tuned(model)
+    assert "blocks.1.fc" in str(refused.value)
+    assert "weight" in str(refused.value)
+    data[1][0][0, 0] = math.inf
+    with pytest.raises(NumericsError) as refused:
+        tune(net(), loss_fn, data, steps=2)
+    assert "in step 2 of 2" in str(refused.value)
+    assert "copy" not in str(refused.value)
+    assert "embed linear" in str(refused.value)
 
 
 def test_steps_that_lead_out_of_fp32_are_told():

@@ -83,7 +83,7 @@ def tune(
         >>> print(*tuned.policy.rules)
         fp32=linear@0 low=square
     """
-    chosen = _checked(model, dtype, optimizer, steps, objective)
+    chosen = _checked(model, loss_fn, dtype, optimizer, steps, objective)
     with untouched([model]), _full_fp32(devices_of([model])):
         taken = list(islice(_iterated(batches), steps))
         if not taken:
@@ -94,12 +94,19 @@ def tune(
         return Selection(Shadow(model, loss_fn, own, optimizer), chosen, objective).tuned()
 
 
-def _checked(model: Any, dtype: Any, optimizer: Any, steps: Any, objective: Any) -> str:
+def _checked(model: Any, loss_fn: Any, dtype: Any, optimizer: Any, steps: Any, objective: Any) -> str:
     problems = []
     if not isinstance(model, nn.Module):
         problems.append(
             PolicyError(
                 f"a model must be an nn.Module, not {type(model).__name__}", write="tune(model, loss_fn, batches)"
+            )
+        )
+    if not callable(loss_fn):
+        problems.append(
+            PolicyError(
+                f"loss_fn is a {type(loss_fn).__name__}, no function",
+                write="def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])",
             )
         )
     name = dtype

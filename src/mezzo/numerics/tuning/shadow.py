@@ -15,13 +15,13 @@ from torch.optim import SGD, Optimizer
 
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
-from mezzo.errors import NumericsError, PolicyError, UnsupportedError, shown
+from mezzo.errors import NumericsError, PolicyError, UnsupportedError, shown, some_of
 from mezzo.numerics.tuning.dropout import SameDropout
 from mezzo.numerics.tuning.measures import sqnr, together
 from mezzo.overflow import locate
 from mezzo.policy import Policy
 from mezzo.tensors import LOW
-from mezzo.trace.sandbox import RandomStates, devices_of
+from mezzo.trace.sandbox import RandomStates, devices_of, gradients_aside
 
 __all__ = ["Gradients", "LossFunction", "Pass", "Shadow"]
 
@@ -48,19 +48,21 @@ class Pass:
         region: The policy's region.
         params: The parameters that train, by path.
         around: What backward passes run in.
+        others: What else the loss is made of, such as the loss function's own parameters; their gradients stay.
     """
 
     loss: Tensor
     region: autocast
     params: dict[str, nn.Parameter]
     around: AbstractContextManager[Any]
+    others: list[Tensor]
 
     def gradients(self, scale: float) -> Gradients:
         """Run a backward pass from the loss times a scale; return unscaled FP32 gradients, zeros for none."""
         for param in self.params.values():
             param.grad = None
         loss = self.loss.float() if self.loss.dtype in LOW else self.loss
-        with self.around:
+        with self.around, gradients_aside(self.others):
             self.region.run_backward(loss * scale, retain_graph=True)
         found = {}
         for name, param in self.params.items():
@@ -114,6 +116,14 @@ class Shadow:
                 write="model.requires_grad_(True)",
             )
         self._handle: Prepared | None = None
+        self._prepared(Policy.O0())  # refuses what other rooms do
+        if low := [name for name, param in self.params.items() if param.dtype in LOW]:
+            raise PolicyError(
+                "weights that train are stored low already",
+                where=some_of(low),
+                why="policies are compared with FP32 training, which needs the weights in FP32",
+                write="tune(model.float(), …)",
+            )
         on_cpu = all(device.type == "cpu" for device in self.devices)
         self._dropout: AbstractContextManager[Any] = nullcontext() if on_cpu else SameDropout()
         self._states: list[list[Tensor]] = []
@@ -196,7 +206,9 @@ class Shadow:
         region, batch = self._prepared(policy).autocast(), _own(self.batches[step])
         with self._dropout, region, inside:
             loss = self.loss_fn(self.model, batch)
-        yield Pass(loss, region, self.params, self._dropout)
+        own = {id(param) for param in self.params.values()}
+        others = [leaf for leaf in _leaves(loss) if id(leaf) not in own]
+        yield Pass(loss, region, self.params, self._dropout, others)
 
     def _prepared(self, policy: Policy) -> Prepared:
         """Prepare the copy, which stays so until another policy is tried."""
@@ -298,12 +310,10 @@ class Shadow:
             optimizer.zero_grad(set_to_none=True)
 
     def _not_finite(self, step: int) -> NumericsError:
-        def run() -> Tensor:
-            self.restore(step)
-            self._randoms[step].restore()
-            return self.loss_fn(self.model, _own(self.batches[step]))
-
-        found = locate(run, self.model)
+        self.restore(step)
+        self._randoms[step].restore()
+        batch = _own(self.batches[step])  # not under the search's eyes, which would blame the copy
+        found = locate(lambda: self.loss_fn(self.model, batch), self.model)
         return NumericsError(
             f"the model is not finite in FP32, in step {step + 1} of {len(self.batches)}",
             where=str(found) if found is not None else "",
@@ -322,6 +332,19 @@ def _check_loss(loss: Any) -> None:
         where=f"it returned {said}{', without a gradient' if detached else ''}",
         write="def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])   # a scalar",
     )
+
+
+def _leaves(loss: Any) -> Iterator[Tensor]:
+    """List what a loss is made of that takes gradients."""
+    waiting = [loss.grad_fn] if isinstance(loss, Tensor) else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
+            waiting += (found := {following for following, _ in node.next_functions} - seen)
+            seen |= found
 
 
 def _size(tensor: Tensor) -> float:
