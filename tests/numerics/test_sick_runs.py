@@ -18,11 +18,11 @@ def network():
     )
 
 
-def trained(policy, factor, steps=8, sick=()):
+def trained(policy, factor, steps=8, sick=(), **options):
     """A run whose gradient at the output is ``factor``; at some steps a thousand times that."""
     model = network()
     amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-9), policy)
-    with Recorder(model, every=1, keep=None) as recorder:
+    with Recorder(model, every=1, keep=None, **options) as recorder:
         for step in range(1, steps + 1):
             with amp.autocast():
                 loss = model(torch.ones(1, 16)).float().sum() * factor * (1000 if step in sick else 1)
@@ -45,6 +45,17 @@ def test_a_constant_scale_that_is_too_high_is_told_from_one_that_fits(level):
     cured = trained(found.policy, 4.0)
     assert diagnose(cured).alerts == ()
     assert not cured.steps[-1].skipped
+
+
+@pytest.mark.parametrize(
+    "kinds, where",
+    [("weight_gradients", "gradient of 1.1.weight (float32), the first at step 1"), ("weights", "step 1")],
+)
+def test_the_first_gradient_backward_is_named_as_far_as_it_was_recorded(kinds, where):
+    policy = "O1,dtype=float16,loss_scale=2**20,emulate=true"
+    (alert,) = diagnose(trained(policy, 1.0, steps=2, kinds=(kinds,))).alerts
+    assert alert.where == where
+    assert "at loss scale 1,048,576" in alert.why
 
 
 def test_where_some_steps_are_taken_the_constant_scale_that_fits_those_is_said():
@@ -100,6 +111,7 @@ def test_a_loss_that_is_not_finite_is_not_blamed_on_the_scale():
     found = diagnose(trained("O1,dtype=float16,emulate=true", float("inf")))
     (alert,) = found.alerts
     assert "not the loss, or its gradient, at loss scale 65,536: no lower scale cures that" in alert.why
+    assert "loss_scale=65536, policy=" in alert.write
 
 
 def plain(dtype, factor, steps=3):

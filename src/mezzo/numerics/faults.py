@@ -219,8 +219,8 @@ def gradient_text(tensor: RecordedTensor) -> str:
 def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
     """Return the first gradient in the order of the backward pass that is not finite, of the innermost module."""
     # The order of the pass forward is that in which calls ended; a module that is not called goes with what is around.
-    kinds = ("activations", "activation_gradients")
-    order = {path: n for n, path in enumerate(dict.fromkeys(t.module for t in step.tensors if t.kind in kinds))}
+    called = [each.module for each in step.tensors if each.kind in ("activations", GRADIENTS[0])]
+    order = {path: n for n, path in enumerate(dict.fromkeys(called or [each.module for each in step.tensors]))}
 
     def place(tensor: RecordedTensor) -> int:
         path = tensor.module

@@ -189,4 +189,4 @@ def _where(step: RecordedStep) -> str:
 
 def _locate(evidence: Evidence, scale: float) -> str:
     policy = "" if evidence.header.policy is None else f', policy="{evidence.header.policy}"'
-    return f"mezzo.overflow.locate(lambda: loss_fn(model, batch), model, loss_scale={scale:g}{policy})"
+    return f"mezzo.overflow.locate(lambda: loss_fn(model, batch), model, loss_scale={scale:.10g}{policy})"
