@@ -66,6 +66,7 @@ def test_nothing_is_overwritten_or_run_where_it_cannot_be(mezzo, tmp_path):
     (tmp_path / "digits-cnn-float16.toml").write_text("mine")
     for words, said in (
         (QUICK, "there is a file digits-cnn-float16.toml already"),
+        ((*QUICK, "--out", "none/x.toml"), "there is no folder none to save in"),
         (("tune", "digits-cn"), "did you mean 'digits-cnn'?"),
         (("tune", "digits-cnn", "--dtype", "float61"), "nothing can be tuned in 'float61'"),
         (("tune", "digits-cnn", "--out", "x.toml", "--objective", "spede"), "did you mean 'speed'?"),

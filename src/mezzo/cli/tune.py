@@ -59,6 +59,8 @@ def tune(
     path = out or Path(f"{recipe}-{dtype}.toml")
     if path.exists() and not overwrite:
         raise PolicyError(f"there is a file {path} already", write="--overwrite, or --out with another name")
+    if not path.absolute().parent.is_dir():
+        raise PolicyError(f"there is no folder {path.parent} to save in", write=f"mkdir -p {path.parent}")
     messages = Console(stderr=True)
     with messages.status("running policies beside FP32"):
         tuned = recipes.tune(
