@@ -145,7 +145,8 @@ def test_of_steps_that_were_all_skipped_the_cause_is_said_and_nothing_of_formats
 
 def test_nothing_recorded_is_said():
     empty = made()
-    assert diagnose(empty).lines == ("No step was recorded.",)
+    assert diagnose(dataclasses.replace(empty, steps=())).lines == ("No step was recorded.",)
+    assert diagnose(empty).lines == ("The recorded steps had no tensor of 32 bits or less.",)
 
 
 def test_masks_are_no_fault_and_nans_are():

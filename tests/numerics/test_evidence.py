@@ -99,6 +99,9 @@ def test_kinds_are_known_in_every_spelling():
             assert kind_of(name) == kind, name
     with pytest.raises(PolicyError, match="did you mean 'activation_gradients'"):
         kind_of("activation grad")
+    with pytest.raises(PolicyError, match="did you mean 'weights'") as error:
+        kind_of("wheights")
+    assert str(error.value).endswith('write  "weights"')
     with pytest.raises(PolicyError, match="unknown kind of tensors 3"):
         kind_of(3)
 
@@ -199,6 +202,8 @@ def test_broken_and_newer_files_are_refused_with_file_and_line(tmp_path):
         (changed(1, "schema", to=2), 1, "schema 2, and this version of mezzo reads schema 1"),
         (changed(1, "modules", 0, "path", to=None), 1, "it has no path"),
         (changed(1, "kinds", 0, to="wights"), 1, "'wights' is no kind"),
+        (changed(1, "formats", 0, to="float12"), 1, "unknown number format 'float12'"),
+        (changed(1, "policy", to="O9"), 1, "policy 'O9': unknown level 'O9'"),
         (changed(2, "loss_scales", to=[True]), 2, "a loss scale is True, not a number"),
         (changed(2, "tensors", 0, "counts", "-200", to=1), 2, "'-200', which is not from -149 to 127"),
         (changed(2, "tensors", 0, "powers", "0", to=99999), 2, "99999 powers of two among"),

@@ -9,12 +9,23 @@ import shutil
 import pytest
 
 from mezzo.errors import StateError
-from mezzo.report import read, results_tables, to_markdown
+from mezzo.report import judge, read, results_tables, to_markdown
 
 
 @pytest.fixture
 def run(finished_run, tmp_path):
     return shutil.copytree(finished_run, tmp_path / "copy")
+
+
+def test_what_a_summary_does_not_know_is_left_open(run):
+    summary = json.loads((run / "summary.json").read_text())
+    for row in summary["rows"]:
+        for name in ("note", "difference", "final_metric", "state_bytes", "step_ms", "final_scale", "peak_bytes"):
+            del row[name]
+    (run / "summary.json").write_text(json.dumps(summary))
+    loaded = read(run)
+    assert "O2,dtype=bfloat16" in to_markdown(loaded.summary)
+    assert judge(loaded).alerts == ()
 
 
 def test_every_step_of_every_policy_is_read(run):

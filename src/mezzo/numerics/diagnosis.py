@@ -130,7 +130,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         O1,dtype=float16,loss_scale=dynamic(init=2**24)
     """
     if not any(step.tensors for step in evidence.steps):
-        return Diagnosis(lines=("No step was recorded.",))
+        line = "The recorded steps had no tensor of 32 bits or less." if evidence.steps else "No step was recorded."
+        return Diagnosis(lines=(line,))
     faults, lost = [*not_finite(evidence), *skips(evidence)], lost_updates(evidence)
     alerts = [*faults, *flushed(evidence), *stopped(evidence, lost), *near(evidence)]
     alerts.sort(key=lambda alert: alert.level != "bad")

@@ -6,6 +6,7 @@ A :class:`Evidence` is what a recorder hands out, and what is read back from the
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 import re
@@ -44,7 +45,10 @@ def kind_of(name: str) -> str:
     for kind in KINDS:
         if word in (kind, kind.removesuffix("s")):
             return kind
-    raise PolicyError(f"unknown kind of tensors {shown(name)}", why=nearest(word, KINDS), write=f'"{KINDS[2]}"')
+    close = difflib.get_close_matches(word, KINDS, 1, 0.4)
+    raise PolicyError(
+        f"unknown kind of tensors {shown(name)}", why=nearest(word, KINDS), write=f'"{close[0] if close else KINDS[2]}"'
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

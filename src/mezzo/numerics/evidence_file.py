@@ -39,8 +39,9 @@ from typing import IO, Any, Final, TypeVar
 
 import torch
 
-from mezzo.errors import StateError, shown
+from mezzo.errors import PolicyError, StateError, shown
 from mezzo.files import opened, regular_or_new, whole
+from mezzo.formats import by_name
 from mezzo.numerics.counting import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZEROS
 from mezzo.numerics.evidence import (
     KINDS,
@@ -52,6 +53,7 @@ from mezzo.numerics.evidence import (
     SwallowedUpdates,
 )
 from mezzo.numerics.histogram import ExponentHistogram
+from mezzo.policy import Policy
 
 __all__ = ["FILE", "PARTIAL", "SCHEMA", "EvidenceStream", "read", "write"]
 
@@ -258,8 +260,8 @@ def _broken(file: Path, line: int, why: str) -> StateError:
 def _checked(file: Path, line: int, make: Callable[[dict[str, Any]], T], value: dict[str, Any]) -> T:
     try:
         return make(value)
-    except _Wrong as wrong:
-        raise _broken(file, line, str(wrong)) from None
+    except (_Wrong, PolicyError) as wrong:
+        raise _broken(file, line, str(wrong).partition("\n")[0]) from None
 
 
 class _Wrong(Exception):  # noqa: N818 - it never leaves this file
@@ -270,6 +272,7 @@ def _header(line: dict[str, Any]) -> EvidenceHeader:
     schema = _count(line, "schema")
     if schema != SCHEMA:
         raise _Wrong(f"it has schema {schema}, and this version of mezzo reads schema {SCHEMA}")
+    Policy.parse("O0" if line.get("policy") is None else _text(line, "policy"))  # raises if it is none
     return EvidenceHeader(
         mezzo=_text(line, "mezzo"),
         model=_text(line, "model"),
@@ -278,7 +281,7 @@ def _header(line: dict[str, Any]) -> EvidenceHeader:
         loss_scale=_text(line, "loss_scale"),
         every=_count(line, "every"),
         kinds=tuple(_kind(each) for each in _of(line, "kinds", list)),
-        formats=tuple(_plain(each, str, "a format") for each in _of(line, "formats", list)),
+        formats=tuple(by_name(_plain(each, str, "a format")).name for each in _of(line, "formats", list)),
         modules=tuple(_module(_plain(each, dict, "a module")) for each in _of(line, "modules", list)),
     )
 

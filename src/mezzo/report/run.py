@@ -110,6 +110,7 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
             why="\n".join(wrong[:_MOST_WRONG]),
             write=f"mezzo compare digits-cnn --out {path}",
         )
+    summary["rows"] = [_UNKNOWN | row for row in summary["rows"]]
     names = dict.fromkeys(each["policy"] for each in (records if killed else summary["rows"]))
     series = {name: _series([r for r in records if r["policy"] == name]) for name in names}
     place = next((each for each in _places(path, EVIDENCE, killed) if each.exists()), None)
@@ -189,6 +190,7 @@ _ROW: Final = {
     "state_bytes?": {"total": "count"}, "saved_bytes?": "count", "peak_bytes?": "count", "skipped_steps": "count",
     "final_scale?": "number", "nonfinite_losses": "count", "steps": "count", "note?": "text", "memory_format": "text",
 }  # fmt: skip
+_UNKNOWN: Final = {key.removesuffix("?"): None for key in _ROW if key.endswith("?")}
 _SUMMARY: Final = {
     "recipe": "text", "summary": "text", "steps": "count", "seed": "count", "date": "text", "reference": "text",
     "policies": ["text"], "interrupted": "flag", "references": "numbers", "rows": [_ROW],
