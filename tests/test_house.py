@@ -21,7 +21,7 @@ MOST_CODE = {
     "overflow": 825,
     "policy": 1_025,
     "recipes": 988,
-    "report": 914,
+    "report": 915,
     "scale": 612,
     "session": 3_456,
     "step": 2_127,

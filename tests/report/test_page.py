@@ -338,6 +338,13 @@ def test_of_weights_stored_low_those_that_did_not_move_are_listed(recorded_run, 
     assert "a weight with a gradient that did not move" in table
 
 
+def test_names_that_would_turn_a_line_around_are_written_out(evidence):
+    (step, *_) = evidence.steps
+    tensors = tuple(dataclasses.replace(each, module="left\u202eright") for each in step.tensors)
+    drawn, _ = heat(dataclasses.replace(evidence, steps=(dataclasses.replace(step, tensors=tensors),)), ["float16"])
+    assert "\u202e" not in "".join(row for kind in drawn["kinds"] for row in kind["rows"])
+
+
 def test_precisions_and_casts_are_those_of_the_explanation(recorded_run):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     explanation = mezzo.explain(model, torch.randn(4, 8), "O1,dtype=bfloat16")

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy
 
+from mezzo.errors import printable
 from mezzo.explanation.fold import folded
 from mezzo.formats import Format, by_name
 from mezzo.numerics import KINDS, Evidence, ExponentHistogram, RecordedStep
@@ -51,7 +52,7 @@ def heat(evidence: Evidence, formats: Sequence[str | Format]) -> tuple[dict[str,
     for kind, found in rows.items():
         if len(found) > most_rows:
             notes.append(f"{kind.replace('_', ' ')}: the first {most_rows} of {len(found)} tensors are shown.")
-        shown = dict(itertools.islice(found.items(), most_rows))
+        shown = {printable(name): row for name, row in itertools.islice(found.items(), most_rows)}
         if shown:
             histograms = [[each and _packed(each) for each in row] for row in shown.values()]
             label, scaled = kind.replace("_", " "), kind in GRADIENTS
