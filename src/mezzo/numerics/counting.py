@@ -41,7 +41,7 @@ COUNTABLE: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e
 #: The dtypes that the kernel in C++ reads, with the width of their mantissa.
 _MANTISSA: Final = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 #: Fewer elements are counted before another thread has started.
-_WORTH_A_THREAD: Final = 1 << 16
+_WORTH_A_THREAD: Final = 1 << 14
 #: Elements that are widened at a time where a kernel reads float32 only: 16 MiB of scratch.
 _CHUNK: Final = 1 << 22
 

@@ -27,7 +27,7 @@ BEYOND: Final = 2048.0
 #: elements with a gradient; of these, those that are not updated.
 FIELDS: Final = 4
 #: Elements that torch's operations look at at a time, and fewer than which are counted before another thread starts.
-_ON_CPU, _ON_GPU, _WORTH_A_THREAD = 1 << 16, 1 << 22, 1 << 15
+_ON_CPU, _ON_GPU, _WORTH_A_THREAD = 1 << 16, 1 << 22, 1 << 14
 
 _CPP: Final = r"""
 #include <cstdint>

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ __all__ = ["PassWatch", "Places"]
 
 #: The rows of each tensor, by kind, module and name, with the tensor's dtype.
 Places = dict[tuple[str, str, str], tuple[str, list[int]]]
+
+#: Hooks run under the policy's mode, which would look at each operation that counting takes.
+_NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
 
 
 @dataclass(eq=False, slots=True)
@@ -84,9 +87,10 @@ class PassWatch:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_watched():
             return
         self.called[path] = None
-        for place, tensor in each_tensor(output):
-            if is_countable(tensor) and tensor.numel():
-                self._count(tensor, path, f"output{place}")
+        with _NO_TORCH_FUNCTION():
+            for place, tensor in each_tensor(output):
+                if is_countable(tensor) and tensor.numel():
+                    self._count(tensor, path, f"output{place}")
 
     def _count(self, tensor: Tensor, path: str, name: str) -> None:
         known = self._outputs.get(id(tensor))
@@ -109,15 +113,16 @@ class PassWatch:
         """Count the gradient of an output, which then has been part of training."""
         if not self._handles or gradient is None or is_watched():
             return
-        tensor = output.tensor()
-        if not output.counts:
-            output.counts = True
-            for path, name in output.names if output.row is not None else ():
-                self._put("activations", path, name, gradient if tensor is None else tensor, output.row)
-        if "activation_gradients" in self._kinds and is_countable(gradient) and gradient.numel():
-            row = self._tally.count(gradient, self._factor())
-            for path, name in output.names:
-                self._put("activation_gradients", path, name, gradient, row)
+        with _NO_TORCH_FUNCTION():
+            tensor = output.tensor()
+            if not output.counts:
+                output.counts = True
+                for path, name in output.names if output.row is not None else ():
+                    self._put("activations", path, name, gradient if tensor is None else tensor, output.row)
+            if "activation_gradients" in self._kinds and is_countable(gradient) and gradient.numel():
+                row = self._tally.count(gradient, self._factor())
+                for path, name in output.names:
+                    self._put("activation_gradients", path, name, gradient, row)
 
     def _put(self, kind: str, path: str, name: str, tensor: Tensor, row: int | None) -> None:
         if row is not None:
