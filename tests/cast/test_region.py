@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import mezzo
 from mezzo import Policy, PolicyError, UnsupportedError
+from mezzo.cast.device import decide
 
 BF16 = Policy.O1("bfloat16", emulate=False)
 x = torch.randn(6, 8)
@@ -306,3 +307,9 @@ def test_torch_func_differentiates_emulated_products_without_autocast():
     out = (rounded @ low.T).bfloat16().double()
     exact = ((2 * out / out.numel()).bfloat16().double()).T @ rounded
     assert (found.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+def test_a_region_follows_what_is_known_of_the_device_by_now(emulated, monkeypatch):
+    assert not mezzo.autocast("O1,dtype=bfloat16", "cpu").region.emulated
+    monkeypatch.setitem(decide._reports, "cpu", emulated)  # as after a refreshed probe
+    assert mezzo.autocast("O1,dtype=bfloat16", "cpu").region.emulated

@@ -91,7 +91,8 @@ def find_differences(
     """
     if not any(rule.module is not None for rule in policy.rules):
         module = None  # it is all the same then, and planned once
-    differences = _find(policy, device_type, module, tuple(rule.reason for rule in policy.rules))
+    emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
+    differences = _find(policy, device_type, module, emulated, tuple(rule.reason for rule in policy.rules))
     # Parameters come and go (torch.func.functional_call brings others for one call): such ones are not kept.
     if not pinned:
         return differences
@@ -117,9 +118,8 @@ def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=256)
-def _find(policy: Policy, device_type: str, module: str | None, _reasons: tuple[str, ...]) -> Differences:
+def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, _why: tuple[str, ...]) -> Differences:
     """Find them; reasons take no part in comparing policies, but a ban says its own."""
-    emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
     # A module pinned to FP32 gets FP32 inputs at its boundary: inside, nothing has to be cast.
     whole = policy.module_rule(module or "")
     native_autocast = policy.autocast and (whole is None or whole.treatment in ("low", "ban"))

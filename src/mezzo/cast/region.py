@@ -296,9 +296,9 @@ _RESOLVED: Final[dict[str, Region]] = {}
 def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> str:
     value = Policy.of(policy)
     kinds = (device_type,) if device_type else default_kinds()
-    key = f"{value} {[rule.reason for rule in value.rules]} on {'+'.join(kinds)}"
-    if key not in _RESOLVED:
-        _RESOLVED[key] = Region(policy=value, per_device=tuple(find_differences(value, kind) for kind in kinds))
+    found = tuple(find_differences(value, kind) for kind in kinds)
+    key = f"{value} {[rule.reason for rule in value.rules]} as {' + '.join(each.key for each in found)}"
+    _RESOLVED.setdefault(key, Region(policy=value, per_device=found))
     return key
 
 
