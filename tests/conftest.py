@@ -22,10 +22,9 @@ import torch
 from hypothesis import settings
 
 from mezzo.cast.device import decide
-from mezzo.cast.device.child import CASES
-from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 
 from .gpus import FAKE, opened
+from .processor import tell
 
 if FAKE:  # before anything asks torch for a device
     from .fake_cuda.machine import plug_in
@@ -40,25 +39,7 @@ settings.register_profile("mezzo", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "mezzo"))
 
-# What is fast decides what `emulate="auto"` does, and is a clock's answer: on a busy machine, or an older one, tests
-# would run in other arithmetic. In the tests' own process BF16 is fast and FP16 slow; tests of the probe forget it.
-_SPEEDS = {torch.bfloat16: 1.0, torch.float16: 0.1}
-decide._reports["cpu"] = DeviceReport(
-    device_type="cpu",
-    name="a CPU as the tests are told",
-    formats={
-        dtype: FormatSupport(
-            dtype=dtype,
-            cases=dict.fromkeys(CASES, "native")
-            if dtype in _SPEEDS
-            else {"storage": "native", "convolution": "unsupported"},
-            speeds={"gemm": _SPEEDS[dtype]} if dtype in _SPEEDS else {},
-            detail="",
-        )
-        for dtype in FORMATS
-    },
-    needs_isa_limit=False,
-)
+tell()
 
 
 @pytest.fixture(scope="session")

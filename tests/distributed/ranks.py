@@ -1,0 +1,118 @@
+"""Functions run as the ranks of a process group, each in a process of its own, over gloo."""
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = str(Path(__file__).parents[2])
+if ROOT not in sys.path:  # where a rank finds the function that it is to run
+    sys.path.append(ROOT)
+#: What a rank imports anyway, once for all of them: forked from there, it starts in a fifth of a second.
+PRELOADED = [
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "mezzo.session",
+    "mezzo.optim",
+]
+
+
+class RankError(AssertionError):
+    """Some ranks raised, were killed, or did not end in time.
+
+    Attributes:
+        texts: By rank: the traceback, or what became of the process.
+    """
+
+    def __init__(self, texts):
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items())))
+        self.texts = texts
+
+
+def on_ranks(count, function, *args, timeout=60, group_timeout=20, backend="gloo"):
+    """Return what a function returns on each rank, in their order.
+
+    Args:
+        count: How many ranks.
+        function: One that is defined at the top of a test module; it and what it takes and returns can be pickled.
+        *args: What it is given on each rank.
+        timeout: Seconds after which all ranks are killed.
+        group_timeout: Seconds that a collective waits for the other ranks.
+        backend: Of the process group; ``None`` leaves it to the function to make one.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        call = pickle.dumps((function.__module__, function.__qualname__, args))
+        there, processes = {}, []
+        for rank in range(count):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(theirs, rank, count, f"{folder}/store", backend, group_timeout, call)
+            )
+            process.start()
+            theirs.close()
+            there[ours] = rank
+            processes.append(process)
+        try:
+            found = _answers(there, time.monotonic() + timeout)
+            for rank in found:
+                processes[rank].join(5)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    texts = {rank: text for rank, (is_result, text) in found.items() if not is_result}
+    texts |= {rank: f"did not end in {timeout} s" for rank in range(count) if rank not in found}
+    if texts:
+        raise RankError(texts)
+    return [found[rank][1] for rank in range(count)]
+
+
+def _answers(there, end):
+    """Return what came from each rank before a time: whether it is a result, and the result or the error's text."""
+    found, open_ = {}, dict(there)
+    while open_ and (left := end - time.monotonic()) > 0:
+        for connection in wait(list(open_), left):
+            rank = open_.pop(connection)
+            try:
+                found[rank] = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                found[rank] = (False, "was killed")
+    return found
+
+
+def _rank(answer, rank, count, store, backend, group_timeout, call):
+    """Be one rank: run a call, and send what it returns, or the traceback."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MEZZO_CHECK_RANKS": "1"}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    try:
+        importlib.import_module("tests.processor").tell()
+        if backend is not None:
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=count,
+                timeout=timedelta(seconds=group_timeout),
+            )
+        module, name, args = pickle.loads(call)
+        outcome = pickle.dumps((True, getattr(importlib.import_module(module), name)(*args)))
+    except BaseException:
+        outcome = pickle.dumps((False, traceback.format_exc()))
+    answer.send_bytes(outcome)
+    answer.close()
+    sys.stdout.flush()
+    os._exit(0)  # without the goodbyes of a process group whose other ranks may be gone
