@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from mezzo import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
+from mezzo import DistributedError, MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
 from mezzo.errors import message, nearest, printable, shown, some_of
 
 
@@ -23,6 +23,7 @@ def test_messages_answer_what_where_why_and_what_to_write():
         (UnsupportedError, RuntimeError),
         (NumericsError, FloatingPointError),
         (StateError, RuntimeError),
+        (DistributedError, RuntimeError),
     ],
 )
 def test_errors_are_ours_and_python_s(error, builtin):

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from mezzo import formats
 from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepare, promote
-from mezzo.errors import MezzoError, NumericsError, PolicyError, ScaleCollapsed, StateError, UnsupportedError
+from mezzo.errors import (
+    DistributedError,
+    MezzoError,
+    NumericsError,
+    PolicyError,
+    ScaleCollapsed,
+    StateError,
+    UnsupportedError,
+)
 from mezzo.optim.masters import MasterWeights
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.scale import LossScale
@@ -19,10 +27,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Captured", "Decision", "Explanation", "LossScale", "MasterWeights", "MezzoError", "MixedPrecision",
-    "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed", "StateError", "Stats", "Step",
-    "UnsupportedError", "__version__", "autocast", "capture", "checkpoint_contexts", "explain", "formats", "fp32",
-    "load", "low", "numerics", "optim", "overflow", "prepare", "promote", "save",
+    "Captured", "Decision", "DistributedError", "Explanation", "LossScale", "MasterWeights", "MezzoError",
+    "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed", "StateError",
+    "Stats", "Step", "UnsupportedError", "__version__", "autocast", "capture", "checkpoint_contexts", "explain",
+    "formats", "fp32", "load", "low", "numerics", "optim", "overflow", "prepare", "promote", "save",
 ]  # fmt: skip
 
 

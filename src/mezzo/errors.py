@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 __all__ = [
-    "MOST_PROBLEMS", "MezzoError", "NumericsError", "PolicyError", "ScaleCollapsed", "StateError",
+    "MOST_PROBLEMS", "DistributedError", "MezzoError", "NumericsError", "PolicyError", "ScaleCollapsed", "StateError",
     "UnsupportedError", "message", "nearest", "printable", "shown", "some_of",
 ]  # fmt: skip
 
@@ -145,6 +145,10 @@ class ScaleCollapsed(NumericsError):  # noqa: N818 - a public name of the contra
 
 class StateError(MezzoError, RuntimeError):
     """A call at the wrong moment, or a saved state that does not belong here."""
+
+
+class DistributedError(MezzoError, RuntimeError):
+    """Another rank failed, did not answer, or does not do what this one does."""
 
 
 def nearest(name: str, vocabulary: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CASTABLE", "LOW", "described", "dtype_name", "each_tensor", "flat", "has_fraction", "mark", "marks", "moved",
-    "tensors",
+    "CASTABLE", "LOW", "described", "dtype_name", "each_tensor", "flat", "has_fraction", "is_distributed", "local",
+    "mark", "marks", "moved", "tensors",
 ]  # fmt: skip
 
 #: The dtypes of low-precision weights and arithmetic.
@@ -46,6 +47,31 @@ def described(tensor: Tensor) -> str:
         'float32 [4, 3]'
     """
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+# Shards -----------------------------------------------------------------------------------------------
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a ``DTensor``, of which each rank holds a shard."""
+    # A program that has none need not import them, which takes half a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a ``DTensor``, in the same memory, without communication; any other as it is."""
+    if not is_distributed(tensor):
+        return tensor
+    held: Any = tensor
+    shard: Tensor = held._local_tensor
+    return shard if type(shard) is Tensor else _arrived(shard)
+
+
+def _arrived(shard: Any) -> Tensor:
+    """Wait for a shard that a collective is still writing."""
+    found: Tensor = shard.trigger_wait() if hasattr(shard, "trigger_wait") else shard
+    return found
 
 
 # Containers -------------------------------------------------------------------------------------------

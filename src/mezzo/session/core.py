@@ -23,6 +23,7 @@ from mezzo.session.weights.weights import Weights
 from mezzo.session.window.buffers import NormBuffers
 from mezzo.session.window.group import GradientGroup, grouped
 from mezzo.session.window.window import EditWatch
+from mezzo.step.consensus import Consensus
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Core:
         writes: What a step writes, done whole or not at all.
         evaluating: The optimizer that evaluates a closure now.
         replay: What finds where an overflow began, with ``on_overflow="explain"``.
+        consensus: What the ranks that step together share; ``None`` where there is one.
         is_closed: Whether the preparation was undone.
     """
 
@@ -74,6 +76,7 @@ class Core:
         self.max_grad_norm: float | None = None
         self.on_overflow: Literal["skip", "explain", "raise"] = "skip"
         self.weights = Weights(models, optimizers, policy)
+        self.consensus = Consensus.of()
         self.groups: list[GradientGroup] = []
         self.num_param_groups = 0
         device = device or next(self.weights.updated()).device
@@ -109,6 +112,8 @@ class Core:
         if count != self.num_param_groups and not any(group.window for group in self.groups):
             self.groups = grouped(self.groups, self.optimizers, self.weights.masters, self.weights.name_of)
             self.num_param_groups = count
+            if self.consensus is not None:
+                self.consensus.follow(self.weights.updated(), self.weights.name_of)
 
     def open_groups(self, optimizers: list[Optimizer], call: str) -> list[GradientGroup]:
         """Return the groups of some optimizers that have gradients to step with.

@@ -16,13 +16,14 @@ from mezzo import tensors
 from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
-from mezzo.tensors import LOW, moved
+from mezzo.tensors import LOW, is_distributed, local, moved
 
 __all__ = ["Stale", "alike", "dense", "is_left", "left_over", "mark", "multiplications", "norms"]
 
 Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
+_PLAIN: Final = {Tensor}
 _IS_SPARSE: Final = attrgetter("is_sparse")
 _KIND: Final = attrgetter("device", "dtype")
 
@@ -30,10 +31,14 @@ _KIND: Final = attrgetter("device", "dtype")
 def dense(params: list[Tensor]) -> list[Tensor]:
     """Return the tensors that hold the gradients' values: of a sparse one, those of its coalesced form.
 
+    Of a sharded one, this rank's shard: from here on all tensors are local ones.
+
     Args:
         params: Tensors that all have a gradient.
     """
     gradients: list[Any] = [param.grad for param in params]
+    if not {*map(type, gradients)} <= _PLAIN and any(map(is_distributed, gradients)):
+        gradients = _summed_shards(params)
     if not any(map(_IS_SPARSE, gradients)):
         return gradients
     for place, gradient in enumerate(gradients):
@@ -43,14 +48,31 @@ def dense(params: list[Tensor]) -> list[Tensor]:
     return gradients
 
 
+def _summed_shards(params: list[Any]) -> list[Tensor]:
+    """Return this rank's shards of gradients; those that are sums over ranks not taken yet are taken first."""
+    for param in params:
+        gradient = param.grad
+        # Tensor parallelism leaves such gradients with parameters that all ranks hold: the bias of a layer.
+        if is_distributed(gradient) and any(placement.is_partial() for placement in gradient.placements):
+            param.grad = gradient.redistribute(placements=param.placements)
+    return [local(param.grad) for param in params]
+
+
 def mark(gradient: Tensor) -> tuple[int, int]:
     """Return what tells one writing of a gradient from the next."""
-    values = gradient._values() if gradient.is_sparse else gradient
-    return tensors.mark(values)
+    return tensors.mark(_values(gradient))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    shard = local(gradient)
+    return shard._values() if shard.is_sparse else shard
 
 
 def left_over(gradients: Iterable[Tensor]) -> Stale:
-    """Note gradients as they are; the memory of a freed one may be another's, so that its storage is known as well."""
+    """Note gradients as they are, dense and local ones.
+
+    The memory of a freed one may be another's, so that its storage is known as well.
+    """
     values = [each._values() if each.is_sparse else each for each in gradients]
     try:
         return dict(zip(tensors.marks(values), map(ref, map(Tensor.untyped_storage, values)), strict=True))
