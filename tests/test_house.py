@@ -19,7 +19,7 @@ MOST_CODE = {
     "numerics": 3_671,
     "optim": 1_259,
     "overflow": 825,
-    "policy": 1_025,
+    "policy": 1_035,
     "recipes": 988,
     "report": 915,
     "scale": 612,

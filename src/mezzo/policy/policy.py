@@ -20,6 +20,7 @@ __all__ = ["LEVELS", "Policy"]
 
 Lists = Literal["portable", "device"]
 Norms = Literal["fp32", "fp32_math"]
+Reduce = Literal["param", "float32", "bfloat16"]
 
 #: The kinds of device that the table tells apart, and how they are called where none is asked about.
 _KINDS: Final = {"cpu": "a CPU", "cuda": "an accelerator"}
@@ -51,6 +52,8 @@ class Policy:
         lists: ``portable`` gives torch's CUDA dtypes on every device; ``device`` torch's own on each.
         norms: Whether softmax and normalisations return FP32 (``fp32``) or the input's dtype (``fp32_math``).
         emulate: Whether GEMMs compute in FP32 from rounded operands; ``auto`` follows the device.
+        reduce: What gradients travel in between ranks: the dtype that they have (``param``); ``float32``, in which
+            those of low-precision weights are then summed and kept until the step; ``bfloat16``, half FP32's bytes.
         rules: Exceptions, in order; the first match wins.
 
     Raises:
@@ -81,6 +84,7 @@ class Policy:
     lists: Lists = "portable"
     norms: Norms = "fp32"
     emulate: Literal["auto"] | bool = "auto"
+    reduce: Reduce = "param"
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
