@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = [
     "CASTABLE", "LOW", "described", "dtype_name", "each_tensor", "flat", "has_fraction", "is_distributed", "local",
-    "mark", "marks", "moved", "tensors",
+    "mark", "marks", "moved", "overflows", "tensors",
 ]  # fmt: skip
 
 #: The dtypes of low-precision weights and arithmetic.
@@ -37,6 +37,13 @@ def dtype_name(dtype: torch.dtype | torch.layout) -> str:
 def has_fraction(dtype: torch.dtype) -> bool:
     """Whether a dtype holds floating or complex numbers."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether finite values become infinite in another dtype; a host sync where they could."""
+    if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
+        return False
+    return bool((tensor.isfinite() & ~tensor.to(dtype).isfinite()).any())
 
 
 def described(tensor: Tensor) -> str:

@@ -16,8 +16,7 @@ from mezzo.errors import PolicyError, StateError, printable, shown
 from mezzo.optim.checks import in_words
 from mezzo.policy import Policy
 from mezzo.session.core import Core
-from mezzo.session.state.load_hooks import overflows
-from mezzo.tensors import described, dtype_name
+from mezzo.tensors import described, dtype_name, overflows
 
 __all__ = ["STATE_VERSION", "check"]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mezzo.errors import UnsupportedError, message
 from mezzo.session.weights.weights import Weights
-from mezzo.tensors import dtype_name
+from mezzo.tensors import dtype_name, overflows
 
-__all__ = ["overflows", "watch"]
+__all__ = ["watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +108,3 @@ def _whole(exact: Tensor, incoming: Tensor) -> Tensor:
     if incoming.element_size() >= exact.element_size():
         return incoming
     return torch.where(exact.to(incoming.dtype) == incoming, exact, incoming.to(exact.dtype))
-
-
-def overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether finite values become infinite in another dtype; a host sync where they could."""
-    if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
-        return False
-    return bool((tensor.isfinite() & ~tensor.to(dtype).isfinite()).any())
