@@ -74,6 +74,8 @@ class HalvesOptimizer(Optimizer):
     def adopt(self, originals: Mapping[Tensor, Tensor], name_of: Callable[[Tensor], str]) -> None:
         """Take over FP32 values of parameters that are about to be, or were just, rounded to low precision.
 
+        A parameter whose other half is here already has been trained, or loaded, since: it keeps what it stands for.
+
         Args:
             originals: The FP32 values, by parameter; the parameters are low-precision by now.
             name_of: Gives a parameter's name, for errors.
@@ -81,7 +83,11 @@ class HalvesOptimizer(Optimizer):
         Raises:
             NumericsError: A value that split storage cannot hold; nothing was changed.
         """
-        forms = {param: form for param, form in self._low() if param in originals}
+        forms = {
+            param: form
+            for param, form in self._low()
+            if param in originals and form.extra not in self.state.get(param, {})
+        }
 
         def make() -> list[tuple[Tensor, Storage, Tensor, Tensor | None]]:
             return [

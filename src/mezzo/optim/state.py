@@ -8,12 +8,13 @@ from typing import Any, Final
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import StateError
 from mezzo.step.storage import SPLIT, Storage
 from mezzo.step.update import RULES, UpdateRule
+from mezzo.tensors import LOW
 
 __all__ = [
     "EXTRAS",
@@ -177,8 +178,8 @@ def _require_shape(name: str, value: Tensor, param: Tensor) -> None:
         )
 
 
-def held_state(optimizer: Optimizer, params: Mapping[nn.Parameter, str]) -> list[str]:
-    """Name the parameters for which an optimizer holds floating state of the parameter's shape.
+def held_state(optimizer: Optimizer, params: Mapping[Tensor, str]) -> list[str]:
+    """Name the parameters for which an optimizer holds floating state of the parameter's shape, and at least its dtype.
 
     Args:
         optimizer: The optimizer.
@@ -190,5 +191,6 @@ def held_state(optimizer: Optimizer, params: Mapping[nn.Parameter, str]) -> list
         if any(
             isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim() > 0
             for value in optimizer.state.get(param, {}).values()
+            if param.dtype not in LOW or getattr(value, "dtype", None) == torch.float32
         )
     ]

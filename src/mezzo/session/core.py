@@ -19,6 +19,7 @@ from mezzo.session.scale import StepOutcome
 from mezzo.session.stats import Noted, StepStats
 from mezzo.session.update import Writes
 from mezzo.session.verdict import Judged
+from mezzo.session.weights.phases import Handles
 from mezzo.session.weights.weights import Weights
 from mezzo.session.window.buffers import NormBuffers
 from mezzo.session.window.group import GradientGroup, grouped
@@ -41,6 +42,7 @@ class Core:
         policy: What precision each thing gets.
         num_losses: How many losses have a scale of their own.
         device: Where the loss scales live; the first parameter's when omitted.
+        handles: The handles of those models that were prepared before.
 
     Attributes:
         models: The models.
@@ -71,11 +73,12 @@ class Core:
         *,
         num_losses: int,
         device: torch.device | str | None,
+        handles: Handles,
     ) -> None:
         self.models, self.optimizers, self.policy = models, optimizers, policy
         self.max_grad_norm: float | None = None
         self.on_overflow: Literal["skip", "explain", "raise"] = "skip"
-        self.weights = Weights(models, optimizers, policy)
+        self.weights = Weights(models, optimizers, policy, handles)
         self.consensus = Consensus.of()
         self.groups: list[GradientGroup] = []
         self.num_param_groups = 0

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mezzo.cast import Prepared
 from mezzo.errors import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError, nearest, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.state import held_state
 from mezzo.policy import Policy
 from mezzo.session.verdict import Judged
+from mezzo.session.weights.phases import Handles
 
 __all__ = [
     "check_loss", "check_loss_id", "check_numbers", "check_session", "checked_schedulers", "chosen",
@@ -32,14 +34,14 @@ _FINITE: Final = frozenset(
 # A session ----------------------------------------------------------------------------------------------
 
 
-def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimizer]]:
-    """Return both as lists.
+def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module | Prepared], list[Optimizer]]:
+    """Return both as lists; handles of prepared models stand among the models.
 
     Raises:
         PolicyError: Something else among them, or the one in the other's place.
     """
-    pairs = (
-        (_listed(models), nn.Module, "a model must be an nn.Module"),
+    pairs: tuple[tuple[list[Any], Any, str], ...] = (
+        (_listed(models), (nn.Module, Prepared), "a model must be an nn.Module"),
         (_listed(optimizers), Optimizer, "an optimizer must be a torch.optim.Optimizer"),
     )
     problems = []
@@ -69,6 +71,7 @@ def check_session(
     policy: Policy,
     device: Any,
     *,
+    handles: Handles,
     max_grad_norm: Any,
     num_losses: Any,
     on_overflow: Any,
@@ -87,7 +90,7 @@ def check_session(
         if policy.master_weights:
             problems += _without_masters(optimizers, policy)
         elif policy.param_dtype != torch.float32:
-            problems += _lost_state(models, optimizers, policy)
+            problems += _lost_state(models, optimizers, policy, handles)
     if problems:
         raise type(problems[0]).together(problems)
 
@@ -177,9 +180,12 @@ def _without_masters(optimizers: list[Optimizer], policy: Policy) -> Iterator[Po
         seen |= own
 
 
-def _lost_state(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> Iterator[StateError]:
+def _lost_state(
+    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, handles: Handles
+) -> Iterator[StateError]:
     every: dict[Tensor, str] = {p: n for model in models for n, p in model.named_parameters()}
-    names = {p: n for model in models for n, p in model.named_parameters() if p.dtype == torch.float32}
+    wide = {param for found in handles.values() for handle in found for param in handle.originals()}
+    names = {param: name for param, name in every.items() if param.dtype == torch.float32 or param in wide}
     for optimizer in optimizers:
         if (own := as_one_pass(optimizer)) is not None:  # whose moments keep their own dtype
             if halves := [every[param] for param in own.stored(in_fp32=True) if param in every]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from mezzo.cast import region
+from mezzo.cast import Prepared, region
 from mezzo.errors import PolicyError, StateError
 from mezzo.policy import Policy
 from mezzo.session import refusals
@@ -24,6 +24,7 @@ from mezzo.session.state import saved
 from mezzo.session.state.load_hooks import watch
 from mezzo.session.stats import Stats
 from mezzo.session.step import take
+from mezzo.session.weights.phases import with_handles
 from mezzo.session.window.buffers import NormBuffers
 
 __all__ = ["MixedPrecision"]
@@ -38,9 +39,10 @@ class MixedPrecision:
     policy. Gradients are unscaled before they are clipped, so that no hyper-parameter changes its meaning.
 
     Args:
-        models: The model, or a list of models. Converted in place where the policy stores them in low precision.
+        models: The model, or a list of models. Converted in place where the policy stores them in low precision. One
+            that is wrapped first (DistributedDataParallel) is what :func:`mezzo.prepare` returned, or its wrapper.
         optimizers: The optimizer, or a list of them, over parameters of these models.
-        policy: A :class:`Policy`, its text, or the path of a policy file.
+        policy: A :class:`Policy`, its text, or the path of a policy file; of prepared models theirs, else ``"O1"``.
         max_grad_norm: Clip the 2-norm of all gradients of a step together to this; ``None`` does not clip.
         num_losses: How many losses have a scale of their own, chosen with ``loss_id``.
         device: Where the loss scales live; the first parameter's device when omitted.
@@ -78,9 +80,9 @@ class MixedPrecision:
 
     def __init__(
         self,
-        models: nn.Module | Iterable[nn.Module],
+        models: nn.Module | Prepared | Iterable[nn.Module | Prepared],
         optimizers: Optimizer | Iterable[Optimizer],
-        policy: Policy | str | os.PathLike[str] = "O1",
+        policy: Policy | str | os.PathLike[str] | None = None,
         *,
         max_grad_norm: float | None = None,
         num_losses: int = 1,
@@ -88,12 +90,11 @@ class MixedPrecision:
         on_overflow: Literal["skip", "explain", "raise"] = "skip",
         restore_buffers: bool = False,
     ) -> None:
-        given = refusals.models_and_optimizers(models, optimizers)
-        policy = Policy.of(policy)
-        refusals.check_session(
-            *given, policy, device, max_grad_norm=max_grad_norm, num_losses=num_losses, on_overflow=on_overflow
-        )
-        self._core = core = Core(*given, policy, num_losses=num_losses, device=device)
+        subjects, given = refusals.models_and_optimizers(models, optimizers)
+        trained, handles, policy = with_handles(subjects, policy)
+        options: dict[str, Any] = {"num_losses": num_losses, "device": device, "handles": handles}
+        refusals.check_session(trained, given, policy, max_grad_norm=max_grad_norm, on_overflow=on_overflow, **options)
+        self._core = core = Core(trained, given, policy, **options)
         core.max_grad_norm, core.on_overflow = max_grad_norm, on_overflow
         core.buffers = NormBuffers(core.models) if restore_buffers else None
         with core.weights.converted(core.before_step, core.writes.leaving):
@@ -382,7 +383,10 @@ class MixedPrecision:
         self._core.writes.drop()
 
     def close(self) -> None:
-        """Undo the preparation: FP32 weights with the masters' values, and the optimizers as they were built."""
+        """Undo the preparation: FP32 weights with the masters' values, and the optimizers as they were built.
+
+        What :func:`mezzo.prepare` has prepared stays so until its handle's ``remove()``, which gives it these values.
+        """
         core = self._core
         if core.is_closed:
             return

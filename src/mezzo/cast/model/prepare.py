@@ -14,11 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.cast.device import Kinds
 from mezzo.cast.model.boundaries import Door, boundaries, callable_alone, doors_of
 from mezzo.cast.model.boundary import Entrance
-from mezzo.cast.model.refusals import decided_storage, out_of_reach, require_module
+from mezzo.cast.model.originals import Originals, Preparation
+from mezzo.cast.model.refusals import changes_since, decided_storage, out_of_reach, require_module
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.cast.weight_casts import WeightCasts
-from mezzo.errors import printable
+from mezzo.errors import StateError, printable
 from mezzo.policy import Policy, Rule, Treatment
 
 __all__ = ["Prepared", "prepare"]
@@ -40,6 +41,10 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         model: The model; changed in place, or not at all when this raises.
         policy: A policy, its text, or the path of a policy file.
 
+    What the tensors were rounded from is kept until a session adopts it, so that a model can be prepared before it is
+    wrapped, and get its optimizer after: ``MixedPrecision(prepared, optimizer)``. FP32 weights that are loaded in
+    between are kept whole as well.
+
     Returns:
         A handle, whose ``autocast()`` is the region to run the model in and whose ``remove()`` undoes it.
 
@@ -50,7 +55,8 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         StateError: The model is prepared already, wrapped by DDP before conversion, or holds gradients.
 
     **Cost**: none where nothing differs. Two hooks on each module with a rule. In O2/O3 two hooks on the model, and one
-    on each submodule with weights (1 to 2 µs a call), so that the one that is called from outside casts.
+    on each submodule with weights (1 to 2 µs a call), so that the one that is called from outside casts; and 4 bytes a
+    parameter for what it was rounded from, until a session adopts it or ``release_originals()`` gives it up.
 
     Example:
         >>> import mezzo
@@ -64,17 +70,7 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         torch.float32
     """
     require_module(model)
-    handle, originals = None, dict[Tensor, Tensor]()
-    try:
-        handle = Prepared(model, Policy.of(policy))
-        originals = handle.converted
-        handle.release_originals()
-        return handle
-    except BaseException:  # an interrupt: the caller gets no handle to undo this with
-        if handle is not None:
-            handle.keep_originals(originals)
-            handle.remove()
-        raise
+    return Prepared(model, Policy.of(policy), waits=True)
 
 
 class Prepared:
@@ -84,27 +80,31 @@ class Prepared:
         model: The model.
         policy: The policy to prepare it with.
         tells: Whether rules that do not reach inside what they mean are logged.
+        waits: Whether a session may come later: it finds the handle by its model, and FP32 weights that are loaded
+            until then are kept whole.
 
     Attributes:
         model: The model.
-        policy: The policy it was prepared with.
-        converted: The tensors as they were before conversion, by the tensor that now stands in the model, until
-            :meth:`release_originals`.
+        policy: The policy it was prepared with, and what the model's classes add to it.
+        asked: That policy, as it was given.
+        in_session: Whether a session has adopted the model, and is not closed yet.
         kinds: The device types of its tensors, which its regions cover.
         casts: The casts of weights made in its regions. They end with the outermost one, but in a session, where those
             of training serve a whole window.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
         require_module(model)
+        self.asked, self.in_session = policy, False
         policy = _with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
         self.casts = WeightCasts()
-        storage = decided_storage(model, policy)
-        self._before = {tensor: tensor.dtype for tensor in storage}
+        self._storage = storage = decided_storage(model, policy, waits=waits)
+        # Of two models that share a tensor the first has converted it, and alone knows what it was.
+        self._before = {tensor: tensor.dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
         for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
-        self.converted: dict[Tensor, Tensor] = {}
+        self._originals = Originals()
         self._hooks: list[RemovableHandle] = []
         self._doors: list[Door] = []
         self.entrance = Entrance()
@@ -114,18 +114,21 @@ class Prepared:
         pins = any(boundary.pinned() for _, boundary in self._boundaries[:1])
         self._is_traceable = not pins and not any(rule.matches_module("") for rule in policy.rules)
         try:
-            self._carry_out(storage)
+            self._carry_out()
+            if waits:
+                self._hooks.extend(Preparation(self, self._originals).attach(model))
+            else:  # nothing can be written before it is adopted
+                self._originals.keep(self._originals.values)
         except BaseException:
             self.remove()
             raise
 
-    def _carry_out(self, storage: Mapping[Tensor, torch.dtype]) -> None:
-        for tensor, dtype in storage.items():
-            if tensor.dtype != dtype:
-                self.converted[tensor] = tensor.data
-                _store(tensor, tensor.data.to(dtype))
+    def _carry_out(self) -> None:
+        for tensor in self._before:
+            self._originals.values[tensor] = tensor.data
+            _store(tensor, tensor.data.to(self._storage[tensor]))
         for module in self.model.modules():
-            if isinstance(module, nn.RNNBase) and self.converted:
+            if isinstance(module, nn.RNNBase) and self._before:
                 module.flatten_parameters()
         for module, boundary in self._boundaries:
             self._hooks.append(module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True))
@@ -169,17 +172,64 @@ class Prepared:
         Args:
             of: Those of which tensors; of all when omitted.
         """
-        self.converted = {t: data for t, data in self.converted.items() if of is not None and t not in of}
+        self._originals.release(of)
 
     def keep_originals(self, values: Mapping[Tensor, Tensor]) -> None:
         """Take tensors of the dtypes before conversion, which :meth:`remove` gives to the model's in one move each."""
-        self.converted.update({t: value for t, value in values.items() if self._before.get(t) == value.dtype})
+        self._originals.keep({t: value for t, value in values.items() if self._before.get(t) == value.dtype})
+
+    def originals(self) -> dict[Tensor, Tensor]:
+        """Return the tensors as they were before conversion, by the tensor that now stands in the model.
+
+        Elements that were written since count as they are now.
+        """
+        return self._originals.settle()
+
+    def require_whole(self) -> None:
+        """Refuse a session where the model is not what it was prepared to be.
+
+        Raises:
+            StateError: Another session has it; it was removed; its tensors were cast or replaced, or hold gradients.
+        """
+        kind = type(self.model).__name__
+        if not self._hooks:
+            raise StateError("the preparation was removed", where=kind, write="mezzo.prepare(model, policy) again")
+        if self.in_session:
+            raise StateError(
+                "the prepared model belongs to a session", where=kind, write="amp.close() of that one first"
+            )
+        if problems := list(changes_since(self.model, self.policy, self._storage)):
+            raise StateError.together(problems)
+
+    def join(self) -> None:
+        """Belong to a session, until :meth:`leave`."""
+        self.in_session = self.casts.spans_regions = True
+
+    def leave(self) -> None:
+        """Be as :func:`prepare` has returned it: another session may come, or :meth:`remove`."""
+        self.in_session = self.casts.spans_regions = False
+        self.casts.clear()
+
+    def round(self) -> None:
+        """Round the originals into the model once more: a session that came to nothing had its own way of rounding."""
+        self._originals.round()
 
     def remove(self) -> None:
-        """Take the hooks off and store every tensor in the dtype it had; what rounding took stays lost.
+        """Take the hooks off and store every tensor in the dtype it had, with all bits where nothing was written to it.
 
-        Called again after an interrupt, it finishes what is left.
+        What rounding took is lost once the originals were released. Called again after an interrupt, it finishes what
+        is left.
+
+        Raises:
+            StateError: A session has the model, and would go on without it.
         """
+        if self.in_session:
+            raise StateError(
+                "the prepared model belongs to a session",
+                where=type(self.model).__name__,
+                write="amp.close(), then prepared.remove()",
+            )
+        originals = self.originals()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -190,10 +240,10 @@ class Prepared:
         for tensor, dtype in self._before.items():
             if tensor.dtype != dtype:
                 gradient, tensor.grad = tensor.grad, None
-                _store(tensor, self.converted[tensor] if tensor in self.converted else tensor.data.to(dtype))
+                _store(tensor, originals[tensor] if tensor in originals else tensor.data.to(dtype))
                 tensor.grad = None if gradient is None else gradient.to(dtype)
         self._before.clear()
-        self.converted.clear()
+        self._originals.release()
 
 
 def _store(tensor: Any, data: Tensor) -> None:

@@ -13,12 +13,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from mezzo.cast import accumulators
 from mezzo.cast.model.boundaries import stored_tensors
 from mezzo.cast.model.boundary import Boundary
+from mezzo.cast.model.originals import preparations_in
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import functions
 from mezzo.tensors import dtype_name
 
-__all__ = ["decided_storage", "out_of_reach", "require_module"]
+__all__ = ["changes_since", "decided_storage", "out_of_reach", "require_module"]
 
 #: Modules whose forward is one call into C++, and the ops that a rule would not find there.
 _ATOMIC: Final[dict[type[nn.Module], frozenset[str]]] = {
@@ -39,16 +40,20 @@ def require_module(model: Any) -> None:
         )
 
 
-def decided_storage(model: nn.Module, policy: Policy) -> dict[Tensor, torch.dtype]:
+def decided_storage(model: nn.Module, policy: Policy, *, waits: bool = False) -> dict[Tensor, torch.dtype]:
     """Decide every tensor's storage, or raise all that stands against it.
+
+    Args:
+        model: The model.
+        policy: The policy.
+        waits: Whether a session is to find the model prepared, which it must be only once then.
 
     Returns:
         The dtype for each floating parameter and each buffer that a policy converts.
     """
-    if any(
-        isinstance(getattr(hook, "__self__", None), Boundary)
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    if (waits and preparations_in(model)) or any(
+        isinstance(getattr(hook, "__self__", None), Boundary) for hook in hooks
     ):
         raise StateError(
             "the model is prepared already",
@@ -98,6 +103,41 @@ def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
                     f"the rule {rule} does not reach {', '.join(inside)} inside {some_of(paths)}: torch runs "
                     f"{kind.__name__} as one function; mezzo explain shows what it does"
                 )
+
+
+def changes_since(model: nn.Module, policy: Policy, storage: Mapping[Tensor, torch.dtype]) -> Iterator[StateError]:
+    """Yield what stands against a session over a model that was prepared before, and changed since.
+
+    Args:
+        model: The model.
+        policy: The policy it was prepared with.
+        storage: The dtype that this has decided for each tensor.
+    """
+    named = [(path, tensor) for tensor, path, _ in stored_tensors(model)]
+    params = [(path, tensor) for path, tensor in named if isinstance(tensor, nn.Parameter)]
+    if cast := [f"{path} ({dtype_name(t.dtype)})" for path, t in named if t.dtype != storage.get(t, t.dtype)]:
+        yield StateError(
+            "a prepared model was cast",
+            where=some_of(cast),
+            why="its tensors are not stored as the policy says",
+            write="no .float() or .half() between mezzo.prepare and the session",
+        )
+    if policy.param_dtype == torch.float32:
+        return
+    if new := [path for path, param in params if param not in storage]:
+        yield StateError(
+            "a prepared model was given other parameters",
+            where=some_of(new),
+            why="they were not converted, and have no FP32 values",
+            write="mezzo.prepare(model, policy) once the model is final",
+        )
+    if held := [path for path, param in params if param.grad is not None]:
+        yield StateError(
+            "parameters of a prepared model hold gradients",
+            where=some_of(held),
+            why="they carry no loss scale, and were made before the session",
+            write="optimizer.zero_grad(set_to_none=True) first",
+        )
 
 
 def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:

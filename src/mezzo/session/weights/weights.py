@@ -18,6 +18,7 @@ from mezzo.optim.keeper import Keeper
 from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.policy import Policy
+from mezzo.session.weights.phases import Handles
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["LowWeights", "Weights"]
@@ -32,6 +33,7 @@ class Weights:
         models: The models.
         optimizers: The optimizers over their parameters.
         policy: The policy.
+        handles: The handles of those models that were prepared before.
         prepared: The models under the policy, once converted.
         masters: The FP32 masters of those optimizers that have any, by ``id`` of the optimizer.
         restored: FP32 parameters that the session's state wrote, until the next step.
@@ -39,8 +41,15 @@ class Weights:
         load_hooks: What watches the models while they load and save weights; empty where nothing has to.
     """
 
-    def __init__(self, models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        policy: Policy,
+        handles: Handles,
+    ) -> None:
         self.models, self.optimizers, self.policy = models, optimizers, policy
+        self.handles = handles
         self.prepared: list[Prepared] = []
         self.masters: dict[int, MasterWeights] = {}
         self.restored: set[Tensor] = set()
@@ -70,6 +79,8 @@ class Weights:
             for optimizer, state in zip(self.optimizers, before, strict=True):
                 optimizer.state.clear()
                 optimizer.state.update(state)
+            for handle in self._given():
+                handle.round()
             raise
 
     def _convert(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
@@ -80,11 +91,11 @@ class Weights:
             hooks: Any = optimizer._optimizer_step_post_hooks
             hooks.move_to_end(self._step_hooks[-1].id, last=False)
         for model in self.models:
-            self.prepared.append(Prepared(model, self.policy))
+            self.prepared.extend(self.handles.get(model) or [Prepared(model, self.policy)])
         self.low.check()
         own = one_pass(self.optimizers)
         if self.policy.master_weights:
-            originals = {t: data for prepared in self.prepared for t, data in prepared.converted.items()}
+            originals = {t: data for prepared in self.prepared for t, data in prepared.originals().items()}
             for each in own:
                 each.adopt(originals, self.name_of)
             for optimizer in self.optimizers:
@@ -95,7 +106,7 @@ class Weights:
         kept = self.stored(in_fp32=True)  # with every bit, also for undo()
         for prepared in self.prepared:
             prepared.release_originals(kept)
-            prepared.casts.spans_regions = True
+            prepared.join()
         keeps_masters = self.policy.master_weights or self.policy.param_dtype == torch.float32
         for each in own:
             each.join(masters=keeps_masters)
@@ -113,9 +124,14 @@ class Weights:
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self.prepared):
             prepared.keep_originals(exact)
-            prepared.remove()
+            prepared.leave()
+            if prepared not in self._given():
+                prepared.remove()
         for keeper in self.keepers():
             keeper.leave()
+
+    def _given(self) -> list[Prepared]:
+        return [handle for handles in self.handles.values() for handle in handles]
 
     # The models -----------------------------------------------------------------------------------------
 

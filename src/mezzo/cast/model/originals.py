@@ -1,0 +1,120 @@
+"""The FP32 values that a prepared model's tensors were rounded from, kept until a session adopts them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from mezzo.errors import UnsupportedError
+from mezzo.tensors import LOW, dtype_name, mark, overflows
+
+__all__ = ["Originals", "Preparation", "preparations_in"]
+
+
+class Originals:
+    """What tensors held before they were converted, and whether that is still what they stand for.
+
+    Attributes:
+        values: The values, by the tensor that now stands in the model.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Tensor, Tensor] = {}
+        self._rounded: dict[Tensor, tuple[int, int]] = {}  # marks of tensors that a session's keeper has rounded
+
+    def release(self, of: Container[Tensor] | None = None) -> None:
+        """Forget values.
+
+        Args:
+            of: Those of which tensors; of all when omitted.
+        """
+        self.values = {t: value for t, value in self.values.items() if of is not None and t not in of}
+
+    def keep(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Take values that tensors, as they are now, stand for, however they were rounded from them."""
+        self.values.update(values)
+        self._rounded.update((t, mark(t)) for t in values)
+
+    @torch.no_grad()
+    def settle(self) -> dict[Tensor, Tensor]:
+        """Bring the values up to date with what was written to the tensors, and return them.
+
+        Element by element: where a tensor is what its value rounds to, the value stays; elsewhere the tensor counts.
+        """
+        for tensor, value in self.values.items():
+            if tensor.device != value.device:
+                self.values[tensor] = value = value.to(tensor.device)
+            if tensor.dtype in LOW and self._rounded.get(tensor) != mark(tensor):
+                kept = value.to(tensor.dtype) == tensor
+                value.copy_(torch.where(kept, value, tensor.to(value.dtype)))
+        return self.values
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Write the values, rounded to nearest, into their tensors. Through ``.data``: they stand for the same."""
+        for tensor, value in self.values.items():
+            tensor.data.copy_(value)
+
+    @torch.no_grad()
+    def take(self, tensor: Tensor, incoming: Any, name: str) -> None:
+        """Keep an FP32 value that is about to be loaded into a tensor, which holds it rounded.
+
+        Raises:
+            UnsupportedError: It would become infinite there.
+        """
+        wide = isinstance(incoming, Tensor) and incoming.is_floating_point() and incoming.dtype not in LOW
+        if tensor not in self.values or not wide or incoming.shape != tensor.shape:
+            return
+        if overflows(incoming, tensor.dtype):
+            raise UnsupportedError(
+                f"values do not fit {dtype_name(tensor.dtype)}",
+                where=name,
+                why=f"they are beyond {torch.finfo(tensor.dtype).max:g} and would become infinite",
+                write=f"policy.keep_fp32(params=[{name!r}]), or dtype=bfloat16",
+            )
+        self.values[tensor] = incoming.detach().to(tensor.device, self.values[tensor].dtype, copy=True)
+
+
+class Preparation:
+    """What a prepared model's modules hold of it: a hook on loading, which also leads back to the handle.
+
+    A copied or unpickled model has one that leads nowhere.
+
+    Args:
+        handle: The handle, and not anything else that :func:`preparations_in` would then find.
+        originals: Its originals.
+    """
+
+    def __init__(self, handle: Any = None, originals: Originals | None = None) -> None:
+        self.handle, self._originals = handle, originals or Originals()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Preparation, ()
+
+    def __deepcopy__(self, memo: Any) -> Preparation:
+        return Preparation()
+
+    def attach(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Watch the model, and each of its modules that has tensors of its own."""
+        for module in model.modules():
+            if module is model or module._parameters or module._buffers:
+                yield module.register_load_state_dict_pre_hook(self)  # type: ignore[no-untyped-call]
+
+    def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Keep what is about to be loaded: a hook before ``nn.Module.load_state_dict``."""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and prefix + name in state_dict:
+                self._originals.take(tensor, state_dict[prefix + name], prefix + name)
+
+
+def preparations_in(model: nn.Module) -> list[Any]:
+    """Return the handles of all models that were prepared in this one, be it a wrapper, or a part of them."""
+    hooks = (hook for module in model.modules() for hook in module._load_state_dict_pre_hooks.values())
+    owners = (getattr(hook, "hook", None) for hook in hooks)
+    return list(
+        {id(o.handle): o.handle for o in owners if isinstance(o, Preparation) and o.handle is not None}.values()
+    )
