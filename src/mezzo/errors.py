@@ -8,13 +8,14 @@ one input are reported in one error.
 from __future__ import annotations
 
 import difflib
+import importlib
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 __all__ = [
     "MOST_PROBLEMS", "DistributedError", "MezzoError", "NumericsError", "PolicyError", "ScaleCollapsed", "StateError",
-    "UnsupportedError", "message", "nearest", "printable", "shown", "some_of",
+    "UnsupportedError", "message", "nearest", "printable", "require_extra", "shown", "some_of",
 ]  # fmt: skip
 
 #: Characters of a line, beyond which its middle is left out, and problems of one input, beyond which they are counted.
@@ -181,3 +182,23 @@ def some_of(names: Sequence[str], limit: int = 5) -> str:
     """
     first = ", ".join(map(printable, names[:limit]))
     return first if len(names) <= limit else f"{first} and {len(names) - limit} more"
+
+
+def require_extra(extra: str, what: str, *modules: str, why: str = "") -> None:
+    """Fail now, rather than after minutes of work, where a package is missing that mezzo is not installed with.
+
+    Args:
+        extra: The extra of mezzo's that installs it.
+        what: The first line of the error: what needs which package.
+        *modules: What has to be there.
+        why: What the package is needed for.
+
+    Raises:
+        UnsupportedError: A module cannot be imported.
+    """
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        reason = f"{why}, and there is {error}" if why else str(error)
+        raise UnsupportedError(what, why=reason, write=f'pip install "mezzo[{extra}]"') from error

@@ -272,11 +272,11 @@ def test_what_a_second_policy_changes():
     assert text.startswith(f"{BF16},low=softmax instead of {BF16}: 9 of 26 ops")
     saved = sum(each.num_bytes for each in first.round_trips if each.asked_by == "softmax")
     assert saved == first.cast_bytes() - second.cast_bytes() == 3 * 4 * 6 * 128
-    assert "round trips: 6, 27 KiB → 3, 18 KiB" in text
+    assert "round trips: 6, 27.0 KiB → 3, 18.0 KiB" in text
     rows = [line.split() for line in text.splitlines() if line.split()[:2] == ["blocks.{0..2}", "×3"]]
     assert ["blocks.{0..2}", "×3", "softmax", "BF16", "→", "FP32", "BF16"] in rows
     assert ["blocks.{0..2}", "×3", "dropout", "FP32", "BF16"] in rows
-    assert ["blocks.{0..2}", "×3", "activation,", "forward", "4.5", "KiB", "0", "B"] in rows
+    assert ["blocks.{0..2}", "×3", "activation,", "forward", "4.50", "KiB", "0", "B"] in rows
 
 
 # The page -----------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_every_row_is_one_plain_line_however_long():
     assert "rule low=exp" in marked
     assert "[mine]" in marked  # no markup
     assert (
-        "casts: 3, 6.059 KiB read and written; and 2 by emulation, which a device with the arithmetic does not do"
+        "casts: 3, 6.06 KiB read and written; and 2 by emulation, which a device with the arithmetic does not do"
         in text
     )
     (padded,) = [line for line in lines if "50264" in line and "·  " not in line]
@@ -233,9 +233,42 @@ def test_paths_below_the_working_directory_are_short(monkeypatch, tmp_path):
     assert " pkg/model.py:7" in full
 
 
-@pytest.mark.parametrize("count, text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**50, "1024 TiB")])
-def test_bytes(count, text):
-    assert words.byte_text(count) == text
+@pytest.mark.parametrize(
+    "num_bytes, text",
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (1024, "1.00 KiB"),
+        (10_230, "9.99 KiB"),
+        (10_239, "10.0 KiB"),
+        (102_348, "99.9 KiB"),
+        (102_390, "100 KiB"),
+        (1_023_000, "999 KiB"),
+        (1_024_000, "0.98 MiB"),
+        (5 * 2**40, "5.00 TiB"),
+        (5000 * 2**40, "5000 TiB"),
+    ],
+)
+def test_byte_text(num_bytes, text):
+    assert words.byte_text(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    "scale, text",
+    [
+        (2.0**24, "2^24"),
+        (2.0, "2^1"),
+        (0.5, "2^-1"),
+        (1.0, "1"),
+        (3.0, "3"),
+        (0.0, "0"),
+        ("inf", "inf"),
+        ("nan", "nan"),
+    ],
+)
+def test_scale_text(scale, text):
+    assert words.scale_text(scale) == text
 
 
 def test_emulation_is_said():

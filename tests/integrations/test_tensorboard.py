@@ -1,6 +1,5 @@
 """The TensorBoard adapter, read back with TensorBoard's own reader."""
 
-import builtins
 import subprocess
 import sys
 
@@ -110,15 +109,8 @@ def test_only_sessions_and_their_steps_are_logged(tmp_path):
 
 
 def test_an_absent_extra_is_named(monkeypatch, tmp_path):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("torch.utils.tensorboard"):
-            raise ModuleNotFoundError("No module named 'tensorboard'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UnsupportedError, match=r"needs tensorboard(.|\n)*write  pip install 'mezzo\[trackers\]'"):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UnsupportedError, match=r'needs tensorboard(.|\n)*write  pip install "mezzo\[trackers\]"'):
         TensorBoard(tmp_path)
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from mezzo.report import facts, results_tables, to_markdown
-from mezzo.report.table import byte_text, columns, scale_text
+from mezzo.report.table import columns
 
 
 def text_of(summary, width):
@@ -158,44 +158,6 @@ def test_the_summary_of_a_real_run_makes_a_table(finished_run):
     text = text_of(summary, 200)
     assert all(row["policy"] in text for row in summary["rows"])
     assert "+" in text or "-" in text
-
-
-@pytest.mark.parametrize(
-    "num_bytes, text",
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.98 KiB"),
-        (1024, "1.00 KiB"),
-        (10_230, "9.99 KiB"),
-        (10_239, "10.0 KiB"),
-        (102_348, "99.9 KiB"),
-        (102_390, "100 KiB"),
-        (1_023_000, "999 KiB"),
-        (1_024_000, "0.98 MiB"),
-        (5 * 2**40, "5.00 TiB"),
-        (5000 * 2**40, "5000 TiB"),
-    ],
-)
-def test_byte_text(num_bytes, text):
-    assert byte_text(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    "scale, text",
-    [
-        (2.0**24, "2^24"),
-        (2.0, "2^1"),
-        (0.5, "2^-1"),
-        (1.0, "1"),
-        (3.0, "3"),
-        (0.0, "0"),
-        ("inf", "inf"),
-        ("nan", "nan"),
-    ],
-)
-def test_scale_text(scale, text):
-    assert scale_text(scale) == text
 
 
 def test_names_are_shown_as_they_are_and_move_no_cursor(summary):

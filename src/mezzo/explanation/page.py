@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterable
 from importlib.resources import files as package_files
 
 from mezzo import files
-from mezzo.errors import UnsupportedError, printable
+from mezzo.errors import printable, require_extra
 from mezzo.explanation.answer import Answer
 from mezzo.explanation.sections import NUMBERS, Section
 
@@ -21,12 +20,7 @@ def require_jinja2() -> None:
     Raises:
         UnsupportedError: jinja2 is not installed.
     """
-    try:
-        importlib.import_module("jinja2")
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            "writing a page needs jinja2", why=str(error), write='pip install "mezzo[report]"'
-        ) from error
+    require_extra("report", "writing a page needs jinja2", "jinja2")
 
 
 def save(

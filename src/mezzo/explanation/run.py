@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
-from mezzo.errors import PolicyError, UnsupportedError, some_of
+from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
 from mezzo.explanation.rows import Cast, Misaligned, Padding, Product, Row
@@ -25,7 +24,7 @@ from mezzo.trace.calls import Decider
 from mezzo.trace.frames import here
 from mezzo.trace.kernels import Shape
 from mezzo.trace.modes import ModuleHooks, watching
-from mezzo.trace.sandbox import as_training_runs, devices_of
+from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python
 from mezzo.trace.trace import Trace
 from mezzo.trace.where import Where
 
@@ -90,7 +89,9 @@ def explain(
     # A region that is active where explain is called would act on top of the policy's.
     with as_training_runs(devices), autocast("O0"):
         args, kwargs = _own((args, kwargs))
-        return _traced(_copied(model), args, kwargs, policy, loss, devices)
+        return _traced(
+            copied(model, "mezzo.explain(build_model(), inputs, policy)"), args, kwargs, policy, loss, devices
+        )
 
 
 def _traced(
@@ -156,18 +157,6 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise UnsupportedError(
-            "the model cannot be copied, and yours must stay as it is",
-            where=type(model).__name__,
-            why=f"copy.deepcopy: {type(error).__name__}: {error}",
-            write="mezzo.explain(build_model(), inputs, policy), a model that has not run; or give it __deepcopy__",
-        ) from error
-
-
 def _own(inputs: Any) -> Any:
     """Copy the tensors in nested containers, each once, so that no gradient or in-place edit reaches the user's."""
     known: dict[int, Tensor] = {}
@@ -179,16 +168,7 @@ def _own(inputs: Any) -> Any:
 
 
 def _check_runs(model: nn.Module, devices: list[torch.device]) -> None:
-    scripted = [
-        path or type(model).__name__ for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)
-    ]
-    if scripted:
-        raise UnsupportedError(
-            "scripted modules cannot be explained",
-            where=some_of(scripted),
-            why="TorchScript runs them without Python, where nothing can be watched",
-            write="the module as it was before torch.jit.script or torch.jit.trace",
-        )
+    require_python(model, "explained")
     if any(device.type == "meta" for device in devices):
         raise UnsupportedError(
             "a model on the meta device cannot be explained",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-__all__ = ["byte_text", "counted", "format_text", "share_text"]
+__all__ = ["byte_text", "counted", "format_text", "scale_text", "share_text"]
 
 #: Formats by dtype name, short enough for tables.
 _FORMATS: Final[Mapping[str, str]] = {
@@ -18,19 +19,22 @@ _FORMATS: Final[Mapping[str, str]] = {
 }
 
 
-def byte_text(count: int) -> str:
-    """Write a number of bytes with its unit.
+def byte_text(num_bytes: int) -> str:
+    """Write a size with three digits and a binary unit.
 
     Example:
-        >>> byte_text(864), byte_text(3 * 2**20)
-        ('864 B', '3 MiB')
+        >>> byte_text(512), byte_text(1536), byte_text(10_485_760)
+        ('512 B', '1.50 KiB', '10.0 MiB')
     """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        return f"{num_bytes} B"
+    decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:.{decimals}f} {unit}"
 
 
 def share_text(part: float, whole: float) -> str:
@@ -46,14 +50,14 @@ def share_text(part: float, whole: float) -> str:
     return "under 0.1 %" if 0 < share < 0.1 else f"{share:.3g} %"
 
 
-def counted(count: int, noun: str) -> str:
-    """Write a number of things.
+def counted(count: int, noun: str, nouns: str = "") -> str:
+    """Write a number of things; their plural only where it has more than an s.
 
     Example:
-        >>> counted(1, "product"), counted(1200, "cast")
-        ('1 product', '1,200 casts')
+        >>> counted(1, "product"), counted(1200, "cast"), counted(2, "policy", "policies")
+        ('1 product', '1,200 casts', '2 policies')
     """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
 
 
 def format_text(dtypes: Iterable[str]) -> str:
@@ -64,3 +68,20 @@ def format_text(dtypes: Iterable[str]) -> str:
         ('FP16+FP32', '–')
     """
     return "+".join(_FORMATS.get(name, name) for name in dtypes) or "–"
+
+
+def scale_text(scale: float | None) -> str:
+    """Write a loss scale: powers of two as such, since that is what they all should be.
+
+    Example:
+        >>> scale_text(65536.0), scale_text(1.0), scale_text(1000.0), scale_text(None)
+        ('2^16', '1', '1000', '–')
+    """
+    if scale is None:
+        return "–"
+    scale = float(scale)
+    if math.isfinite(scale) and scale > 0:
+        mantissa, exponent = math.frexp(scale)
+        if mantissa == 0.5 and scale != 1.0:
+            return f"2^{exponent - 1}"
+    return f"{scale:.6g}"

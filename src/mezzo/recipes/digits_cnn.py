@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.errors import UnsupportedError
+from mezzo.errors import require_extra
 from mezzo.recipes.recipe import Batch, Metric, Recipe, Split, decayed_groups, own_seed, warmup_cosine
 
 __all__ = ["DIGITS_CNN", "DigitsNet"]
@@ -70,14 +70,10 @@ def load() -> Split:
     Raises:
         UnsupportedError: scikit-learn, which carries the images, is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            "the recipe digits-cnn needs scikit-learn",
-            why=f"its images come with that package, and there is {error}",
-            write='pip install "mezzo[recipes]"',
-        ) from error
+    needs = "the recipe digits-cnn needs scikit-learn"
+    require_extra("recipes", needs, "sklearn.datasets", why="its images come with that package")
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     images = torch.from_numpy(digits.images / 16.0).float().unsqueeze(1)  # (1797, 1, 8, 8)
     labels = torch.from_numpy(digits.target).long()

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from mezzo.explanation.words import byte_text
 from mezzo.numerics import Alert, Diagnosis, diagnose
 from mezzo.numerics.faults import Level
 from mezzo.numerics.skips import skips
 from mezzo.report.run import Run
-from mezzo.report.table import byte_text
 
 __all__ = ["Judgement", "judge"]
 

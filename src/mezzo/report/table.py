@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.errors import printable
-from mezzo.explanation.words import counted
+from mezzo.explanation.words import byte_text, counted, scale_text
 
-__all__ = ["Column", "byte_text", "columns", "facts", "results_tables", "scale_text", "to_markdown"]
+__all__ = ["Column", "columns", "facts", "results_tables", "to_markdown"]
 
 Row = Mapping[str, Any]
 _GAP = 2
@@ -186,41 +186,6 @@ def facts(summary: Mapping[str, Any]) -> list[str]:
     if summary["interrupted"]:
         lines.append("interrupted" + (f" before {'; '.join(missing)}" if missing else ""))
     return [printable(line) for line in lines]
-
-
-def scale_text(scale: float | None) -> str:
-    """Write a loss scale: powers of two as such, since that is what they all should be.
-
-    Example:
-        >>> scale_text(65536.0), scale_text(1.0), scale_text(1000.0), scale_text(None)
-        ('2^16', '1', '1000', '–')
-    """
-    if scale is None:
-        return "–"
-    scale = float(scale)
-    if math.isfinite(scale) and scale > 0:
-        mantissa, exponent = math.frexp(scale)
-        if mantissa == 0.5 and scale != 1.0:
-            return f"2^{exponent - 1}"
-    return f"{scale:.6g}"
-
-
-def byte_text(num_bytes: int) -> str:
-    """Write a size with three digits and a binary unit.
-
-    Example:
-        >>> byte_text(512), byte_text(1536), byte_text(10_485_760)
-        ('512 B', '1.50 KiB', '10.0 MiB')
-    """
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 999.5:
-            break
-        size, unit = size / 1024, larger
-    if unit == "B":
-        return f"{num_bytes} B"
-    decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
-    return f"{size:.{decimals}f} {unit}"
 
 
 def _policy(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RandomStates", "as_training_runs", "devices_of", "gradients_aside", "untouched"]
+from mezzo.errors import UnsupportedError, some_of
+
+__all__ = [
+    "RandomStates", "as_training_runs", "copied", "devices_of", "gradients_aside", "require_python", "untouched",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,49 @@ class RandomStates:
 def devices_of(models: Iterable[nn.Module]) -> tuple[torch.device, ...]:
     """Return the devices of the models' parameters and buffers."""
     return tuple(dict.fromkeys(t.device for model in models for t in (*model.parameters(), *model.buffers())))
+
+
+def require_python(model: nn.Module, done: str) -> None:
+    """Refuse a model that runs without Python.
+
+    Args:
+        model: The model.
+        done: What cannot be done with it, as in ``explained``.
+
+    Raises:
+        UnsupportedError: It has scripted modules.
+    """
+    scripted = [
+        path or type(model).__name__ for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise UnsupportedError(
+            f"scripted modules cannot be {done}",
+            where=some_of(scripted),
+            why="TorchScript runs them without Python, where nothing is watched and no rule reaches an op",
+            write="the module as it was before torch.jit.script or torch.jit.trace",
+        )
+
+
+def copied(model: nn.Module, write: str) -> nn.Module:
+    """Return a deep copy, so that the user's own model stays as it is.
+
+    Args:
+        model: The model.
+        write: The call on a model that can be copied, for the error.
+
+    Raises:
+        UnsupportedError: It cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise UnsupportedError(
+            "the model cannot be copied, and yours must stay as it is",
+            where=type(model).__name__,
+            why=f"copy.deepcopy: {type(error).__name__}: {error}",
+            write=f"{write}, a model that has not run; or give it __deepcopy__",
+        ) from error
 
 
 @contextmanager
@@ -121,10 +169,10 @@ def _buffers_restored(models: list[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for buffer, copy in copies:
+        for buffer, kept in copies:
             # Whether it was written to, versions do not tell: batch norm counts none. Through .data none is counted
             # either, so that a graph which waits for its backward pass still runs.
-            buffer.data.copy_(copy)
+            buffer.data.copy_(kept)
         for table, before in tables:
             table.clear()
             table.update(before)

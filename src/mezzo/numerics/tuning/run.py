@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.cast.region import autocast
-from mezzo.errors import PolicyError, UnsupportedError, nearest, shown, some_of
+from mezzo.errors import PolicyError, nearest, shown
 from mezzo.formats import by_name
 from mezzo.numerics.tuning.selection import Selection
 from mezzo.numerics.tuning.shadow import LossFunction, Shadow
 from mezzo.numerics.tuning.tuned import Objective, Tuned
 from mezzo.tensors import LOW, dtype_name
-from mezzo.trace.sandbox import devices_of, untouched
+from mezzo.trace.sandbox import devices_of, require_python, untouched
 
 __all__ = ["tune"]
 
@@ -130,16 +130,7 @@ def _checked(model: Any, loss_fn: Any, dtype: Any, optimizer: Any, steps: Any, o
         )
     if problems:
         raise PolicyError.together(problems)
-    scripted = [
-        path or type(model).__name__ for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)
-    ]
-    if scripted:
-        raise UnsupportedError(
-            "scripted modules cannot be tuned",
-            where=some_of(scripted),
-            why="TorchScript runs them without Python, where no rule reaches an op",
-            write="the module as it was before torch.jit.script or torch.jit.trace",
-        )
+    require_python(model, "tuned")
     return str(name)
 
 

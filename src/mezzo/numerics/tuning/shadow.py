@@ -15,13 +15,13 @@ from torch.optim import SGD, Optimizer
 
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
-from mezzo.errors import NumericsError, PolicyError, UnsupportedError, shown, some_of
+from mezzo.errors import NumericsError, PolicyError, shown, some_of
 from mezzo.numerics.tuning.dropout import SameDropout
 from mezzo.numerics.tuning.measures import sqnr, together
 from mezzo.overflow import locate
 from mezzo.policy import Policy
 from mezzo.tensors import LOW
-from mezzo.trace.sandbox import RandomStates, devices_of, gradients_aside
+from mezzo.trace.sandbox import RandomStates, copied, devices_of, gradients_aside
 
 __all__ = ["Gradients", "LossFunction", "Pass", "Shadow"]
 
@@ -103,7 +103,8 @@ class Shadow:
         batches: Sequence[Any],
         optimizer: Callable[[Any], Optimizer] | None,
     ) -> None:
-        self.model, self.loss_fn, self.batches, self._optimizer = _copied(model), loss_fn, batches, optimizer
+        self.model = copied(model, "mezzo.numerics.tune(build_model(), …)")
+        self.loss_fn, self.batches, self._optimizer = loss_fn, batches, optimizer
         self.devices = devices_of([model])
         self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         for param in self.model.parameters():
@@ -350,18 +351,6 @@ def _leaves(loss: Any) -> Iterator[Tensor]:
 def _size(tensor: Tensor) -> float:
     """Return the root mean square."""
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise UnsupportedError(
-            "the model cannot be copied, and yours must stay as it is",
-            where=type(model).__name__,
-            why=f"copy.deepcopy: {type(error).__name__}: {error}",
-            write="mezzo.numerics.tune(build_model(), …), a model that has not run; or give it __deepcopy__",
-        ) from error
 
 
 def _own(batch: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import textwrap
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Literal
 
 from mezzo.errors import printable, some_of
 from mezzo.explanation.fold import folded
+from mezzo.explanation.words import byte_text, counted, scale_text
 from mezzo.numerics.footprint import StepBytes
 from mezzo.numerics.tuning.trial import Outcome, ratio_text
 from mezzo.policy import Policy
@@ -113,9 +113,7 @@ class Tuned:
         lines += [("bytes", line) for line in _bytes(own)]
         if own.unjudged:
             lines.append(("unsure", f"nothing is judged by {some_of(own.unjudged, 5)}: even in FP32 rounding noise"))
-        lines.append(
-            ("trials", f"{_counted(own.num_trials, 'policy', 'policies')}, {_counted(own.steps, 'step')} each")
-        )
+        lines.append(("trials", f"{counted(own.num_trials, 'policy', 'policies')}, {counted(own.steps, 'step')} each"))
         text = "\n".join(_folded(label, printable(line)) for label, line in lines)
         return f'{text}\n  write   mezzo.MixedPrecision(model, optimizer, "{self.policy}")'
 
@@ -134,12 +132,12 @@ class Tuned:
         if own.result.is_fault:
             said += f"the worst gradient stays at {ratio_text(own.result.sqnr_db)}: no rule raises it by 3 dB"
         scale = self.policy.loss_scale
-        starts = "" if scale == type(self.policy).O1(self.policy.dtype).loss_scale else _scale_text(scale.init)
+        starts = (
+            ""
+            if scale == Policy.O1(self.policy.dtype).loss_scale
+            else f"; the loss scale starts at {scale_text(scale.init)}"
+        )
         return f"{own.dtype}: {said}{starts}"
-
-
-def _counted(count: int, word: str, words: str = "") -> str:
-    return f"{count} {word if count == 1 else words or f'{word}s'}"
 
 
 def _folded(label: str, line: str) -> str:
@@ -155,18 +153,5 @@ def _bytes(own: TuningEvidence) -> Iterator[str]:
     if result is None or result.policy != "result":
         return
     for what, field in (("kept for the backward pass", "saved"), ("read and written in a step", "moved")):
-        beside = ", ".join(f"{each.policy} {_size(getattr(each, field))}" for each in others)
-        yield f"{_size(getattr(result, field))} {what}{f' ({beside})' * bool(beside)}"
-
-
-def _size(count: int) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.4g} {unit}"
-        count /= 1024  # type: ignore[assignment]
-    raise AssertionError
-
-
-def _scale_text(scale: float) -> str:
-    power = f"2^{math.log2(scale):.0f}"
-    return f"; the loss scale starts at {power}"
+        beside = ", ".join(f"{each.policy} {byte_text(getattr(each, field))}" for each in others)
+        yield f"{byte_text(getattr(result, field))} {what}{f' ({beside})' * bool(beside)}"
