@@ -10,27 +10,12 @@ import time
 import pytest
 from rich.console import Console
 
-from mezzo.cli import main
 from mezzo.cli.progress import watching
 from mezzo.policy import Policy
 from mezzo.recipes import compare, get
 from mezzo.recipes.comparison import DEFAULT_POLICIES
 
 pytestmark = pytest.mark.usefixtures("emulating")
-
-
-@pytest.fixture
-def mezzo(capsys, tmp_path, monkeypatch):
-    """Run the command line in an empty directory: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        with pytest.raises(SystemExit) as leaving:
-            main(list(words))
-        captured = capsys.readouterr()
-        return leaving.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 SHORT = ("digits-cnn", "--policies", "O0; O2,dtype=bfloat16", "--steps", "4")

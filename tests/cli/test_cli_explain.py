@@ -52,19 +52,16 @@ number = 3
 
 
 @pytest.fixture
-def mezzo(capsys, tmp_path, monkeypatch):
-    """Run the command line beside a module with factories: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
+def mezzo(mezzo, tmp_path):
+    """Run `mezzo explain` beside a module with factories: (exit code, stdout, stderr)."""
     (tmp_path / "explained_models.py").write_text(FACTORY)
     (tmp_path / "explained_broken.py").write_text("import a_package_that_is_not_there\n")
     path = list(sys.path)
 
     def run(*words):
-        with pytest.raises(SystemExit) as leaving:
-            main(["explain", *words])
-        captured = capsys.readouterr()
+        found = mezzo("explain", *words)
         assert sys.path == path
-        return leaving.value.code or 0, captured.out, captured.err
+        return found
 
     yield run
     sys.modules.pop("explained_models", None)
@@ -116,7 +113,11 @@ def test_a_page(mezzo, tmp_path):
     assert (code, err) == (0, "page: page.html\n")
     page = (tmp_path / "page.html").read_text()
     assert out.splitlines()[0] in page
-    assert mezzo(*words, "--against", "O0")[0] == 0
+    code, out, err = mezzo(*words, "--against", "O0")
+    assert (code, out) == (2, "")
+    assert err == ("mezzo: there is a file page.html already\n  write  --overwrite, or --html with another name\n")
+    assert (tmp_path / "page.html").read_text() == page
+    assert mezzo(*words, "--against", "O0", "--overwrite")[0] == 0
     assert f"<h1>O0 instead of {EMULATED}: " in (tmp_path / "page.html").read_text()
 
 
@@ -124,7 +125,19 @@ def test_a_page_that_cannot_be(mezzo, tmp_path, monkeypatch):
     words = ("explained_models:plain", "--policy", EMULATED, "--html", "nowhere/page.html")
     code, out, err = mezzo(*words)
     assert (code, out) == (2, "")
-    assert err.startswith("mezzo: the page nowhere/page.html cannot be written: ")
+    assert err.startswith("mezzo: there is no folder nowhere to save in\n")
+    (tmp_path / "folder").mkdir()
+    code, out, err = mezzo(*words[:-1], "folder", "--overwrite")
+    assert (code, out) == (2, "")
+    assert err.startswith("mezzo: there is a folder folder\n")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Explanation, "save_html", full)
+    code, out, err = mezzo(*words[:-1], "page.html")
+    assert (code, out) == (2, "")
+    assert err == "mezzo: the page page.html cannot be written\n  why    No space left on device\n"
     monkeypatch.setitem(sys.modules, "jinja2", None)
     code, out, err = mezzo(*words)
     assert (code, out) == (3, "")

@@ -4,24 +4,10 @@ import json
 
 import pytest
 
-from mezzo.cli import main
 from mezzo.policy import Policy
 from mezzo.recipes import training
 
 pytestmark = pytest.mark.usefixtures("emulating")
-
-
-@pytest.fixture
-def mezzo(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        with pytest.raises(SystemExit) as leaving:
-            main(list(words))
-        captured = capsys.readouterr()
-        return leaving.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 SHORT = ("digits-cnn", "--steps", "3", "--every", "2", "--out", "run")

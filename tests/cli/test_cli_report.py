@@ -2,21 +2,9 @@
 
 import pytest
 
-from mezzo.cli import main
 from mezzo.recipes import compare, get
 
 pytestmark = pytest.mark.usefixtures("emulating")
-
-
-@pytest.fixture
-def mezzo(capsys):
-    def run(*words):
-        with pytest.raises(SystemExit) as leaving:
-            main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return leaving.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +26,19 @@ def test_out_names_another_file_and_what_mezzo_did_not_write_is_kept(mezzo, run,
     assert mezzo("report", run, "--out", tmp_path / "mine.html")[0] == 0
     (tmp_path / "mine.html").write_text("mine")
     code, out, err = mezzo("report", run, "--out", tmp_path / "mine.html")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith("mezzo: the report would replace a file that mezzo did not write\n")
     assert (tmp_path / "mine.html").read_text() == "mine"
 
 
 def test_what_is_no_run_is_refused(mezzo, tmp_path):
     code, out, err = mezzo("report", tmp_path / "nowhere")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "  why    there is no such directory\n" in err
+    (tmp_path / "summary.json").write_text("{}")  # a run, though a damaged one
+    code, out, err = mezzo("report", tmp_path)
+    assert (code, out) == (1, "")
+    assert "  why    metrics.jsonl is missing\n" in err
 
 
 def test_help_leads_with_an_example(mezzo):

@@ -5,25 +5,10 @@ import json
 
 import pytest
 
-from mezzo.cli import main
 from mezzo.cli.train import train
 from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("emulating")
-
-
-@pytest.fixture
-def mezzo(capsys, tmp_path, monkeypatch):
-    """Run the command line in an empty directory: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        with pytest.raises(SystemExit) as leaving:
-            main(list(words))
-        captured = capsys.readouterr()
-        return leaving.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 def test_one_policy_gives_one_row_and_a_run_directory(mezzo, tmp_path):

@@ -8,27 +8,12 @@ import torch
 from torch import nn
 
 from mezzo import recipes
-from mezzo.cli import main
 from mezzo.numerics import tune
 from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
 QUICK = ("tune", "digits-cnn", "--steps", "1")
-
-
-@pytest.fixture
-def mezzo(capsys, tmp_path, monkeypatch):
-    """Run the command line in an empty directory: (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        with pytest.raises(SystemExit) as leaving:
-            main(list(words))
-        captured = capsys.readouterr()
-        return leaving.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 def test_the_answer_the_file_and_the_comparison(mezzo, tmp_path):

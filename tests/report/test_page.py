@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mezzo
-from mezzo.errors import StateError, UnsupportedError
+from mezzo.errors import PolicyError, StateError, UnsupportedError
 from mezzo.numerics import SwallowedUpdates, diagnose, evidence_file
 from mezzo.numerics.counting import BINS, FIRST
 from mezzo.report import page, read
@@ -200,7 +200,7 @@ def test_a_page_replaces_a_page_and_nothing_else(finished_run, tmp_path):
     assert page(finished_run, target) == target
     assert page(finished_run, target) == target
     target.write_text("<html>my own</html>")
-    with pytest.raises(StateError) as error:
+    with pytest.raises(PolicyError) as error:
         page(finished_run, target)
     assert str(error.value) == (
         "the report would replace a file that mezzo did not write\n"
@@ -212,10 +212,10 @@ def test_a_page_replaces_a_page_and_nothing_else(finished_run, tmp_path):
 
 
 def test_where_no_file_can_be_is_refused(finished_run, tmp_path):
-    with pytest.raises(StateError, match=r"the report cannot be written\n.*\n  why    there is no folder to save in"):
+    with pytest.raises(PolicyError, match=r"the report cannot be written\n.*\n  why    there is no folder to save in"):
         page(finished_run, tmp_path / "nowhere" / "page.html")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(StateError, match=r"the report cannot be written\n.*\n  why    .*this is a folder"):
+    with pytest.raises(PolicyError, match=r"the report cannot be written\n.*\n  why    .*this is a folder"):
         page(finished_run, tmp_path)
 
 
@@ -265,12 +265,12 @@ def test_an_interrupted_run_says_so(recorded_run):
 
 
 def test_what_is_no_run_is_refused(finished_run, tmp_path):
-    with pytest.raises(StateError, match=r"there is no finished run here\n.*\n  why    there is no such directory"):
+    with pytest.raises(PolicyError, match=r"there is no finished run here\n.*\n  why    there is no such directory"):
         page(tmp_path / "nowhere")
     (tmp_path / "policy.toml").touch()
-    with pytest.raises(StateError, match=r"why    this is a file, and a run is a directory$"):
+    with pytest.raises(PolicyError, match=r"why    this is a file, and a run is a directory$"):
         page(tmp_path / "policy.toml")
-    with pytest.raises(StateError, match=r"there is no finished run here\n.*\n  why    summary\.json is missing"):
+    with pytest.raises(PolicyError, match=r"there is no finished run here\n.*\n  why    summary\.json is missing"):
         page(tmp_path)
     run = shutil.copytree(finished_run, tmp_path / "run")
     (run / "metrics.jsonl").unlink()

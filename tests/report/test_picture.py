@@ -9,7 +9,7 @@ import sys
 import pytest
 from matplotlib.figure import Figure
 
-from mezzo.errors import StateError, UnsupportedError
+from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.report import curves, require_matplotlib
 from mezzo.report.picture import smooth
 
@@ -154,7 +154,7 @@ def test_a_failed_drawing_leaves_the_old_picture(run, monkeypatch):
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    with pytest.raises(StateError, match="there is no finished run here"):
+    with pytest.raises(PolicyError, match="there is no finished run here"):
         curves(tmp_path)
 
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from mezzo.errors import StateError
+from mezzo.errors import PolicyError, StateError
 from mezzo.report import judge, read, results_tables, to_markdown
 
 
@@ -52,10 +52,10 @@ def test_non_finite_values_come_back_as_numbers(run):
     assert math.isfinite(series.loss[1])
 
 
-@pytest.mark.parametrize("missing", ["summary.json", "metrics.jsonl"])
-def test_an_unfinished_run_is_refused(run, missing):
+@pytest.mark.parametrize("missing, kind", [("summary.json", PolicyError), ("metrics.jsonl", StateError)])
+def test_an_unfinished_run_is_refused(run, missing, kind):
     (run / missing).unlink()
-    with pytest.raises(StateError) as error:
+    with pytest.raises(kind) as error:
         read(run)
     assert str(error.value) == (
         "there is no finished run here\n"

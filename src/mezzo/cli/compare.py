@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -13,15 +12,13 @@ from rich.console import Console
 
 from mezzo import recipes, report
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for, show_judgement
+from mezzo.cli.output import INTERRUPTED, console_for, run_directory, show_judgement
 from mezzo.cli.progress import watching
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
 from mezzo.recipes.run_directory import jsonable
 
-__all__ = ["INTERRUPTED", "carry_out", "compare", "compared", "show"]
+__all__ = ["carry_out", "compare", "compared", "show"]
 
-#: The exit code after Ctrl-C, as shells have it: 128 and the number of the signal.
-INTERRUPTED = 130
 Steps = Annotated[int | None, typer.Option(min=1, help="Steps per policy; the recipe's own number when omitted.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of initial weights and batches, the same for every policy.")]
 Out = Annotated[
@@ -91,7 +88,7 @@ def compared(
     chosen = recipes.get(recipe)
     report.require_matplotlib()
     report.require_plotly()
-    out = out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    out = run_directory(recipe, out)
     with watching(Console(stderr=True), chosen.metric, len(policies)) as watcher:
         comparison = recipes.compare(
             chosen, policies, steps=steps, seed=seed, out=out, overwrite=overwrite, watcher=watcher

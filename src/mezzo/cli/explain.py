@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mezzo import recipes
 from mezzo.cli.app import app
+from mezzo.cli.output import require_free
 from mezzo.errors import PolicyError, nearest
 from mezzo.explanation import Explanation
 from mezzo.explanation.answer import comparison
@@ -50,6 +51,7 @@ def explain(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with the same content, too.", show_default=False)
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
 ) -> None:
     """Say what runs in low precision, what does not and why, what casts cost, and what to write.
@@ -79,6 +81,7 @@ def explain(
     other = None if against is None else Policy.of(against)
     if html is not None:
         require_jinja2()
+        require_free(html, "--html", overwrite)
     model, inputs, loss = _from_recipe(subject) if ":" not in subject else _from_factory(subject)
     with Console(stderr=True).status("tracing one forward and backward pass"):
         first = explained(model, inputs, chosen, loss=loss)
@@ -106,7 +109,7 @@ def _write(path: Path, first: Explanation, second: Explanation | None) -> None:
             rows = (list(different_rows(first, second, full=full)) for full in (False, True))
             save(path, comparison(first, second), terms(first), *rows)
     except OSError as error:
-        raise PolicyError(f"the page {path} cannot be written: {error.strerror or error}") from error
+        raise PolicyError(f"the page {path} cannot be written", why=error.strerror or str(error)) from error
     Console(stderr=True).print(f"page: {path}", highlight=False, markup=False, soft_wrap=True)
 
 

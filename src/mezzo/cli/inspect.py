@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,16 +10,13 @@ from rich.console import Console
 
 from mezzo import recipes, report
 from mezzo.cli.app import app
-from mezzo.cli.compare import INTERRUPTED, Out, Overwrite, Seed
-from mezzo.cli.output import console_for, show_judgement
+from mezzo.cli.compare import Out, Overwrite, Seed
+from mezzo.cli.output import ALERT, INTERRUPTED, console_for, run_directory, show_judgement
 from mezzo.cli.progress import watching
 from mezzo.recipes.inspection import DEFAULT_POLICY
 from mezzo.recipes.run_directory import jsonable
 
-__all__ = ["ALERT", "inspect"]
-
-#: The exit code where the run as it was trained goes wrong.
-ALERT = 4
+__all__ = ["inspect"]
 
 
 @app.command("inspect")
@@ -54,7 +49,7 @@ def inspect(
     """
     chosen = recipes.get(recipe)
     report.require_plotly()
-    out = out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    out = run_directory(recipe, out)
     messages = Console(stderr=True)
     with watching(messages, chosen.metric, 1) as watcher:
         inspection = recipes.inspect(

@@ -1,13 +1,21 @@
-"""Where results are printed: a terminal as wide as it is, or lines wide enough for other programs."""
+"""Where results go: to a terminal as wide as it is, in lines wide enough for other programs, and into which files."""
 
 from __future__ import annotations
 
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
 from rich.console import Console
 
-from mezzo.errors import message, printable
+from mezzo.errors import PolicyError, message, printable
 from mezzo.report import Judgement
 
-__all__ = ["console_for", "show_judgement"]
+__all__ = ["ALERT", "INTERRUPTED", "console_for", "require_free", "run_directory", "show_judgement"]
+
+#: Exit codes besides those of errors: numbers that alarm; and Ctrl-C, as shells have it, 128 and the signal's number.
+ALERT: Final = 4
+INTERRUPTED: Final = 130
 
 
 def console_for(plain_width: int) -> Console:
@@ -30,3 +38,27 @@ def show_judgement(console: Console, judgement: Judgement) -> None:
     for number, alert in enumerate(judgement.alerts, start=1):
         text = message(alert.what, where=alert.where, why=alert.why, write=alert.write)
         console.print(f"\n{number}. {text}", highlight=False, markup=False, soft_wrap=folds)
+
+
+def require_free(path: Path, option: str, overwrite: bool) -> None:
+    """Refuse, before minutes of work, a file that cannot be written, or that is there and may not be replaced.
+
+    Args:
+        path: The file.
+        option: What names it on the command line.
+        overwrite: Whether one that is there may be replaced.
+
+    Raises:
+        PolicyError: There can be no such file, or there is one.
+    """
+    if path.is_dir():
+        raise PolicyError(f"there is a folder {path}", write=f"{option} with the name of a file")
+    if path.exists() and not overwrite:
+        raise PolicyError(f"there is a file {path} already", write=f"--overwrite, or {option} with another name")
+    if not path.absolute().parent.is_dir():
+        raise PolicyError(f"there is no folder {path.parent} to save in", write=f"mkdir -p {path.parent}")
+
+
+def run_directory(recipe: str, out: Path | None) -> Path:
+    """Return where a run is written: where the user says, or in a folder named after recipe and time."""
+    return out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -11,15 +11,12 @@ from rich.console import Console
 
 from mezzo import recipes
 from mezzo.cli.app import app
-from mezzo.cli.compare import INTERRUPTED, Seed, compared, show
-from mezzo.errors import PolicyError
+from mezzo.cli.compare import Seed, compared, show
+from mezzo.cli.output import ALERT, INTERRUPTED, require_free
 from mezzo.numerics import Tuned
 from mezzo.recipes.run_directory import jsonable
 
 __all__ = ["tune"]
-
-#: What a shell sees where the gradients stay further from FP32 than training should be.
-ALERT = 4
 
 
 @app.command("tune")
@@ -57,10 +54,7 @@ def tune(
     """
     chosen = recipes.get(recipe)
     path = out or Path(f"{recipe}-{dtype}.toml")
-    if path.exists() and not overwrite:
-        raise PolicyError(f"there is a file {path} already", write="--overwrite, or --out with another name")
-    if not path.absolute().parent.is_dir():
-        raise PolicyError(f"there is no folder {path.parent} to save in", write=f"mkdir -p {path.parent}")
+    require_free(path, "--out", overwrite)
     messages = Console(stderr=True)
     with messages.status("running policies beside FP32"):
         tuned = recipes.tune(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from importlib import resources
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Final
 
 import mezzo
 from mezzo import files
-from mezzo.errors import StateError, UnsupportedError
+from mezzo.errors import PolicyError, require_extra
 from mezzo.recipes.run_directory import PAGE
 from mezzo.report.content import content
 from mezzo.report.run import read
@@ -27,13 +26,7 @@ def require_plotly() -> None:
     Raises:
         UnsupportedError: plotly or jinja2 is not installed.
     """
-    try:
-        for name in ("plotly.package_data", "jinja2"):
-            importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            "writing a report needs plotly and jinja2", why=str(error), write='pip install "mezzo[report]"'
-        ) from error
+    require_extra("report", "writing a report needs plotly and jinja2", "plotly.package_data", "jinja2")
 
 
 def page(run_directory: Path | str, path: Path | str | None = None) -> Path:
@@ -49,8 +42,9 @@ def page(run_directory: Path | str, path: Path | str | None = None) -> Path:
 
     Raises:
         UnsupportedError: plotly or jinja2 is not installed.
-        StateError: There is no run in the directory, it cannot be read, the path holds a file that is no page of
-            mezzo's, or no file can be written there.
+        PolicyError: There is no run in the directory, the path holds a file that is no page of mezzo's, or no file can
+            be written there.
+        StateError: The run is not whole, cannot be read, or another version wrote it.
 
     **Cost**: less than a second for a run of some thousand steps. The file has plotly's 4.8 MB, and at most a few more
     whatever the model: steps between others and alike layers are left out or summed up, which the page says.
@@ -64,7 +58,7 @@ def page(run_directory: Path | str, path: Path | str | None = None) -> Path:
         with files.whole(path) as file:
             file.write(text.encode())
     except OSError as error:
-        raise StateError("the report cannot be written", where=str(path), why=str(error)) from error
+        raise PolicyError("the report cannot be written", where=str(path), why=str(error)) from error
     return path
 
 
@@ -94,9 +88,9 @@ def _require_own(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise StateError("the report cannot be written", where=str(path), why=str(error)) from error
+        raise PolicyError("the report cannot be written", where=str(path), why=str(error)) from error
     if not is_own:
-        raise StateError(
+        raise PolicyError(
             "the report would replace a file that mezzo did not write",
             where=str(path),
             write=f"--out {path.with_name('mezzo-' + path.name)}, or move the file",

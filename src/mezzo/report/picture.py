@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mezzo import files
-from mezzo.errors import UnsupportedError
+from mezzo.errors import require_extra
 from mezzo.recipes.run_directory import CURVES
 from mezzo.report.run import Run, read
 
@@ -32,12 +31,7 @@ def require_matplotlib() -> None:
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    try:
-        importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            "drawing curves needs matplotlib", why=str(error), write='pip install "mezzo[report]"'
-        ) from error
+    require_extra("report", "drawing curves needs matplotlib", "matplotlib.figure")
 
 
 def curves(run_directory: Path | str) -> Path:
@@ -51,7 +45,8 @@ def curves(run_directory: Path | str) -> Path:
 
     Raises:
         UnsupportedError: matplotlib is not installed.
-        StateError: There is no run in the directory.
+        PolicyError: There is no run in the directory.
+        StateError: It is not whole, cannot be read, or another version wrote it.
 
     **Cost**: about a second; nothing of matplotlib's global state is touched.
     """

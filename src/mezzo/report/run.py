@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from mezzo.errors import StateError, shown
+from mezzo.errors import PolicyError, StateError, shown
 from mezzo.files import opened
 from mezzo.numerics import Evidence, read_evidence
 from mezzo.recipes.comparison import SCHEMA
@@ -72,7 +72,8 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
         The summary and every step.
 
     Raises:
-        StateError: There is no run, it cannot be read, or another version wrote it.
+        PolicyError: There is no run.
+        StateError: It is not whole, cannot be read, or another version wrote it.
     """
     path = Path(directory)
     killed = killed and not (path / SUMMARY).exists() and (path / (SUMMARY + PARTIAL)).exists()
@@ -81,7 +82,8 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
         lines = _text(path, METRICS, killed).splitlines(keepends=True)
         records = [json.loads(line) for line in lines if line.endswith("\n") or not killed]
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise StateError(
+        begun = any((path / name).exists() for name in (SUMMARY, SUMMARY + PARTIAL))
+        raise (StateError if begun else PolicyError)(
             "there is no finished run here",
             where=str(path),
             why=_missing(path, error),
