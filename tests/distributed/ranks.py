@@ -23,6 +23,7 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch._dynamo",  # which DistributedDataParallel imports
     "mezzo.session",
     "mezzo.optim",
 ]
