@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.keeper import in_fp32
 from mezzo.optim.state import EXTRAS
+from mezzo.shards import placed, sharded_as
 from mezzo.step.split import judged_together
 from mezzo.step.storage import KAHAN, Storage, storage
 from mezzo.step.update import RULES, UpdateRule, rule
 from mezzo.step.whole import at_once
-from mezzo.tensors import LOW
+from mezzo.tensors import LOW, is_distributed, local
 
 __all__ = ["Group", "HalvesOptimizer", "Joined"]
 
@@ -91,7 +92,7 @@ class HalvesOptimizer(Optimizer):
 
         def make() -> list[tuple[Tensor, Storage, Tensor, Tensor | None]]:
             return [
-                (param, form, *form.make(originals[param].float(), param.dtype, name_of(param)))
+                (param, form, *form.make(local(originals[param]).float(), param.dtype, name_of(param)))
                 for param, form in forms.items()
             ]
 
@@ -101,9 +102,9 @@ class HalvesOptimizer(Optimizer):
         if any(torch.stack([count for count in counts if count.device == device]).any() for device in devices):
             make()  # which raises, and says where
         for param, form, weight, extra in made:
-            param.data.copy_(weight)
-            if form.extra is not None:
-                self.state[param][form.extra] = extra
+            local(param).data.copy_(weight)
+            if extra is not None and form.extra is not None:
+                self.state[param][form.extra] = sharded_as(extra, param)
         self._edits.see(self._with_masters())
         self._ready.clear()
 
@@ -150,32 +151,36 @@ class HalvesOptimizer(Optimizer):
 
         Args:
             param: One of :meth:`stored`.
-            value: Of its shape, in FP32 or in the parameter's own dtype.
+            value: Of its shape, in FP32 or in the parameter's own dtype; a DTensor, or whole, for a DTensor.
 
         Raises:
             NumericsError: A value that split storage cannot hold; nothing was changed.
         """
-        state = self.state[param]
+        state, value, here = self.state[param], placed(value, param), local(param)
         if value.dtype == param.dtype and (param in self._awaiting or "master" in state):
             param.copy_(value)
             if param in self._awaiting:
                 self._awaiting.discard(param)
             else:
-                take_over(param, state["master"])
+                take_over(here, local(state["master"]))
                 self._edits.see([param])
             return
+        value = local(value)
         if value.dtype == param.dtype:
-            value = torch.where(param == value, self.master_of(param), value.to(param.device, torch.float32))
+            value = torch.where(here == value, local(self.master_of(param)), value.to(param.device, torch.float32))
         form, value = self._form_of(param), value.to(param.device, torch.float32)
         weight, extra = form.make(value, param.dtype, None)
-        kept = state.get("remainder")
-        if kept is not None and extra is not None:
+        if "remainder" in state and extra is not None:
             # Halves that stand for this value already stay: beside a tie FP16 has two pairs for one value.
-            same = form.read(form.parts(param.detach(), kept)) == value
-            weight, extra = torch.where(same, param, weight), torch.where(same, kept, extra)
-        param.copy_(weight)
+            kept = local(state["remainder"])
+            same = form.read(form.parts(here.detach(), kept)) == value
+            weight, extra = torch.where(same, here, weight), torch.where(same, kept, extra)
+        param.copy_(sharded_as(weight, param))
         if form.extra is not None and extra is not None:
-            state[form.extra] = extra if form.extra not in state else state[form.extra].copy_(extra)
+            if form.extra in state:
+                local(state[form.extra]).copy_(extra)
+            else:
+                state[form.extra] = sharded_as(extra, param)
         self._edits.see([param])
         self._awaiting.discard(param)
 
@@ -188,7 +193,8 @@ class HalvesOptimizer(Optimizer):
         if param.dtype in LOW and (held := self.state.get(param, {})):
             form = self._form_of(param)
             if form.extra in held:
-                return form.read(form.parts(param.detach(), held[form.extra])).clone()
+                value = form.read(form.parts(local(param).detach(), local(held[form.extra])))
+                return sharded_as(value, param) if is_distributed(param) else value.clone()
         return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
 
     def release(self) -> dict[Tensor, Tensor]:
@@ -234,7 +240,7 @@ class HalvesOptimizer(Optimizer):
         """
         looked_at = self._with_masters() if params is None else [p for p in params if "master" in self.state.get(p, {})]
         for param in self._edits.since(looked_at):
-            take_over(param, self.state[param]["master"])
+            take_over(local(param), local(self.state[param]["master"]))
             self._edits.see([param])
 
     def _with_masters(self) -> list[Tensor]:
@@ -271,5 +277,7 @@ class HalvesOptimizer(Optimizer):
             form = self._storage(group, param)
             if form.extra is not None and form.extra not in state:
                 with judged_together():  # a low-precision weight is never too large for its own dtype: no wait
-                    state[form.extra] = form.make(param.detach().float(), param.dtype, None)[1]
+                    extra = form.make(local(param).detach().float(), param.dtype, None)[1]
+                assert extra is not None, "a storage with an extra makes one"
+                state[form.extra] = sharded_as(extra, param)
                 self._edits.see([param])

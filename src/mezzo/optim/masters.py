@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -15,6 +16,7 @@ from mezzo.optim.asked import is_asked_by_checkpoint, no_distributed_checkpoint
 from mezzo.optim.checks import ordered
 from mezzo.optim.gathering import gather
 from mezzo.optim.keeper import in_fp32
+from mezzo.shards import locals_of, placed
 from mezzo.tensors import LOW, mark, marks
 
 __all__ = ["MasterWeights", "masters_of"]
@@ -182,7 +184,11 @@ class MasterWeights:
     def round_to_params(self) -> None:
         """Write every master, rounded to nearest even, into its parameter."""
         if self._master:
-            torch._foreach_copy_(params := list(self._master), list(self._master.values()))
+            params, masters = list(self._master), list[Tensor](self._master.values())
+            if (shards := locals_of(params)) is not params:
+                increment_version(params)
+                masters = locals_of(masters)
+            torch._foreach_copy_(shards, masters)
             self._seen = dict(zip(map(id, params), marks(params), strict=True))
 
     @torch.no_grad()
@@ -221,7 +227,7 @@ class MasterWeights:
             param: One of :meth:`stored`.
             value: Of its shape. In the parameter's own dtype it leaves each value of the master that rounds to it.
         """
-        master, value = self._master[param], value.to(param.device)
+        master, value = self._master[param], placed(value.to(param.device), param)
         if value.dtype == param.dtype:
             value = torch.where(master.to(param.dtype) == value, master, value.float())
         master.copy_(value)
@@ -331,7 +337,7 @@ class MasterWeights:
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         with torch.no_grad():
             for mine, theirs in zip(own, saved, strict=True):
-                mine.copy_(theirs)
+                mine.copy_(placed(theirs, mine))
         self.round_to_params()
 
     def __deepcopy__(self, memo: Any) -> MasterWeights:

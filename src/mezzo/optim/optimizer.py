@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, Final, TypeAlias
@@ -20,11 +20,13 @@ from mezzo.optim.checks import check_arguments, check_group, check_unchanged, or
 from mezzo.optim.halves import Group
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import SavedOptimizer
+from mezzo.shards import locals_of, number_of_shard, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import FULL
 from mezzo.step.update import UpdateRule
 from mezzo.step.whole import Call, Piece, Work
+from mezzo.tensors import local
 
 __all__ = ["Group", "OnePassOptimizer", "Params", "as_one_pass", "one_pass"]
 
@@ -35,16 +37,33 @@ _KIND: Final = attrgetter("dtype", "shape", "device")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
-    """The parameters of a group that have gradients, what each of them is, and their rule."""
+    """The parameters of a group that have gradients, what each of them is, and their rule.
+
+    Attributes:
+        rule: The rule.
+        params: The parameters.
+        kinds: What each of them is.
+        shards: What this rank holds of each, once buckets were built; ``None`` where all are plain tensors.
+    """
 
     rule: UpdateRule
     params: list[Tensor]
     kinds: list[Any]
+    shards: list[Tensor] | None = None
 
     def is_as(self, other: _Wanted) -> bool:
-        """Whether the same buckets serve both."""
+        """Whether the buckets that were built for another serve this one."""
         alike = self.rule == other.rule and self.kinds == other.kinds
-        return alike and all(map(is_, self.params, other.params))
+        same = alike and all(map(is_, self.params, other.params))
+        return same and (other.shards is None or all(map(is_, map(local, self.params), other.shards)))
+
+
+@dataclass(slots=True, eq=False)
+class _Ready:
+    """Parameters that are updated together, and what updates this rank's part of them."""
+
+    params: list[Tensor]
+    update: BucketUpdate
 
 
 class OnePassOptimizer(SavedOptimizer):
@@ -186,18 +205,18 @@ class OnePassOptimizer(SavedOptimizer):
         work = Work()
         steps: list[Tensor] = []
         counts: list[Tensor] = []
-        for device in {each.bucket.step.device for each in ready}:
+        for device in {each.update.bucket.step.device for each in ready}:
             here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
-            there = [each for each in ready if each.bucket.step.device == device]
-            before = {id(each.bucket.step): each.bucket.step for each in there}
+            there = [each for each in ready if each.update.bucket.step.device == device]
+            before = {id(each.update.bucket.step): each.update.bucket.step for each in there}
             after = shared(counted, (), [here.found_inf, *before.values()])
             steps += before.values()
             counts += after
             next_of = dict(zip(before, after, strict=True))
             for each in there:
-                work.add(*self._pieces(each, here, next_of[id(each.bucket.step)]))
-        params = [param for each in ready for param in each.bucket.weights]
-        with_masters = [param for each in ready if each.bucket.storage is FULL for param in each.bucket.weights]
+                work.add(*self._pieces(each, here, next_of[id(each.update.bucket.step)]))
+        params = [param for each in ready for param in each.params]
+        with_masters = [param for each in ready if each.update.bucket.storage is FULL for param in each.params]
         updates = self.updates + 1
 
         def count() -> list[Call]:
@@ -216,16 +235,16 @@ class OnePassOptimizer(SavedOptimizer):
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         return Verdict.of_flags(found_inf, grad_scale, device)
 
-    def _pieces(self, update: BucketUpdate, verdict: Verdict, step: Tensor) -> list[Piece]:
+    def _pieces(self, ready: _Ready, verdict: Verdict, step: Tensor) -> list[Piece]:
         """Return a bucket's update, without kernels of its own where these cannot be built any more."""
-        gradients: list[Any] = [param.grad for param in update.bucket.weights]
+        gradients: list[Any] = [param.grad for param in ready.params]
+        if ready.update.bucket.weights is not ready.params:
+            gradients = locals_of(gradients)
         try:
-            return update.pieces(gradients, verdict, step)
+            return ready.update.pieces(gradients, verdict, step)
         except NoKernel as error:
-            instead = portable(error).prepare(update.bucket)
-            for _, updates in self._ready.values():
-                updates[:] = [instead if each is update else each for each in updates]
-            return instead.pieces(gradients, verdict, step)
+            ready.update = portable(error).prepare(ready.update.bucket)
+            return ready.update.pieces(gradients, verdict, step)
 
     def _gradients(self) -> Iterator[Tensor]:
         return (param.grad for _, param in self._pairs() if param.grad is not None)
@@ -254,39 +273,44 @@ class OnePassOptimizer(SavedOptimizer):
                 check_unchanged(param, self.state.get(param, {}), wanted.rule.states)
         return wanted
 
-    def _ready_of(self, number: int, wanted: _Wanted) -> list[BucketUpdate]:
+    def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
         """Return a group's buckets, built anew when other parameters have gradients."""
         known = self._ready.get(number)
         if known is None or not wanted.is_as(known[0]):
+            weights = locals_of(wanted.params)
+            wanted = replace(wanted, shards=None if weights is wanted.params else weights)
             known = self._ready[number] = wanted, list(self._built(number, wanted.params, wanted.rule))
-        for device in {each.bucket.step.device for each in known[1]}:
+        for device in {each.update.bucket.step.device for each in known[1]}:
             self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
         return known[1]
 
-    def _built(self, number: int, params: list[Tensor], update_rule: UpdateRule) -> Iterator[BucketUpdate]:
+    def _built(self, number: int, params: list[Tensor], update_rule: UpdateRule) -> Iterator[_Ready]:
         group = self.param_groups[number]
         self._give_state(group, params, update_rule)
-        alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
+        alike: dict[tuple[torch.device, torch.dtype, int, Hashable], list[Tensor]] = {}
         for param in params:
-            alike.setdefault((param.device, param.dtype, id(self.state[param]["step"])), []).append(param)
-        for (device, _dtype, _), members in alike.items():
+            kind = param.device, param.dtype, id(self.state[param]["step"]), sharding(param)
+            alike.setdefault(kind, []).append(param)
+        for (device, *_), members in alike.items():
             self._leave_others_behind(members)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
             form = self._storage(group, members[0])
+            kept = [self.state[param] for param in members]
             bucket = Bucket(
                 rule=update_rule,
                 storage=form,
                 hypers=hypers.tensors,
-                step=self.state[members[0]]["step"],
-                weights=members,
-                extras=[self.state[param].get(form.extra) if form.extra else None for param in members],
-                states=[tuple(self.state[param][name] for name in update_rule.states) for param in members],
-                seed=number,
+                step=kept[0]["step"],
+                weights=locals_of(members),
+                extras=[local(state[form.extra]) if form.extra else None for state in kept],
+                states=[tuple(local(state[name]) for name in update_rule.states) for state in kept],
+                # Copies of a shard are rounded alike at random, and two shards are not.
+                seed=number + (number_of_shard(members[0]) << 16),
             )
             try:
-                yield executor_for(device).prepare(bucket)
+                yield _Ready(members, executor_for(device).prepare(bucket))
             except NoKernel as error:
-                yield portable(error).prepare(bucket)
+                yield _Ready(members, portable(error).prepare(bucket))
 
     def _begin_anew(self, halves: Iterable[Tensor]) -> None:
         super()._begin_anew(halves)

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import StateError
-from mezzo.step.storage import SPLIT, Storage
+from mezzo.shards import placed, sharded_as
+from mezzo.step.split import encode
+from mezzo.step.storage import Storage
 from mezzo.step.update import RULES, UpdateRule
-from mezzo.tensors import LOW
+from mezzo.tensors import LOW, local
 
 __all__ = [
     "EXTRAS",
@@ -98,7 +100,10 @@ def restored_state(
             _require_shape(name, value, param)
         if name in moments:
             dtype = getattr(torch, state_dtype)
-            return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(value)
+            laid_out = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            return laid_out.copy_(placed(value, param))
+        if name == form.extra:
+            value = placed(value, param)
         return value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
     kept = [name for name in saved if name not in EXTRAS or name == form.extra]  # and notes of the user's
@@ -137,7 +142,9 @@ def _usable(saved: Mapping[str, Any], param: Tensor, form: Storage, weight_dtype
     usable = {n: value for n, value in saved.items() if n not in EXTRAS or value.dtype == dtypes.get(n)}
     if "master" in usable and form.extra == "remainder":
         _require_shape("master", usable["master"], param)
-        usable["remainder"] = SPLIT.make(usable.pop("master"), param.dtype, None)[1]
+        master = placed(usable.pop("master"), param)
+        _, remainder = encode(local(master), param.dtype)
+        usable["remainder"] = sharded_as(remainder, param)
     return usable
 
 
