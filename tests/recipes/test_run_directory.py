@@ -6,7 +6,8 @@ import math
 import pytest
 
 from mezzo.errors import PolicyError
-from mezzo.recipes.run_directory import RunDirectory, jsonable
+from mezzo.recipes.rank_meter import RankStep
+from mezzo.recipes.run_directory import RankLog, RunDirectory, jsonable
 from mezzo.recipes.training import StepRecord
 
 RECORD = StepRecord(policy="O0", step=1, loss=0.5, scale=1.0, skipped=False, grad_norm=2.0, ms=3.5)
@@ -156,3 +157,31 @@ def test_nothing_of_an_older_run_stays_beside_a_new_one(tmp_path):
     assert {"explanation.json", "evidence.jsonl", "policy.toml.partial"} < {child.name for child in tmp_path.iterdir()}
     RunDirectory(tmp_path, overwrite=True).finish({})
     assert sorted(child.name for child in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
+
+
+def test_the_files_of_ranks_get_their_names_with_the_others_and_are_replaced(tmp_path):
+    record = RankStep(
+        policy="O0", step=1, ms=2.0, samples_per_s=4.0, waiting_ms=0.5, wire_bytes=8, overflowed=False, peak_bytes=1
+    )
+    directory = RunDirectory(tmp_path)
+    directory.open()
+    with RankLog(tmp_path, 0) as first, RankLog(tmp_path, 12) as last:
+        for log in (first, last):
+            log.write(record)
+    assert {path.name for path in tmp_path.glob("*rank*")} == {
+        "metrics.rank0.jsonl.partial", "metrics.rank12.jsonl.partial"
+    }  # fmt: skip
+    directory.finish({"rows": []})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "metrics.jsonl", "metrics.rank0.jsonl", "metrics.rank12.jsonl", "summary.json"
+    ]  # fmt: skip
+    assert strict((tmp_path / "metrics.rank12.jsonl").read_text())["samples_per_s"] == 4.0
+
+    with pytest.raises(PolicyError, match="already holds a run"):
+        RunDirectory(tmp_path)
+    (tmp_path / "metrics.rankx.jsonl").touch()
+    with pytest.raises(PolicyError, match=r"metrics\.rankx\.jsonl would stand beside"):
+        RunDirectory(tmp_path, overwrite=True)
+    (tmp_path / "metrics.rankx.jsonl").unlink()
+    RunDirectory(tmp_path, overwrite=True).finish({"rows": []})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]

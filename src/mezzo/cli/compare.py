@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from mezzo.cli.app import app
 from mezzo.cli.output import INTERRUPTED, console_for, run_directory, show_judgement
 from mezzo.cli.progress import watching
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
+from mezzo.recipes.parallel import Parallel, Ranks, joined
 from mezzo.recipes.run_directory import jsonable
 
 __all__ = ["carry_out", "compare", "compared", "show"]
@@ -26,6 +28,10 @@ Out = Annotated[
     typer.Option(help="The run directory; runs/RECIPE-DATE-TIME when omitted.", show_default=False),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
+InParallel = Annotated[
+    Parallel | None,
+    typer.Option("--parallel", help="How the processes that torchrun started share each batch.", show_default=False),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print summary.json instead of the table.")]
 
 
@@ -39,6 +45,7 @@ def compare(
     seed: Seed = 0,
     out: Out = None,
     overwrite: Overwrite = False,
+    parallel: InParallel = None,
     as_json: Json = False,
 ) -> None:
     """Train a recipe under several policies, from the same weights on the same batches, and compare.
@@ -49,11 +56,13 @@ def compare(
 
     [bold]mezzo compare digits-cnn --policies "O0; O1,dtype=float16,low=softmax" --json[/bold]
 
+    [bold]torchrun --nproc-per-node 2 -m mezzo compare docs-lm --parallel ddp[/bold]   in two processes
+
     Ends with a verdict, a table, and a run directory with report.html, curves.png, summary.json and metrics.jsonl (one
     line a step). Ctrl-C sums up what there is, and the exit code is 130.
     """
     texts = [text.strip() for text in policies.split(";")]
-    carry_out(recipe, [text for text in texts if text], steps, seed, out, overwrite, as_json)
+    carry_out(recipe, [text for text in texts if text], steps, seed, out, overwrite, parallel, as_json)
 
 
 def carry_out(
@@ -63,38 +72,57 @@ def carry_out(
     seed: int,
     out: Path | None,
     overwrite: bool,
+    parallel: Parallel | None,
     as_json: bool,
 ) -> None:
     """Compare, draw, print; shared with ``mezzo train``, which compares one policy with nothing.
+
+    Of several ranks the first one draws and prints.
 
     Raises:
         MezzoError: As :func:`mezzo.recipes.compare`, before any training.
         typer.Exit: With 130 after Ctrl-C.
     """
-    comparison, directory = compared(recipe, policies, steps, seed, out, overwrite)
-    if as_json:
-        typer.echo(json.dumps(jsonable(comparison.to_dict()), indent=2, allow_nan=False, ensure_ascii=False))
-    else:
-        show(comparison, directory)
-    Console(stderr=True).print(f"run directory: {directory}", highlight=False, markup=False, soft_wrap=True)
+    with joined(parallel) as ranks:
+        comparison, directory = compared(recipe, policies, steps, seed, out, overwrite, ranks)
+    if ranks.is_first:
+        if as_json:
+            typer.echo(json.dumps(jsonable(comparison.to_dict()), indent=2, allow_nan=False, ensure_ascii=False))
+        else:
+            show(comparison, directory)
+        Console(stderr=True).print(f"run directory: {directory}", highlight=False, markup=False, soft_wrap=True)
     if comparison.interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
 def compared(
-    recipe: str, policies: Sequence[str], steps: int | None, seed: int, out: Path | None, overwrite: bool
+    recipe: str,
+    policies: Sequence[str],
+    steps: int | None,
+    seed: int,
+    out: Path | None,
+    overwrite: bool,
+    ranks: Ranks,
 ) -> tuple[Comparison, Path]:
     """Compare, and draw; return the comparison and the run directory."""
     chosen = recipes.get(recipe)
     report.require_matplotlib()
     report.require_plotly()
-    out = run_directory(recipe, out)
-    with watching(Console(stderr=True), chosen.metric, len(policies)) as watcher:
+    out = ranks.same(run_directory(recipe, out))
+    with watching(Console(stderr=True), chosen.metric, len(policies)) if ranks.is_first else nullcontext() as watcher:
         comparison = recipes.compare(
-            chosen, policies, steps=steps, seed=seed, out=out, overwrite=overwrite, watcher=watcher
+            chosen,
+            policies,
+            steps=steps,
+            seed=seed,
+            out=out,
+            overwrite=overwrite,
+            parallel=ranks,
+            watcher=watcher,
         )
-    report.curves(out)
-    report.page(out)
+    if ranks.is_first:
+        report.curves(out)
+        report.page(out)
     return comparison, out
 
 
@@ -102,9 +130,10 @@ def show(comparison: Comparison, directory: Path) -> None:
     """Print a comparison: what it came to, and its table."""
     summary = comparison.to_dict()
     console = console_for(200)
-    show_judgement(console, report.judge(report.read(directory)))
+    run = report.read(directory)
+    show_judgement(console, report.judge(run))
     console.print()
-    for table in report.results_tables(summary, console.width):
+    for table in (*report.results_tables(summary, console.width), *report.rank_tables(run, console.width)):
         console.print(table)
         console.print()
     for line in report.facts(summary):

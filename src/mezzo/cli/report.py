@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, show_judgement
-from mezzo.report import judge, page, read
+from mezzo.report import judge, page, rank_tables, read
 
 __all__ = ["report"]
 
@@ -32,5 +32,9 @@ def report(
     killed it shows what there was until then, and says that it is partial.
     """
     path = page(directory, out)
-    show_judgement(console_for(200), judge(read(directory, killed=True)))
+    run, console = read(directory, killed=True), console_for(200)
+    show_judgement(console, judge(run))
+    for table in rank_tables(run, console.width):
+        console.print()
+        console.print(table)
     Console(stderr=True).print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ import typer
 
 from mezzo import recipes
 from mezzo.cli.app import app
-from mezzo.cli.compare import Json, Out, Overwrite, Seed, Steps, carry_out
+from mezzo.cli.compare import InParallel, Json, Out, Overwrite, Seed, Steps, carry_out
 
 __all__ = ["train"]
 
@@ -21,6 +21,7 @@ def train(
     seed: Seed = 0,
     out: Out = None,
     overwrite: Overwrite = False,
+    parallel: InParallel = None,
     as_json: Json = False,
 ) -> None:
     """Train a recipe under one policy.
@@ -31,7 +32,9 @@ def train(
 
     [bold]mezzo train digits-cnn --policy O0 --seed 1 --out runs/fp32-seed1 --json[/bold]
 
+    [bold]torchrun --nproc-per-node 2 -m mezzo train docs-lm --policy O2 --parallel ddp[/bold]   in two processes
+
     Ends with one row of the table that [bold]mezzo compare[/bold] prints, and the same run directory. Ctrl-C
     sums up what there is, and the exit code is 130.
     """
-    carry_out(recipe, [policy], steps, seed, out, overwrite, as_json)
+    carry_out(recipe, [policy], steps, seed, out, overwrite, parallel, as_json)

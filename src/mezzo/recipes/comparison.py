@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,9 +15,11 @@ import torch
 
 from mezzo.errors import MezzoError, PolicyError
 from mezzo.policy import Policy
-from mezzo.recipes.machine import default_device, describe
+from mezzo.recipes.machine import describe
+from mezzo.recipes.parallel import Parallel, Ranks, joined
+from mezzo.recipes.rank_meter import RankStep
 from mezzo.recipes.recipe import Metric, Recipe, Split
-from mezzo.recipes.run_directory import RunDirectory
+from mezzo.recipes.run_directory import RankLog, RunDirectory
 from mezzo.recipes.training import RunResult, Training, Watcher, num_steps
 
 __all__ = ["DEFAULT_POLICIES", "SCHEMA", "Comparison", "compare"]
@@ -48,6 +52,8 @@ class Comparison:
         seed: Of initial weights and batches.
         date: When it ended, ISO 8601 with the time zone.
         machine: What it ran on.
+        parallel: How the ranks shared the work; ``None`` for one process.
+        ranks: How many there were. Times and bytes are those of rank 0.
         policies: Every policy asked for, in order.
         rows: The results, in the same order; fewer than policies after an interruption.
         interrupted: Whether the user stopped it.
@@ -63,6 +69,8 @@ class Comparison:
     seed: int
     date: str
     machine: Mapping[str, str | int | bool]
+    parallel: Parallel | None
+    ranks: int
     policies: tuple[str, ...]
     rows: tuple[RunResult, ...]
     interrupted: bool
@@ -110,6 +118,7 @@ def compare(
     out: Path | str | None = None,
     overwrite: bool = False,
     device: torch.device | None = None,
+    parallel: Parallel | Ranks | None = None,
     watcher: Watcher | None = None,
 ) -> Comparison:
     """Train a recipe under each policy, from the same weights on the same batches.
@@ -123,9 +132,11 @@ def compare(
         policies: Policies, their texts, or paths of policy files, each once.
         steps: Steps per policy; the recipe's own number when ``None``.
         seed: Of initial weights and batches.
-        out: Directory for ``summary.json`` and ``metrics.jsonl``; nothing is written when ``None``.
+        out: Directory for ``summary.json`` and ``metrics.jsonl``; nothing is written when ``None``. Of several
+            ranks the first writes these, and each its ``metrics.rank0.jsonl``: one line a step, of :class:`RankStep`.
         overwrite: Whether a run that is in ``out`` may be replaced.
         device: Where; the accelerator if there is one.
+        parallel: As for :func:`train`.
         watcher: Told of every step of every policy.
 
     Returns:
@@ -134,6 +145,7 @@ def compare(
     Raises:
         PolicyError: Policies, steps or directory make no sense; all faulty policies in one error.
         UnsupportedError: The data's package is missing, or the device cannot do what a policy asks for.
+        DistributedError: Another rank did not answer.
 
     **Cost**: the trainings, one after the other; one transfer from the device per step.
 
@@ -145,22 +157,28 @@ def compare(
     """
     steps = num_steps(recipe, steps)
     parsed = _parse(policies)
-    device = device or default_device()
-    directory = None if out is None else RunDirectory(Path(out), overwrite=overwrite)
-    split = recipe.load()
-    _try_out(recipe, parsed, split, device)
+    with joined(parallel, device) as ranks, ExitStack() as files:
+        directory = None
+        if out is not None:
+            directory = ranks.on_first(partial(RunDirectory, Path(out), overwrite=overwrite))
+        split = recipe.load()
+        ranks.require_share(recipe, split)
+        _try_out(recipe, parsed, split, ranks)
 
-    comparison = begun(recipe, parsed, split, steps=steps, seed=seed, device=device, directory=directory)
-    watchers = [each for each in (directory, watcher) if each is not None]
-    try:
-        rows = tuple(_results(recipe, parsed, split, steps, seed, device, watchers))
-    finally:
+        comparison = begun(recipe, parsed, split, steps=steps, seed=seed, ranks=ranks, directory=directory)
         if directory is not None:
-            directory.close()
-    comparison = comparison.ended(rows)
-    if directory is not None:
-        directory.finish(comparison.to_dict())
-    return comparison
+            files.callback(directory.close)
+        log = None
+        if out is not None and ranks.size > 1:
+            ranks.on_first(lambda: directory and directory.open())
+            log = files.enter_context(RankLog(Path(out), ranks.rank)).write
+        watchers = [each for each in (directory, watcher) if each is not None]
+        comparison = comparison.ended(tuple(_results(recipe, parsed, split, steps, seed, ranks, watchers, log)))
+        files.close()
+        ranks.wait()  # until all logs are whole
+        if directory is not None:
+            directory.finish(comparison.to_dict())
+        return comparison
 
 
 def begun(
@@ -170,7 +188,7 @@ def begun(
     *,
     steps: int,
     seed: int,
-    device: torch.device,
+    ranks: Ranks,
     directory: RunDirectory | None,
 ) -> Comparison:
     """Return a comparison before its first step, and let its directory know."""
@@ -183,7 +201,9 @@ def begun(
         steps=steps,
         seed=seed,
         date=_now(),
-        machine=describe(device),
+        machine=describe(ranks.device),
+        parallel=ranks.parallel,
+        ranks=ranks.size,
         policies=tuple(str(policy) for policy in policies),
         rows=(),
         interrupted=True,
@@ -204,15 +224,16 @@ def _results(
     split: Split,
     steps: int,
     seed: int,
-    device: torch.device,
+    ranks: Ranks,
     watchers: Sequence[Watcher],
+    log: Callable[[RankStep], None] | None,
 ) -> Iterator[RunResult]:
     """Train under one policy after the other, until the user interrupts."""
     for policy in policies:
         training: Training | None = None
         interrupted = False
         try:
-            training = Training(recipe, policy, split, steps=steps, seed=seed, device=device)
+            training = Training(recipe, policy, split, steps=steps, seed=seed, ranks=ranks, log=log)
             for watcher in watchers:
                 watcher.started(policy, steps)
             training.train(watchers)
@@ -256,12 +277,12 @@ def _parse(policies: Sequence[Policy | str]) -> list[Policy]:
     return parsed
 
 
-def _try_out(recipe: Recipe, policies: Sequence[Policy], split: Split, device: torch.device) -> None:
+def _try_out(recipe: Recipe, policies: Sequence[Policy], split: Split, ranks: Ranks) -> None:
     """Set up every training once, so that what the device cannot do is said before minutes are spent."""
     problems: list[MezzoError] = []
     for policy in policies:
         try:
-            Training(recipe, policy, split, steps=1, device=device).close()
+            Training(recipe, policy, split, steps=1, ranks=ranks).close()
         except MezzoError as error:
             problems.append(error)
     if problems:

@@ -12,18 +12,21 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import IO, Any, Final
+from types import MappingProxyType, TracebackType
+from typing import IO, Any, Final, Self
 
 from mezzo.errors import PolicyError, some_of
 from mezzo.files import is_partial, whole
 from mezzo.policy import Policy
+from mezzo.recipes.rank_meter import RankStep
 from mezzo.recipes.training import RunResult, StepRecord
 
 __all__ = [
-    "CURVES", "EVIDENCE", "EXPLANATION", "METRICS", "PAGE", "PARTIAL", "POLICY", "SUMMARY", "RunDirectory", "jsonable",
+    "CURVES", "EVIDENCE", "EXPLANATION", "METRICS", "PAGE", "PARTIAL", "POLICY", "SUMMARY", "RankLog", "RunDirectory",
+    "jsonable", "rank_files",
 ]  # fmt: skip
 
 SUMMARY: Final = "summary.json"
@@ -38,7 +41,8 @@ PAGE: Final = "report.html"
 #: What the name of a file ends with that was begun and not finished.
 PARTIAL: Final = ".partial"
 _FILES: Final = (SUMMARY, METRICS, EVIDENCE, EXPLANATION, POLICY, CURVES, PAGE)
-_OURS: Final = frozenset((*_FILES, *(name + PARTIAL for name in _FILES)))
+#: What each rank of a parallel training writes for itself.
+_RANK_FILE: Final = re.compile(r"metrics\.rank(\d{1,9})\.jsonl")
 
 
 class RunDirectory:
@@ -60,7 +64,7 @@ class RunDirectory:
         if path.exists() and not path.is_dir():
             raise PolicyError("the run directory is a file", where=str(path), write=f"--out {path}-run")
         names = sorted(child.name for child in path.iterdir()) if path.is_dir() else []
-        if foreign := [name for name in names if name not in _OURS and not is_partial(name)]:
+        if foreign := [name for name in names if not _is_ours(name) and not is_partial(name)]:
             raise PolicyError(
                 "the run directory holds files that no mezzo run wrote",
                 where=str(path),
@@ -111,10 +115,11 @@ class RunDirectory:
         self.open()
         self.close()
         # First the summary, so that none is ever beside files of another run; and pictures show old numbers.
-        for name in _FILES:
+        names = (*_FILES, *(name for _, name in rank_files(self.path)))
+        for name in names:
             if name not in made:
                 (self.path / name).unlink(missing_ok=True)
-        for name in _FILES:
+        for name in names:
             if name != SUMMARY and self._partial(name).exists():
                 os.replace(self._partial(name), self.path / name)
         with whole(self.path / SUMMARY) as file:
@@ -131,7 +136,7 @@ class RunDirectory:
         if METRICS in self._streams:
             return self.path
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
+        for name in (*_FILES, *(name for _, name in rank_files(self.path))):
             self._partial(name).unlink(missing_ok=True)
         for name, text in self._begun.items():
             self._partial(name).write_text(text, encoding="utf-8")
@@ -140,6 +145,41 @@ class RunDirectory:
 
     def _partial(self, name: str) -> Path:
         return self.path / (name + PARTIAL)
+
+
+def rank_files(directory: Path) -> Iterator[tuple[int, str]]:
+    """Yield the ranks that left files in a directory, finished or not, with the files' names, in order."""
+    names = {path.name.removesuffix(PARTIAL) for path in directory.glob("metrics.rank*")}
+    found = [(int(match[1]), name) for name in names if (match := _RANK_FILE.fullmatch(name))]
+    yield from sorted(found)
+
+
+def _is_ours(name: str) -> bool:
+    name = name.removesuffix(PARTIAL)
+    return name in _FILES or _RANK_FILE.fullmatch(name) is not None
+
+
+class RankLog:
+    """The file of one rank's lines, which grows under another name until the run is summed up."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._path = directory / (f"metrics.rank{rank}.jsonl{PARTIAL}")
+        self._stream: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._stream = self._path.open("w", buffering=1, encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._stream is not None
+        self._stream.close()
+
+    def write(self, record: RankStep) -> None:
+        """Append one line; it is handed to the system at once."""
+        assert self._stream is not None
+        self._stream.write(f"{json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False)}\n")
 
 
 def _text(data: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from mezzo.errors import NumericsError, PolicyError
 from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.policy import Policy
-from mezzo.recipes.machine import default_device
+from mezzo.recipes.parallel import Parallel, Ranks, joined
+from mezzo.recipes.rank_meter import RankMeter, RankStep
 from mezzo.recipes.recipe import Batch, Recipe, Split
-from mezzo.session import MixedPrecision
 
 __all__ = ["RunResult", "StepRecord", "Training", "Watcher", "num_steps", "train"]
 
@@ -128,7 +128,8 @@ class Training:
         split: The recipe's data, as :attr:`Recipe.load` returns it.
         steps: How many steps; the recipe's own number when ``None``.
         seed: Of initial weights and batches.
-        device: Where; the accelerator if there is one.
+        ranks: The processes that train together; when ``None`` one, on the accelerator if there is one.
+        log: Takes what this rank knows of each step.
 
     Raises:
         PolicyError: ``steps`` is not a positive integer.
@@ -143,16 +144,18 @@ class Training:
         *,
         steps: int | None = None,
         seed: int = 0,
-        device: torch.device | None = None,
+        ranks: Ranks | None = None,
+        log: Callable[[RankStep], None] | None = None,
     ) -> None:
         self.recipe, self.policy, self.split = recipe, policy, split
         self.steps = num_steps(recipe, steps)
-        self.device = device or default_device()
+        self.ranks = ranks or Ranks()
+        self.device = self.ranks.device
         low = policy.dtype != torch.float32
         self.layout = recipe.low_memory_format if low else torch.contiguous_format
         self.model = recipe.build(seed).to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
-        self.optimizer = recipe.optimizer(self.model)
-        self.amp = MixedPrecision(self.model, self.optimizer, policy, max_grad_norm=recipe.max_grad_norm)
+        self.optimizer, self.amp, self._called = self.ranks.session(recipe, self.model, policy)
+        self._meter = RankMeter(self.ranks, self.amp, log)
         self.arithmetic: Arithmetic = "emulated" if self.amp.emulated else "native"
         self.schedule = recipe.schedule(self.optimizer, self.steps)
         self.batches = recipe.batches(split, seed)
@@ -174,7 +177,8 @@ class Training:
         begin = time.perf_counter()
         try:
             for number in range(1, self.steps + 1):
-                self._step(number, evaluate=number in evaluated)
+                with self.ranks.answering(number):
+                    self._step(number, evaluate=number in evaluated)
                 for watcher in watchers:
                     watcher.stepped(self.records[-1])
         except NumericsError as error:
@@ -187,22 +191,23 @@ class Training:
         self.amp.close()
 
     def _step(self, number: int, *, evaluate: bool) -> None:
-        inputs, targets = self._on_device(next(self.batches))
+        inputs, targets = self._on_device(self.ranks.share(next(self.batches)))
         # Moments exist after the first step that was not skipped; before that there would be less to count.
         probe = not self._probed_step and (number == self.steps or bool(self.optimizer.state))
         begin = time.perf_counter()
-        if probe:
-            loss = self._probed_backward(inputs, targets)
-            self._probed_step = number
-        else:
-            loss = self._forward(inputs, targets)
-            self.amp.backward(loss)
-        step = self.amp.step(scheduler=self.schedule)
+        with self._meter.counting(number <= UNTIMED_STEPS):
+            if probe:
+                loss = self._probed_backward(inputs, targets)
+                self._probed_step = number
+            else:
+                loss = self._backward(self._forward(inputs, targets))
+            step = self.amp.step(scheduler=self.schedule)
         self.amp.zero_grad()
         numbers = (loss, step.scale, step.next_scale, step.skipped, step.grad_norm)
         # One transfer for all five, which also waits for the device to finish the step.
         read = torch.stack([number.detach().float() for number in numbers]).tolist()
         ms = (time.perf_counter() - begin) * 1e3
+        self._meter.ended(number, step, ms, len(inputs))
         if probe and self.device.type == "cuda":
             self._peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.final_scale = read[2]
@@ -221,23 +226,30 @@ class Training:
 
     def _forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.amp.autocast():
-            return self.recipe.loss(self.model(inputs), targets)
+            return self.recipe.loss(self._called(inputs), targets)
+
+    def _backward(self, loss: Tensor) -> Tensor:
+        """Run the backward pass; return the loss of the whole batch."""
+        mean = self._meter.mean(loss)
+        self.amp.backward(loss)
+        return mean
 
     def _probed_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         with SavedBytes(self.model) as saved:
             loss = self._forward(inputs, targets)
-        self.amp.backward(loss)
+        mean = self._backward(loss)
         self._saved_bytes = saved.total
         self._state_bytes = state_bytes(self.model, self.amp.master_params(), self.optimizer)
-        return loss
+        return mean
 
     def _evaluate(self) -> float:
         self.model.eval()
         with torch.no_grad(), self.amp.autocast():
             value = self.recipe.evaluate(self.model, self.split)
         self.model.train()
+        self.ranks.wait()  # else the next step would be waiting for a rank that is still at it
         return value
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -304,6 +316,7 @@ def train(
     steps: int | None = None,
     seed: int = 0,
     device: torch.device | None = None,
+    parallel: Parallel | Ranks | None = None,
     watcher: Watcher | None = None,
 ) -> RunResult:
     """Train one recipe under one policy.
@@ -314,6 +327,9 @@ def train(
         steps: How many steps; the recipe's own number when ``None``.
         seed: Of initial weights and batches; the same seed gives every policy the same ones.
         device: Where; the accelerator if there is one.
+        parallel: How the processes that torchrun started share each batch; ``None`` for a training in one process. The
+            batches are the same: one process and several differ by the order of sums alone, but for batch norm, whose
+            statistics are those of a rank's share.
         watcher: Told of every step.
 
     Returns:
@@ -322,8 +338,9 @@ def train(
     Raises:
         PolicyError: ``policy`` or ``steps`` makes no sense.
         UnsupportedError: The data's package is missing, or the device cannot do what the policy asks for.
+        DistributedError: Another rank did not answer.
 
-    **Cost**: one transfer from the device per step.
+    **Cost**: one transfer from the device per step; with several ranks one all-reduce and two waits more.
 
     Example:
         >>> from mezzo.recipes import get
@@ -333,15 +350,18 @@ def train(
     """
     policy = Policy.of(policy)
     num_steps(recipe, steps)
-    training = Training(recipe, policy, recipe.load(), steps=steps, seed=seed, device=device)
-    watchers = [] if watcher is None else [watcher]
-    try:
-        for each in watchers:
-            each.started(policy, training.steps)
-        training.train(watchers)
-        result = training.result()
-        for each in watchers:
-            each.ended(result)
-        return result
-    finally:
-        training.close()
+    with joined(parallel, device) as ranks:
+        split = recipe.load()
+        ranks.require_share(recipe, split)
+        training = Training(recipe, policy, split, steps=steps, seed=seed, ranks=ranks)
+        watchers = [] if watcher is None else [watcher]
+        try:
+            for each in watchers:
+                each.started(policy, training.steps)
+            training.train(watchers)
+            result = training.result()
+            for each in watchers:
+                each.ended(result)
+            return result
+        finally:
+            training.close()

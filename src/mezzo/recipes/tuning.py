@@ -12,6 +12,7 @@ from mezzo.numerics.tuning import Tuned
 from mezzo.numerics.tuning import tune as tuned
 from mezzo.numerics.tuning.tuned import Objective
 from mezzo.recipes.machine import default_device
+from mezzo.recipes.parallel import require_one_process
 from mezzo.recipes.recipe import Batch, Recipe
 
 __all__ = ["tune"]
@@ -54,6 +55,7 @@ def tune(
         >>> found.evidence.steps, found.policy.level
         (1, 'O1')
     """
+    require_one_process("tune")
     if isinstance(after, bool) or not isinstance(after, int) or after < 0:
         raise PolicyError(f"after must be 0 or a positive integer, not {after!r}", write="after=100")
     device = device or default_device()

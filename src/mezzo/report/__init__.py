@@ -9,6 +9,7 @@ from __future__ import annotations
 from mezzo.report.judgement import Judgement, judge
 from mezzo.report.page import page, require_plotly
 from mezzo.report.picture import curves, require_matplotlib
+from mezzo.report.ranks import rank_tables
 from mezzo.report.run import Run, read
 from mezzo.report.table import facts, results_tables, to_markdown
 
@@ -19,6 +20,7 @@ __all__ = [
     "facts",
     "judge",
     "page",
+    "rank_tables",
     "read",
     "require_matplotlib",
     "require_plotly",

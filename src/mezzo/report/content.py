@@ -18,6 +18,7 @@ from mezzo.recipes.run_directory import EXPLANATION
 from mezzo.report.heat import heat
 from mezzo.report.judgement import Judgement, judge
 from mezzo.report.picture import smooth
+from mezzo.report.ranks import rank_columns, rank_rows
 from mezzo.report.run import Run, Series
 from mezzo.report.table import columns, facts
 
@@ -47,6 +48,7 @@ def content(run: Run) -> dict[str, Any]:
         "partial": _partial(run),
         **_judged(judgement),
         "results": _results(run),
+        "ranks": _ranks(run),
         "timeline": _timeline(run),
         "environment": [[name.replace("_", " "), printable(str(value))] for name, value in _environment(summary)],
         **_recorded(run),
@@ -156,6 +158,21 @@ def _results(run: Run) -> dict[str, Any] | None:
         "numbers": [place for place, column in enumerate(shown) if column.right],
         "facts": facts(run.summary)[2:],
     }
+
+
+def _ranks(run: Run) -> dict[str, Any] | None:
+    """The table of the ranks, of a parallel training."""
+    rows = rank_rows(run)
+    shown = rank_columns(rows)
+    return (
+        {
+            "heads": [" ".join(column.head) for column in shown],
+            "rows": [[printable(column.cell(row)) for column in shown] for row in rows],
+            "numbers": [place for place, column in enumerate(shown) if column.right],
+        }
+        if rows
+        else None
+    )
 
 
 def _timeline(run: Run) -> str:

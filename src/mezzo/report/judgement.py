@@ -11,6 +11,7 @@ from mezzo.explanation.words import byte_text
 from mezzo.numerics import Alert, Diagnosis, diagnose
 from mezzo.numerics.faults import Level
 from mezzo.numerics.skips import skips
+from mezzo.report.ranks import rank_alerts, rank_lines
 from mezzo.report.run import Run
 
 __all__ = ["Judgement", "judge"]
@@ -56,9 +57,10 @@ def judge(run: Run) -> Judgement:
         lines = [_single(run.summary, rows[0])]
     else:
         lines = [*_differences(run.summary, rows), *_savings(run.summary, rows)]
+    lines += rank_lines(run)
     recipe = None if run.evidence is not None else run.summary["recipe"]
     told = run.evidence is not None and any(skips(run.evidence))  # with what to write
-    alerts = [alert for row in rows for alert in _alerts(row, recipe, told)]
+    alerts = [*(alert for row in rows for alert in _alerts(row, recipe, told)), *rank_alerts(run)]
     found = diagnose(run.evidence) if run.evidence is not None else Diagnosis()
     alerts = sorted((*found.alerts, *alerts), key=lambda alert: alert.level != "bad")
     # What is wrong with the run itself says more than which formats would do for it.

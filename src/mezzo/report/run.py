@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from mezzo.errors import PolicyError, StateError, shown
 from mezzo.files import opened
 from mezzo.numerics import Evidence, read_evidence
 from mezzo.recipes.comparison import SCHEMA
-from mezzo.recipes.run_directory import EVIDENCE, METRICS, PARTIAL, SUMMARY
+from mezzo.recipes.run_directory import EVIDENCE, METRICS, PARTIAL, SUMMARY, rank_files
 
 __all__ = ["Run", "Series", "read"]
 
@@ -48,6 +48,7 @@ class Run:
         series: The steps by policy, in the order of the summary's rows.
         killed: Whether the process died before it could sum up: then there are no rows.
         evidence: What was recorded of it, if it was.
+        ranks: The lines that each rank of a parallel training wrote of its own steps, in order.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class Run:
     series: Mapping[str, Series]
     killed: bool = False
     evidence: Evidence | None = None
+    ranks: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
     def file(self, name: str) -> Path | None:
         """Return where a further file of the run is, such as its evidence; ``None`` where it has none."""
@@ -79,8 +81,8 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
     killed = killed and not (path / SUMMARY).exists() and (path / (SUMMARY + PARTIAL)).exists()
     try:
         summary = json.loads(_text(path, SUMMARY, killed))
-        lines = _text(path, METRICS, killed).splitlines(keepends=True)
-        records = [json.loads(line) for line in lines if line.endswith("\n") or not killed]
+        records = _records(path, METRICS, killed)
+        ranks = {rank: _records(path, name, killed) for rank, name in rank_files(path)}
     except (FileNotFoundError, NotADirectoryError) as error:
         begun = any((path / name).exists() for name in (SUMMARY, SUMMARY + PARTIAL))
         raise (StateError if begun else PolicyError)(
@@ -105,6 +107,9 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
     wrong = [*_wrong(summary, _SUMMARY, "summary.json")]
     for number, record in enumerate(records, start=1):
         wrong += _wrong(record, _RECORD, f"metrics.jsonl, line {number}")
+    for rank, lines in ranks.items():
+        for number, record in enumerate(lines, start=1):
+            wrong += _wrong(record, _RANK_RECORD, f"metrics.rank{rank}.jsonl, line {number}")
     if wrong:
         raise StateError(
             "the run is not one that mezzo compare wrote",
@@ -117,7 +122,7 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
     series = {name: _series([r for r in records if r["policy"] == name]) for name in names}
     place = next((each for each in _places(path, EVIDENCE, killed) if each.exists()), None)
     evidence = None if place is None else read_evidence(place)
-    return Run(path=path, summary=summary, series=series, killed=killed, evidence=evidence)
+    return Run(path=path, summary=summary, series=series, killed=killed, evidence=evidence, ranks=ranks)
 
 
 def _places(path: Path, name: str, killed: bool) -> Iterator[Path]:
@@ -131,6 +136,12 @@ def _text(path: Path, name: str, killed: bool) -> str:
     places = _places(path, name, killed)
     with opened(next((place for place in places if place.exists()), path / name)) as file:
         return file.read().decode()
+
+
+def _records(path: Path, name: str, killed: bool) -> list[Any]:
+    """Read a stream; of a killed run without the last line, if that is cut."""
+    lines = _text(path, name, killed).splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n") or not killed]
 
 
 def _missing(path: Path, error: OSError) -> str:
@@ -200,9 +211,14 @@ _SUMMARY: Final = {
         "name": "text", "unit": "text", "unit_of_difference": "text", "decimals": "decimals", "higher_is_better": "flag"
     },
     "machine": {"cpu": "text", "threads": "count", "torch": "text", "mezzo": "text", "gpu?": "text"},
+    "parallel?": "text", "ranks?": "count",
 }  # fmt: skip
 _RECORD: Final = {
     "policy": "text", "step": "count", "loss": "number", "scale": "number", "skipped": "flag", "metric?": "number",
+}  # fmt: skip
+_RANK_RECORD: Final = {
+    "policy": "text", "step": "count", "ms": "number", "samples_per_s": "number", "waiting_ms": "number",
+    "wire_bytes": "count", "overflowed": "flag", "peak_bytes": "count",
 }  # fmt: skip
 _MOST_WRONG: Final = 20
 

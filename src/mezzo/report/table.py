@@ -15,7 +15,7 @@ from rich.text import Text
 from mezzo.errors import printable
 from mezzo.explanation.words import byte_text, counted, scale_text
 
-__all__ = ["Column", "columns", "facts", "results_tables", "to_markdown"]
+__all__ = ["Column", "columns", "facts", "fitted", "results_tables", "to_markdown"]
 
 Row = Mapping[str, Any]
 _GAP = 2
@@ -93,8 +93,12 @@ def results_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     Returns:
         Rich tables, one row per policy that was trained.
     """
-    first, *others = columns(summary)
-    rows = summary["rows"]
+    return fitted(columns(summary), summary["rows"], width)
+
+
+def fitted(shown: Sequence[Column], rows: Sequence[Row], width: int) -> list[Table]:
+    """Make a table in as many parts as a width asks for; each begins with the first column."""
+    first, *others = shown
     parts: list[list[Column]] = [[]]
     left = width - _width(first, rows)
     for column in others:
@@ -116,7 +120,8 @@ def _table(shown: Sequence[Column], rows: Sequence[Row]) -> Table:
         )
     for row in rows:
         table.add_row(
-            *(_text(column.cell(row)) for column in shown), style="" if row["status"] == "finished" else "dim"
+            *(_text(column.cell(row)) for column in shown),
+            style="" if row.get("status", "finished") == "finished" else "dim",
         )
     return table
 
@@ -168,6 +173,10 @@ def facts(summary: Mapping[str, Any]) -> list[str]:
         f"{summary['recipe']}: {summary['summary']}; {summary['steps']} steps, seed {summary['seed']}",
         f"{_machine(machine)}; {summary['date'][:10]}",
     ]
+    if summary.get("parallel"):
+        lines.append(
+            f"{counted(summary['ranks'], 'rank')} ({summary['parallel']}): times and bytes are those of rank 0"
+        )
     for name, number in summary["references"].items():
         lines.append(f"for reference: {name} {float(number):.{metric['decimals']}f} {metric['unit']}")
     if any(row["memory_format"] == "channels-last" for row in rows):
