@@ -12,8 +12,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 520,
-    "cast": 2_401,
+    "cast": 2_583,
     "cli": 933,
+    "distributed": 300,
     "explanation": 1_079,
     "integrations": 46,
     "numerics": 3_714,
@@ -23,10 +24,10 @@ MOST_CODE = {
     "recipes": 1_322,
     "report": 998,
     "scale": 612,
-    "session": 3_529,
+    "session": 3_577,
     "step": 2_245,
     "trace": 1_046,
-    "the ground": 617,
+    "the ground": 621,
 }
 MOST_LINES = 400
 MOST_FILES = 14

@@ -21,6 +21,7 @@ from mezzo.session import MixedPrecision, Stats, Step, load, save
 
 if TYPE_CHECKING:
     from mezzo import numerics, optim, overflow
+    from mezzo.distributed import fully_shard
     from mezzo.explanation import Explanation, explain
     from mezzo.session.capture import Captured, capture
 
@@ -30,7 +31,7 @@ __all__ = [
     "Captured", "Decision", "DistributedError", "Explanation", "LossScale", "MasterWeights", "MezzoError",
     "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed", "StateError",
     "Stats", "Step", "UnsupportedError", "__version__", "autocast", "capture", "checkpoint_contexts", "explain",
-    "formats", "fp32", "load", "low", "numerics", "optim", "overflow", "prepare", "promote", "save",
+    "formats", "fp32", "fully_shard", "load", "low", "numerics", "optim", "overflow", "prepare", "promote", "save",
 ]  # fmt: skip
 
 
@@ -44,6 +45,10 @@ def __getattr__(name: str) -> Any:
         from mezzo.session import capture as module
 
         return getattr(module, name)
+    if name == "fully_shard":
+        from mezzo.distributed import fully_shard
+
+        return fully_shard
     if name in ("integrations", "numerics", "optim", "overflow"):
         return importlib.import_module(f"mezzo.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

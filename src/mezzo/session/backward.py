@@ -32,9 +32,14 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
     scaler = _scaler(core, loss_id)
     core.weights.low.check()
     core.group_optimizers()
+    if not core.has_begun:
+        core.weights.refuse_replaced(leaf for group in core.groups for _, leaf in group.with_leaves())
+        core.has_begun = True
     involved = [group for group in core.groups if not set(group.optimizers).isdisjoint(optimizers)]
     if len(optimizers) < len(core.optimizers):
         options.setdefault("inputs", _differentiable(involved, optimizers))
+    if core.weights.sharded:
+        _prepare_shards(core, involved, scaler, options)
     for group in involved:
         group.take_clearing()
     for group in involved:
@@ -79,6 +84,14 @@ def _scaler(core: Core, loss_id: int) -> Scaler:
     scaler = core.scalers[check_loss_id(loss_id, len(core.scalers))]
     current().begin(scaler)
     return scaler
+
+
+def _prepare_shards(core: Core, involved: list[GradientGroup], scaler: Scaler, options: dict[str, Any]) -> None:
+    """Make ready for a backward pass whose gradients ``fully_shard`` sums in other tensors, and reduces."""
+    if any(group.sets_aside(scaler) for group in involved):
+        core.weights.refuse_unreduced("they carry the scale of another loss, and would be added to those of this one")
+    if (inputs := options.get("inputs")) is not None:
+        options["inputs"] = core.weights.summed_at([inputs] if isinstance(inputs, Tensor) else list(inputs))
 
 
 def _differentiable(involved: list[GradientGroup], optimizers: list[Optimizer]) -> list[Tensor]:

@@ -62,6 +62,7 @@ class Core:
         evaluating: The optimizer that evaluates a closure now.
         replay: What finds where an overflow began, with ``on_overflow="explain"``.
         consensus: What the ranks that step together share; ``None`` where there is one.
+        has_begun: Whether there was a backward pass, before which the models were looked at again.
         is_closed: Whether the preparation was undone.
     """
 
@@ -91,7 +92,7 @@ class Core:
         self.writes = Writes()
         self.evaluating: Optimizer | None = None
         self.replay: Replay | None = None
-        self.is_closed = False
+        self.has_begun = self.is_closed = False
 
     @property
     def device(self) -> torch.device:

@@ -128,6 +128,12 @@ def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[Mez
         if not any(group["params"] for group in optimizer.param_groups):
             write = f"{kind}(model.parameters(), …)"
             yield PolicyError("the optimizer updates no parameter", where=kind, write=write)
+        if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
+            yield StateError(
+                "parameters on the meta device have no values yet",
+                where=kind,
+                write="model.to_empty(device=…), then initialise or load them; then the optimizer, then the session",
+            )
         if _is_held(optimizer):
             yield StateError(
                 "the optimizer belongs to a session or to MasterWeights already",
@@ -143,7 +149,8 @@ def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[Mez
             yield PolicyError(
                 "the optimizer updates parameters that are not the models'",
                 where=f"{kind}: {some_of(foreign)}",
-                why="casting and masters would not reach them; was the model copied or rebuilt after the optimizer?",
+                why="casting and masters would not reach them; was the model copied, rebuilt or given to fully_shard "
+                "after the optimizer?",
                 write=f"{kind}(model.parameters(), …) after the model is final",
             )
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.model.boundary import Boundary, Entrance, runs_backward
+from mezzo.cast.model.sharding import gathered
 from mezzo.policy import Policy, Treatment
-from mezzo.tensors import CASTABLE
+from mezzo.tensors import CASTABLE, is_distributed
 
-__all__ = ["Door", "boundaries", "callable_alone", "doors_of", "stored_tensors"]
+__all__ = ["Door", "boundaries", "callable_alone", "doors_of", "has_forward", "stored_tensors"]
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
@@ -44,6 +45,8 @@ class RuledParams:
     """
 
     places: tuple[tuple[nn.Module, str, Treatment], ...]
+    #: What stands there while parameters that are sharded are gathered, by their part.
+    gathered: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -53,6 +56,8 @@ class RuledParams:
             tensor = owner._parameters.get(name, owner._buffers.get(name))
             if tensor is not None:
                 yield tensor, treatment
+                if tensor in self.gathered:
+                    yield self.gathered[tensor], treatment
 
 
 def boundaries(model: nn.Module, policy: Policy, kinds: Kinds, entrance: Entrance) -> list[tuple[nn.Module, Boundary]]:
@@ -65,7 +70,8 @@ def boundaries(model: nn.Module, policy: Policy, kinds: Kinds, entrance: Entranc
     ruled = {tensor: rule for tensor, *_, rule in deciding if rule is not None}
     # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
     shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
-    params = RuledParams(tuple((owner, name, ruled[t].treatment) for t, owner, name, _ in deciding if t in shared))
+    places = tuple((owner, name, ruled[t].treatment) for t, owner, name, _ in deciding if t in shared)
+    params = RuledParams(places, gathered(model) if any(map(is_distributed, shared)) else {})
     found = []
     widens = low and not policy.keep_batchnorm_fp32
     at = functools.partial(Boundary, policy=policy, params=params, kinds=kinds)
@@ -76,7 +82,7 @@ def boundaries(model: nn.Module, policy: Policy, kinds: Kinds, entrance: Entranc
     if low or policy.output_dtype is not None or params:
         found.append((model, root))
     for path, module in model.named_modules():
-        if not path or not _has_forward(module):
+        if not path or not has_forward(module):
             continue
         # Containers are never called, so the region around a module is that of the nearest one that is.
         around = _nearest_called(model, path)
@@ -102,7 +108,7 @@ def callable_alone(
             holding.add(path)
     for path, module in model.named_modules():
         # Parametrizations run wherever a weight is read.
-        if path not in holding or not _has_forward(module) or "parametrizations" in path.split("."):
+        if path not in holding or not has_forward(module) or "parametrizations" in path.split("."):
             continue
         rule = policy.module_rule(path)
         wide = rule is not None and rule.treatment in ("fp32", "fp32_math")
@@ -113,7 +119,8 @@ def callable_alone(
         yield path, module, make
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own; containers, which have none, are never called."""
     # Of a TorchScript module's class the method cannot be asked for, only looked up.
     return getattr(inspect.getattr_static(type(module), "forward"), "__name__", "") != "_forward_unimplemented"
 
@@ -121,7 +128,7 @@ def _has_forward(module: nn.Module) -> bool:
 def _nearest_called(model: nn.Module, path: str) -> str:
     """Return the path of the nearest module around this one that has a forward of its own."""
     path = path.rpartition(".")[0]
-    while path and not _has_forward(model.get_submodule(path)):
+    while path and not has_forward(model.get_submodule(path)):
         path = path.rpartition(".")[0]
     return path
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
+from mezzo.cast.model import sharding
 from mezzo.cast.model.boundaries import Door, boundaries, callable_alone, doors_of
 from mezzo.cast.model.boundary import Entrance
 from mezzo.cast.model.originals import Originals, Preparation
@@ -21,8 +22,9 @@ from mezzo.cast.region import Region, autocast
 from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import StateError, printable
 from mezzo.policy import Policy, Rule, Treatment
+from mezzo.tensors import is_distributed
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "prepare", "with_pinned_classes"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +98,16 @@ class Prepared:
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
         require_module(model)
         self.asked, self.in_session = policy, False
-        policy = _with_pinned_classes(model, policy)
+        policy = with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
         self.casts = WeightCasts()
-        self._storage = storage = decided_storage(model, policy, waits=waits)
+        sharding.reshard(model)
+        self._parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(model)}
+        storage = decided_storage(model, policy, self._parts, waits=waits)
+        if policy.master_weights:  # which FP32 parts are: they get the policy's dtype when they are gathered
+            cast = {t for t, part in self._parts.items() if part.cast == storage.get(t)}
+            storage = {t: dtype for t, dtype in storage.items() if t not in cast}
+        self._storage = storage
         # Of two models that share a tensor the first has converted it, and alone knows what it was.
         self._before = {tensor: tensor.dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
         for line in out_of_reach(model, policy) if tells else ():
@@ -127,6 +135,7 @@ class Prepared:
         for tensor in self._before:
             self._originals.values[tensor] = tensor.data
             _store(tensor, tensor.data.to(self._storage[tensor]))
+        self._tell_of_parts()
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and self._before:
                 module.flatten_parameters()
@@ -201,9 +210,31 @@ class Prepared:
         if problems := list(changes_since(self.model, self.policy, self._storage)):
             raise StateError.together(problems)
 
+    def halve(self, params: Iterable[Tensor]) -> None:
+        """Store parts of sharded parameters as they are gathered: something else will keep what that takes from them.
+
+        Args:
+            params: Any; those that are no FP32 parts stay as they are.
+        """
+        parts = [(t, self._parts[t].gathered) for t in params if t in self._parts]
+        narrowed = {t: gathered for t, gathered in parts if t.dtype != gathered}
+        self._before.update((t, t.dtype) for t in narrowed)  # first: remove() undoes what is interrupted from here on
+        for tensor, dtype in narrowed.items():
+            self._originals.keep({tensor: tensor.data})
+            _store(tensor, tensor.data.to(dtype))
+        self._storage.update(narrowed)
+        self._tell_of_parts()
+
+    def _tell_of_parts(self) -> None:
+        """Let torch's ``fully_shard`` know of parts that have another dtype now."""
+        if not self._parts.keys().isdisjoint(self._before):
+            sharding.refresh(self.model)
+
     def join(self) -> None:
         """Belong to a session, until :meth:`leave`."""
-        self.in_session = self.casts.spans_regions = True
+        self.in_session = True
+        # Casts of gathered parameters would keep the whole model in memory, which is sharded to avoid that.
+        self.casts.spans_regions = not self._parts
 
     def leave(self) -> None:
         """Be as :func:`prepare` has returned it: another session may come, or :meth:`remove`."""
@@ -242,19 +273,22 @@ class Prepared:
                 gradient, tensor.grad = tensor.grad, None
                 _store(tensor, originals[tensor] if tensor in originals else tensor.data.to(dtype))
                 tensor.grad = None if gradient is None else gradient.to(dtype)
+        self._tell_of_parts()
         self._before.clear()
         self._originals.release()
 
 
-def _store(tensor: Any, data: Tensor) -> None:
+def _store(tensor: Any, data: Any) -> None:
     """Give a tensor other data, and gradients of that dtype if they had the dtype of the tensor until now."""
     follows = isinstance(tensor, nn.Parameter) and tensor.grad_dtype == tensor.dtype
     tensor.data = data
+    if is_distributed(tensor):  # torch gives it the other's dtype, but not what it holds
+        tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
     if follows and tensor.grad_dtype != data.dtype:  # torch keeps one that was ever set, whatever the tensor becomes
         tensor.grad_dtype = data.dtype
 
 
-def _with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:
+def with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:
     """Store modules of classes that ``@mezzo.fp32`` pins in FP32, unless a rule of the policy says otherwise."""
     if policy.param_dtype == torch.float32:
         return policy

@@ -14,12 +14,14 @@ from mezzo.cast import accumulators
 from mezzo.cast.model.boundaries import stored_tensors
 from mezzo.cast.model.boundary import Boundary
 from mezzo.cast.model.originals import preparations_in
+from mezzo.cast.model.sharded import sharded_otherwise
+from mezzo.cast.model.sharding import Shard, flags_of_all
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import functions
-from mezzo.tensors import dtype_name
+from mezzo.tensors import dtype_name, local
 
-__all__ = ["changes_since", "decided_storage", "out_of_reach", "require_module"]
+__all__ = ["changes_since", "decided_storage", "out_of_reach", "require_module", "wanted_storage"]
 
 #: Modules whose forward is one call into C++, and the ops that a rule would not find there.
 _ATOMIC: Final[dict[type[nn.Module], frozenset[str]]] = {
@@ -40,8 +42,8 @@ def require_module(model: Any) -> None:
         )
 
 
-def decided_storage(model: nn.Module, policy: Policy, *, waits: bool = False) -> dict[Tensor, torch.dtype]:
-    """Decide every tensor's storage, or raise all that stands against it.
+def wanted_storage(model: nn.Module, policy: Policy, *, waits: bool = False) -> dict[Tensor, torch.dtype]:
+    """Decide every tensor's storage, or raise all that stands against the decision.
 
     Args:
         model: The model.
@@ -51,6 +53,39 @@ def decided_storage(model: nn.Module, policy: Policy, *, waits: bool = False) ->
     Returns:
         The dtype for each floating parameter and each buffer that a policy converts.
     """
+    storage, problems = _wanted(model, policy, waits=waits)
+    if problems:
+        raise type(problems[0]).together(problems)
+    return storage
+
+
+def decided_storage(
+    model: nn.Module, policy: Policy, parts: Mapping[Tensor, Shard], *, waits: bool = False
+) -> dict[Tensor, torch.dtype]:
+    """Decide every tensor's storage, or raise all that stands against carrying it out.
+
+    Args:
+        model: The model.
+        policy: The policy.
+        parts: Its parameters that ``fully_shard`` has sharded.
+        waits: As for :func:`wanted_storage`.
+
+    Returns:
+        As :func:`wanted_storage`.
+    """
+    storage, problems = _wanted(model, policy, waits=waits)
+    converting = {tensor: dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
+    unlike = list(sharded_otherwise(model, policy, storage, parts)) if parts else []
+    problems += unlike
+    if converting and not unlike:
+        problems += _cannot_convert(model, policy, converting, parts)
+    if problems:
+        raise type(problems[0]).together(problems)
+    return storage
+
+
+def _wanted(model: nn.Module, policy: Policy, *, waits: bool) -> tuple[dict[Tensor, torch.dtype], list[MezzoError]]:
+    """Decide every tensor's storage, and say what stands against the decision."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     if (waits and preparations_in(model)) or any(
         isinstance(getattr(hook, "__self__", None), Boundary) for hook in hooks
@@ -84,12 +119,7 @@ def decided_storage(model: nn.Module, policy: Policy, *, waits: bool = False) ->
             storage[tensor], deciding[tensor] = dtype, (rule, path)
     # FP32 policies store nothing anew: a model that came in low precision keeps what it has.
     storage = {t: dtype for t, dtype in storage.items() if policy.param_dtype != torch.float32 or deciding[t][0]}
-    converting = {tensor: dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
-    if converting:
-        problems += _cannot_convert(model, policy, converting)
-    if problems:
-        raise type(problems[0]).together(problems)
-    return storage
+    return storage, problems
 
 
 def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
@@ -185,13 +215,16 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
             yield PolicyError(what, where=f"rule {rule}", why=why)
 
 
-def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor, torch.dtype]) -> Iterator[MezzoError]:
+def _cannot_convert(
+    model: nn.Module, policy: Policy, converting: Mapping[Tensor, torch.dtype], parts: Mapping[Tensor, Shard]
+) -> Iterator[MezzoError]:
     """Yield all that stands against giving tensors other dtypes.
 
     Args:
         model: The model that they are of.
         policy: The policy that says so.
         converting: At least one parameter or buffer, each with its new dtype.
+        parts: Its parameters that ``fully_shard`` has sharded, which most often get the dtype when they are gathered.
 
     **Cost**: a pass over the tensors, and one host sync.
     """
@@ -222,7 +255,11 @@ def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor
             why="its buckets were laid out for the parameters' old dtype",
             write=f"prepare first, then DistributedDataParallel(model); or {_CONVERTS_NOTHING}",
         )
-    elif dist.is_available() and dist.is_initialized() and (kept := accumulators.kept(params)):
+    elif (
+        dist.is_available()
+        and dist.is_initialized()
+        and (kept := accumulators.kept(t for t in params if t not in parts))
+    ):
         yield StateError(
             f"{policy.level} cannot convert parameters whose gradients are collected already",
             where=some_of([names[t] for t in kept]),
@@ -231,7 +268,7 @@ def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor
             write="prepare first, then DistributedDataParallel(model), and the session with the model inside;\n"
             f"del loss, output; or {_CONVERTS_NOTHING}",
         )
-    held = [names[t] for t in params if t.grad is not None]
+    held = [names[t] for t in params if t.grad is not None and t not in parts]
     if held:
         yield StateError(
             "parameters hold gradients in the dtype they are about to leave",
@@ -243,9 +280,14 @@ def _cannot_convert(model: nn.Module, policy: Policy, converting: Mapping[Tensor
 def _flags(converting: Mapping[Tensor, torch.dtype], moving: set[Tensor]) -> tuple[set[Tensor], set[Tensor]]:
     """Return the tensors with finite values that would become infinite, and those of some that would change at all."""
     asked = [*converting, *moving]
-    flags = [(t.isfinite() & ~t.detach().to(dtype).isfinite()).any() for t, dtype in converting.items()]
-    flags += [(t.detach().to(converting[t]).to(t.dtype) != t.detach()).any() for t in moving]
-    found = torch.stack([flag.to(asked[0].device) for flag in flags]).tolist()
+    flags = [_is_lost(local(t.detach()), dtype) for t, dtype in converting.items()]
+    flags += [(local(t.detach()).to(converting[t]).to(t.dtype) != local(t.detach())).any() for t in moving]
+    # Of a sharded one every rank knows its own part.
+    found = flags_of_all(torch.stack([flag.to(asked[0].device) for flag in flags]), asked).tolist()
     chosen = [t for t, is_so in zip(asked, found, strict=True) if is_so]
     num_lost = sum(found[: len(converting)])
     return set(chosen[:num_lost]), set(chosen[num_lost:])
+
+
+def _is_lost(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return (values.isfinite() & ~values.to(dtype).isfinite()).any()

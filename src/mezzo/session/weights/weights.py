@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.cast.model import sharding
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
-from mezzo.errors import UnsupportedError, some_of
+from mezzo.errors import StateError, UnsupportedError, some_of
 from mezzo.optim.keeper import Keeper
 from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import as_one_pass, one_pass
@@ -38,6 +39,7 @@ class Weights:
         masters: The FP32 masters of those optimizers that have any, by ``id`` of the optimizer.
         restored: FP32 parameters that the session's state wrote, until the next step.
         low: What refuses weights that would lose gradients or updates.
+        sharded: Those of the models that hold what ``fully_shard`` has sharded.
         load_hooks: What watches the models while they load and save weights; empty where nothing has to.
     """
 
@@ -56,6 +58,7 @@ class Weights:
         self.load_hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self.low = LowWeights(optimizers, policy, self.name_of)
+        self.sharded = [model for model in models if sharding.units(model)]
 
     @contextlib.contextmanager
     def converted(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> Iterator[None]:
@@ -155,6 +158,46 @@ class Weights:
         holders: list[Optimizer | nn.Module] = [*self.optimizers, *self.models]
         for each in holders:
             each.zero_grad(set_to_none)
+        for model in self.sharded:
+            sharding.forget_gradients(model)
+
+    # Sharded models -----------------------------------------------------------------------------------
+
+    def refuse_replaced(self, leaves: Iterable[Tensor]) -> None:
+        """Refuse to go on where ``fully_shard`` gave the models new parameters, once the session had theirs.
+
+        Args:
+            leaves: The parameters that the session knows.
+        """
+        if not any(map(sharding.units, self.models)):
+            return
+        known = {id(param) for _, param in self.named_params()}
+        if lost := [leaf for leaf in leaves if id(leaf) not in known]:
+            raise StateError(
+                "fully_shard gave the modules new parameters",
+                where=f"{len(lost)} of those that the session and its optimizers update are in no model any more",
+                why="nothing that is computed depends on the old ones",
+                write="fully_shard first, then the optimizer, then MixedPrecision",
+            )
+
+    def refuse_unreduced(self, why: str) -> None:
+        """Refuse what would leave gradients behind that wait to be reduced over ranks.
+
+        Args:
+            why: What is wrong with that here.
+        """
+        if any(map(sharding.has_unreduced, self.sharded)):
+            raise StateError(
+                "gradients wait to be reduced over ranks",
+                where="model.set_requires_gradient_sync(False) is in force, or was in the last amp.backward()",
+                why=why,
+                write="model.set_requires_gradient_sync(True) before the last amp.backward() of a window",
+            )
+
+    def summed_at(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Return the tensors in which a backward pass sums the gradients of some parameters."""
+        whole = {part: each for model in self.sharded for part, each in sharding.gathered(model).items()}
+        return [whole.get(leaf, leaf) for leaf in leaves]
 
     # The weights ----------------------------------------------------------------------------------------
 
@@ -192,6 +235,7 @@ class Weights:
 
     def _named(self, each: Callable[[nn.Module], Iterable[tuple[str, T]]]) -> Iterator[tuple[str, T]]:
         for number, model in enumerate(self.models):
+            sharding.reshard(model)
             prefix = f"{number}." if len(self.models) > 1 else ""
             yield from ((prefix + _plain_name(model, name), tensor) for name, tensor in each(model))
 

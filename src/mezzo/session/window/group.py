@@ -114,6 +114,10 @@ class GradientGroup:
             loss_id, scale, scale._version, is_one=not scaler.changes_gradients, is_common=not scaler.keeps_apart
         )
 
+    def sets_aside(self, scaler: Scaler) -> bool:
+        """Whether a backward pass with a scale would set earlier gradients aside, which carry another."""
+        return self.window is not None and not self._can_be_added(self.window.carried, scaler)
+
     def end(self) -> None:
         """Take note of what the backward pass has made."""
         self.wide.allow_any()

@@ -1,0 +1,152 @@
+"""Which modules `fully_shard` gathers by themselves, in which dtype, and which choices are refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo import Policy, PolicyError, UnsupportedError
+from mezzo.cast.model.refusals import wanted_storage
+from mezzo.distributed.wrapping import planned, wrapped
+
+BF16, FP32 = torch.bfloat16, torch.float32
+O2 = Policy.O2("bfloat16")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.BatchNorm1d(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.few = nn.ModuleList([nn.Linear(4, 4)])
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def forward(self, x):
+        for layer in (*self.few, *self.blocks):
+            x = layer(x)
+        return self.head(x * self.scale)
+
+
+def paths(model, wrap):
+    found = wrapped(model, wrap)
+    return {path for path, module in model.named_modules() if module in found}
+
+
+def plan(model, policy=O2, wrap=()):
+    units = planned(model, wanted_storage(model, policy), policy.param_dtype, wrapped(model, wrap))
+    return [(unit.path, unit.dtype) for unit in units]
+
+
+def test_modules_are_chosen_by_class_glob_function_or_by_themselves():
+    model = Net()
+    both = {"blocks.0", "blocks.1"}
+    linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for wrap, expected in [
+        (None, both),
+        (Block, both),
+        ([Block], both),
+        ("blocks.*", both),
+        ("blocks.1", {"blocks.1"}),
+        ("*.0", {"few.0", "blocks.0", "head.0"}),
+        ("blocks.*.up", {"blocks.0.up", "blocks.1.up"}),
+        (nn.Linear, linears),
+        (lambda module: isinstance(module, Block), both),
+        ([Block, "head", lambda module: module is model.few[0]], both | {"head", "few.0"}),
+        ((nn.ReLU, "head"), {"head"}),  # which has parameters, the others none
+        ([], set()),
+    ]:
+        assert paths(model, wrap) == expected, wrap
+
+
+def test_without_a_choice_the_list_that_holds_most_is_taken():
+    nested = nn.Module()
+    nested.stages = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in range(2))
+    nested.stages[1].append(nn.Linear(4, 4))
+    assert paths(nested, None) == {f"stages.1.{i}" for i in range(4)}  # stages themselves are never called
+    assert paths(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), None) == set()
+    assert paths(nn.Sequential(nn.ModuleList()), None) == set()
+
+
+@pytest.mark.parametrize(
+    "wrap, text",
+    [
+        ("block.*", r"wrap='block.\*' matches no module\n  why    did you mean 'blocks.1'"),
+        (nn.Conv2d, "wrap='Conv2d' matches no module\n  why    .*valid: Net, ModuleList, Linear"),
+        (3, "wrap is 3, neither a class, a glob nor a function"),
+        ([Block, None], "wrap is None, neither"),
+        ("blocks", "no forward of their own\n  where  blocks\n(.|\n)*blocks.*"),
+        (["nothing", 3], "2 problems"),
+    ],
+)
+def test_a_choice_that_means_nothing_is_refused(wrap, text):
+    with pytest.raises(PolicyError, match=text):
+        wrapped(Net(), wrap)
+
+
+def test_what_the_policy_keeps_in_fp32_is_gathered_apart():
+    model = Net()
+    norms = [("blocks.0.norm", FP32), ("blocks.1.norm", FP32)]
+    for policy, wrap, expected in [
+        (O2, (), [*norms, ("", BF16)]),
+        (O2, None, [norms[0], ("blocks.0", BF16), norms[1], ("blocks.1", BF16), ("", BF16)]),
+        (Policy.O3("bfloat16"), (), [("", BF16)]),
+        (Policy.O0(), None, [("blocks.0", FP32), ("blocks.1", FP32), ("", FP32)]),
+        (Policy.O1("float16"), (), [("", FP32)]),
+        (O2.keep_fp32(modules="head"), (), [*norms, ("head", FP32), ("", BF16)]),  # one unit for both of its layers
+        (O2.keep_fp32(modules="head"), "head.1", [*norms, ("head.1", FP32), ("head", FP32), ("", BF16)]),
+        (O2.keep_fp32(params="head.0.*"), (), [*norms, ("head.0", FP32), ("", BF16)]),
+        (O2.keep_fp32(modules="blocks.*"), (), [("blocks.0", FP32), ("blocks.1", FP32), ("", BF16)]),
+        # The model's own parameter in FP32: what is low is gathered apart then, as large as it can be.
+        (
+            O2.keep_fp32(params="scale"),
+            (),
+            [("few.0", BF16)]
+            + [(f"blocks.{i}.{name}", BF16) for i in range(2) for name in ("up", "down")]
+            + [("head", BF16), ("", FP32)],
+        ),
+        (Policy.O1("bfloat16", rules=Policy.parse("O1,low_param=head.0.*").rules), (), [("head.0", BF16), ("", FP32)]),
+    ]:
+        assert plan(model, policy, wrap) == expected, (str(policy), wrap)
+
+
+def test_frozen_low_parameters_go_with_what_is_around_them():
+    model = Net()
+    for param in model.blocks[0].up.parameters():
+        param.requires_grad_(False).data = param.data.bfloat16()
+    assert plan(model, Policy.O1("bfloat16")) == [("", FP32)]
+    assert plan(model, O2.keep_fp32(modules="blocks.0.up")) == [
+        ("blocks.0.norm", FP32), ("blocks.0.up", FP32), ("blocks.1.norm", FP32), ("", BF16),
+    ]  # fmt: skip
+    assert plan(model)[-1] == ("", BF16)
+
+
+def test_parameters_in_containers_belong_to_the_module_around():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].extra = nn.ParameterList([nn.Parameter(torch.ones(4))])
+    assert plan(model) == [("", BF16)]
+    assert plan(model, O2.keep_fp32(modules="0")) == [("", FP32)]
+    with pytest.raises(UnsupportedError, match=r"0.weight, 0.bias in bfloat16; 0.extra.0 in float32"):
+        plan(model, O2.keep_fp32(params="0.extra.*"))
+
+
+def test_two_dtypes_in_one_module_and_tied_parameters_are_refused():
+    model = Net()
+    with pytest.raises(UnsupportedError) as caught:
+        plan(model, O2.keep_fp32(params=["head.1.bias", "blocks.*.up.bias"]))
+    assert str(caught.value).count("gathered in two dtypes") == 3
+    assert "head.1.weight in bfloat16; head.1.bias in float32" in str(caught.value)
+    assert "policy.keep_fp32(modules=['head.1']), for all of them" in str(caught.value)
+    plan(model, O2.keep_fp32(modules=["head.1", "blocks.*.up"]))
+    model.head[1] = nn.Linear(4, 4)
+    model.head[1].weight = model.blocks[0].up.weight = model.few[0].weight
+    assert plan(model, Policy.O0()) == [("", FP32)]
+    with pytest.raises(UnsupportedError, match=r"tied(.|\n)*few.0.weight and blocks.0.up.weight"):
+        plan(model, Policy.O0(), Block)
