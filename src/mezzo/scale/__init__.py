@@ -6,7 +6,7 @@ moves in Python's numbers.
 """
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.rules import collapsed, next_scale
+from mezzo.scale.rules import next_scale
 from mezzo.scale.state import ScaleState
 
-__all__ = ["LossScale", "ScaleState", "collapsed", "next_scale"]
+__all__ = ["LossScale", "ScaleState", "next_scale"]

@@ -43,7 +43,7 @@ class LossScale:
             ``"growth"`` or ``"clean+backoff"``.
         floor: The scale never backs off below. May be below 1, down to 2^-126.
         ceiling: The scale never grows above; with None it grows while it is a finite float32.
-        patience: Consecutive overflows at the floor after which :func:`mezzo.scale.collapsed` says so;
+        patience: Consecutive overflows at the floor after which a session raises :class:`mezzo.ScaleCollapsed`;
             None never. A constant scale is always at its floor.
         growth_offset: Extra clean steps before the first growth after an overflow or the start.
         skip_rate_limit: If more than this share of the last ``interval`` steps were skipped, an overflow

@@ -19,7 +19,6 @@ from mezzo.scale.state import ScaleState
 __all__ = [
     "LossScale",
     "ScaleState",
-    "collapsed",
     "fitted",
     "held",
     "next_numbers",
@@ -193,32 +192,6 @@ def held(before: ScaleState, after: ScaleState, hold: Tensor) -> ScaleState:
             for old, new in zip(before.tensors(), after.tensors(), strict=True)
         )
     )
-
-
-def collapsed(state: ScaleState, config: LossScale) -> Tensor:
-    """Tell whether the scale has stood at its floor for ``patience`` overflows in a row.
-
-    Args:
-        state: The state after a step.
-        config: The rules; without ``patience`` the answer is always no.
-
-    Returns:
-        0-d bool on the state's device.
-
-    Cost:
-        One one-element kernel, no host sync; asking the tensor from Python is one.
-
-    Example:
-        >>> config = LossScale.dynamic(init=1, patience=2)
-        >>> state = config.start()
-        >>> for _ in range(2):
-        ...     state = next_scale(state, torch.tensor(True), config)
-        >>> collapsed(state, config)
-        tensor(True)
-    """
-    if config.patience is None:
-        return torch.zeros_like(state.floor_overflows, dtype=torch.bool)
-    return state.floor_overflows >= config.patience
 
 
 def fitted(window: Tensor, config: LossScale) -> Tensor:
