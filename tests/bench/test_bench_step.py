@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import io
 import json
 import math
 import weakref
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 
 from mezzo.bench import bench_step
 from mezzo.bench.contenders import CONTENDERS
@@ -40,6 +42,20 @@ def test_every_contender_is_measured_against_the_first(result):
     assert result.rows[0].ratio == 1.0
     assert all(row.step_ms > 0 and row.ratio_p10 <= row.ratio <= row.ratio_p90 for row in result.rows)
     assert result.num_parameters == 20 * 64 * 64
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_narrow_terminal_cuts_no_number(result, width):
+    console = Console(width=width, file=io.StringIO())
+    console.print(result.table())
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = "".join("".join(lines).split())
+    assert "…" not in text
+    wide = Console(width=200, file=io.StringIO())
+    wide.print(result.table())
+    digits = [sum(map(str.isdigit, part.file.getvalue())) for part in (console, wide)]
+    assert digits[0] == digits[1]
 
 
 def test_bytes_kept_are_those_of_the_tensors(result):

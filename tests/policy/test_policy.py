@@ -357,6 +357,20 @@ def test_a_missing_policy_file_is_named(tmp_path):
         Policy.of(str(tmp_path / "nowhere.toml"))
 
 
+def test_a_policy_file_may_have_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policy = Policy.O2("bfloat16").low("exp")
+    for name in ("mine.txt", "O1", "O9"):
+        policy.save(name)
+    assert Policy.of("mine.txt") == Policy.of("O9") == policy
+    assert Policy.of("O1") == Policy.O1(), "a policy's text is one, whatever lies beside it"
+    (tmp_path / "notes.txt").write_text("not TOML")
+    with pytest.raises(PolicyError, match=r"notes\.txt' is not a policy file"):
+        Policy.of("notes.txt")
+    with pytest.raises(PolicyError, match="unknown level"):
+        Policy.of("nothing.txt")
+
+
 def test_an_unwritable_place_leaves_no_half_file(tmp_path):
     (tmp_path / "policy.toml").mkdir()
     with pytest.raises(PolicyError, match=r"cannot be written to .*policy\.toml"):

@@ -86,7 +86,7 @@ class StepResult:
         on_gpu = self.device == "cuda"
         host = ("host ms",) if on_gpu else ()
         for name in ("", "step ms", *host, "casts ms", "ratio", "10–90 %", "bytes moved", "bytes kept", "of bandwidth"):
-            table.add_column(name, justify="left" if not name else "right")
+            table.add_column(name, justify="left" if not name else "right", overflow="fold")
         for row in self.rows:
             table.add_row(
                 row.name,

@@ -277,6 +277,8 @@ class Policy:
     def of(cls, value: Policy | str | os.PathLike[str]) -> Policy:
         """Accept a policy, its text, or the path of a file that :meth:`save` wrote.
 
+        A text that ends in ``.toml`` is a path; so is one that is no policy's and names a file.
+
         Raises:
             PolicyError: As :meth:`parse` and :meth:`load`; or the value is something else.
         """
@@ -285,7 +287,12 @@ class Policy:
         if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".toml")):
             return cls.load(value)
         if isinstance(value, str):
-            return cls.parse(value)
+            try:
+                return cls.parse(value)
+            except PolicyError:
+                if os.path.isfile(value):
+                    return cls.load(value)
+                raise
         raise PolicyError(
             f"a policy cannot be made from {type(value).__name__}",
             write='mezzo.Policy.O1("bfloat16"), its text "O1,dtype=bfloat16", or the path of a policy file',
