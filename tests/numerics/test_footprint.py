@@ -87,7 +87,7 @@ def test_moved_bytes_are_what_kernels_read_and_write():
 
 def test_an_emulated_product_moves_what_a_device_with_its_arithmetic_would():
     layer, x = nn.Linear(8, 32, bias=False), torch.ones(16, 8)
-    with mezzo.autocast("O1,dtype=float16,emulate=true"), MovedBytes() as moved:
+    with mezzo.autocast("O1,dtype=float16,emulate=true"), MovedBytes(torch.float16) as moved:
         layer(x)
     casts = (4 + 2) * (16 * 8 + 8 * 32)  # input and weight are rounded
     assert moved.total == casts + 2 * (16 * 8 + 8 * 32 + 16 * 32)

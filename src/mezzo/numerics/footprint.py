@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo.cast.notes import watched
 from mezzo.tensors import tensors
 from mezzo.trace.frames import doing
-from mezzo.trace.kernels import is_allocation, is_cast, is_view
+from mezzo.trace.kernels import is_cast, moved_bytes
 
 __all__ = ["MovedBytes", "SavedBytes", "StateBytes", "StepBytes", "state_bytes"]
 
@@ -147,6 +147,9 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Views move nothing. A product that is emulated counts as on a device that has its arithmetic: low operands are read
     and a low result is written. Nothing is known of what caches save.
 
+    Args:
+        emulated: The low dtype, where there may be emulated products.
+
     **Cost**: some microseconds of Python for each kernel.
 
     Example:
@@ -157,9 +160,9 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         8000
     """
 
-    def __init__(self) -> None:
+    def __init__(self, emulated: torch.dtype | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self.total, self._emulated = 0, emulated
         self._watched = watched()
 
     def __enter__(self) -> Self:
@@ -173,9 +176,7 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if doing() != "emulation":
-            if not (is_view(func) or is_allocation(func)):
-                self.total += sum(x.numel() * x.element_size() for x in tensors((args, kwargs, out)))
-        elif is_cast(func, args, out):
-            self.total += out.numel() * min(args[0].element_size(), out.element_size())
+        is_emulation = doing() == "emulation"
+        if not (is_emulation and is_cast(func, args, out)):  # which a device with the arithmetic does not do
+            self.total += moved_bytes(func, args, kwargs, out, self._emulated if is_emulation else None)
         return out

@@ -70,7 +70,7 @@ def tune(
         schedule = recipe.schedule(optimizer, max(after, recipe.steps))
         for _ in range(after):
             optimizer.zero_grad()
-            loss_fn(model, next(batches)).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss_fn(model, next(batches)))
             nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
             optimizer.step()
             schedule.step()

@@ -250,7 +250,7 @@ class Selection:
 
     def _bytes(self, policies: Mapping[str, Policy]) -> Iterator[StepBytes]:
         for name, policy in policies.items():
-            saved, moved = SavedBytes(self.shadow.model), MovedBytes()
+            saved, moved = SavedBytes(self.shadow.model), MovedBytes(policy.dtype)
             with suppress(Exception):  # a forward pass fails in low precision, or has a banned op; outcomes say so
                 with moved, self.shadow.forward(policy, 0, inside=saved) as run:
                     run.gradients(1.0)
