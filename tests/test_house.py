@@ -24,7 +24,7 @@ MOST_CODE = {
     "recipes": 1_322,
     "report": 998,
     "scale": 607,
-    "session": 3_577,
+    "session": 3_589,
     "step": 2_237,
     "trace": 1_046,
     "the ground": 621,
