@@ -5,7 +5,7 @@ import torch
 
 from mezzo.errors import DistributedError, PolicyError, UnsupportedError
 from mezzo.recipes import compare, parallel, train
-from mezzo.recipes.parallel import Ranks, joined
+from mezzo.recipes.parallel import World, joined
 
 
 def refusal(kind, call):
@@ -84,7 +84,7 @@ def test_ranks_that_do_not_find_each_other_say_so(monkeypatch):
 def test_shares_in_the_order_of_ranks_are_the_batch():
     batch = torch.arange(12).view(6, 2), torch.arange(6)
     for size in (1, 2, 3, 6):
-        shares = [Ranks(rank=rank, size=size).share(batch) for rank in range(size)]
+        shares = [World(rank=rank, size=size).share(batch) for rank in range(size)]
         assert all(len(inputs) == 6 // size for inputs, _ in shares)
         for place in range(2):
             assert torch.equal(torch.cat([share[place] for share in shares]), batch[place])
@@ -93,15 +93,15 @@ def test_shares_in_the_order_of_ranks_are_the_batch():
 def test_the_largest_number_of_ranks_that_fits_is_named(tiny):
     split = tiny.load()
     for size, fitting in ((3, 2), (5, 4), (9, 8), (32, 16)):
-        text = refusal(PolicyError, lambda size=size: Ranks(size=size).require_share(tiny, split))
+        text = refusal(PolicyError, lambda size=size: World(size=size).require_share(tiny, split))
         assert text.startswith(f"{size} ranks cannot share a batch of 16 in equal parts")
         assert text.endswith(f"write  torchrun --nproc-per-node {fitting} …")
     for size in (1, 2, 4, 8, 16):
-        Ranks(size=size).require_share(tiny, split)
+        World(size=size).require_share(tiny, split)
 
 
 def test_one_process_waits_for_nobody():
-    ranks = Ranks()
+    ranks = World()
     assert (ranks.is_first, ranks.same(3), ranks.on_first(lambda: 4)) == (True, 3, 4)
     ranks.wait()
     with pytest.raises(ZeroDivisionError), ranks.answering(1):

@@ -16,7 +16,7 @@ from mezzo.cli.app import app
 from mezzo.cli.output import INTERRUPTED, console_for, run_directory, show_judgement
 from mezzo.cli.progress import watching
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
-from mezzo.recipes.parallel import Parallel, Ranks, joined
+from mezzo.recipes.parallel import Parallel, World, joined
 from mezzo.recipes.run_directory import jsonable
 
 __all__ = ["carry_out", "compare", "compared", "show"]
@@ -83,9 +83,9 @@ def carry_out(
         MezzoError: As :func:`mezzo.recipes.compare`, before any training.
         typer.Exit: With 130 after Ctrl-C.
     """
-    with joined(parallel) as ranks:
-        comparison, directory = compared(recipe, policies, steps, seed, out, overwrite, ranks)
-    if ranks.is_first:
+    with joined(parallel) as world:
+        comparison, directory = compared(recipe, policies, steps, seed, out, overwrite, world)
+    if world.is_first:
         if as_json:
             typer.echo(json.dumps(jsonable(comparison.to_dict()), indent=2, allow_nan=False, ensure_ascii=False))
         else:
@@ -102,14 +102,14 @@ def compared(
     seed: int,
     out: Path | None,
     overwrite: bool,
-    ranks: Ranks,
+    world: World,
 ) -> tuple[Comparison, Path]:
     """Compare, and draw; return the comparison and the run directory."""
     chosen = recipes.get(recipe)
     report.require_matplotlib()
     report.require_plotly()
-    out = ranks.same(run_directory(recipe, out))
-    with watching(Console(stderr=True), chosen.metric, len(policies)) if ranks.is_first else nullcontext() as watcher:
+    out = world.same(run_directory(recipe, out))
+    with watching(Console(stderr=True), chosen.metric, len(policies)) if world.is_first else nullcontext() as watcher:
         comparison = recipes.compare(
             chosen,
             policies,
@@ -117,10 +117,10 @@ def compared(
             seed=seed,
             out=out,
             overwrite=overwrite,
-            parallel=ranks,
+            parallel=world,
             watcher=watcher,
         )
-    if ranks.is_first:
+    if world.is_first:
         report.curves(out)
         report.page(out)
     return comparison, out

@@ -14,7 +14,7 @@ from mezzo.cli.app import app
 from mezzo.cli.compare import Seed, compared, show
 from mezzo.cli.output import ALERT, INTERRUPTED, require_free
 from mezzo.numerics import Tuned
-from mezzo.recipes.parallel import Ranks
+from mezzo.recipes.parallel import World
 from mezzo.recipes.run_directory import jsonable
 
 __all__ = ["tune"]
@@ -74,7 +74,7 @@ def tune(
     interrupted = False
     if compare:
         policies = ["O0", f"O1,dtype={dtype}", str(tuned.policy)]
-        comparison, directory = compared(recipe, policies, compare_steps, seed, None, False, Ranks())
+        comparison, directory = compared(recipe, policies, compare_steps, seed, None, False, World())
         interrupted = comparison.interrupted
         document["comparison"] = comparison.to_dict()
         if not as_json:

@@ -16,7 +16,7 @@ import torch
 from mezzo.errors import MezzoError, PolicyError
 from mezzo.policy import Policy
 from mezzo.recipes.machine import describe
-from mezzo.recipes.parallel import Parallel, Ranks, joined
+from mezzo.recipes.parallel import Parallel, World, joined
 from mezzo.recipes.rank_meter import RankStep
 from mezzo.recipes.recipe import Metric, Recipe, Split
 from mezzo.recipes.run_directory import RankLog, RunDirectory
@@ -118,7 +118,7 @@ def compare(
     out: Path | str | None = None,
     overwrite: bool = False,
     device: torch.device | None = None,
-    parallel: Parallel | Ranks | None = None,
+    parallel: Parallel | World | None = None,
     watcher: Watcher | None = None,
 ) -> Comparison:
     """Train a recipe under each policy, from the same weights on the same batches.
@@ -157,25 +157,25 @@ def compare(
     """
     steps = num_steps(recipe, steps)
     parsed = _parse(policies)
-    with joined(parallel, device) as ranks, ExitStack() as files:
+    with joined(parallel, device) as world, ExitStack() as files:
         directory = None
         if out is not None:
-            directory = ranks.on_first(partial(RunDirectory, Path(out), overwrite=overwrite))
+            directory = world.on_first(partial(RunDirectory, Path(out), overwrite=overwrite))
         split = recipe.load()
-        ranks.require_share(recipe, split)
-        _try_out(recipe, parsed, split, ranks)
+        world.require_share(recipe, split)
+        _try_out(recipe, parsed, split, world)
 
-        comparison = begun(recipe, parsed, split, steps=steps, seed=seed, ranks=ranks, directory=directory)
+        comparison = begun(recipe, parsed, split, steps=steps, seed=seed, world=world, directory=directory)
         if directory is not None:
             files.callback(directory.close)
         log = None
-        if out is not None and ranks.size > 1:
-            ranks.on_first(lambda: directory and directory.open())
-            log = files.enter_context(RankLog(Path(out), ranks.rank)).write
+        if out is not None and world.size > 1:
+            world.on_first(lambda: directory and directory.open())
+            log = files.enter_context(RankLog(Path(out), world.rank)).write
         watchers = [each for each in (directory, watcher) if each is not None]
-        comparison = comparison.ended(tuple(_results(recipe, parsed, split, steps, seed, ranks, watchers, log)))
+        comparison = comparison.ended(tuple(_results(recipe, parsed, split, steps, seed, world, watchers, log)))
         files.close()
-        ranks.wait()  # until all logs are whole
+        world.wait()  # until all logs are whole
         if directory is not None:
             directory.finish(comparison.to_dict())
         return comparison
@@ -188,7 +188,7 @@ def begun(
     *,
     steps: int,
     seed: int,
-    ranks: Ranks,
+    world: World,
     directory: RunDirectory | None,
 ) -> Comparison:
     """Return a comparison before its first step, and let its directory know."""
@@ -201,9 +201,9 @@ def begun(
         steps=steps,
         seed=seed,
         date=_now(),
-        machine=describe(ranks.device),
-        parallel=ranks.parallel,
-        ranks=ranks.size,
+        machine=describe(world.device),
+        parallel=world.parallel,
+        ranks=world.size,
         policies=tuple(str(policy) for policy in policies),
         rows=(),
         interrupted=True,
@@ -224,7 +224,7 @@ def _results(
     split: Split,
     steps: int,
     seed: int,
-    ranks: Ranks,
+    world: World,
     watchers: Sequence[Watcher],
     log: Callable[[RankStep], None] | None,
 ) -> Iterator[RunResult]:
@@ -233,7 +233,7 @@ def _results(
         training: Training | None = None
         interrupted = False
         try:
-            training = Training(recipe, policy, split, steps=steps, seed=seed, ranks=ranks, log=log)
+            training = Training(recipe, policy, split, steps=steps, seed=seed, world=world, log=log)
             for watcher in watchers:
                 watcher.started(policy, steps)
             training.train(watchers)
@@ -277,12 +277,12 @@ def _parse(policies: Sequence[Policy | str]) -> list[Policy]:
     return parsed
 
 
-def _try_out(recipe: Recipe, policies: Sequence[Policy], split: Split, ranks: Ranks) -> None:
+def _try_out(recipe: Recipe, policies: Sequence[Policy], split: Split, world: World) -> None:
     """Set up every training once, so that what the device cannot do is said before minutes are spent."""
     problems: list[MezzoError] = []
     for policy in policies:
         try:
-            Training(recipe, policy, split, steps=1, ranks=ranks).close()
+            Training(recipe, policy, split, steps=1, world=world).close()
         except MezzoError as error:
             problems.append(error)
     if problems:

@@ -15,7 +15,7 @@ from mezzo.numerics import Diagnosis, Evidence, Recorder, diagnose, read_evidenc
 from mezzo.policy import Policy
 from mezzo.recipes.comparison import Comparison, begun
 from mezzo.recipes.machine import default_device
-from mezzo.recipes.parallel import Ranks, require_one_process
+from mezzo.recipes.parallel import World, require_one_process
 from mezzo.recipes.recipe import Recipe, Split
 from mezzo.recipes.run_directory import EVIDENCE, EXPLANATION, PARTIAL, POLICY, RunDirectory
 from mezzo.recipes.training import Training, Watcher, num_steps
@@ -95,11 +95,11 @@ def inspect(
     require_one_process("inspect")
     steps = num_steps(recipe, steps)
     policy = Policy.of(policy)
-    ranks = Ranks(device=device or default_device())
+    world = World(device=device or default_device())
     directory = None if out is None else RunDirectory(Path(out), overwrite=overwrite)
     split = recipe.load()
-    explanation = _explained(recipe, policy, split, seed, ranks.device)
-    training = Training(recipe, policy, split, steps=steps, seed=seed, ranks=ranks)
+    explanation = _explained(recipe, policy, split, seed, world.device)
+    training = Training(recipe, policy, split, steps=steps, seed=seed, world=world)
     watchers = [each for each in (directory, watcher) if each is not None]
 
     def loop() -> None:
@@ -108,7 +108,7 @@ def inspect(
         training.train(watchers)
 
     try:
-        run = begun(recipe, [policy], split, steps=steps, seed=seed, ranks=ranks, directory=directory)
+        run = begun(recipe, [policy], split, steps=steps, seed=seed, world=world, directory=directory)
         if directory is not None:
             directory.begin(run.to_dict() | {"every": every}, {EXPLANATION: explanation.to_json()})
         evidence, interrupted = recorded(training.model, loop, every=every, directory=directory)

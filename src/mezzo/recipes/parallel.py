@@ -22,7 +22,7 @@ from mezzo.recipes.machine import default_device
 from mezzo.recipes.recipe import Batch, Recipe, Split
 from mezzo.session import MixedPrecision
 
-__all__ = ["Parallel", "Ranks", "joined", "require_one_process"]
+__all__ = ["Parallel", "World", "joined", "require_one_process"]
 
 Parallel = Literal["ddp"]
 Result = TypeVar("Result")
@@ -33,7 +33,7 @@ _ROLL_CALL_S: Final = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Ranks:
+class World:
     """The processes that train together, as one of them sees them; by default there is one.
 
     Attributes:
@@ -167,7 +167,7 @@ def _is_of_others(error: Exception) -> bool:
 
 
 @contextmanager
-def joined(parallel: str | Ranks | None, device: torch.device | None = None) -> Iterator[Ranks]:
+def joined(parallel: str | World | None, device: torch.device | None = None) -> Iterator[World]:
     """Join the processes of a training inside the block, over gloo on CPUs and NCCL on GPUs.
 
     A process group that is there already is used, and left as it is. Inside the block Ctrl-C stops all ranks after the
@@ -183,7 +183,7 @@ def joined(parallel: str | Ranks | None, device: torch.device | None = None) -> 
         UnsupportedError: torch has no backend for the device, or there are fewer devices than ranks.
         DistributedError: The ranks did not find each other.
     """
-    if isinstance(parallel, Ranks):
+    if isinstance(parallel, World):
         yield parallel
         return
     device, is_there = device or default_device(), dist.is_available() and dist.is_initialized()
@@ -197,7 +197,7 @@ def joined(parallel: str | Ranks | None, device: torch.device | None = None) -> 
                 why="nothing says how they share the work",
                 write="--parallel ddp",
             )
-        yield Ranks(device=device)
+        yield World(device=device)
         return
     if parallel not in get_args(Parallel):
         raise PolicyError(f"unknown way to train in parallel {parallel!r}", why=nearest(parallel, get_args(Parallel)))
@@ -208,11 +208,11 @@ def joined(parallel: str | Ranks | None, device: torch.device | None = None) -> 
             why=told or "torchrun starts them",
             write=_TORCHRUN.format(2, parallel),
         )
-    ranks = Ranks(
+    world = World(
         parallel=cast(Parallel, parallel), rank=rank, size=size, device=_own(device, f"rank {rank} of {size}")
     )
-    with nullcontext() if is_there else _group(ranks), _in_order(ranks):
-        yield ranks
+    with nullcontext() if is_there else _group(world), _in_order(world):
+        yield world
 
 
 def require_one_process(verb: str) -> None:
@@ -258,18 +258,18 @@ def _own(device: torch.device, where: str) -> torch.device:
 
 
 @contextmanager
-def _group(ranks: Ranks) -> Iterator[None]:
-    backend = dist.get_default_backend_for_device(ranks.device)
+def _group(world: World) -> Iterator[None]:
+    backend = dist.get_default_backend_for_device(world.device)
     try:
-        ranks.store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-        bound = ranks.device if backend == "nccl" else None
-        dist.init_process_group(backend, store=ranks.store, rank=rank, world_size=size, device_id=bound)
+        world.store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        bound = world.device if backend == "nccl" else None
+        dist.init_process_group(backend, store=world.store, rank=rank, world_size=size, device_id=bound)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             "the ranks did not find each other",
-            where=f"rank {ranks.rank} of {ranks.size}, {backend}",
+            where=f"rank {world.rank} of {world.size}, {backend}",
             why=str(error),
-            write=_TORCHRUN.format(ranks.size, ranks.parallel),
+            write=_TORCHRUN.format(world.size, world.parallel),
         ) from error
     try:
         yield
@@ -278,7 +278,7 @@ def _group(ranks: Ranks) -> Iterator[None]:
 
 
 @contextmanager
-def _in_order(ranks: Ranks) -> Iterator[None]:
+def _in_order(world: World) -> Iterator[None]:
     """Let no rank leave the others in the middle of a step: of Ctrl-C they tell each other, once a step.
 
     torchrun ends all ranks when one has failed: that signal waits too, for what they have to say about it.
@@ -292,7 +292,7 @@ def _in_order(ranks: Ranks) -> Iterator[None]:
         if number in seen:  # for the second time
             raise KeyboardInterrupt
         seen.add(number)
-        ranks.is_interrupted = True
+        world.is_interrupted = True
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mezzo.numerics.traffic import Traffic
-from mezzo.recipes.parallel import Ranks
+from mezzo.recipes.parallel import World
 from mezzo.session import MixedPrecision, Step
 
 __all__ = ["RankMeter", "RankStep"]
@@ -52,13 +52,13 @@ class RankMeter:
     With one process it does nothing.
 
     Args:
-        ranks: The processes.
+        world: The processes.
         amp: The session.
         write: What takes each line.
     """
 
-    def __init__(self, ranks: Ranks, amp: MixedPrecision, write: Callable[[RankStep], None] | None = None) -> None:
-        self._ranks, self._amp, self._write = ranks, amp, write
+    def __init__(self, world: World, amp: MixedPrecision, write: Callable[[RankStep], None] | None = None) -> None:
+        self._world, self._amp, self._write = world, amp, write
         self._waited = 0.0
         self._loss_failed = False
         self._wire_bytes = 0
@@ -66,7 +66,7 @@ class RankMeter:
     @contextmanager
     def counting(self, is_on: bool) -> Iterator[None]:
         """Count what is sent inside the block, if it is to be counted."""
-        if self._ranks.size == 1 or not is_on:
+        if self._world.size == 1 or not is_on:
             yield
             return
         with Traffic() as traffic:
@@ -83,10 +83,10 @@ class RankMeter:
 
         **Cost**: with several ranks, one all-reduce of 8 bytes, and two waits for the device.
         """
-        if self._ranks.size == 1:
+        if self._world.size == 1:
             return loss.detach()
         value = loss.detach().float()
-        told = torch.stack((value, torch.full_like(value, self._ranks.is_interrupted)))
+        told = torch.stack((value, torch.full_like(value, self._world.is_interrupted)))
         self._loss_failed = not math.isfinite(value.item())  # waits for this rank's own work, which is not waiting
         begin = time.perf_counter()
         dist.all_reduce(told)
@@ -94,7 +94,7 @@ class RankMeter:
         self._waited = time.perf_counter() - begin
         if interrupted:
             raise KeyboardInterrupt
-        return told[0] / self._ranks.size
+        return told[0] / self._world.size
 
     def ended(self, number: int, step: Step, ms: float, num_samples: int) -> None:
         """Write the line of a step."""
@@ -109,7 +109,7 @@ class RankMeter:
                 waiting_ms=1e3 * self._waited,
                 wire_bytes=self._wire_bytes,
                 overflowed=self._loss_failed,
-                peak_bytes=_peak_bytes(self._ranks.device),
+                peak_bytes=_peak_bytes(self._world.device),
             )
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mezzo.errors import NumericsError, PolicyError
 from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.policy import Policy
-from mezzo.recipes.parallel import Parallel, Ranks, joined
+from mezzo.recipes.parallel import Parallel, World, joined
 from mezzo.recipes.rank_meter import RankMeter, RankStep
 from mezzo.recipes.recipe import Batch, Recipe, Split
 
@@ -128,7 +128,7 @@ class Training:
         split: The recipe's data, as :attr:`Recipe.load` returns it.
         steps: How many steps; the recipe's own number when ``None``.
         seed: Of initial weights and batches.
-        ranks: The processes that train together; when ``None`` one, on the accelerator if there is one.
+        world: The processes that train together; when ``None`` one, on the accelerator if there is one.
         log: Takes what this rank knows of each step.
 
     Raises:
@@ -144,18 +144,18 @@ class Training:
         *,
         steps: int | None = None,
         seed: int = 0,
-        ranks: Ranks | None = None,
+        world: World | None = None,
         log: Callable[[RankStep], None] | None = None,
     ) -> None:
         self.recipe, self.policy, self.split = recipe, policy, split
         self.steps = num_steps(recipe, steps)
-        self.ranks = ranks or Ranks()
-        self.device = self.ranks.device
+        self.world = world or World()
+        self.device = self.world.device
         low = policy.dtype != torch.float32
         self.layout = recipe.low_memory_format if low else torch.contiguous_format
         self.model = recipe.build(seed).to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
-        self.optimizer, self.amp, self._called = self.ranks.session(recipe, self.model, policy)
-        self._meter = RankMeter(self.ranks, self.amp, log)
+        self.optimizer, self.amp, self._called = self.world.session(recipe, self.model, policy)
+        self._meter = RankMeter(self.world, self.amp, log)
         self.arithmetic: Arithmetic = "emulated" if self.amp.emulated else "native"
         self.schedule = recipe.schedule(self.optimizer, self.steps)
         self.batches = recipe.batches(split, seed)
@@ -177,7 +177,7 @@ class Training:
         begin = time.perf_counter()
         try:
             for number in range(1, self.steps + 1):
-                with self.ranks.answering(number):
+                with self.world.answering(number):
                     self._step(number, evaluate=number in evaluated)
                 for watcher in watchers:
                     watcher.stepped(self.records[-1])
@@ -191,7 +191,7 @@ class Training:
         self.amp.close()
 
     def _step(self, number: int, *, evaluate: bool) -> None:
-        inputs, targets = self._on_device(self.ranks.share(next(self.batches)))
+        inputs, targets = self._on_device(self.world.share(next(self.batches)))
         # Moments exist after the first step that was not skipped; before that there would be less to count.
         probe = not self._probed_step and (number == self.steps or bool(self.optimizer.state))
         begin = time.perf_counter()
@@ -249,7 +249,7 @@ class Training:
         with torch.no_grad(), self.amp.autocast():
             value = self.recipe.evaluate(self.model, self.split)
         self.model.train()
-        self.ranks.wait()  # else the next step would be waiting for a rank that is still at it
+        self.world.wait()  # else the next step would be waiting for a rank that is still at it
         return value
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -316,7 +316,7 @@ def train(
     steps: int | None = None,
     seed: int = 0,
     device: torch.device | None = None,
-    parallel: Parallel | Ranks | None = None,
+    parallel: Parallel | World | None = None,
     watcher: Watcher | None = None,
 ) -> RunResult:
     """Train one recipe under one policy.
@@ -350,10 +350,10 @@ def train(
     """
     policy = Policy.of(policy)
     num_steps(recipe, steps)
-    with joined(parallel, device) as ranks:
+    with joined(parallel, device) as world:
         split = recipe.load()
-        ranks.require_share(recipe, split)
-        training = Training(recipe, policy, split, steps=steps, seed=seed, ranks=ranks)
+        world.require_share(recipe, split)
+        training = Training(recipe, policy, split, steps=steps, seed=seed, world=world)
         watchers = [] if watcher is None else [watcher]
         try:
             for each in watchers:
