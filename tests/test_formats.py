@@ -462,6 +462,15 @@ def test_other_dtypes_are_refused(tensor, write):
             method(tensor)
         assert f"write  {write}" in str(caught.value)
         assert "tensor of shape (2,) on cpu" in str(caught.value)
+        for wrong in ([1.0], None, 1.0):
+            with pytest.raises(PolicyError, match=r"cannot be rounded to float16\n  write  torch\.tensor"):
+                method(wrong)
+
+
+@pytest.mark.parametrize("value", ["1", None, [1.0], 1j, 10**400, torch.ones(2)], ids=repr)
+def test_what_is_no_real_number_has_no_pattern(value):
+    with pytest.raises(PolicyError, match=r"has no bit pattern\n  write  a real number"):
+        FP16.encode(value)
 
 
 # stochastic rounding

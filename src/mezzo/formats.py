@@ -1,7 +1,7 @@
 """Number formats as a table, and what each does to a value: decode, encode, spacing, round, coverage.
 
-The scalar methods are plain Python and bit-exact; they are the reference for everything in the package
-that rounds. The tensor methods agree with them bit for bit (tests/test_formats.py).
+The scalar methods are plain Python and bit-exact, the reference for everything in the package that rounds; the tensor
+methods agree with them bit for bit (tests/test_formats.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from mezzo.errors import PolicyError, nearest
+from mezzo.errors import PolicyError, nearest, shown
 
 __all__ = ["BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "TF32", "Coverage", "Format", "by_name"]
 
@@ -24,8 +24,6 @@ ROUNDABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 #: Elements that :meth:`Format.coverage` handles at a time, to bound its float64 scratch memory.
 CHUNK = 1 << 21
-
-_EXPONENT_OF_DOUBLE = 0x7FF0_0000_0000_0000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,22 +149,25 @@ class Format:
         return math.copysign(value, -1.0 if pattern & self._sign else 1.0)
 
     def encode(self, value: float) -> int:
-        """Return the bit pattern nearest to a number, ties to even.
+        """Return the bit pattern nearest to a real number, ties to even.
 
         Rounds once, straight from float64. What is half a spacing or more beyond ``max`` becomes infinity,
         in E4M3 NaN (there the tie, 464, goes to 448, whose mantissa is even).
 
-        Args:
-            value: Any Python float.
-
         Returns:
             The pattern. NaN becomes the format's quiet NaN with the sign kept.
+
+        Raises:
+            PolicyError: ``value`` is no real number.
 
         Example:
             >>> [hex(FP16.encode(x)) for x in (65504.0, 65519.99, 65520.0, -0.0)]
             ['0x7bff', '0x7bff', '0x7c00', '0x8000']
         """
-        sign = self._sign if math.copysign(1.0, value) < 0.0 else 0
+        try:
+            sign = self._sign if math.copysign(1.0, value) < 0.0 else 0
+        except (TypeError, ValueError, OverflowError):  # or a tensor of several, an integer beyond float64
+            raise PolicyError(f"{shown(value)} has no bit pattern", write="a real number, such as 1.5") from None
         if math.isnan(value):
             return sign | self._nan
         if math.isinf(value):
@@ -202,11 +203,10 @@ class Format:
     def round(self, tensor: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
         """Round every element to the format's grid, in the tensor's own dtype.
 
-        Nearest rounding equals ``decode(encode(x))`` for float64 input too, where torch's own cast to
-        float16 rounds twice. Stochastic rounding takes one of the two neighbours of ``x`` with
-        probabilities that make the mean ``x`` (to within 2^-53 of a spacing); values on the grid stay, and
-        what is beyond ``max`` follows the nearest rule. Overflow is never hidden: E4M3 gives NaN, whether
-        or not this torch's own cast saturates.
+        Nearest rounding equals ``decode(encode(x))`` for float64 input too, where torch's own cast to float16 rounds
+        twice. Stochastic rounding takes one of the two neighbours of ``x`` with probabilities that make the mean ``x``
+        (to within 2^-53 of a spacing); values on the grid stay, and what is beyond ``max`` follows the nearest rule.
+        Overflow is never hidden: E4M3 gives NaN, whether or not this torch's own cast saturates.
 
         Args:
             tensor: float16, bfloat16, float32 or float64, any shape and device.
@@ -215,16 +215,14 @@ class Format:
                 rounding does not use it.
 
         Returns:
-            A new tensor of the same dtype, shape and device, outside autograd (rounding has no useful
-            derivative). A result that the input's dtype cannot hold becomes its infinity: only float16
-            input beyond 65280 in magnitude, where BF16's next number is 65536.
+            A new tensor of the same dtype, shape and device, outside autograd. A result that the input's dtype cannot
+            hold becomes its infinity: only float16 input beyond 65280 in magnitude, where BF16's next number is 65536.
 
         Raises:
-            PolicyError: The tensor is of an integer, complex, bool or 8-bit dtype.
+            PolicyError: It is no tensor, or one of an integer, complex, bool or 8-bit dtype.
 
-        Cost:
-            No host sync. Two casts where torch's cast is exact; otherwise (float64 input to a 16- or 8-bit
-            format, TF32, stochastic) about ten element-wise kernels and 32 bytes of scratch per element.
+        **Cost**: no host sync. Two casts where torch's cast is exact; otherwise (float64 input to a 16- or 8-bit
+        format, TF32, stochastic) about ten element-wise kernels and 32 bytes of scratch per element.
 
         Example:
             >>> FP16.round(torch.tensor([0.1, 70000.0, 1e-9]))
@@ -259,10 +257,9 @@ class Format:
             ``smallest_normal`` is normal.
 
         Raises:
-            PolicyError: A scale or dtype as above is not given.
+            PolicyError: A scale or tensor as above is not given.
 
-        Cost:
-            One host sync, at the end; less than 128 MiB of scratch memory, whatever the size.
+        **Cost**: one host sync, at the end; less than 128 MiB of scratch memory, whatever the size.
 
         Example:
             >>> FP16.coverage(torch.tensor([0.0, 1e-8, 1e-6, 1.0, 1e5, float("nan")]))
@@ -307,6 +304,8 @@ class Format:
         )
 
     def _check(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise PolicyError(f"{shown(tensor)} cannot be rounded to {self.name}", write="torch.tensor([1.0, 2.0])")
         if tensor.dtype not in ROUNDABLE:
             raise PolicyError(
                 f"{tensor.dtype} tensors cannot be rounded to {self.name}",
@@ -317,7 +316,7 @@ class Format:
 
     def _round64(self, values: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
         """Round float64 values once; every step but the rounding itself is exact."""
-        power = (values.view(torch.int64) & _EXPONENT_OF_DOUBLE).view(torch.float64)
+        power = (values.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)  # the exponent alone
         # 2^floor(log2|x|), held to the format's binades: zeros and subnormals share the lowest one, and
         # what is beyond the highest stays beyond it whatever the spacing.
         step = power.clamp_(min=self.smallest_normal, max=2.0 * self.max).mul_(self.eps)

@@ -152,6 +152,9 @@ def test_what_has_no_histogram_says_what_to_write():
     ):
         with pytest.raises(PolicyError, match=write):
             exponent_histogram(tensor)
+    for wrong in ([1.0], None, 1.0):
+        with pytest.raises(PolicyError, match=r"has no histogram(.|\n)*write  exponent_histogram\(torch\.tensor"):
+            exponent_histogram(wrong)
     with pytest.raises(PolicyError, match="positive finite"):
         exponent_histogram(SPECIAL).coverage("float16", scale=0.0)
 
@@ -182,10 +185,10 @@ def test_swallowed_counts_what_changes_and_what_does_not():
     assert math.isnan(swallowed(weight, torch.zeros(3000), "float16"))
     with pytest.raises(PolicyError, match="differ in shape"):
         swallowed(weight, update[:5], "float16")
-    for wrong in (weight.int(), weight.bool(), torch.zeros(3000, dtype=torch.complex64)):
-        with pytest.raises(PolicyError, match="swallow no updates"):
+    for wrong in (weight.int(), weight.bool(), torch.zeros(3000, dtype=torch.complex64), [1.0], None):
+        with pytest.raises(PolicyError, match="no updates are swallowed by "):
             swallowed(wrong, update, "float16")
-        with pytest.raises(PolicyError, match="swallow no updates"):
+        with pytest.raises(PolicyError, match="no updates are swallowed by "):
             swallowed(weight, wrong, "float16")
 
 

@@ -229,8 +229,18 @@ def test_flat_views_share_memory_and_refuse_what_lies_otherwise():
     [
         (lambda: encode(torch.ones(2).double(), BF16), r"torch\.float64 tensor"),
         (lambda: encode(torch.ones(2), torch.float32), r"torch\.float32 high half"),
-        (lambda: decode(torch.ones(2), torch.ones(2, dtype=torch.int16)), r"torch\.float32 high half"),
-        (lambda: decode(torch.ones(2).half(), torch.ones(2, dtype=torch.int32)), r"a remainder of torch\.int32"),
+        (lambda: encode([1.0], BF16), r"split storage of \[1\.0\]"),
+        (
+            lambda: encode(torch.ones(2), BF16, out=(torch.ones(2), torch.ones(2, dtype=torch.int16))),
+            r"in a torch\.float32 tensor and a torch\.int16 tensor",
+        ),
+        (lambda: decode(torch.ones(2), torch.ones(2, dtype=torch.int16)), r"a torch\.float32 tensor as its high half"),
+        (lambda: decode(torch.ones(2).half(), torch.ones(2, dtype=torch.int32)), r"torch\.int32 tensor as its remain"),
+        (lambda: decode(None, None), r"split storage with None as its high half"),
+        (
+            lambda: decode(*encode(torch.ones(2), BF16), out=torch.ones(2).half()),
+            r"weights decoded into a torch\.float16 tensor",
+        ),
         (lambda: decode(torch.ones(2).half(), torch.ones(3, dtype=torch.int16)), r"\(2,\) and \(3,\)"),
     ],
 )

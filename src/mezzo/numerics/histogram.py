@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mezzo.errors import NumericsError, PolicyError
+from mezzo.errors import NumericsError, PolicyError, shown
 from mezzo.formats import Coverage, Format, by_name
 from mezzo.numerics.counting import BINS, COUNTABLE, FIRST, INFS, LARGEST, NANS, ROW, ZEROS, count_into
 from mezzo.tensors import dtype_name
@@ -201,10 +201,14 @@ def exponent_histogram(tensor: Tensor) -> ExponentHistogram:
         infinities, NaNs, and the exact largest \|x\|.
 
     Raises:
-        PolicyError: The tensor is of another dtype. float64 has values beyond all bins.
+        PolicyError: It is no tensor, or one of another dtype. float64 has values beyond all bins.
 
     **Cost**: reads the tensor once, in one kernel, without a host sync; 4.5 KB on its device.
     """
+    if not isinstance(tensor, Tensor):
+        raise PolicyError(
+            f"{shown(tensor)} has no histogram of exponents", write="exponent_histogram(torch.tensor([1.0, 2.0]))"
+        )
     if tensor.dtype not in COUNTABLE or tensor.layout != torch.strided:
         is_strided = tensor.layout == torch.strided
         values = "coalesce().values()" if tensor.layout == torch.sparse_coo else "values()"

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.errors import PolicyError
+from mezzo.errors import PolicyError, shown
 from mezzo.formats import Format, by_name
 from mezzo.numerics.moves import FIELDS, Move, count_moves
 from mezzo.tensors import dtype_name
@@ -34,7 +34,7 @@ def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format)
         A share from 0 to 1; NaN where no element is updated.
 
     Raises:
-        PolicyError: The shapes differ, or a dtype is not floating.
+        PolicyError: The shapes differ, or one is no tensor of a floating dtype.
 
     **Cost**: one host sync, at the end; less than 128 MiB of scratch memory, whatever the size.
 
@@ -45,9 +45,10 @@ def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format)
     """
     target = by_name(dtype)
     for tensor in (weight, update):
-        if not tensor.is_floating_point():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            wrong = f"{dtype_name(tensor.dtype)} tensors" if isinstance(tensor, Tensor) else shown(tensor)
             raise PolicyError(
-                f"{dtype_name(tensor.dtype)} tensors swallow no updates",
+                f"no updates are swallowed by {wrong}",
                 why="a weight and its update are real floating-point numbers",
                 write="swallowed(weight, new_weight - weight, dtype)",
             )

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.errors import NumericsError, PolicyError
+from mezzo.errors import NumericsError, PolicyError, shown
 from mezzo.step.rounding import SIGN, nearest, one_nan
 from mezzo.tensors import flat
 
@@ -120,7 +120,7 @@ def encode(
     Raises:
         NumericsError: A finite weight that ``dtype`` would round to infinity (FP16: beyond 65504). Nothing was
             written.
-        PolicyError: ``w`` is not FP32, or another ``dtype``.
+        PolicyError: ``w`` or ``out`` is something else, or another ``dtype``.
 
     **Cost**: 4 bytes a weight read twice and 4 written; a few MiB of scratch. One host sync, for the refusal, or one
     for many weights: :func:`judged_together`.
@@ -133,8 +133,11 @@ def encode(
         >>> decode(hi, lo)
         tensor([1.0000, 0.1000])
     """
-    _check(w.dtype == torch.float32, f"split storage of a {w.dtype} tensor", "encode(w.float(), torch.bfloat16)")
+    _check(_is(w, torch.float32), f"split storage of {_named(w)}", "encode(w.float(), torch.bfloat16)")
     _check(dtype in _LARGEST, f"split storage with a {dtype} high half", "encode(w, torch.bfloat16) or torch.float16")
+    if out is not None:
+        fits = _is(out[0], dtype) and _is(out[1], torch.int16)
+        _check(fits, f"split storage in {_named(out[0])} and {_named(out[1])}", f"encode(w, {dtype})")
     hi, lo = out or (torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16))
     _refuse_overflow(w, dtype, name)
     for source, high_half, remainder_half in _blocks(w, hi, lo):
@@ -160,12 +163,14 @@ def decode(hi: Tensor, lo: Tensor, *, out: Tensor | None = None) -> Tensor:
         FP32 weights with the layout of ``hi``.
 
     Raises:
-        PolicyError: Other dtypes.
+        PolicyError: Something else, or an ``out`` that would round the weights.
 
     **Cost**: 4 bytes a weight read and 4 written; a few MiB of scratch. No host sync.
     """
-    _check(hi.dtype in _LARGEST, f"split storage with a {hi.dtype} high half", "decode(*encode(w, torch.bfloat16))")
-    _check(lo.dtype == torch.int16, f"a remainder of {lo.dtype}", "decode(*encode(w, torch.bfloat16))")
+    write = "decode(*encode(w, torch.bfloat16))"
+    _check(_is(hi, *_LARGEST), f"split storage with {_named(hi)} as its high half", write)
+    _check(_is(lo, torch.int16), f"split storage with {_named(lo)} as its remainder", write)
+    _check(out is None or _is(out, torch.float32), f"weights decoded into {_named(out)}", write)
     w = torch.empty_like(hi, dtype=torch.float32) if out is None else out
     for high_half, remainder_half, target in _blocks(hi, lo, w):
         target.copy_(joined(_widened(high_half), remainder_half.int(), hi.dtype))
@@ -211,6 +216,14 @@ def _refuse_overflow(w: Tensor, dtype: torch.dtype, name: str | None) -> None:
             why=f"beyond {limit:.8g} the low-precision weight would be infinite",
             write=f"policy.keep_fp32(params=[{name or '…'!r}]), or bfloat16, whose range is FP32's",
         )
+
+
+def _is(value: object, *dtypes: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dtype in dtypes
+
+
+def _named(value: object) -> str:
+    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else shown(value)
 
 
 def _check(fits: bool, what: str, write: str) -> None:
