@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from mezzo.documents import Document
 from mezzo.errors import PolicyError
-from mezzo.trace.document import Document
 
 __all__ = [
     "Cast", "Difference", "Explained", "Finding", "FindingKind", "Misaligned", "Padding", "Product", "RoundTrip", "Row",

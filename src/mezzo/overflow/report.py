@@ -8,10 +8,10 @@ from typing import Final, Literal
 
 import torch
 
+from mezzo.documents import Document
 from mezzo.errors import message, printable
 from mezzo.policy import Rule
 from mezzo.policy.ops import NORMS, OPS
-from mezzo.trace.document import Document
 from mezzo.trace.measure import Range, shape_text
 from mezzo.trace.names import Role
 from mezzo.trace.where import MODEL

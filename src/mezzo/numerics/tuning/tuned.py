@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from mezzo.documents import Document
 from mezzo.errors import printable, some_of
 from mezzo.explanation.fold import folded
 from mezzo.explanation.words import byte_text, counted, scale_text
 from mezzo.numerics.footprint import StepBytes
 from mezzo.numerics.tuning.trial import Outcome, ratio_text
 from mezzo.policy import Policy
-from mezzo.trace.document import Document
 from mezzo.trace.where import MODEL
 
 __all__ = ["Candidate", "Objective", "Tuned", "TuningEvidence"]
