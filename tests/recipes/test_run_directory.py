@@ -5,9 +5,10 @@ import math
 
 import pytest
 
+from mezzo.documents import jsonable
 from mezzo.errors import PolicyError
 from mezzo.recipes.rank_meter import RankStep
-from mezzo.recipes.run_directory import RankLog, RunDirectory, jsonable
+from mezzo.recipes.run_directory import RankLog, RunDirectory
 from mezzo.recipes.training import StepRecord
 
 RECORD = StepRecord(policy="O0", step=1, loss=0.5, scale=1.0, skipped=False, grad_norm=2.0, ms=3.5)

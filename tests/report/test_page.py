@@ -358,8 +358,24 @@ def test_precisions_and_casts_are_those_of_the_explanation(recorded_run):
 
 def test_a_broken_explanation_is_refused(recorded_run):
     (recorded_run / "explanation.json").write_text("{}")
-    with pytest.raises(StateError, match="this is not an explanation"):
+    place = re.escape(str(recorded_run / "explanation.json"))
+    with pytest.raises(StateError, match=rf"explanation cannot be read\n  where  {place}\n  why    this is not an"):
         page(recorded_run)
+    good = mezzo.explain(torch.nn.Linear(2, 2), torch.ones(1, 2), "O0").to_json()
+    for text, why in (
+        (good.replace('"policy": "O0"', '"policy": "O9"'), "policy 'O9': unknown level 'O9'"),
+        (good.replace('"moved_bytes": ', '"moved_bytes": -'), "moved_bytes is -"),
+        ("\udcff", "'utf-8' codec can't decode"),
+    ):
+        (recorded_run / "explanation.json").write_text(text, errors="surrogateescape")
+        with pytest.raises(StateError, match=rf"where  {place}\n  why    (.|\n)*{re.escape(why)}"):
+            page(recorded_run)
+
+
+def test_a_policy_that_a_summary_garbles_is_shown_as_it_is(recorded_run):
+    summary = json.loads((recorded_run / "summary.json").read_text())
+    (recorded_run / "summary.json").write_text(json.dumps(summary | {"policies": ["O9,"]}))
+    assert "digits-cnn under O9," in text_of(page(recorded_run))
 
 
 def test_the_verdict_on_formats_comes_first_with_the_policy_to_go_on_with(recorded_run, evidence):

@@ -15,9 +15,9 @@ from mezzo import recipes, report
 from mezzo.cli.app import app
 from mezzo.cli.output import INTERRUPTED, console_for, run_directory, show_judgement
 from mezzo.cli.progress import watching
+from mezzo.documents import jsonable
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
 from mezzo.recipes.parallel import Parallel, World, joined
-from mezzo.recipes.run_directory import jsonable
 
 __all__ = ["carry_out", "compare", "compared", "show"]
 

@@ -13,8 +13,8 @@ from mezzo.cli.app import app
 from mezzo.cli.compare import Out, Overwrite, Seed
 from mezzo.cli.output import ALERT, INTERRUPTED, console_for, run_directory, show_judgement
 from mezzo.cli.progress import watching
+from mezzo.documents import jsonable
 from mezzo.recipes.inspection import DEFAULT_POLICY
-from mezzo.recipes.run_directory import jsonable
 
 __all__ = ["inspect"]
 

@@ -13,9 +13,9 @@ from mezzo import recipes
 from mezzo.cli.app import app
 from mezzo.cli.compare import Seed, compared, show
 from mezzo.cli.output import ALERT, INTERRUPTED, require_free
+from mezzo.documents import jsonable
 from mezzo.numerics import Tuned
 from mezzo.recipes.parallel import World
-from mezzo.recipes.run_directory import jsonable
 
 __all__ = ["tune"]
 

@@ -8,7 +8,7 @@ The first says of what it is::
     {"schema": 1, "mezzo": "0.1.0", "model": "ByteGPT", "policy": "O1", "compute_dtype": "float16",
      "loss_scale": "dynamic", "every": 50, "kinds": ["weights", …], "formats": ["float16", …],
      "modules": [{"path": "blocks.0.up", "type": "Linear", "parameters": {"weight": "float32"},
-                  "same_as": "blocks.1.up" (optional), "tied": {"weight": "embed.weight"} (optional)}, …]}
+                  "same_as": "blocks.1.up" or null, "tied": {"weight": "embed.weight"}}, …]}
 
 then one for each recorded step::
 
@@ -29,17 +29,21 @@ are left out. Numbers that JSON cannot write are the texts ``"nan"``, ``"inf"`` 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, TypeVar
 
 import torch
 
-from mezzo.errors import PolicyError, StateError, shown
+from mezzo.documents import built, jsonable
+from mezzo.errors import StateError, shown
 from mezzo.files import opened, regular_or_new, whole
 from mezzo.formats import by_name
 from mezzo.numerics.counting import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZEROS
@@ -47,7 +51,6 @@ from mezzo.numerics.evidence import (
     KINDS,
     Evidence,
     EvidenceHeader,
-    RecordedModule,
     RecordedStep,
     RecordedTensor,
     SwallowedUpdates,
@@ -131,15 +134,7 @@ class EvidenceStream:
 
 def _header_line(header: EvidenceHeader) -> str:
     """Return the first line of a file."""
-    modules = [
-        {"path": each.path, "type": each.type, "parameters": dict(each.parameters)}
-        | ({} if each.same_as is None else {"same_as": each.same_as})
-        | ({"tied": dict(each.tied)} if each.tied else {})
-        for each in header.modules
-    ]
-    plain = {name: getattr(header, name) for name in ("mezzo", "model", "policy", "compute_dtype", "loss_scale")}
-    lists = {"kinds": list(header.kinds), "formats": list(header.formats), "modules": modules}
-    return _line({"schema": SCHEMA, **plain, "every": header.every, **lists})
+    return _line({"schema": SCHEMA, **dataclasses.asdict(header)})
 
 
 def _step_line(step: RecordedStep) -> str:
@@ -147,7 +142,7 @@ def _step_line(step: RecordedStep) -> str:
     return _line(
         {
             "step": step.step,
-            "loss_scales": [scale if math.isfinite(scale) else str(scale) for scale in step.loss_scales],
+            "loss_scales": jsonable(step.loss_scales),
             "skipped": step.skipped,
             "tensors": [_tensor(each) for each in step.tensors],
         }
@@ -222,7 +217,7 @@ def _parsed(file: Path, text: bytes) -> Evidence:
         if not is_partial:
             raise _broken(file, number, "the line before it ends the file")
         if "end" in value:
-            num_steps, is_partial = _checked(file, number, lambda line: _count(line, "num_steps"), value), False
+            num_steps, is_partial = _checked(file, number, partial(built, _EndLine), value).num_steps, False
             continue
         step = _checked(file, number, _step, value)
         if steps and step.step <= steps[-1].step:
@@ -260,141 +255,113 @@ def _broken(file: Path, line: int, why: str) -> StateError:
 def _checked(file: Path, line: int, make: Callable[[dict[str, Any]], T], value: dict[str, Any]) -> T:
     try:
         return make(value)
-    except (_Wrong, PolicyError) as wrong:
+    except ValueError as wrong:
         raise _broken(file, line, str(wrong).partition("\n")[0]) from None
 
 
-class _Wrong(Exception):  # noqa: N818 - it never leaves this file
-    """What is wrong with a line, in words."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LostLine:
+    """What a line has for :class:`SwallowedUpdates`."""
+
+    updated: int
+    beyond: int
+    with_gradient: int
+    unmoved: int
+    by_format: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorLine:
+    """What a line has for a :class:`RecordedTensor`."""
+
+    kind: str
+    module: str
+    name: str
+    dtype: str
+    counts: Mapping[str, int]
+    powers: Mapping[str, int]
+    zeros: int
+    infs: int
+    nans: int
+    max_abs: float
+    swallowed: _LostLine | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepLine:
+    """The line of a :class:`RecordedStep`."""
+
+    step: int
+    loss_scales: tuple[float, ...]
+    skipped: bool
+    tensors: tuple[_TensorLine, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EndLine:
+    """The last line."""
+
+    end: bool
+    num_steps: int
 
 
 def _header(line: dict[str, Any]) -> EvidenceHeader:
-    schema = _count(line, "schema")
-    if schema != SCHEMA:
-        raise _Wrong(f"it has schema {schema}, and this version of mezzo reads schema {SCHEMA}")
-    Policy.parse("O0" if line.get("policy") is None else _text(line, "policy"))  # raises if it is none
-    return EvidenceHeader(
-        mezzo=_text(line, "mezzo"),
-        model=_text(line, "model"),
-        policy=None if line.get("policy") is None else _text(line, "policy"),
-        compute_dtype=None if line.get("compute_dtype") is None else _text(line, "compute_dtype"),
-        loss_scale=_text(line, "loss_scale"),
-        every=_count(line, "every"),
-        kinds=tuple(_kind(each) for each in _of(line, "kinds", list)),
-        formats=tuple(by_name(_plain(each, str, "a format")).name for each in _of(line, "formats", list)),
-        modules=tuple(_module(_plain(each, dict, "a module")) for each in _of(line, "modules", list)),
-    )
+    if (schema := line.pop("schema", None)) != SCHEMA:
+        raise ValueError(f"it has schema {shown(schema)}, and this version of mezzo reads schema {SCHEMA}")
+    header = built(EvidenceHeader, line)
+    Policy.parse(header.policy or "O0")  # raises if it is none
+    _require_kinds(header.kinds)
+    return dataclasses.replace(header, formats=tuple(by_name(each).name for each in header.formats))
 
 
-def _module(value: dict[str, Any]) -> RecordedModule:
-    return RecordedModule(
-        path=_text(value, "path"),
-        type=_text(value, "type"),
-        parameters=_texts(value, "parameters"),
-        same_as=_text(value, "same_as") if "same_as" in value else None,
-        tied=_texts(value, "tied") if "tied" in value else {},
-    )
+def _require_kinds(kinds: Iterable[str]) -> None:
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"{shown(kind)} is no kind of tensors")
 
 
 def _step(line: dict[str, Any]) -> RecordedStep:
-    return RecordedStep(
-        step=_count(line, "step"),
-        loss_scales=tuple(_number(each, "a loss scale") for each in _of(line, "loss_scales", list)),
-        skipped=_of(line, "skipped", bool),
-        tensors=tuple(_recorded(_plain(each, dict, "a tensor")) for each in _of(line, "tensors", list)),
-    )
+    found = built(_StepLine, line)
+    tensors = tuple(_recorded(each) for each in found.tensors)
+    return RecordedStep(step=found.step, loss_scales=found.loss_scales, skipped=found.skipped, tensors=tensors)
 
 
-def _recorded(value: dict[str, Any]) -> RecordedTensor:
-    kind = _kind(value.get("kind"))
-    lost = _of(value, "swallowed", dict) if kind == "updates" else None
-    return RecordedTensor(
-        kind=kind,
-        module=_text(value, "module"),
-        name=_text(value, "name"),
-        dtype=_text(value, "dtype"),
-        histogram=_histogram(value),
-        swallowed=None
-        if lost is None
-        else SwallowedUpdates(
-            **{name: _count(lost, name) for name in _SWALLOWED},
-            swallowed={name: _whole(count, name) for name, count in _of(lost, "by_format", dict).items()},
-        ),
-    )
+def _recorded(line: _TensorLine) -> RecordedTensor:
+    _require_kinds([line.kind])
+    lost = None
+    if line.kind == "updates":
+        if line.swallowed is None:
+            raise ValueError(f"it has no swallowed of {shown(line.name)}")
+        plain = {name: getattr(line.swallowed, name) for name in _SWALLOWED}
+        lost = SwallowedUpdates(swallowed=line.swallowed.by_format, **plain)
+    named = {name: getattr(line, name) for name in ("kind", "module", "name", "dtype")}
+    return RecordedTensor(histogram=_histogram(line), swallowed=lost, **named)
 
 
-def _histogram(value: dict[str, Any]) -> ExponentHistogram:
+def _histogram(line: _TensorLine) -> ExponentHistogram:
     numbers = [0] * ROW
-    for place, count in _bins(value, "counts"):
+    for place, count in _bins("counts", line.counts):
         numbers[place] = count
-    for place, count in _bins(value, "powers"):
+    for place, count in _bins("powers", line.powers):
         if count > numbers[place]:
-            raise _Wrong(f"2^{FIRST + place} has {count} powers of two among {numbers[place]} values")
+            raise ValueError(f"2^{FIRST + place} has {count} powers of two among {numbers[place]} values")
         numbers[place], numbers[BINS + place] = numbers[place] - count, count
-    numbers[ZEROS], numbers[INFS], numbers[NANS] = (_count(value, name) for name in ("zeros", "infs", "nans"))
-    largest = torch.tensor(_number(value.get("max_abs"), "max_abs"), dtype=torch.float32)
+    numbers[ZEROS], numbers[INFS], numbers[NANS] = line.zeros, line.infs, line.nans
+    largest = torch.tensor(line.max_abs, dtype=torch.float32)
     if not 0.0 <= largest < math.inf:
-        raise _Wrong(f"max_abs is {shown(value['max_abs'])}, not a finite magnitude")
+        raise ValueError(f"max_abs is {line.max_abs}, not a finite magnitude")
     numbers[LARGEST] = int(largest.view(torch.int32))
     return ExponentHistogram(torch.tensor(numbers, dtype=torch.int64))
 
 
-def _bins(value: dict[str, Any], name: str) -> Iterable[tuple[int, int]]:
-    for exponent, count in _of(value, name, dict).items():
+def _bins(name: str, counts: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    for exponent, count in counts.items():
         try:
             place = int(exponent) - FIRST
         except ValueError:
             place = -1
         if not 0 <= place < BINS:
-            raise _Wrong(f"{name} has the exponent {shown(exponent)}, which is not from {FIRST} to {FIRST + BINS - 1}")
-        yield place, _whole(count, f"{name} of 2^{exponent}")
-
-
-# Values of a line -------------------------------------------------------------------------------------------
-
-
-def _of(value: dict[str, Any], name: str, kind: type[T]) -> T:
-    if name not in value:
-        raise _Wrong(f"it has no {name}")
-    return _plain(value[name], kind, name)
-
-
-def _plain(value: Any, kind: type[T], name: str) -> T:
-    if not isinstance(value, kind):
-        words = {str: "text", list: "a list", dict: "an object", bool: "true or false"}
-        raise _Wrong(f"{name} is {shown(value)}, not {words[kind]}")
-    return value
-
-
-def _text(value: dict[str, Any], name: str) -> str:
-    return _of(value, name, str)
-
-
-def _texts(value: dict[str, Any], name: str) -> dict[str, str]:
-    return {key: _plain(each, str, f"{name} {key}") for key, each in _of(value, name, dict).items()}
-
-
-def _kind(value: Any) -> str:
-    if value not in KINDS:
-        raise _Wrong(f"{shown(value)} is no kind of tensors")
-    return str(value)
-
-
-def _count(value: dict[str, Any], name: str) -> int:
-    if name not in value:
-        raise _Wrong(f"it has no {name}")
-    return _whole(value[name], name)
-
-
-def _whole(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise _Wrong(f"{name} is {shown(value)}, not a count")
-    return value
-
-
-def _number(value: Any, name: str) -> float:
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**1023:
-        raise _Wrong(f"{name} is {shown(value)}, not a number")
-    return float(value)
+            raise ValueError(
+                f"{name} has the exponent {shown(exponent)}, which is not from {FIRST} to {FIRST + BINS - 1}"
+            )
+        yield place, count

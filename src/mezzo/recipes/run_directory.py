@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any, Final, Self
 
+from mezzo.documents import jsonable
 from mezzo.errors import PolicyError, some_of
 from mezzo.files import is_partial, whole
 from mezzo.policy import Policy
@@ -184,19 +184,3 @@ class RankLog:
 
 def _text(data: Mapping[str, Any]) -> str:
     return json.dumps(jsonable(data), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def jsonable(value: Any) -> Any:
-    """Replace what JSON cannot write: non-finite numbers by their names, tuples by lists.
-
-    Example:
-        >>> jsonable({"loss": float("nan"), "ms": (1.5, float("-inf"))})
-        {'loss': 'nan', 'ms': [1.5, '-inf']}
-    """
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: jsonable(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(inner) for inner in value]
-    return value

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from mezzo.errors import printable
+from mezzo.errors import MezzoError, StateError, printable
 from mezzo.explanation import Explanation
 from mezzo.explanation.sections import NUMBERS, few_rows
 from mezzo.explanation.words import share_text
@@ -59,9 +59,10 @@ def content(run: Run) -> dict[str, Any]:
 
 def _suggested(run: Run, judgement: Judgement) -> dict[str, Any] | None:
     """The policy to go on with, beside that of the run."""
-    if not judgement.policy or len(run.summary["policies"]) != 1:
+    before = None if run.evidence is None else run.evidence.header.policy
+    if not judgement.policy or before is None:
         return None
-    current, suggested = Policy.parse(run.summary["policies"][0]), Policy.parse(judgement.policy)
+    current, suggested = Policy.parse(before), Policy.parse(judgement.policy)
     changes = [f"  {line}" for line in current.differences(suggested)]
     lines = [f"- {current}", f"+ {suggested}", *changes]
     return {"why": printable(judgement.why), "difference": [printable(line) for line in lines]}
@@ -111,8 +112,12 @@ def _explained(run: Run) -> dict[str, Any] | None:
     place = run.file(EXPLANATION)
     if place is None:
         return None
-    with opened(place) as file:
-        explanation = Explanation.from_json(file.read().decode())
+    try:
+        with opened(place) as file:
+            explanation = Explanation.from_json(file.read().decode())
+        answer, rows = explanation.answer, list(few_rows(explanation))
+    except (OSError, UnicodeDecodeError, MezzoError) as error:
+        raise StateError("the run's explanation cannot be read", where=str(place), why=str(error)) from error
     sections = [
         {
             "title": section.title,
@@ -121,9 +126,8 @@ def _explained(run: Run) -> dict[str, Any] | None:
             "numbers": [place for place, head in enumerate(section.heads) if head in NUMBERS],
             "rest": section.rest,
         }
-        for section in few_rows(explanation)
+        for section in rows
     ]
-    answer = explanation.answer
     return {"lines": [printable(line) for line in (answer.headline, *answer.points)], "sections": sections}
 
 

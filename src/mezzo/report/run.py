@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from mezzo.documents import is_count, is_number
 from mezzo.errors import PolicyError, StateError, shown
 from mezzo.files import opened
 from mezzo.numerics import Evidence, read_evidence
@@ -178,24 +179,17 @@ def _wrong(value: Any, form: _Form, where: str) -> Iterator[str]:
                 yield f"{where} has no {name}"
 
 
-def _is_whole(value: Any, least: int, most: int) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int) and least <= value <= most
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a number, or one of the texts that stand for those that JSON lacks."""
-    if isinstance(value, str):
-        return value in ("nan", "inf", "-inf")
-    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 2**1023
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and is_count(abs(value))
 
 
 _KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "text": (lambda value: isinstance(value, str), "str"),
     "flag": (lambda value: isinstance(value, bool), "bool"),
-    "count": (lambda value: _is_whole(value, 1 - 2**63, 2**63 - 1), "a count"),
-    "decimals": (lambda value: _is_whole(value, 0, 20), "a number of decimals"),
-    "number": (_is_number, "a number"),
-    "numbers": (lambda value: isinstance(value, dict) and all(map(_is_number, value.values())), "numbers by name"),
+    "count": (_is_whole, "a count"),
+    "decimals": (lambda value: is_count(value) and value <= 20, "a number of decimals"),
+    "number": (is_number, "a number"),
+    "numbers": (lambda value: isinstance(value, dict) and all(map(is_number, value.values())), "numbers by name"),
 }
 _ROW: Final = {
     "policy": "text", "status": "text", "arithmetic": "text", "final_metric?": "number", "best_metric?": "number",
