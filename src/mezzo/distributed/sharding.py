@@ -42,7 +42,8 @@ def fully_shard(
     """Shard a model's parameters over ranks, as ``torch.distributed.fsdp.fully_shard`` does, in a policy's dtypes.
 
     Each rank keeps a part of every parameter, in the dtype that the model has; what a forward or backward pass needs is
-    gathered, in the dtype that the policy stores parameters in, and let go. Under O2 the FP32 parts are the masters.
+    gathered, in the dtype that the policy stores parameters in, and let go. Under O2 the FP32 parts are the masters;
+    with an optimizer of mezzo's that splits its masters, a session makes each part the 16-bit half that is gathered.
     Modules that the policy keeps in FP32 (batch norm, ``keep_fp32``) are gathered apart, in FP32. Inputs and outputs
     are cast by :class:`mezzo.MixedPrecision` or :func:`mezzo.prepare`, where the model is entered and left: first
     ``fully_shard``, then the optimizer, then the session.

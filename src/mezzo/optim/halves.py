@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import setitem
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from mezzo.cast.model.sharding import flags_of_all
+from mezzo.errors import NumericsError, some_of
 from mezzo.optim.edits import Edits, take_over
 from mezzo.optim.keeper import in_fp32
 from mezzo.optim.state import EXTRAS
 from mezzo.shards import placed, sharded_as
 from mezzo.step.split import judged_together
-from mezzo.step.storage import KAHAN, Storage, storage
+from mezzo.step.storage import KAHAN, SPLIT, Storage, storage
 from mezzo.step.update import RULES, UpdateRule, rule
 from mezzo.step.whole import at_once
 from mezzo.tensors import LOW, is_distributed, local
@@ -98,9 +100,14 @@ class HalvesOptimizer(Optimizer):
 
         with judged_together() as counts:
             made = make()
-        devices = {count.device for count in counts}
-        if any(torch.stack([count for count in counts if count.device == device]).any() for device in devices):
-            make()  # which raises, and says where
+        if lost := _lost([param for param, form in forms.items() if form is SPLIT], counts):
+            make()  # which raises, and says where, unless it is on another rank
+            raise NumericsError(
+                "weights of another rank are too large for split storage",
+                where=some_of(list(map(name_of, lost))),
+                why="beyond the range of their dtype the low-precision weight would be infinite",
+                write=f"policy.keep_fp32(params=[{name_of(lost[0])!r}]), or bfloat16, whose range is FP32's",
+            )
         for param, form, weight, extra in made:
             local(param).data.copy_(weight)
             if extra is not None and form.extra is not None:
@@ -281,3 +288,17 @@ class HalvesOptimizer(Optimizer):
                 assert extra is not None, "a storage with an extra makes one"
                 state[form.extra] = sharded_as(extra, param)
                 self._edits.see([param])
+
+
+def _lost(params: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameters of which some rank holds values that are too large: one host sync.
+
+    Args:
+        params: The parameters.
+        counts: How many there are of each on this rank.
+    """
+    if not counts:
+        return []
+    flags = torch.stack([count.to(counts[0].device).ne(0) for count in counts])
+    found = flags_of_all(flags, params).tolist()
+    return [param for param, is_lost in zip(params, found, strict=True) if is_lost]

@@ -19,6 +19,7 @@ from mezzo.optim.keeper import Keeper
 from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.policy import Policy
+from mezzo.session.weights.halving import halved
 from mezzo.session.weights.phases import Handles
 from mezzo.tensors import LOW, dtype_name
 
@@ -98,6 +99,10 @@ class Weights:
         self.low.check()
         own = one_pass(self.optimizers)
         if self.policy.master_weights:
+            if self.sharded and own:
+                parts = halved(self.models, self.optimizers, self.name_of)
+                for prepared in self.prepared:
+                    prepared.halve(parts)
             originals = {t: data for prepared in self.prepared for t, data in prepared.originals().items()}
             for each in own:
                 each.adopt(originals, self.name_of)

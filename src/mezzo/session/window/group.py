@@ -21,6 +21,7 @@ from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import Stale, dense, is_left, left_over, mark, multiplications, norms
 from mezzo.step.passes import judge
 from mezzo.step.whole import Call, at_once
+from mezzo.tensors import is_distributed
 
 __all__ = ["GradientGroup", "grouped"]
 
@@ -233,7 +234,7 @@ class GradientGroup:
             self._set_aside(window)  # the last scale's gradients, too: then all sums are unscaled
             calls: list[Call] = []
             for param, total in window.unscaled_sums.items():
-                kept = getattr(param, "grad_dtype", None) or param.dtype
+                kept = param.grad_dtype or (total if is_distributed(param) else param).dtype
                 kind = total.to(kept) if total.layout == torch.strided else total
                 calls.append(partial(setattr, param, "grad", kind))
             at_once(*calls, partial(setattr, window, "unscaled_sums", {}))

@@ -15,7 +15,7 @@ from mezzo.optim.keeper import Keeper
 from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import one_pass
 from mezzo.step.whole import Call, at_once
-from mezzo.tensors import LOW
+from mezzo.tensors import LOW, is_distributed
 
 __all__ = ["WideGradients", "added"]
 
@@ -70,8 +70,10 @@ class WideGradients:
         for keeper in keepers:
             params: list[Any] = keeper.stored()
             for param in params:
-                if param.grad_dtype != torch.float32:
-                    self._give(param, None if param.grad is None else param.grad.float(), torch.float32)
+                # Gradients of parts are made by fully_shard, which assigns the first in the parameter's dtype.
+                wide = None if param.grad is None and is_distributed(param) else torch.float32
+                if param.grad_dtype != wide or (param.grad is not None and param.grad.dtype != wide):
+                    self._give(param, None if param.grad is None else param.grad.float(), wide)
 
     def allow_any(self) -> None:
         """Let users assign gradients of any dtype, since they write ``p.grad = torch.zeros_like(p)``."""
