@@ -22,8 +22,8 @@ def sharded_norms():
     params = [p for p in model.parameters() if p.grad is not None]
     consensus = Consensus.of()
     consensus.follow(params, lambda param: "a parameter")
-    found = consensus.norms(params, norms(dense(params), torch.device("cpu")))
-    shards = [tuple(gradient.shape) for gradient in dense(params)]
+    found = consensus.norms(params, norms(dense(params)[1], torch.device("cpu")))
+    shards = [tuple(gradient.shape) for gradient in dense(params)[1]]
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]
     return found, torch.stack([g.double().norm().float() for g in whole]), shards, len(consensus.sharding.groups)
 

@@ -71,8 +71,11 @@ def plug_in(library: Path, capability: int = 90) -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     addresses: dict[int, int] = {}
+    real_address = torch.Tensor.data_ptr
 
     def data_ptr(tensor: Any) -> int:
+        if not isinstance(tensor, FakeTensor):
+            return real_address(tensor)
         if not tensor.numel():
             return 0
         return storage_data_ptr(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
@@ -83,7 +86,7 @@ def plug_in(library: Path, capability: int = 90) -> None:
             return real_data_ptr(storage)
         return addresses.setdefault(storage._cdata, _ADDRESSES + (len(addresses) << 24))
 
-    FakeTensor.data_ptr = data_ptr
+    torch.Tensor.data_ptr = data_ptr
     real_data_ptr = torch.UntypedStorage.data_ptr
     torch.UntypedStorage.data_ptr = storage_data_ptr  # type: ignore[method-assign]
     cuda: Any = torch.cuda

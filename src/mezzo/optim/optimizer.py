@@ -22,6 +22,7 @@ from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import SavedOptimizer
 from mezzo.shards import locals_of, number_of_shard, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
+from mezzo.step.gradients import with_gradients
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import FULL
 from mezzo.step.update import UpdateRule
@@ -33,6 +34,16 @@ __all__ = ["Group", "OnePassOptimizer", "Params", "as_one_pass", "one_pass"]
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 _KIND: Final = attrgetter("dtype", "shape", "device")
+_LAYOUT: Final = attrgetter("layout")
+_DENSE: Final = {torch.strided}
+
+
+@dataclass(slots=True, eq=False)
+class _Ready:
+    """Parameters that are updated together, and what updates this rank's part of them."""
+
+    params: list[Tensor]
+    update: BucketUpdate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,26 +55,20 @@ class _Wanted:
         params: The parameters.
         kinds: What each of them is.
         shards: What this rank holds of each, once buckets were built; ``None`` where all are plain tensors.
+        buckets: Those of them that are updated together, in the same order; ``None`` until they were built.
     """
 
     rule: UpdateRule
     params: list[Tensor]
     kinds: list[Any]
     shards: list[Tensor] | None = None
+    buckets: list[_Ready] | None = None
 
     def is_as(self, other: _Wanted) -> bool:
         """Whether the buckets that were built for another serve this one."""
         alike = self.rule == other.rule and self.kinds == other.kinds
         same = alike and all(map(is_, self.params, other.params))
         return same and (other.shards is None or all(map(is_, map(local, self.params), other.shards)))
-
-
-@dataclass(slots=True, eq=False)
-class _Ready:
-    """Parameters that are updated together, and what updates this rank's part of them."""
-
-    params: list[Tensor]
-    update: BucketUpdate
 
 
 class OnePassOptimizer(SavedOptimizer):
@@ -201,22 +206,23 @@ class OnePassOptimizer(SavedOptimizer):
         """
         wanted = [self._wanted(number) for number in range(len(self.param_groups))]
         self.take_edits()
-        ready = [each for number, group in enumerate(wanted) for each in self._ready_of(number, group)]
+        of_groups = [(self._ready_of(number, group), its) for number, (group, its) in enumerate(wanted)]
+        ready = [(each, gradients) for buckets, gradients in of_groups for each in buckets]
         work = Work()
         steps: list[Tensor] = []
         counts: list[Tensor] = []
-        for device in {each.update.bucket.step.device for each in ready}:
+        for device in {each.update.bucket.step.device for each, _ in ready}:
             here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
-            there = [each for each in ready if each.update.bucket.step.device == device]
-            before = {id(each.update.bucket.step): each.update.bucket.step for each in there}
+            there = [pair for pair in ready if pair[0].update.bucket.step.device == device]
+            before = {id(each.update.bucket.step): each.update.bucket.step for each, _ in there}
             after = shared(counted, (), [here.found_inf, *before.values()])
             steps += before.values()
             counts += after
             next_of = dict(zip(before, after, strict=True))
-            for each in there:
-                work.add(*self._pieces(each, here, next_of[id(each.update.bucket.step)]))
-        params = [param for each in ready for param in each.params]
-        with_masters = [param for each in ready if each.update.bucket.storage is FULL for param in each.params]
+            for each, gradients in there:
+                work.add(*self._pieces(each, gradients, here, next_of[id(each.update.bucket.step)]))
+        params = [param for each, _ in ready for param in each.params]
+        with_masters = [param for each, _ in ready if each.update.bucket.storage is FULL for param in each.params]
         updates = self.updates + 1
 
         def count() -> list[Call]:
@@ -235,9 +241,17 @@ class OnePassOptimizer(SavedOptimizer):
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         return Verdict.of_flags(found_inf, grad_scale, device)
 
-    def _pieces(self, ready: _Ready, verdict: Verdict, step: Tensor) -> list[Piece]:
-        """Return a bucket's update, without kernels of its own where these cannot be built any more."""
-        gradients: list[Any] = [param.grad for param in ready.params]
+    def _pieces(self, ready: _Ready, gradients: list[Any], verdict: Verdict, step: Tensor) -> list[Piece]:
+        """Return a bucket's update, without kernels of its own where these cannot be built any more.
+
+        Args:
+            ready: The bucket.
+            gradients: Of all of its group.
+            verdict: On them.
+            step: Its count.
+        """
+        if len(gradients) > len(ready.params):
+            gradients = [param.grad for param in ready.params]
         if ready.update.bucket.weights is not ready.params:
             gradients = locals_of(gradients)
         try:
@@ -256,33 +270,37 @@ class OnePassOptimizer(SavedOptimizer):
 
     # What a step needs, kept from one to the next ------------------------------------------------------
 
-    def _wanted(self, number: int) -> _Wanted:
-        """Return what a group's step is about, refusing what no kernel could update before any group is touched."""
+    def _wanted(self, number: int) -> tuple[_Wanted, list[Tensor]]:
+        """Return what a group's step is about, as an earlier one was if its buckets serve this one, and the gradients.
+
+        What no kernel could update is refused before any group is touched.
+        """
         group = self.param_groups[number]
-        params: list[Any] = [param for param in group["params"] if param.grad is not None]
-        if sparse := [param for param in params if param.grad.layout != torch.strided]:
+        params, gradients = with_gradients(group["params"])
+        if not _DENSE.issuperset(map(_LAYOUT, gradients)):
+            sparse = next(gradient for gradient in gradients if gradient.layout != torch.strided)
             raise UnsupportedError(
                 f"{type(self).__name__} cannot use a sparse gradient",
-                where=f"group {number}, a parameter of shape {tuple(sparse[0].shape)}",
+                where=f"group {number}, a parameter of shape {tuple(sparse.shape)}",
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
         wanted = _Wanted(self.rule_of(group), params, list(map(_KIND, params)))
-        if number not in self._ready or not wanted.is_as(self._ready[number][0]):
-            for param in params:
-                check_unchanged(param, self.state.get(param, {}), wanted.rule.states)
-        return wanted
+        if (known := self._ready.get(number)) is not None and wanted.is_as(known):
+            return known, gradients
+        for param in params:
+            check_unchanged(param, self.state.get(param, {}), wanted.rule.states)
+        return wanted, gradients
 
     def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
         """Return a group's buckets, built anew when other parameters have gradients."""
-        known = self._ready.get(number)
-        if known is None or not wanted.is_as(known[0]):
-            weights = locals_of(wanted.params)
-            wanted = replace(wanted, shards=None if weights is wanted.params else weights)
-            known = self._ready[number] = wanted, list(self._built(number, wanted.params, wanted.rule))
-        for device in {each.update.bucket.step.device for each in known[1]}:
+        if (buckets := wanted.buckets) is None:
+            weights, buckets = locals_of(wanted.params), list(self._built(number, wanted.params, wanted.rule))
+            shards = None if weights is wanted.params else weights
+            self._ready[number] = replace(wanted, shards=shards, buckets=buckets)
+        for device in {each.update.bucket.step.device for each in buckets}:
             self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
-        return known[1]
+        return buckets
 
     def _built(self, number: int, params: list[Tensor], update_rule: UpdateRule) -> Iterator[_Ready]:
         group = self.param_groups[number]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,7 +46,7 @@ class Judged:
 
 
 def check(
-    groups: list[GradientGroup], optimizers: Iterable[Optimizer], device: torch.device, max_norm: float | None
+    groups: list[GradientGroup], optimizers: Collection[Optimizer], device: torch.device, max_norm: float | None
 ) -> Judged:
     """Gather and judge the gradients of some optimizers, leaving the unscaling to the update where it can be.
 
@@ -64,14 +64,13 @@ def check(
     one = _common_scale([window.carried if window.is_plain else None for window in windows])
     for group in groups:
         group.gather() if one is not None else group.settle()
-    params = [param for group in groups for param in group.params(optimizers) if param.grad is not None]
+    params, gradients = dense([param for group in groups for param in group.params(optimizers)])
     if not params:
         raise StateError(
             "no parameter has a gradient",
             why="every optimizer's gradients are None: frozen, detached, or cleared since backward()",
             write="amp.zero_grad() only after amp.step()",
         )
-    gradients = dense(params)
     # Where mezzo's optimizers take all of them, their executor reads the gradients once for all norms.
     stepping = [optimizer for group in groups for optimizer in group.optimizers if optimizer in optimizers]
     places = alike(gradients)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import Any, Final, TypeAlias
 from weakref import ReferenceType, ref
 
@@ -18,34 +19,42 @@ from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
 from mezzo.tensors import LOW, is_distributed, local, moved
 
-__all__ = ["Stale", "alike", "dense", "is_left", "left_over", "mark", "multiplications", "norms"]
+__all__ = ["Stale", "alike", "dense", "is_left", "left_over", "mark", "multiplications", "norms", "with_gradients"]
 
 Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
 _PLAIN: Final = {Tensor}
 _IS_SPARSE: Final = attrgetter("is_sparse")
+_GRADIENT: Final = attrgetter("grad")
 _KIND: Final = attrgetter("device", "dtype")
 
 
-def dense(params: list[Tensor]) -> list[Tensor]:
-    """Return the tensors that hold the gradients' values: of a sparse one, those of its coalesced form.
+def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return those of some parameters that have a gradient, and these gradients: each is asked for once."""
+    gradients = list(map(_GRADIENT, params))
+    if all(map(is_not, gradients, repeat(None))):
+        return list(params), gradients
+    there = [gradient is not None for gradient in gradients]
+    return list(compress(params, there)), list(compress(gradients, there))
 
-    Of a sharded one, this rank's shard: from here on all tensors are local ones.
 
-    Args:
-        params: Tensors that all have a gradient.
+def dense(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return those of some parameters that have a gradient, and the tensors that hold these gradients' values.
+
+    Of a sparse gradient those are its coalesced form's. Of a sharded one it is this rank's shard: from here on all
+    tensors are local ones.
     """
-    gradients: list[Any] = [param.grad for param in params]
+    params, gradients = with_gradients(params)
     if not {*map(type, gradients)} <= _PLAIN and any(map(is_distributed, gradients)):
         gradients = _summed_shards(params)
     if not any(map(_IS_SPARSE, gradients)):
-        return gradients
+        return params, gradients
     for place, gradient in enumerate(gradients):
         if gradient.is_sparse:
             params[place].grad = gradient = gradient.coalesce()
             gradients[place] = gradient._values()
-    return gradients
+    return params, gradients
 
 
 def _summed_shards(params: list[Any]) -> list[Tensor]:
@@ -73,7 +82,7 @@ def left_over(gradients: Iterable[Tensor]) -> Stale:
 
     The memory of a freed one may be another's, so that its storage is known as well.
     """
-    values = [each._values() if each.is_sparse else each for each in gradients]
+    values = list(gradients)
     try:
         return dict(zip(tensors.marks(values), map(ref, map(Tensor.untyped_storage, values)), strict=True))
     except RuntimeError:  # one is of a layout that has no storage

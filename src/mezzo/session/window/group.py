@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from operator import setitem
 
@@ -18,7 +18,7 @@ from mezzo.session.window.sums import batches, unscaled
 from mezzo.session.window.wide import WideGradients
 from mezzo.session.window.window import CarriedScale, LossShare, Window
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import Stale, dense, is_left, left_over, mark, multiplications, norms
+from mezzo.step.gradients import Stale, dense, is_left, left_over, mark, multiplications, norms, with_gradients
 from mezzo.step.passes import judge
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import is_distributed
@@ -53,29 +53,25 @@ class GradientGroup:
         self.window: Window | None = None
         self.wide = WideGradients(optimizers, masters, name_of)
 
-    def params(self, optimizers: Iterable[Optimizer] | None = None) -> list[Tensor]:
+    def params(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
         """Return what the optimizers update, each tensor once: masters, or the parameters themselves."""
-        wanted = None if optimizers is None else {id(optimizer) for optimizer in optimizers}
-        chosen = [o for o in self.optimizers if wanted is None or id(o) in wanted]
+        chosen = [o for o in self.optimizers if optimizers is None or o in optimizers]
         # By id: hashing a tensor is a Python call.
         once = {id(param): param for o in chosen for group in o.param_groups for param in group["params"]}
         return list(once.values())
 
-    def leaves(self, optimizers: Iterable[Optimizer] | None = None) -> Iterator[Tensor]:
+    def leaves(self, optimizers: Collection[Optimizer] | None = None) -> Iterator[Tensor]:
         """Yield the parameters of the models in whose ``.grad`` a backward pass puts its gradients."""
         return (leaf for _, leaf in self.with_leaves(optimizers) if leaf.requires_grad)
 
-    def with_leaves(self, optimizers: Iterable[Optimizer] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def with_leaves(self, optimizers: Collection[Optimizer] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what the optimizers update, each with the parameter of the model that it stands for."""
         of: dict[int, Tensor] = {id(master): param for param, master in self.wide.pairs()}
         return ((param, of.get(id(param), param)) for param in self.params(optimizers))
 
     def has_gradients(self) -> bool:
         """Whether a step of the optimizers would find a gradient."""
-        return bool(self._with_gradients()) or any(leaf.grad is not None for leaf in self.leaves())
-
-    def _with_gradients(self) -> list[Tensor]:
-        return [param for param in self.params() if param.grad is not None]
+        return bool(with_gradients(self.params())[0]) or any(leaf.grad is not None for leaf in self.leaves())
 
     # Around a backward pass ---------------------------------------------------------------------------
 
@@ -171,7 +167,7 @@ class GradientGroup:
             noted, gradient = window.new_gradients.get(param), leaf.grad
             if noted is None or (gradient is noted[0] and mark(gradient) == noted[1]):
                 continue
-            size = 0 if gradient is None else torch.linalg.vector_norm(dense([leaf])[0], float("inf"))
+            size = 0 if gradient is None else torch.linalg.vector_norm(dense([leaf])[1][0], float("inf"))
             if size == 0:
                 cleared.add(param)
             elif param in window.unscaled_sums and size < float("inf"):  # a step with any other is skipped
@@ -192,8 +188,8 @@ class GradientGroup:
 
     def _set_aside(self, window: Window) -> None:
         """Empty ``.grad`` into unscaled sums, so that gradients with another scale can follow."""
-        params = self._with_gradients()
-        factor, share = self._share(window, dense(params))
+        params, gradients = dense(self.params())
+        factor, share = self._share(window, gradients)
         window.settled += share  # first: after an interrupt the rest gets a share of its own
         for together in batches(params):
             totals = unscaled([param.grad for param in together], factor, list(map(window.unscaled_sums.get, together)))
@@ -239,7 +235,7 @@ class GradientGroup:
                 calls.append(partial(setattr, param, "grad", kind))
             at_once(*calls, partial(setattr, window, "unscaled_sums", {}))
             return
-        gradients = dense(self._with_gradients())
+        _, gradients = dense(self.params())
         factor, share = self._share(window, gradients)
         calls = [] if factor is None else multiplications(gradients, factor)
         at_once(partial(window.settled.extend, share), *calls, partial(setattr, window, "carried", None))
@@ -259,7 +255,7 @@ class GradientGroup:
             gradients = None  # some have another dtype now, and other memory
         # Gradients that never carried a scale may be added to, as in a loop without mezzo.
         if window.carried is None or not window.carried.is_one:
-            self.stale = left_over(gradients or dense(self._with_gradients()))
+            self.stale = left_over(gradients or dense(self.params())[1])
         self.window = None
 
     def abandon(self) -> None:

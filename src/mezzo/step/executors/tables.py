@@ -27,8 +27,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-#: What tells apart gradients that kernels read as they are.
-_KIND: Final = attrgetter("dtype", "requires_grad")
+_DTYPE: Final = attrgetter("dtype")
+_READABLE: Final = set(CASTABLE)
 #: Tables in device memory with their contents in the host's, while a graph is captured that will read them.
 _WAITING: Final[ContextVar[list[tuple[Tensor, Tensor]] | None]] = ContextVar("waiting", default=None)
 
@@ -97,7 +97,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     Raises:
         UnsupportedError: A tensor that is more than its memory, such as a DTensor.
     """
-    found = [tensor.data_ptr() for tensor in tensors]
+    found = list(map(Tensor.data_ptr, tensors))
     if 0 not in found:
         return found
     for address, tensor in zip(found, tensors, strict=True):
@@ -140,29 +140,25 @@ def as_table(numbers: Sequence[object]) -> Tensor:
 # A step asks these of every gradient of a model: in loops of C's, where all of them are as most are.
 
 
-def readable(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients that kernels can read: any other dtype is what an update rounds to FP32 first anyway."""
-    kinds = set(map(_KIND, gradients))
-    if all(dtype in CASTABLE and not has_graph for dtype, has_graph in kinds) and not any(
-        map(Tensor.is_neg, gradients)
-    ):
-        return list(gradients)
-    return [_readable(gradient) for gradient in gradients]
+def readable(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.dtype]]:
+    """Return gradients that kernels can read, and their dtypes: any other is what an update rounds to FP32 first."""
+    dtypes = list(map(_DTYPE, gradients))
+    if _READABLE.issuperset(dtypes) and not any(map(Tensor.is_neg, gradients)):
+        return gradients, dtypes
+    # The memory of a second derivative may hold it negated.
+    resolved = [gradient.resolve_neg() for gradient in gradients]
+    found = [each if each.dtype in CASTABLE else each.to(torch.float32) for each in resolved]
+    return found, list(map(_DTYPE, found))
 
 
-def _readable(gradient: Tensor) -> Tensor:
-    if gradient.requires_grad or gradient.is_neg():  # as a second derivative is; its memory holds it negated
-        gradient = gradient.detach().resolve_neg()
-    return gradient if gradient.dtype in CASTABLE else gradient.to(torch.float32)
-
-
-def vectors(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return readable gradients as their elements in memory order, copied where they have gaps."""
-    found = readable(gradients)
+def vectors(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.dtype]]:
+    """Return readable gradients as their elements in memory order, copied where they have gaps, and their dtypes."""
+    found, dtypes = readable(gradients)
     if all(map(Tensor.is_contiguous, found)):
-        return found
+        return found, dtypes
     # Not reshape(-1) alone: every second column of a matrix is a view too, as a vector with steps of two.
-    return [each if each.is_contiguous() else (flat(each) or (each.reshape(-1).contiguous(),))[0] for each in found]
+    copies = [each if each.is_contiguous() else (flat(each) or (each.reshape(-1).contiguous(),))[0] for each in found]
+    return copies, dtypes
 
 
 class TabledUpdate(BucketUpdate):
@@ -190,19 +186,20 @@ class TabledUpdate(BucketUpdate):
     @torch.no_grad()
     def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
         """See :class:`mezzo.step.passes.BucketUpdate`."""
-        bucket, gradients = self.bucket, readable(gradients)
+        bucket, (gradients, dtypes) = self.bucket, readable(gradients)
         # Equal as long as nothing was given other memory or another dtype.
-        addresses = [tensor.data_ptr() for tensor in self.tensors]
-        strides = [weight.is_contiguous() or weight.stride() for weight in bucket.weights]
-        seen = addresses, strides, [gradient.dtype for gradient in gradients]
+        addresses = list(map(Tensor.data_ptr, self.tensors))
+        have_no_gaps = all(map(Tensor.is_contiguous, bucket.weights))
+        strides = None if have_no_gaps else list(map(Tensor.stride, bucket.weights))
+        seen = addresses, strides, dtypes
         if seen != self.seen:
             self.seen = ()  # until all tables follow: an interrupt may come in between
             self.rows = Rows.of(bucket, gradients)
             self.follow(self.rows)
             self.seen = seen
         others = self.rows.others
-        lying = gradients
-        if not (set(strides) <= {True} and all(map(Tensor.is_contiguous, gradients))):
+        lying: Sequence[Tensor] = gradients
+        if not (have_no_gaps and all(map(Tensor.is_contiguous, gradients))):
             lying = [
                 gradient if index in others else laid_out(gradient, weight)
                 for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))

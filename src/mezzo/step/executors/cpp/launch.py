@@ -58,8 +58,8 @@ class Cpp:
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """See :class:`mezzo.step.passes.Executor`."""
-        read = vectors(gradients)
-        return self._known(tuple([each.dtype for each in read]), tuple(map(Tensor.numel, read)))(read)
+        read, dtypes = vectors(gradients)
+        return self._known(tuple(dtypes), tuple(map(Tensor.numel, read)))(read)
 
     def prepare(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""

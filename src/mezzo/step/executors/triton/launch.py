@@ -107,8 +107,8 @@ class Triton:
         """See :class:`mezzo.step.passes.Executor`."""
         if not gradients:
             return torch.zeros(0, dtype=torch.float32, device="cpu")
-        read = vectors(gradients)
-        key = read[0].device, tuple([each.dtype for each in read]), tuple(map(Tensor.numel, read))
+        read, dtypes = vectors(gradients)
+        key = read[0].device, tuple(dtypes), tuple(map(Tensor.numel, read))
         if key not in self._known:
             if len(self._known) == REMEMBERED:
                 self._known.pop(next(iter(self._known))).release()
