@@ -199,6 +199,20 @@ def test_a_loop_of_torchs_scaler_is_recorded_unscaled(fused):
         evidence.histogram("updates", step=2)
 
 
+def test_a_scaler_that_the_recorder_does_not_know_is_refused_where_its_scale_is_told():
+    model = net()
+    optimizer = adamw(model, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    weights = [param.detach().clone() for param in model.parameters()]
+    with Recorder(model, optimizer):
+        scaler.scale(model(batches(1)[0]).square().mean()).backward()
+        with pytest.raises(PolicyError, match=r"AdamW\n(.|\n)*write  Recorder\(model, optimizer, loss_scale=scaler\)"):
+            scaler.step(optimizer)
+    assert all(map(torch.equal, model.parameters(), weights))
+    scaler.step(optimizer)
+    assert not any(map(torch.equal, model.parameters(), weights))
+
+
 @pytest.mark.parametrize("given", [3.0, torch.tensor(3.0)])
 def test_a_loss_scale_may_be_a_number(given):
     model = net()

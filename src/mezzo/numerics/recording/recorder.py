@@ -14,20 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mezzo
-from mezzo.errors import PolicyError, StateError, UnsupportedError
+from mezzo.errors import StateError
 from mezzo.formats import Format
 from mezzo.numerics.evidence import KINDS, Evidence, EvidenceHeader, RecordedStep, Steps, SwallowedUpdates
 from mezzo.numerics.evidence_file import EvidenceStream, write
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.recording.choices import Choices, LossScaleNow
+from mezzo.numerics.recording.sessions import SessionSide
 from mezzo.numerics.recording.step import PlainLoop, Recording
 from mezzo.optim.masters import MasterWeights
-from mezzo.scale.scaler import Scaler
-from mezzo.scale.state import inverse
-from mezzo.session.core import Core, PlainRun, current, under_way
-from mezzo.session.scale import StepOutcome
-from mezzo.session.stats import Noted
-from mezzo.session.verdict import Judged
+from mezzo.session.core import current, under_way
+from mezzo.tensors import dtype_name
 
 __all__ = ["Recorder"]
 
@@ -58,10 +55,12 @@ class Recorder:
         keep: How many recorded steps are kept in memory, the newest; ``None`` keeps all.
         stream: A file, or a run directory, that each recorded step is written to at once.
         loss_scale: Of a loop without a session: its ``torch.amp.GradScaler``, or the number that losses are multiplied
-            by.
+            by. Left out, gradients are recorded as the backward pass makes them, with the scale of a scaler that is
+            used all the same; only a fused optimizer, which is told of it, tells.
 
     Raises:
-        PolicyError: Arguments that make no sense, all of them together.
+        PolicyError: Arguments that make no sense, all of them together; from ``optimizer.step()``, a scaler's scale
+            that the recorder does not know.
         OSError: The stream cannot be written.
 
     **Cost**: on recorded steps a pass over everything that is recorded, one transfer from the device, and with
@@ -102,10 +101,9 @@ class Recorder:
         self._scale = LossScaleNow(loss_scale, next(model.parameters()).device)
         self._stream = None if stream is None else EvidenceStream(stream)
         self._steps: deque[RecordedStep] = deque(maxlen=keep)
-        self._session = _SessionSide(self)
+        self._session = SessionSide(self, self._choices, self._scale, self._leave_loop, self._advance)
         self._taken = 0
         self._called: list[str] = []
-        self._recording: Recording | None = None
         self._loop: PlainLoop | None = None
         self._opened = ExitStack()
         self._stage: Literal["new", "open", "ended", "interrupted"] = "new"
@@ -155,27 +153,33 @@ class Recorder:
             )
         if self._session.cores:
             return
-        scale = self._scale.scale() if self._recording is not None else None
+        scale = self._scale.scale() if self._session.recording is not None else None
         self._advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
 
     def _arm(self) -> None:
         choices = self._choices
         self._scale.forget()
-        self._recording = Recording(choices.subject, choices.kinds, choices.formats, self._scale.factor)
+        recording = Recording(choices.subject, choices.kinds, choices.formats, self._scale.factor)
+        self._session.recording = recording
         if not self._session.cores:
-            self._loop = PlainLoop(self._recording, choices.subject, choices.optimizers, self._scale.factor)
+            self._loop = PlainLoop(recording, choices.subject, choices.optimizers, self._scale.factor)
 
     def _disarm(self) -> None:
-        for armed in (self._recording, self._loop):
-            if armed is not None:
-                armed.remove()
-        self._recording = self._loop = None
+        if self._session.recording is not None:
+            self._session.recording.remove()
+        self._session.recording = None
+        self._leave_loop()
+
+    def _leave_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.remove()
+        self._loop = None
 
     @torch.no_grad()
     def _advance(self, scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> None:
         """Count a step, take what was recorded of it, and make ready for the next."""
         self._taken += 1
-        recording = self._recording
+        recording = self._session.recording
         try:
             if recording is not None:
                 step = recording.finish(self._taken, scales, skipped)
@@ -208,7 +212,7 @@ class Recorder:
             mezzo=mezzo.__version__,
             model=type(self._choices.subject.model).__name__,
             policy=None if policy is None else str(policy),
-            compute_dtype=None if policy is None else str(policy.dtype).removeprefix("torch."),
+            compute_dtype=None if policy is None else dtype_name(policy.dtype),
             loss_scale=mode if policy is None else policy.loss_scale.mode,
             every=self._choices.every,
             kinds=tuple(self._choices.kinds),
@@ -235,112 +239,3 @@ class Recorder:
             OSError: It cannot be written.
         """
         write(self.evidence, path)
-
-
-class _SessionSide(PlainRun):
-    """What sessions tell a recorder of, while its block is open.
-
-    Attributes:
-        cores: The sessions that update its model.
-        outer: What their calls are part of besides.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.cores: list[Core] = []
-        self.outer = PlainRun()
-        self._recorder = recorder
-        self._others: list[Core] = []
-        self._stepping: Core | None = None
-        self._updated: dict[int, Tensor] = {}
-        self._is_ours = False
-
-    def join(self, core: Core) -> None:
-        self.outer.join(core)
-        if core in self.cores or core in self._others:
-            return
-        if not self._leaves(core):
-            self._others.append(core)
-            return
-        if self._recorder._scale.is_given:
-            raise PolicyError(
-                "a recorder in a session is not given a loss scale",
-                where=repr(self._recorder),
-                why="the session knows which scale its gradients carry",
-                write="Recorder(model, optimizer), without loss_scale=",
-            )
-        self.cores.append(core)
-        if self._recorder._loop is not None:
-            self._recorder._loop.remove()
-            self._recorder._loop = None
-
-    def begin(self, scaler: Scaler) -> None:
-        self.outer.begin(scaler)
-        self._recorder._scale.told(scaler.state.scale if scaler.changes_gradients else None)
-
-    def refuse(self, core: Core, closure: Any, scheduler: Any) -> None:
-        self.outer.refuse(core, closure, scheduler)
-        if core is not self._stepping:
-            self._updated = {}
-        self._stepping, self._is_ours = core, False
-        recording = self._recorder._recording
-        if core in self.cores and recording is not None:
-            self._updated = self._leaves(core)
-            recording.weights.before(core.weights.stored(), set(self._updated.values()))
-
-    def seen(self, judged: Judged) -> Judged:
-        judged = self.outer.seen(judged)
-        core, recording = self._stepping, self._recorder._recording
-        if core is None or core not in self.cores:
-            return judged
-        if recording is None:
-            self._updated = self._updated or self._leaves(core)
-        self._is_ours = any(id(param) in self._updated for param in judged.params)
-        if recording is not None and self._is_ours:
-            recording.weights.keep({self._updated[id(p)] for p in judged.params if id(p) in self._updated})
-            factor = None if judged.scale is None else inverse(judged.scale)
-            for param, gradient in zip(judged.params, judged.gradients, strict=True):
-                if (leaf := self._updated.get(id(param))) is not None:
-                    recording.weights.gradient(leaf, gradient, factor)
-        return judged
-
-    def noted(self, core: Core, outcome: StepOutcome) -> Noted:
-        calls, then = self.outer.noted(core, outcome)
-
-        def after() -> None:
-            then()
-            self._ended(core, outcome)
-
-        return Noted(calls, after)
-
-    def _ended(self, core: Core, outcome: StepOutcome) -> None:
-        recording = self._recorder._recording
-        if not self._is_ours or core is not self._stepping:
-            if recording is not None:
-                recording.weights.keep(())
-            return
-        if recording is not None:
-            recording.weights.after(core.weights.stored())
-        is_scaled = core.policy.loss_scale.mode != "none"
-        scales = outcome.scale.reshape(-1).unbind() if is_scaled else ()
-        self._recorder._advance(scales, [outcome.verdict.found_inf])
-
-    def refuse_capture(self, what: str) -> None:
-        self.outer.refuse_capture(what)
-        raise UnsupportedError(
-            f"{what} in the block of a Recorder",
-            where=repr(self._recorder),
-            why="a captured step is replayed without Python, which is what records",
-            write="the train step itself in the recorder's block, and mezzo.capture(…) after it",
-        )
-
-    def _leaves(self, core: Core) -> dict[int, Tensor]:
-        """Return the model's parameters by the ``id`` of what a session's optimizers update for each."""
-        choices = self._recorder._choices
-        own = set(choices.subject.model.parameters())
-        chosen = {id(p) for o, _ in choices.optimizers for group in o.param_groups for p in group["params"]}
-        return {
-            id(param): leaf
-            for group in core.groups
-            for param, leaf in group.with_leaves()
-            if leaf in own and (not chosen or id(param) in chosen)
-        }

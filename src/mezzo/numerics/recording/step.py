@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.errors import PolicyError
 from mezzo.formats import Format
 from mezzo.numerics.counting import ROW
 from mezzo.numerics.evidence import KINDS, RecordedStep, RecordedTensor
@@ -159,6 +160,13 @@ class PlainLoop:
     @torch.no_grad()
     def _before(self, keeper: Keeper | None, optimizer: Optimizer, *_: Any) -> None:
         self._has_stepped = True
+        if isinstance(getattr(optimizer, "grad_scale", None), Tensor) and self._factor() is None:
+            raise PolicyError(
+                "gradients carry a loss scale that the recorder does not know",
+                where=type(optimizer).__name__,
+                why="a torch.amp.GradScaler leaves it to the fused optimizer, and it would be recorded as theirs",
+                write="Recorder(model, optimizer, loss_scale=scaler)",
+            )
         found_inf = getattr(optimizer, "found_inf", None)  # torch's scaler tells it so to fused optimizers
         if isinstance(found_inf, Tensor):
             self._flags.append(found_inf.detach().reshape(()).clone())
