@@ -58,6 +58,9 @@ def test_the_nearest_word_is_suggested(word, words, says):
 def test_long_lists_are_counted():
     assert some_of(list("abc")) == "a, b, c"
     assert some_of(list("abcdefg")) == "a, b, c, d, e and 2 more"
+    many = [f"blocks.{number}" for number in range(100)]
+    assert nearest("block.99", many).startswith("did you mean 'blocks.99'? valid: blocks.0, blocks.1, ")
+    assert nearest("block.99", many).endswith("blocks.19 and 80 more")
 
 
 #: Colours, a jump of the cursor in one character, a text shown backwards, an invisible join, half a character.

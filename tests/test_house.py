@@ -15,19 +15,19 @@ MOST_CODE = {
     "cast": 2_583,
     "cli": 933,
     "distributed": 300,
-    "explanation": 1_079,
+    "explanation": 1_078,
     "integrations": 46,
-    "numerics": 3_690,
+    "numerics": 3_719,
     "optim": 1_318,
     "overflow": 825,
     "policy": 1_040,
     "recipes": 1_314,
-    "report": 999,
+    "report": 997,
     "scale": 607,
     "session": 3_632,
     "step": 2_253,
     "trace": 998,
-    "the ground": 725,
+    "the ground": 726,
 }
 MOST_LINES = 400
 MOST_FILES = 14

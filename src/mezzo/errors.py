@@ -23,6 +23,8 @@ _LONGEST_LINE: Final = 2000
 MOST_PROBLEMS: Final = 20
 #: Characters of a word that is echoed, or compared with a vocabulary.
 _LONGEST_WORD: Final = 200
+#: Words of a vocabulary, beyond which they are counted.
+_MOST_WORDS: Final = 20
 
 
 def message(what: str, *, where: str = "", why: str = "", write: str = "") -> str:
@@ -160,7 +162,7 @@ def nearest(name: str, vocabulary: Iterable[str]) -> str:
         vocabulary: The valid words.
 
     Returns:
-        ``"did you mean 'x'? (valid: …)"``, without the question when nothing is near.
+        ``"did you mean 'x'? valid: …"``, without the question when nothing is near; of many words the first twenty.
 
     Example:
         >>> nearest("flaot16", ["float16", "bfloat16"])
@@ -170,7 +172,7 @@ def nearest(name: str, vocabulary: Iterable[str]) -> str:
     lowered = {word.lower(): word for word in words}
     match = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     question = f"did you mean {lowered[match[0]]!r}? " if match else ""
-    return f"{question}valid: {', '.join(words)}"
+    return f"{question}valid: {some_of(words, _MOST_WORDS)}"
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:

@@ -129,10 +129,9 @@ def _trips(explained: Explained) -> Iterator[str]:
 def _paddings(explained: Explained) -> Iterator[str]:
     if explained.misaligned:
         first = explained.misaligned[0]
-        pads = ", ".join(f"{pad.dimension} {pad.size} → {pad.padded}" for pad in first.paddings)
         count = counted(sum(entry.count for entry in explained.misaligned), "product")
         where = place_text(first.module, first.op)
-        yield f"{count} with dimensions that tensor cores do not like, such as {where}: {pads}"
+        yield f"{count} with dimensions that tensor cores do not like, such as {where}: {first.pads}"
 
 
 # What to write ------------------------------------------------------------------------------------------

@@ -54,8 +54,7 @@ def _casts(explanation: Explained) -> Mapping[str, list[str]]:
 def _alignment(explanation: Explained) -> Mapping[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for entry in explanation.misaligned:
-        pads = ", ".join(f"{padding.dimension} {padding.size} → {padding.padded}" for padding in entry.paddings)
-        found[place_text(entry.module, entry.op)].append(f"{entry.count} × {entry.dtype} {pads}")
+        found[place_text(entry.module, entry.op)].append(f"{entry.count} × {entry.dtype} {entry.pads}")
     return found
 
 

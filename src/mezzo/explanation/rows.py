@@ -178,6 +178,11 @@ class Misaligned:
     count: int
     line: str | None
 
+    @property
+    def pads(self) -> str:
+        """What to pad, in a few words: ``N 50257 → 50264``."""
+        return ", ".join(f"{pad.dimension} {pad.size} → {pad.padded}" for pad in self.paddings)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -93,7 +93,7 @@ def few_rows(explained: Explained) -> Iterator[Section]:
     yield from _section(
         "products whose dimensions tensor cores do not like",
         "where,op,shape,pad".split(","),
-        ((_where(fold), fold.rows[0].op, _shape(fold.rows[0]), _pads(fold.rows[0])) for fold in pads),
+        ((_where(fold), fold.rows[0].op, _shape(fold.rows[0]), fold.rows[0].pads) for fold in pads),
     )
     # Products in FP32 are in a table of their own, above.
     findings = (each for each in explained.findings if each.kind != "FP32 product")
@@ -212,15 +212,11 @@ def _cast(cast: Cast) -> Sequence[str]:
 
 def _product(entry: Misaligned) -> Sequence[str]:
     counts = (str(entry.count), entry.dtype, _shape(entry), str(entry.multiple))
-    return (entry.module or MODEL, entry.op, *counts, _pads(entry), entry.line or "–")
+    return (entry.module or MODEL, entry.op, *counts, entry.pads, entry.line or "–")
 
 
 def _shape(entry: Misaligned) -> str:
     return " · ".join(f"{name} {size}" for name, size in entry.shape)
-
-
-def _pads(entry: Misaligned) -> str:
-    return ", ".join(f"{pad.dimension} {pad.size} → {pad.padded}" for pad in entry.paddings)
 
 
 # Two explanations -------------------------------------------------------------------------------------------

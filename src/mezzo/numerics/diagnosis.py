@@ -18,6 +18,7 @@ from mezzo.numerics.evidence import Evidence, SwallowedUpdates
 from mezzo.numerics.faults import (
     CEILING,
     GRADIENTS,
+    INIT,
     SUBNORMAL,
     SWALLOWED,
     Alert,
@@ -49,8 +50,6 @@ _NEEDED: Final = -27
 _SMALLEST: Final = round(math.log2(FP16.smallest_subnormal))
 #: The share of a tensor that eight bits may flush, where each tensor has a scale of its own.
 _FLUSHED_IN_FP8: Final = 0.05
-#: What a dynamic loss scale starts at by default.
-_INIT: Final = 2.0**16
 
 Place = tuple[str, str]
 Totals = Mapping[Place, ExponentHistogram]
@@ -195,7 +194,7 @@ def _fp16(totals: Totals) -> FormatAnswer:
         line = f"FP16 is not safe: at {highest} {scaled.text}."
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
     # Above it steps would be skipped until the scale fits; and from below it needs thousands of steps to rise.
-    if scale < _INIT or _Kept.of(whole, _INIT).is_poor:
+    if scale < INIT or _Kept.of(whole, INIT).is_poor:
         policy = Policy.O1("float16", loss_scale=LossScale.dynamic(init=scale, floor=min(1.0, scale)))
     line = f"FP16 is safe: without a loss scale {unscaled.text}."
     if unscaled.is_poor:

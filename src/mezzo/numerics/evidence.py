@@ -296,7 +296,7 @@ class Evidence:
         if not places:
             raise PolicyError(
                 f"no recorded module is called {shown(module)}",
-                why=nearest(module, [each.path for each in self.header.modules if each.path][:_MOST_NAMES]),
+                why=nearest(module, [each.path for each in self.header.modules if each.path]),
                 write='histogram("activations", "blocks.0"), or a glob of paths, or nothing for all modules',
             )
         return places
@@ -319,7 +319,3 @@ class Evidence:
 
     def _was_skipped(self, step: int) -> bool:
         return any(each.skipped for each in self.steps if each.step == step)
-
-
-#: Names of a vocabulary that an error lists.
-_MOST_NAMES: Final = 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -18,7 +19,7 @@ from mezzo.policy import Policy
 from mezzo.scale import LossScale
 
 __all__ = [
-    "CEILING", "GRADIENTS", "SUBNORMAL", "SWALLOWED", "Alert", "Level", "better_scale", "first_in_backward",
+    "CEILING", "GRADIENTS", "INIT", "SUBNORMAL", "SWALLOWED", "Alert", "Level", "better_scale", "first_in_backward",
     "first_not_finite", "flushed", "gradient_text", "is_finite", "is_idle", "lost_updates", "masks_of", "name_of",
     "near", "not_finite", "rescaled", "stopped", "stored_low",
 ]  # fmt: skip
@@ -31,8 +32,9 @@ _STOPPED: Final = 0.5
 #: The share of gradients that may lose digits, being subnormal; and that at which many more are flushed to zero.
 SUBNORMAL: Final = 0.1
 _ALL_BUT: Final = 0.9
-#: No loss scale is higher: the ceiling of dynamic scales.
-CEILING: Final = 2.0**24
+#: Where dynamic scales begin if nothing is known, and where they end: no loss scale is higher.
+INIT: Final = LossScale.dynamic().init
+CEILING: Final = LossScale.dynamic().ceiling or math.inf
 #: Kinds that a loss scale multiplies.
 GRADIENTS: Final = ("activation_gradients", "weight_gradients")
 

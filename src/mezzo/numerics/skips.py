@@ -12,6 +12,7 @@ from mezzo.formats import FP16
 from mezzo.numerics.evidence import Evidence, RecordedStep
 from mezzo.numerics.faults import (
     GRADIENTS,
+    INIT,
     Alert,
     Level,
     first_in_backward,
@@ -24,12 +25,10 @@ from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 
-__all__ = ["fitting_policy", "in_bfloat16", "skips"]
+__all__ = ["MANY", "fitting_policy", "in_bfloat16", "skips"]
 
-#: Where a dynamic scale begins if nothing is known; a few skipped steps correct it.
-_INIT: Final = 2.0**16
 #: A dynamic scale skips a step now and then; more than this share is time lost.
-_MANY: Final = 0.05
+MANY: Final = 0.05
 
 
 def skips(evidence: Evidence) -> Iterator[Alert]:
@@ -88,7 +87,7 @@ def fitting_policy(evidence: Evidence) -> Policy | None:
     if current is not None and evidence.header.compute_dtype != FP16.name:
         return current.evolve(loss_scale=LossScale.none())
     # What fits the steps that were taken is known; of a skipped one, only that its own scale did not fit.
-    highest = min(_INIT, _best(evidence), *(_below(_scale_of(step)) for step in skipped))
+    highest = min(INIT, _best(evidence), *(_below(_scale_of(step)) for step in skipped))
     before = LossScale.dynamic() if current is None else current.loss_scale
     after = LossScale.dynamic(init=highest, floor=min(1.0, highest))
     if before.mode == "dynamic" and before.floor <= highest <= (before.ceiling or math.inf):
@@ -106,7 +105,7 @@ def _skipped(evidence: Evidence) -> Sequence[RecordedStep]:
     if not taken:
         return found
     later = [step for step in evidence.steps[taken[0] :] if step in found]
-    return later if len(later) > max(1, _MANY * (len(evidence.steps) - taken[0])) else []
+    return later if len(later) > max(1, MANY * (len(evidence.steps) - taken[0])) else []
 
 
 def _hopeless(evidence: Evidence, skipped: Sequence[RecordedStep]) -> list[RecordedStep]:

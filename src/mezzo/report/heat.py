@@ -13,15 +13,14 @@ from mezzo.explanation.fold import folded
 from mezzo.formats import Format, by_name
 from mezzo.numerics import KINDS, Evidence, ExponentHistogram, RecordedStep
 from mezzo.numerics.counting import BINS, FIRST
+from mezzo.numerics.faults import GRADIENTS, name_of
 
-__all__ = ["GRADIENTS", "heat"]
+__all__ = ["heat"]
 
 #: Histograms that one page holds, which bounds it to a few megabytes beside plotly's own five.
 _MOST_HISTOGRAMS: Final = 12_000
 _MOST_STEPS: Final = 40
 _LEAST_STEPS: Final = 3
-#: Kinds that a loss scale multiplies.
-GRADIENTS: Final = ("activation_gradients", "weight_gradients")
 
 
 def heat(evidence: Evidence, formats: Sequence[str | Format]) -> tuple[dict[str, Any], list[str]]:
@@ -78,8 +77,7 @@ def _rows(steps: Sequence[RecordedStep], kind: str) -> dict[str, list[ExponentHi
     for place, step in enumerate(steps):
         for each in step.tensors:
             if each.kind == kind:
-                name = each.path.removesuffix(".output") or "the model"
-                rows.setdefault(name, [None] * len(steps))[place] = each.histogram
+                rows.setdefault(name_of(each), [None] * len(steps))[place] = each.histogram
     return rows
 
 

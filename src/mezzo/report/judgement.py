@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from mezzo.explanation.words import byte_text
 from mezzo.numerics import Alert, Diagnosis, diagnose
 from mezzo.numerics.faults import Level
-from mezzo.numerics.skips import skips
+from mezzo.numerics.skips import MANY, skips
 from mezzo.report.ranks import rank_alerts, rank_lines
 from mezzo.report.run import Run
 
 __all__ = ["Judgement", "judge"]
-
-#: A dynamic scale skips a step now and then; more than this share is time lost.
-_MANY_SKIPPED: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,7 @@ def _alerts(row: Mapping[str, Any], recipe: str | None, has_skips: bool) -> Iter
         what = f"{row['nonfinite_losses']} of {steps} losses were infinite or NaN."
         write = "" if recipe is None else f'mezzo inspect {recipe} --policy "{policy}"'
         yield Alert(level="bad", what=what, where=policy, why="The training diverged, or overflowed.", write=write)
-    if steps and not has_skips and skipped > max(1, _MANY_SKIPPED * steps):
+    if steps and not has_skips and skipped > max(1, MANY * steps):
         why = "Their gradients were not finite at the loss scale, and their batches were lost."
         level: Level = "bad" if skipped > steps / 2 else "warn"
         yield Alert(level=level, what=f"{skipped} of {steps} steps were skipped.", where=policy, why=why)

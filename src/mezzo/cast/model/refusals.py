@@ -193,7 +193,7 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
     tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
     for rule in policy.rules:
         if rule.module is not None and not any(map(rule.matches_module, modules)):
-            why = nearest(rule.module, modules[:20])
+            why = nearest(rule.module, modules)
             yield PolicyError(f"the module glob {rule.module!r} matches no module", where=f"rule {rule}", why=why)
         # Attention reads this projection's weight, and never calls it: a rule on the module would do nothing.
         silent = [name for name, m in named if rule.matches_module(name) and isinstance(m, _NEVER_CALLED)]
@@ -210,7 +210,7 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
         if rule.param is not None and not any(map(rule.matches_param, tensors)):
             what, why = (
                 f"the parameter glob {rule.param!r} matches no parameter or buffer",
-                nearest(rule.param, tensors[:20]),
+                nearest(rule.param, tensors),
             )
             yield PolicyError(what, where=f"rule {rule}", why=why)
 

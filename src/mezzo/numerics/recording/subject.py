@@ -75,7 +75,7 @@ class Subject:
             raise PolicyError(
                 f"no module matches {some_of([shown(glob) for glob in unmatched]) or 'modules=()'}",
                 where=type(model).__name__,
-                why=nearest(str(next(iter(unmatched), "")), known[:_MOST_NAMES]),
+                why=nearest(str(next(iter(unmatched), "")), known),
                 write='modules=["blocks.*"], or nothing for all modules',
             )
         paths: dict[nn.Module, str] = {}
@@ -137,7 +137,3 @@ def _matches(path: str, glob: str) -> bool:
     """Whether a glob matches a path, or that of a module around it."""
     parts = path.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:end]), glob) for end in range(1, len(parts) + 1))
-
-
-#: Names of a vocabulary that an error lists.
-_MOST_NAMES = 40

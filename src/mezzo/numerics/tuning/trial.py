@@ -16,13 +16,14 @@ from mezzo.numerics.tuning.measures import cosine, sqnr, together
 from mezzo.numerics.tuning.shadow import Pass, Shadow
 from mezzo.overflow.diagnose import highest_scale
 from mezzo.policy import Policy
+from mezzo.scale import LossScale
 
 __all__ = ["DEFAULT_SCALE", "FAULT_DB", "LARGEST_SEED", "Outcome", "Trials", "ratio_text"]
 
 T = TypeVar("T")  # Python 3.11 has no `def f[T]`
 
 #: Where dynamic loss scales start; half of it is the largest power of two that a float16 loss itself can be given.
-DEFAULT_SCALE: Final = 2.0**16
+DEFAULT_SCALE: Final = LossScale.dynamic().init
 LARGEST_SEED: Final = 2.0**15
 #: How far :func:`highest_scale` looks.
 _RANGE: Final = 2.0**41
