@@ -34,6 +34,6 @@ def no_distributed_checkpoint(optimizer: Optimizer) -> UnsupportedError:
         "torch.distributed.checkpoint cannot read an optimizer whose parameters have FP32 masters",
         where=name,
         why="it looks for the model's parameters in the optimizer, and the masters stand in their places",
-        write='mezzo.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, '
-        "path)\nor mezzo.optim, whose optimizers it reads and writes",
+        write='torch.distributed.checkpoint.save({"app": amp.stateful()}, checkpoint_id=folder)   # masters by name'
+        "\nor mezzo.optim, whose optimizers it reads and writes",
     )

@@ -204,6 +204,22 @@ class HalvesOptimizer(Optimizer):
                 return sharded_as(value, param) if is_distributed(param) else value.clone()
         return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
 
+    @torch.no_grad()
+    def settle_ties(self) -> None:
+        """Keep every weight as a copy of this optimizer would that is only told its FP32 value.
+
+        Beside a tie FP16 has two pairs of halves for one value, and an update may have left either. No value changes.
+
+        **Cost**: a pass over weights in FP16.
+        """
+        for param, form in self._low():
+            held = self.state.get(param, {})
+            if param.dtype == torch.float16 and "remainder" in held:
+                weight, extra = form.make(local(self.master_of(param)), param.dtype, None)
+                if extra is not None:
+                    local(param).copy_(weight)
+                    local(held["remainder"]).copy_(extra)
+
     def release(self) -> dict[Tensor, Tensor]:
         """Give up the other halves of all weights, and return the FP32 values that had one."""
         held: dict[Tensor, Tensor] = {}

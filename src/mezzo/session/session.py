@@ -23,6 +23,7 @@ from mezzo.session.scale import Step
 from mezzo.session.settings import Settings
 from mezzo.session.state import saved
 from mezzo.session.state.load_hooks import watch
+from mezzo.session.state.stateful import Stateful
 from mezzo.session.stats import Stats
 from mezzo.session.step import take
 from mezzo.session.weights.phases import with_handles
@@ -336,6 +337,10 @@ class MixedPrecision(Settings):
             self._core.clear()
         saved.load(self._core, state_dict)
         self._core.writes.drop()
+
+    def stateful(self) -> Stateful:
+        """Return model, optimizers and session as one value for ``torch.distributed.checkpoint``: :class:`Stateful`."""
+        return Stateful(self._core)
 
     def close(self) -> None:
         """Undo the preparation: FP32 weights with the masters' values, and the optimizers as they were built.

@@ -6,7 +6,7 @@ What each value of a state may be stands in a table at the end.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -26,8 +26,14 @@ STATE_VERSION: Final = 2
 _LINES: Final = 40
 
 
-def check(core: Core, state: Any) -> None:
-    """Refuse a state that cannot be continued here, with every difference."""
+def check(core: Core, state: Any, more: Iterable[str] = ()) -> None:
+    """Refuse a state that cannot be continued here, with every difference.
+
+    Args:
+        core: The session.
+        state: The state.
+        more: What else differs in what is loaded with it.
+    """
     version = state.get("version") if isinstance(state, Mapping) else None
     if isinstance(version, int) and version != STATE_VERSION:
         raise StateError(f"the state has version {shown(version)}", why=f"this mezzo reads version {STATE_VERSION}")
@@ -35,7 +41,7 @@ def check(core: Core, state: Any) -> None:
         raise StateError(
             "this is not the state of a MixedPrecision session", where=_listed(wrong), write="amp.state_dict()"
         )
-    if differences := [*_weights(core, state), *_unfinished(core, state)]:
+    if differences := [*_weights(core, state), *_unfinished(core, state), *more]:
         policies = [f"policy {line}" for line in Policy.parse(state["policy"]).differences(core.policy)]
         raise StateError(
             "the state belongs to another session",

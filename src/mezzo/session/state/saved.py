@@ -6,7 +6,7 @@ Plain containers and tensors, in the middle of an accumulation window the gradie
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from mezzo.session.window.window import Window
 from mezzo.step.gradients import is_left, left_over
 from mezzo.tensors import described
 
-__all__ = ["load", "save"]
+__all__ = ["load", "refuse_nameless", "save"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,9 @@ def save(core: Core) -> dict[str, Any]:
         return list(scales).index(id(scale))
 
     names = core.weights.names()
-    _refuse_nameless(core, names)
+    has_window = any(group.window for group in core.groups)
+    held = {id(master) for each in core.weights.masters.values() for master in each.masters().values()}
+    refuse_nameless(core, names, None if has_window else held)
     windows = [g.window and g.window.state_dict(lambda t: names[id(t)], number_of) for g in core.groups]
     gradients, master_gradients, left = _gradients(core, names) if any(windows) else ({}, {}, [])
     return {
@@ -72,16 +74,20 @@ def _masters(core: Core) -> dict[str, Tensor]:
     return {name: stored[param].master_of(param).detach().clone() for name, param in named}
 
 
-def _refuse_nameless(core: Core, names: Mapping[int, str]) -> None:
-    """Refuse to lose what only the session knows of parameters that were added without a model."""
-    masters = {id(master) for each in core.weights.masters.values() for master in each.masters().values()}
-    has_window = any(group.window for group in core.groups)
+def refuse_nameless(core: Core, names: Mapping[int, str], among: Container[int] | None = None) -> None:
+    """Refuse to lose what is known of parameters that were added without a model.
+
+    Args:
+        core: The session.
+        names: The names that there are, by ``id``.
+        among: The ``id`` of those that count; all when omitted.
+    """
     nameless = [param for param in core.weights.updated() if id(param) not in names]
-    if lost := [described(param) for param in nameless if has_window or id(param) in masters]:
+    if lost := [described(param) for param in nameless if among is None or id(param) in among]:
         raise StateError(
             "an optimizer updates parameters that belong to no model of the session",
             where=some_of(lost),
-            why="their masters, and their gradients inside an accumulation window, have no name to be saved under",
+            why="what is kept for them, masters or gradients of an unfinished window, has no name to be saved under",
             write="MixedPrecision([model, what_holds_them], optimizer, policy)",
         )
 

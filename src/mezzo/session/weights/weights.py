@@ -238,6 +238,14 @@ class Weights:
         """Return the buffers of all models, named as their parameters are."""
         return dict(self._named(nn.Module.named_buffers))
 
+    def named_state(self) -> Iterator[tuple[str, Any]]:
+        """Yield what the state dicts of all models hold, tensors themselves, under the names of their parameters."""
+        return self._named(lambda model: model.state_dict(keep_vars=True).items())
+
+    def keys_of(self, model: nn.Module) -> Iterator[tuple[str, str]]:
+        """Yield each name of :meth:`named_state` that is one model's, with its key in that model's state dict."""
+        return self._named(lambda each: ((key, key) for key in (each.state_dict() if each is model else ())))
+
     def _named(self, each: Callable[[nn.Module], Iterable[tuple[str, T]]]) -> Iterator[tuple[str, T]]:
         for number, model in enumerate(self.models):
             sharding.reshard(model)
