@@ -12,9 +12,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 520,
-    "cast": 2_583,
+    "cast": 2_621,
     "cli": 933,
-    "distributed": 300,
+    "distributed": 320,
     "explanation": 1_078,
     "integrations": 46,
     "numerics": 3_719,
@@ -24,7 +24,7 @@ MOST_CODE = {
     "recipes": 1_314,
     "report": 997,
     "scale": 607,
-    "session": 3_849,
+    "session": 3_863,
     "step": 2_253,
     "trace": 998,
     "the ground": 726,

@@ -1,12 +1,20 @@
 """`mezzo.fully_shard` and sessions over what it shards, against one process with the same global batch."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import mezzo
 
 from .ranks import on_ranks
+
+BF16 = "O2,dtype=bfloat16,emulate=false"
+FP16 = "O2,dtype=float16,emulate=false"
+O1 = "O1,dtype=bfloat16,emulate=false"
 
 
 class Block(nn.Module):
@@ -18,25 +26,36 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
-    """Widths that no number of ranks divides, and a layer of one row, of which one rank has nothing."""
-
-    def __init__(self, width=5):
+class Scaled(nn.Module):
+    def __init__(self, width):
         super().__init__()
-        self.first = nn.Linear(3, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, 1)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
 
     def forward(self, x):
-        x = self.first(x)
+        return x * self.scale
+
+
+class Net(nn.Module):
+    """Widths that no number of ranks divides, and layers of one row, of which one rank has nothing."""
+
+    def __init__(self, width=5, norm=False, checkpoints=False):
+        super().__init__()
+        self.first, self.scaled = nn.Linear(3, width), Scaled(width)
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 1)
+        self.checkpoints = checkpoints
+
+    def forward(self, x):
+        x = self.scaled(self.norm(self.first(x)))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.head(x)
 
 
-def net():
+def net(**kwargs):
     torch.manual_seed(0)
-    return Net()
+    return Net(**kwargs)
 
 
 def batch(step, size=8):
@@ -49,8 +68,14 @@ def own_part(tensor):
 
 
 def whole(model):
-    """The model's parameters, gathered, by name."""
-    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in model.named_parameters()}
+    """The model's parameters by name, gathered from all ranks."""
+    named = model.named_parameters()
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in named}
+
+
+def same(one, other):
+    """Names of what differs in a bit."""
+    return sorted(name for name in one | other if not torch.equal(one[name], other[name]))
 
 
 OPTIMIZERS = {
@@ -60,42 +85,262 @@ OPTIMIZERS = {
 }
 
 
-def trained(policy, name, steps=20, wrap=None, max_grad_norm=None):
-    model = mezzo.fully_shard(net(), policy, wrap=wrap)
-    optimizer = OPTIMIZERS[name](model.parameters())
-    amp = mezzo.MixedPrecision(model, optimizer, policy, max_grad_norm=max_grad_norm)
+def sharded(policy, model=None, optimizer="adamw", **kwargs):
+    """A session over a model that is sharded in a policy's dtypes."""
+    model = mezzo.fully_shard(net() if model is None else model, policy)
+    return model, mezzo.MixedPrecision(model, OPTIMIZERS[optimizer](model.parameters()), policy, **kwargs)
+
+
+def train(model, amp, steps=3, micro=1, syncs=True, part=own_part, losses=1, between=lambda: None):
+    """Train, and return the parameters and the norms of all gradients."""
     norms = []
     for step in range(steps):
-        x, y = map(own_part, batch(step))
-        with amp.autocast():
-            loss = (model(x) - y).square().mean()
-        amp.backward(loss)
+        for number in range(micro):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(syncs or number == micro - 1)
+            x, y = map(part, batch(step * micro + number))
+            with amp.autocast():
+                loss = (model(x) - y).square().mean() / micro
+            amp.backward(loss, loss_id=number % losses)
+        between()
         norms.append(float(amp.step().grad_norm))
         amp.zero_grad()
     return whole(model), norms
 
 
-def in_one_process(name, steps=20, max_grad_norm=None):
+def in_one_process(policy, make=net, optimizer="adamw", **kwargs):
+    """The same training of the whole batch."""
+    model = make()
+    amp = mezzo.MixedPrecision(model, OPTIMIZERS[optimizer](model.parameters()), policy)
+    return train(model, amp, part=lambda tensor: tensor, **kwargs)
+
+
+# FP32: what one process makes of the whole batch ----------------------------------------------------------
+
+
+def fp32_table(names):
+    return {name: train(*sharded("O0", optimizer=name), steps=20) for name in names}
+
+
+@pytest.mark.parametrize("names", [["adamw"], pytest.param(["fused", "sgd"], marks=pytest.mark.slow)])
+def test_fp32_is_what_one_process_makes_of_the_whole_batch(names):
+    for found in on_ranks(2, fp32_table, names):
+        for name, (params, _) in found.items():
+            model = net()
+            optimizer = OPTIMIZERS[name](model.parameters())
+            for step in range(20):
+                x, y = batch(step)
+                (model(x) - y).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            worst = max(float((params[key] - value).abs().max()) for key, value in whole(model).items())
+            assert worst <= 1e-6, name
+
+
+# Low precision: torch's own FSDP2, by hand ---------------------------------------------------------------
+
+
+def by_hand(policy, optimizer, steps=3, micro=1, syncs=True):
+    """Plain FSDP2 in mixed precision: what a user of torch writes."""
     model = net()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    norms = []
+    low = MixedPrecisionPolicy(param_dtype=policy.dtype, output_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=policy.dtype))
+    fully_shard(model, mp_policy=low)
+    step_of = OPTIMIZERS[optimizer](model.parameters())
     for step in range(steps):
-        x, y = batch(step)
-        (model(x) - y).square().mean().backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}, norms
+        for number in range(micro):
+            model.set_requires_gradient_sync(syncs or number == micro - 1)
+            x, y = map(own_part, batch(step * micro + number))
+            ((model(x) - y).square().mean() / micro).backward()
+        step_of.step()
+        step_of.zero_grad()
+    return whole(model)
 
 
-def fp32_table():
-    return {name: trained("O0", name) for name in OPTIMIZERS}
+def differences_from_torch(optimizers, ways):
+    policy = mezzo.Policy.parse(BF16)
+    return {
+        (optimizer, micro, syncs): same(
+            by_hand(policy, optimizer, micro=micro, syncs=syncs),
+            train(*sharded(policy, optimizer=optimizer), micro=micro, syncs=syncs)[0],
+        )
+        for optimizer in optimizers
+        for micro, syncs in ways
+    }
 
 
-def test_fp32_is_what_one_process_makes_of_the_whole_batch():
-    for found in on_ranks(2, fp32_table):
-        for name, (params, norms) in found.items():
-            expected, expected_norms = in_one_process(name)
-            for key, value in expected.items():
-                assert (params[key] - value).abs().max() <= 1e-6, (name, key)
-            assert len(norms) == len(expected_norms)
+@pytest.mark.parametrize(
+    "optimizers, ways",
+    [(["adamw"], [(2, False)]), pytest.param(list(OPTIMIZERS), [(1, True), (2, True)], marks=pytest.mark.slow)],
+)
+def test_o2_in_bfloat16_is_torchs_own_mixed_precision_bit_for_bit(optimizers, ways):
+    for found in on_ranks(2, differences_from_torch, optimizers, ways):
+        assert {case: names for case, names in found.items() if names} == {}
+
+
+# What policies say of modules and parameters, against a session in one process ------------------------------
+
+
+def with_norm():
+    return net(norm=True)
+
+
+def seen_dtypes(model, amp):
+    """The dtypes in and out of some modules, and of what they read."""
+    seen = {}
+
+    def look(name):
+        def hook(module, args, output):
+            own = next(module.parameters(recurse=False))
+            seen[name] = tuple(str(t.dtype).removeprefix("torch.") for t in (args[0], own, output))
+
+        return hook
+
+    names = ("first", "scaled", "norm", "blocks.0.norm", "blocks.1.up", "head")
+    modules = {name: model.get_submodule(name) for name in names}
+    hooks = [
+        m.register_forward_hook(look(n)) for n, m in modules.items() if next(m.parameters(False), None) is not None
+    ]
+    with amp.autocast():
+        out = model(batch(0)[0])
+    for hook in hooks:
+        hook.remove()
+    return seen, str(out.dtype)
+
+
+POLICIES = [
+    "O0",
+    O1,
+    "O1,dtype=bfloat16,emulate=false,fp32_param=scaled.scale+head.*",
+    BF16,
+    FP16,
+    f"{BF16},fp32_module=head+blocks.0",
+    f"{BF16},fp32_param=scaled.scale",
+    "O3,dtype=bfloat16,emulate=false",
+]
+
+
+def dtypes_of_all():
+    found = {}
+    for policy in POLICIES:
+        model = mezzo.fully_shard(with_norm(), policy)
+        found[policy] = seen_dtypes(model, mezzo.prepare(model, policy))
+    return found
+
+
+def test_modules_compute_in_the_dtypes_that_they_have_in_one_process():
+    for found in on_ranks(2, dtypes_of_all):
+        for policy in POLICIES:
+            model = with_norm()
+            assert found[policy] == seen_dtypes(model, mezzo.prepare(model, policy)), policy
+
+
+def sharded_accumulation(policies):
+    found = {}
+    for policy in policies:
+        for syncs in (True, False):
+            scale = {"loss_scale": 64} if "float16" in policy and "bfloat16" not in policy else {}
+            given = mezzo.Policy.parse(policy).evolve(**scale)
+            found[policy, syncs] = train(*sharded(given, optimizer="sgd"), micro=3, syncs=syncs)[0]
+        checks = net(checkpoints=True)
+        found[policy, "recomputed"] = train(*sharded(given, checks, optimizer="sgd"), micro=3, syncs=False)[0]
+    return found
+
+
+WIDE_TRAFFIC = f"{BF16},reduce=float32"
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [[WIDE_TRAFFIC], pytest.param(["O0", O1, BF16, FP16, "O3,dtype=bfloat16,emulate=false"], marks=pytest.mark.slow)],
+)
+def test_accumulation_with_and_without_exchanges_and_with_recomputation_trains_alike(policies):
+    first, second = on_ranks(2, sharded_accumulation, policies)
+    for case in first:
+        assert same(first[case], second[case]) == [], case
+    for policy, way in first:
+        exact, _ = in_one_process("O0", optimizer="sgd", micro=3)
+        worst = max(float((first[policy, way][name] - value).abs().max()) for name, value in exact.items())
+        assert worst <= (1e-6 if policy == "O0" else 0.03), (policy, way, worst)
+    for policy, _ in first:
+        assert same(first[policy, False], first[policy, "recomputed"]) == [], policy
+    if WIDE_TRAFFIC in policies:  # micro-batches that wait are summed in the dtype in which they travel
+        assert same(first[WIDE_TRAFFIC, True], first[WIDE_TRAFFIC, False]) == []
+
+
+# Orders: what is made when -------------------------------------------------------------------------------
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = Net()
+    mezzo.fully_shard(model, BF16)
+    model.to_empty(device="cpu")
+    amp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), BF16)
+    set_model_state_dict(model, net().state_dict(), options=StateDictOptions(full_state_dict=True))
+    return model, amp
+
+
+def prepared_after():
+    model = mezzo.fully_shard(net(), BF16)
+    return model, mezzo.MixedPrecision(mezzo.prepare(model, BF16), OPTIMIZERS["adamw"](model.parameters()))
+
+
+def prepared_before(by_torch=False):
+    model = net()
+    prepared = mezzo.prepare(model, BF16)
+    if by_torch:
+        for module in (*model.blocks, model):
+            fully_shard(module)
+    else:
+        mezzo.fully_shard(model, BF16)
+    return model, mezzo.MixedPrecision(prepared, OPTIMIZERS["adamw"](model.parameters()))
+
+
+def orders():
+    expected, _ = train(*sharded(BF16), steps=2)
+    found = {
+        "on the meta device": train(*on_meta(), steps=2),
+        "fully_shard, prepare": train(*prepared_after(), steps=2),
+        "prepare, fully_shard": train(*prepared_before(), steps=2),
+        "prepare, torch's fully_shard": train(*prepared_before(by_torch=True), steps=2),
+    }
+    wrong = {}
+    for name, (params, _) in found.items():
+        names = [key for key, value in expected.items() if not torch.equal(params[key].bfloat16(), value.bfloat16())]
+        wrong[name] = names
+    return wrong
+
+
+def test_every_order_trains_alike():
+    for wrong in on_ranks(2, orders):
+        assert {order: names for order, names in wrong.items() if names} == {}
+
+
+def undone():
+    """Whether closing and removing leave FP32 parts with the values that were trained, in every order."""
+    expected, _ = train(*sharded(BF16), steps=1)
+    wrong = []
+    for make in (lambda: sharded(BF16), prepared_before, prepared_after):
+        model, amp = make()
+        train(model, amp, steps=1)
+        handles = amp._core.weights.handles.get(model, [])
+        amp.close()
+        for handle in handles:
+            handle.remove()
+        left = whole(model)
+        wrong.append(same(expected, left) if {p.dtype for p in model.parameters()} == {torch.float32} else "dtypes")
+        x, _ = batch(0)
+        model(x.bfloat16())  # gathered as fully_shard was told
+    never = net()
+    prepared = mezzo.prepare(never, BF16)
+    mezzo.fully_shard(never, BF16)
+    prepared.remove()
+    wrong.append(same(whole(net()), whole(never)))
+    return wrong
+
+
+def test_what_is_undone_has_every_bit():
+    for wrong in on_ranks(2, undone):
+        assert wrong == [[]] * 4

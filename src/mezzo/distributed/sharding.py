@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mezzo.cast.model.prepare import with_pinned_classes
+from mezzo.cast.model.originals import preparations_in
+from mezzo.cast.model.prepare import Prepared, with_pinned_classes
 from mezzo.cast.model.refusals import require_module, wanted_storage
 from mezzo.cast.model.sharding import units
 from mezzo.distributed.agreement import agreed
@@ -90,18 +91,26 @@ def fully_shard(
         Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, VLDB 2023.
     """
     require_module(model)
-    policy = with_pinned_classes(model, Policy.of(policy))
+    asked = Policy.of(policy)
+    policy = with_pinned_classes(model, asked)
     _require_ranks()
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as sharded
 
     mesh = _all_ranks() if mesh is None else mesh
+    prepared: list[Prepared] = preparations_in(model)
 
     def plan() -> list[Unit]:
-        problems = [*_wrong_mesh(mesh), *_wrong_arguments(kwargs, sharded), *_cannot_shard(model, kwargs)]
+        problems = [
+            *_prepared_otherwise(prepared, asked),
+            *_wrong_mesh(mesh),
+            *_wrong_arguments(kwargs, sharded),
+            *_cannot_shard(model, kwargs),
+        ]
         if problems:
             raise type(problems[0]).together(problems)
-        return planned(model, wanted_storage(model, policy), policy.param_dtype, wrapped(model, wrap))
+        storage = {} if prepared else wanted_storage(model, policy)  # which a preparation has carried out
+        return planned(model, storage, policy.param_dtype, wrapped(model, wrap))
 
     found = agreed(mesh, plan, lambda made: "\n".join([str(policy), *(f"{u.path} {u.dtype}" for u in made)]))
     for unit in found:
@@ -110,6 +119,8 @@ def fully_shard(
         reduced = None if policy.reduce == "param" else getattr(torch, policy.reduce)
         mp_policy = MixedPrecisionPolicy(low, reduced, cast_forward_inputs=False)
         sharded(unit.module, mesh=mesh, mp_policy=mp_policy, **kwargs)
+    for handle in prepared:
+        handle.follow()
     return model
 
 
@@ -130,6 +141,17 @@ def _all_ranks() -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator()
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     return init_device_mesh("cpu" if accelerator is None else accelerator.type, (size,))
+
+
+def _prepared_otherwise(handles: list[Prepared], policy: Policy) -> Iterator[MezzoError]:
+    for handle in handles:
+        if handle.asked != policy:
+            yield PolicyError(
+                "the model was prepared with another policy",
+                where="\n".join([type(handle.model).__name__, *handle.asked.differences(policy)]),
+                why="prepared → fully_shard",
+                write="the same policy for both, or prepared.remove() first",
+            )
 
 
 def _wrong_mesh(mesh: Any) -> Iterator[MezzoError]:

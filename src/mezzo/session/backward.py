@@ -38,7 +38,7 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
     involved = [group for group in core.groups if not set(group.optimizers).isdisjoint(optimizers)]
     if len(optimizers) < len(core.optimizers):
         options.setdefault("inputs", _differentiable(involved, optimizers))
-    if core.weights.sharded:
+    if core.weights.units:
         _prepare_shards(core, involved, scaler, options)
     for group in involved:
         group.take_clearing()
@@ -64,6 +64,8 @@ def differentiate(
         loss_id: Whose scale.
         **options: What ``torch.autograd.grad`` takes besides.
     """
+    if options.get("create_graph") and core.weights.units:
+        core.weights.refuse_second_pass()
     scaler = _scaler(core, loss_id)
     found = core.weights.region().run_grad(scaler.scaled(outputs), inputs, **options)
     # Inputs that were not used have none, with allow_unused=True.

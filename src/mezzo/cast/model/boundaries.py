@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from mezzo.cast.model.sharding import gathered
 from mezzo.policy import Policy, Treatment
 from mezzo.tensors import CASTABLE, is_distributed
 
-__all__ = ["Door", "boundaries", "callable_alone", "doors_of", "has_forward", "stored_tensors"]
+__all__ = ["Door", "RuledParams", "boundaries", "callable_alone", "doors_of", "has_forward", "stored_tensors"]
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
@@ -46,10 +46,15 @@ class RuledParams:
 
     places: tuple[tuple[nn.Module, str, Treatment], ...]
     #: What stands there while parameters that are sharded are gathered, by their part.
-    gathered: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    gathered: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.places)
+
+    def find_gathered(self, model: nn.Module) -> None:
+        """Find out what stands there while parameters are gathered; every rank takes part."""
+        if any(is_distributed(tensor) for tensor, _ in self):
+            self.gathered.update(gathered(model))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Treatment]]:
         for owner, name, treatment in self.places:
@@ -71,7 +76,8 @@ def boundaries(model: nn.Module, policy: Policy, kinds: Kinds, entrance: Entranc
     # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
     shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
     places = tuple((owner, name, ruled[t].treatment) for t, owner, name, _ in deciding if t in shared)
-    params = RuledParams(places, gathered(model) if any(map(is_distributed, shared)) else {})
+    params = RuledParams(places)
+    params.find_gathered(model)
     found = []
     widens = low and not policy.keep_batchnorm_fp32
     at = functools.partial(Boundary, policy=policy, params=params, kinds=kinds)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import UnsupportedError
+from mezzo.shards import placed
 from mezzo.tensors import LOW, dtype_name, mark, overflows
 
 __all__ = ["Originals", "Preparation", "preparations_in"]
@@ -38,6 +39,21 @@ class Originals:
         """Take values that tensors, as they are now, stand for, however they were rounded from them."""
         self.values.update(values)
         self._rounded.update((t, mark(t)) for t in values)
+
+    def move(self, to: Mapping[Tensor, Any]) -> None:
+        """Let other tensors stand for the values of some: DTensors, each of which lies in parts on several ranks.
+
+        Args:
+            to: The new ones, by the old.
+
+        **Cost**: a copy of this rank's part of each value; no communication.
+        """
+        self.settle()
+        for old, new in to.items():
+            if old in self.values:
+                self.values[new] = placed(self.values.pop(old), new)
+                self._rounded[new] = mark(new)
+        self._rounded = {t: seen for t, seen in self._rounded.items() if t not in to}
 
     @torch.no_grad()
     def settle(self) -> dict[Tensor, Tensor]:

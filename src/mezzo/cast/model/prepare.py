@@ -13,10 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.model import sharding
-from mezzo.cast.model.boundaries import Door, boundaries, callable_alone, doors_of
+from mezzo.cast.model.boundaries import Door, RuledParams, boundaries, callable_alone, doors_of, stored_tensors
 from mezzo.cast.model.boundary import Entrance
 from mezzo.cast.model.originals import Originals, Preparation
 from mezzo.cast.model.refusals import changes_since, decided_storage, out_of_reach, require_module
+from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.cast.weight_casts import WeightCasts
@@ -101,13 +102,13 @@ class Prepared:
         policy = with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
         self.casts = WeightCasts()
-        sharding.reshard(model)
+        sharding.reshard(sharding.units(model))
         self._parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(model)}
         storage = decided_storage(model, policy, self._parts, waits=waits)
         if policy.master_weights:  # which FP32 parts are: they get the policy's dtype when they are gathered
-            cast = {t for t, part in self._parts.items() if part.cast == storage.get(t)}
-            storage = {t: dtype for t, dtype in storage.items() if t not in cast}
+            storage |= {t: t.dtype for t, part in self._parts.items() if part.cast == storage.get(t)}
         self._storage = storage
+        self._places = {t: (module, path.rpartition(".")[2]) for t, path, module in stored_tensors(model)}
         # Of two models that share a tensor the first has converted it, and alone knows what it was.
         self._before = {tensor: tensor.dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
         for line in out_of_reach(model, policy) if tells else ():
@@ -207,8 +208,34 @@ class Prepared:
             raise StateError(
                 "the prepared model belongs to a session", where=kind, write="amp.close() of that one first"
             )
+        sharding.reshard(sharding.units(self.model))
+        self.follow()
         if problems := list(changes_since(self.model, self.policy, self._storage)):
             raise StateError.together(problems)
+
+    def follow(self) -> None:
+        """Mean the parts that ``fully_shard`` has put in the places of parameters since.
+
+        Raises:
+            MezzoError: It gathers them in other dtypes than the policy wants, or left some out.
+
+        **Cost**: the first time, a copy of each part in FP32; what they were rounded from is then let go.
+        """
+        parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(self.model)}
+        now = {t: module._parameters.get(name) for t, (module, name) in self._places.items()}
+        moved = {t: part for t, part in now.items() if part is not None and part is not t and part in parts}
+        if not moved:
+            return
+        storage = {moved.get(t, t): dtype for t, dtype in self._storage.items()}
+        if problems := list(sharded_otherwise(self.model, self.policy, storage, parts)):
+            raise type(problems[0]).together(problems)
+        self._originals.move(moved)
+        self._storage, self._parts = storage, parts
+        self._before = {moved.get(t, t): dtype for t, dtype in self._before.items()}
+        self._places = {moved.get(t, t): place for t, place in self._places.items()}
+        for _, boundary in self._boundaries[:1]:
+            if isinstance(boundary.params, RuledParams):  # which the others share
+                boundary.params.find_gathered(self.model)
 
     def halve(self, params: Iterable[Tensor]) -> None:
         """Store parts of sharded parameters as they are gathered: something else will keep what that takes from them.
@@ -260,6 +287,7 @@ class Prepared:
                 where=type(self.model).__name__,
                 write="amp.close(), then prepared.remove()",
             )
+        self.follow()
         originals = self.originals()
         for hook in self._hooks:
             hook.remove()

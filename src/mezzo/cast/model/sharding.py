@@ -6,7 +6,7 @@ The one place that reads torch's private state of it, which has no public way to
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Shard", "flags_of_all", "forget_gradients", "gathered", "has_unreduced", "refresh", "reshard", "shards",
-           "units"]  # fmt: skip
+__all__ = ["Shard", "flags_of_all", "forget_gradients", "gathered", "has_unreduced", "parts_of", "refresh", "reshard",
+           "reshards_after_backward", "shards", "units"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ def units(model: nn.Module) -> list[Any]:
 def shards(model: nn.Module) -> list[Shard]:
     """Return the parameters of a model that ``fully_shard`` has sharded."""
     found = []
-    for unit, group in _groups(model):
+    for unit, group in _groups(units(model)):
         low = group.mp_policy.param_dtype
         for each in group.fsdp_params:
             place, param = each._module_info, each.sharded_param
@@ -60,13 +60,9 @@ def shards(model: nn.Module) -> list[Shard]:
     return found
 
 
-def reshard(model: nn.Module) -> None:
-    """Let every parameter of a model be its shard again: a forward pass leaves those of the root gathered.
-
-    Raises:
-        Nothing: outside forward and backward passes; inside them torch gathers again what it needs.
-    """
-    for unit in units(model):
+def reshard(units: Iterable[Any]) -> None:
+    """Let go of what is gathered: a forward pass leaves the parameters of the root so, for a backward pass to come."""
+    for unit in units:
         unit.reshard()
 
 
@@ -76,7 +72,7 @@ def refresh(model: nn.Module) -> None:
     It looks at both by itself before its first forward pass. A gathered parameter stays the tensor that it is, so that
     the dtype in which it is gathered must stay.
     """
-    for _, group in _groups(model):
+    for _, group in _groups(units(model)):
         for each in group.fsdp_params:
             each.reset_sharded_param()
         if group._reset_sharded_params:  # torch has looked at the dtypes already
@@ -92,33 +88,45 @@ def gathered(model: nn.Module) -> dict[Tensor, Tensor]:
         if any(not hasattr(each, "_unsharded_param") for group in _groups_of(unit) for each in group.fsdp_params):
             unit.unshard()
             unit.reshard()
-    return {each.sharded_param: each._unsharded_param for _, group in _groups(model) for each in group.fsdp_params}
+    every = (each for _, group in _groups(units(model)) for each in group.fsdp_params)
+    return {each.sharded_param: each._unsharded_param for each in every}
+
+
+def parts_of(units: Iterable[Any]) -> dict[Tensor, Tensor]:
+    """Return the part of each parameter, by the tensor that stands in its model while it is gathered."""
+    every = (each for _, group in _groups(units) for each in group.fsdp_params)
+    return {each._unsharded_param: each.sharded_param for each in every if hasattr(each, "_unsharded_param")}
 
 
 # Gradients that wait to be reduced ----------------------------------------------------------------------
 
 
-def _waiting(model: nn.Module) -> Iterator[Any]:
+def _waiting(units: Iterable[Any]) -> Iterator[Any]:
     """Yield what holds gradients of whole parameters, after ``set_requires_gradient_sync(False)``."""
-    for _, group in _groups(model):
+    for _, group in _groups(units):
         for each in group.fsdp_params:
             whole = getattr(each, "_unsharded_param", None)
             if each.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
                 yield each
 
 
-def has_unreduced(model: nn.Module) -> bool:
+def has_unreduced(units: Sequence[Any]) -> bool:
     """Whether gradients of earlier backward passes wait for one that reduces them."""
-    partial = any(group._partial_reduce_output is not None for _, group in _groups(model))
-    return partial or next(_waiting(model), None) is not None
+    partial = any(group._partial_reduce_output is not None for _, group in _groups(units))
+    return partial or next(_waiting(units), None) is not None
 
 
-def forget_gradients(model: nn.Module) -> None:
+def forget_gradients(units: Sequence[Any]) -> None:
     """Clear gradients that wait for a backward pass that reduces them, which ``zero_grad`` does not reach."""
-    for each in _waiting(model):
+    for each in _waiting(units):
         each.unsharded_accumulated_grad = each._unsharded_param.grad = None
-    for _, group in _groups(model):
+    for _, group in _groups(units):
         group._partial_reduce_output = None
+
+
+def reshards_after_backward(units: Iterable[Any]) -> bool:
+    """Whether a backward pass lets go of what is gathered, which a second one through the same graph would need."""
+    return any(group.reshard_after_backward for _, group in _groups(units))
 
 
 # What all ranks agree on --------------------------------------------------------------------------------
@@ -151,10 +159,10 @@ def _groups_of(unit: Any) -> list[Any]:
     return groups
 
 
-def _groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+def _groups(units: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Yield each parameter group once, with the first of the modules that it was made for."""
     seen: set[int] = set()
-    for unit in units(model):
+    for unit in units:
         for group in _groups_of(unit):
             if id(group) not in seen:
                 seen.add(id(group))

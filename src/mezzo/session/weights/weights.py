@@ -40,7 +40,7 @@ class Weights:
         masters: The FP32 masters of those optimizers that have any, by ``id`` of the optimizer.
         restored: FP32 parameters that the session's state wrote, until the next step.
         low: What refuses weights that would lose gradients or updates.
-        sharded: Those of the models that hold what ``fully_shard`` has sharded.
+        units: The modules of the models that ``fully_shard`` has sharded.
         load_hooks: What watches the models while they load and save weights; empty where nothing has to.
     """
 
@@ -59,7 +59,7 @@ class Weights:
         self.load_hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self.low = LowWeights(optimizers, policy, self.name_of)
-        self.sharded = [model for model in models if sharding.units(model)]
+        self.units = [unit for model in models for unit in sharding.units(model)]
 
     @contextlib.contextmanager
     def converted(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Weights:
         self.low.check()
         own = one_pass(self.optimizers)
         if self.policy.master_weights:
-            if self.sharded and own:
+            if self.units and own:
                 parts = halved(self.models, self.optimizers, self.name_of)
                 for prepared in self.prepared:
                     prepared.halve(parts)
@@ -163,8 +163,8 @@ class Weights:
         holders: list[Optimizer | nn.Module] = [*self.optimizers, *self.models]
         for each in holders:
             each.zero_grad(set_to_none)
-        for model in self.sharded:
-            sharding.forget_gradients(model)
+        if self.units:
+            sharding.forget_gradients(self.units)
 
     # Sharded models -----------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Weights:
         Args:
             why: What is wrong with that here.
         """
-        if any(map(sharding.has_unreduced, self.sharded)):
+        if sharding.has_unreduced(self.units):
             raise StateError(
                 "gradients wait to be reduced over ranks",
                 where="model.set_requires_gradient_sync(False) is in force, or was in the last amp.backward()",
@@ -201,8 +201,21 @@ class Weights:
 
     def summed_at(self, leaves: list[Tensor]) -> list[Tensor]:
         """Return the tensors in which a backward pass sums the gradients of some parameters."""
-        whole = {part: each for model in self.sharded for part, each in sharding.gathered(model).items()}
+        whole = {part: each for each, part in sharding.parts_of(self.units).items()}
         return [whole.get(leaf, leaf) for leaf in leaves]
+
+    def refuse_second_pass(self) -> None:
+        """Refuse a backward pass that another is to go through, where the first lets go of what is gathered."""
+        if sharding.reshards_after_backward(self.units):
+            raise UnsupportedError(
+                "a gradient that is differentiated again needs parameters that are let go after the first pass",
+                where="amp.grad(…, create_graph=True) of a model that fully_shard has sharded",
+                write="model.set_reshard_after_backward(False) before amp.grad, and (True) before amp.backward",
+            )
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters, which a step has changed: the next forward pass gathers them anew."""
+        sharding.reshard(self.units)
 
     # The weights ----------------------------------------------------------------------------------------
 
@@ -248,9 +261,10 @@ class Weights:
 
     def _named(self, each: Callable[[nn.Module], Iterable[tuple[str, T]]]) -> Iterator[tuple[str, T]]:
         for number, model in enumerate(self.models):
-            sharding.reshard(model)
+            parts = sharding.parts_of(sharding.units(model))  # a forward pass leaves the root gathered
             prefix = f"{number}." if len(self.models) > 1 else ""
-            yield from ((prefix + _plain_name(model, name), tensor) for name, tensor in each(model))
+            for name, tensor in each(model):
+                yield prefix + _plain_name(model, name), parts.get(tensor, tensor)  # type: ignore[call-overload]
 
     def named_masters(self) -> dict[str, nn.Parameter]:
         """Return the FP32 masters by the names of their parameters."""
