@@ -91,3 +91,10 @@ def test_an_emulated_product_moves_what_a_device_with_its_arithmetic_would():
         layer(x)
     casts = (4 + 2) * (16 * 8 + 8 * 32)  # input and weight are rounded
     assert moved.total == casts + 2 * (16 * 8 + 8 * 32 + 16 * 32)
+
+
+def test_weights_that_were_gathered_for_a_pass_are_no_activations():
+    gathered, inputs = nn.Parameter(torch.ones(8, 8)), torch.ones(4, 8)
+    with SavedBytes(nn.Identity()) as saved:
+        (inputs @ gathered.t()).exp().sum()
+    assert saved.total == 4 * (4 * 8 + 4 * 8)  # the inputs and the result of exp, and not the weight

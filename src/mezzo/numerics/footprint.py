@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.cast.notes import watched
-from mezzo.tensors import tensors
+from mezzo.tensors import local, tensors
 from mezzo.trace.frames import doing
 from mezzo.trace.kernels import is_cast, moved_bytes
 
@@ -112,14 +112,16 @@ class SavedBytes:
         self._hooks.__exit__(kind, error, trace)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self.total += _fresh_bytes([tensor], self._seen)
+        base = tensor if tensor._base is None else tensor._base
+        if not isinstance(base, nn.Parameter):  # as those that FSDP gathers, and lets go after the forward pass
+            self.total += _fresh_bytes([tensor], self._seen)
         return tensor
 
 
 def _fresh_bytes(each: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in each:
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
