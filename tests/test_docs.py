@@ -33,7 +33,11 @@ def test_snippets_run(code, tmp_path, monkeypatch):
     exec(compile(code, "snippet", "exec"), {"__name__": "__snippet__"})
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
+#: Those for several processes run in tests/distributed.
+EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if "torchrun" not in path.read_text()]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(path), run_name="__main__")
