@@ -24,7 +24,7 @@ MOST_CODE = {
     "recipes": 1_314,
     "report": 997,
     "scale": 607,
-    "session": 3_863,
+    "session": 4_314,
     "step": 2_253,
     "trace": 998,
     "the ground": 726,

@@ -42,12 +42,22 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
         _prepare_shards(core, involved, scaler, options)
     for group in involved:
         group.take_clearing()
-    for group in involved:
-        group.begin(scaler, loss_id, loss)
-    core.weights.keep_casts()
-    core.weights.region().run_backward(scaler.scaled(loss), **options)
-    for group in involved:
-        group.end()
+    wrappers = core.weights.wrappers
+    reductions = {} if wrappers is None else wrappers.reductions(involved, scaled=scaler.changes_gradients)
+    try:
+        for group in involved:
+            group.begin(scaler, loss_id, loss, reductions.get(group))
+        core.weights.keep_casts()
+        core.weights.region().run_backward(scaler.scaled(loss), **options)
+        for group in involved:
+            group.end()
+    except BaseException:
+        for group in involved:
+            group.come_back()
+        raise
+    finally:
+        if wrappers is not None:
+            wrappers.end(reductions)
     if scaler.changes_gradients:
         core.edits.remember(leaf for group in involved for leaf in group.leaves())
 

@@ -149,6 +149,13 @@ class Core:
             group.take_clearing()
         carrying = any(group.window is not None and group.window.carries_scale for group in groups)
         self.edits.look(carrying=carrying and self.max_grad_norm is None)
+        wrappers = self.weights.wrappers
+        if wrappers is not None and any(group.waiting.is_known and not group.waiting.is_reduced for group in groups):
+            wrappers.tell(
+                "these gradients were never reduced over ranks, whose weights will differ",
+                why="DistributedDataParallel reduces in one backward pass for each forward pass outside no_sync()",
+                write="the last micro-batch outside amp.no_sync(); the sum of two losses of one forward pass",
+            )
 
     def close(self, groups: list[GradientGroup], judged: Judged) -> None:
         """Close the windows of groups that have stepped; to do it twice is to do it once.

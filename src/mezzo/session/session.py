@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -136,6 +137,19 @@ class MixedPrecision(Settings):
         if self._core.buffers is None:
             return plain
         return region.autocast.of(dataclasses.replace(plain.region, on_entry=self._core.buffers.remember))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let forward passes in here, and their backward passes, exchange no gradients between ranks.
+
+        What accumulates so is reduced with the first backward pass of a forward pass outside: the last micro-batch of
+        a step. It is ``no_sync()`` of all ``DistributedDataParallel`` wrappers of the models, whenever they were made,
+        and ``set_requires_gradient_sync(False)`` of modules that FSDP2 shards. On one rank it does nothing.
+        """
+        self._core.require_open("no_sync")
+        wrappers = self._core.weights.wrappers
+        with contextlib.nullcontext() if wrappers is None else wrappers.no_sync():
+            yield
 
     def backward(
         self,

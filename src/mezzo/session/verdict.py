@@ -29,7 +29,7 @@ class Judged:
         gradients: Their gradients, dense.
         dtypes: Those that the gradients have.
         verdict: Whether to update, and what to multiply the gradients by.
-        scale: 0-d float32: what the gradients still carry; ``None`` for nothing.
+        scale: 0-d float32: what the gradients are to be divided by; ``None`` for nothing.
         is_clipped: Whether the verdict's multiplier clips.
         shares: What each loss contributed.
         losses: The losses themselves, detached, with their ids.
@@ -75,7 +75,7 @@ def check(
     stepping = [optimizer for group in groups for optimizer in group.optimizers if optimizer in optimizers]
     places = alike(gradients)
     each = norms(gradients, device, one_pass=len(one_pass(stepping)) == len(stepping), groups=places)
-    scale = None if one is None or one.is_one else one.scale
+    scale = None if one is None or one.is_one else one.scale if one.ranks == 1 else one.divisor()
     numbers: list[Tensor | float] = [] if scale is None else [scale]
     numbers += [] if max_norm is None else [float(max_norm)]
     # One launch on a GPU: the same pure function that the contract suite tests, traced and spelled as one kernel.

@@ -148,8 +148,8 @@ class _A(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-#: A kind of value, a mapping with these keys, one from any name (``{str: form}``), a list (``[form]``), or a form that
-#: may be ``None`` (``(form, None)``).
+#: A kind of value, a mapping with these keys (one with a question mark may be missing), one from any name
+#: (``{str: form}``), a list (``[form]``), or a form that may be ``None`` (``(form, None)``).
 Form: TypeAlias = Any
 
 
@@ -169,9 +169,13 @@ def _problems(value: Any, form: Form, where: str) -> Iterator[str]:
     elif not isinstance(value, Mapping):
         yield f"{where or 'it'} is {in_words(value)}, not a mapping"
     else:
-        for key in value if str in form else form:
+        for name in value if str in form else form:
+            key = name if str in form else name.removesuffix("?")
             at = f"{where}.{key}" if where else str(key)
-            yield from _problems(value[key], form.get(str) or form[key], at) if key in value else (f"{at} is missing",)
+            if key in value:
+                yield from _problems(value[key], form.get(str) or form[name], at)
+            elif key == name:
+                yield f"{at} is missing"
 
 
 def _is_whole(value: Any) -> bool:
@@ -198,6 +202,7 @@ def _is_policy(value: Any) -> bool:
 _WHOLE = _A("a whole number", _is_whole)
 _COUNT = _A("a whole number from 0", lambda value: _is_whole(value) and value >= 0)
 _NUMBER = _A("a number", _is_number)
+_RANKS = _A("a whole number from 1", lambda value: _is_whole(value) and value >= 1)
 # Neither 0 nor infinity once it is a float32.
 _SCALE = _A(
     "a positive float32 number",
@@ -225,7 +230,7 @@ _FP32_GRADIENT = _tensor("a float32 gradient", torch.float32, torch.sparse_coo)
 
 _WINDOW: Form = {
     "micro_batches": _COUNT,
-    "carried": ({"loss_id": _COUNT, "scale": _COUNT, "is_one": _FLAG, "is_common": _FLAG}, None),
+    "carried": ({"loss_id": _COUNT, "scale": _COUNT, "is_one": _FLAG, "is_common": _FLAG, "ranks?": _RANKS}, None),
     "settled": [{"loss_id": _COUNT, "scale": _COUNT, "found_inf": _FLAG}],
     "aside": {str: _GRADIENT},
     "beside": [_TEXT],

@@ -21,6 +21,7 @@ from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.policy import Policy
 from mezzo.session.weights.halving import halved
 from mezzo.session.weights.phases import Handles
+from mezzo.session.window.wrappers import Wrappers
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["LowWeights", "Weights"]
@@ -42,6 +43,7 @@ class Weights:
         low: What refuses weights that would lose gradients or updates.
         units: The modules of the models that ``fully_shard`` has sharded.
         load_hooks: What watches the models while they load and save weights; empty where nothing has to.
+        wrappers: The models' data-parallel wrappers; ``None`` without a process group, where there are none.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Weights:
         self._step_hooks: list[RemovableHandle] = []
         self.low = LowWeights(optimizers, policy, self.name_of)
         self.units = [unit for model in models for unit in sharding.units(model)]
+        self.wrappers: Wrappers | None = None
 
     @contextlib.contextmanager
     def converted(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> Iterator[None]:
@@ -78,6 +81,7 @@ class Weights:
             yield
             for prepared in self.prepared:
                 prepared.release_originals()
+            self.wrappers = Wrappers.of(self.models, self.policy)
         except BaseException:
             self.undo()
             for optimizer, state in zip(self.optimizers, before, strict=True):
@@ -137,6 +141,8 @@ class Weights:
                 prepared.remove()
         for keeper in self.keepers():
             keeper.leave()
+        if self.wrappers is not None:
+            self.wrappers.remove()
 
     def _given(self) -> list[Prepared]:
         return [handle for handles in self.handles.values() for handle in handles]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from operator import setitem
 
@@ -15,8 +16,10 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.window.sums import batches, unscaled
+from mezzo.session.window.waiting import Waiting
 from mezzo.session.window.wide import WideGradients
 from mezzo.session.window.window import CarriedScale, LossShare, Window
+from mezzo.session.window.wrappers import Reduction
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import Stale, dense, is_left, left_over, mark, multiplications, norms, with_gradients
 from mezzo.step.passes import judge
@@ -43,6 +46,7 @@ class GradientGroup:
         masters: The masters of those that have any.
         window: The open accumulation window, if there is one.
         wide: The dtypes of low-precision parameters' gradients.
+        waiting: What is known of gradients that wrappers reduce.
         stale: Marks of gradients that a step has left in ``.grad``: unscaled by now, and not to be added to.
     """
 
@@ -52,6 +56,7 @@ class GradientGroup:
         self.optimizers, self.masters, self._name_of, self.stale = optimizers, masters, name_of, stale
         self.window: Window | None = None
         self.wide = WideGradients(optimizers, masters, name_of)
+        self.waiting = Waiting(self.wide)
 
     def params(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
         """Return what the optimizers update, each tensor once: masters, or the parameters themselves."""
@@ -76,34 +81,40 @@ class GradientGroup:
     # Around a backward pass ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self, scaler: Scaler, loss_id: int, loss: Tensor) -> None:
+    def begin(self, scaler: Scaler, loss_id: int, loss: Tensor, reduction: Reduction | None = None) -> None:
         """Make ready for a backward pass, whose gradients are added to those of earlier ones.
 
         Args:
             scaler: Its scale.
             loss_id: Its loss.
             loss: The loss itself.
+            reduction: What it reduces, where wrappers reduce these gradients.
 
         Raises:
-            StateError: The last step's gradients are still there.
+            StateError: The last step's gradients are still there; or those of a loss with another scale are not
+                reduced.
         """
-        scale = scaler.state.scale
+        scale, is_first = scaler.state.scale, self.window is None
         if self.window is None:
             self._refuse_stale()
             self.wide.end()
+            self.waiting.start()
             self.window = Window()
         else:
             if self._can_be_added(self.window.carried, scaler):
                 # What lies with the masters goes back, so that autograd adds to all of it, and users can clear it.
                 self.wide.give_back()
             else:
+                self.waiting.require_reduced(self.window.micro_batches)
                 self.wide.withdraw()
                 for masters in self.masters:
                     masters.gather()
                 self._set_aside(self.window)
+                self.waiting.start()
             self.window.new_gradients = {}
             # Only now: one backward pass alone needs no FP32 gradients, and most windows have one.
-            self.wide.begin()
+            self.wide.begin(frozenset() if reduction is None else frozenset(map(id, reduction.leaves)))
+        self.waiting.step_aside(reduction, is_first=is_first)
         self.window.micro_batches += 1
         self.window.losses.append((loss_id, loss.detach()))
         # With its version: a scale that is written to afterwards is not the one that these gradients carry.
@@ -117,8 +128,16 @@ class GradientGroup:
 
     def end(self) -> None:
         """Take note of what the backward pass has made."""
+        self.come_back()
         self.wide.allow_any()
         self._note_new_gradients()
+
+    def come_back(self) -> None:
+        """Put earlier gradients back that made way for a backward pass, to its end or not."""
+        self.waiting.come_back()
+        window = self.window
+        if window is not None and window.carried is not None and window.carried.ranks != self.waiting.ranks:
+            window.carried = replace(window.carried, ranks=self.waiting.ranks)
 
     def _note_new_gradients(self) -> None:
         """Remember the gradients in ``.grad``, where sums of other scales are set aside: a user cannot see those."""
@@ -204,8 +223,8 @@ class GradientGroup:
         if carried is None:
             return None, []
         if not gradients:
-            return None if carried.is_one else inverse(carried.scale), []
-        over_scale, found = shared(_judged, (), [norms(gradients, carried.scale.device), carried.scale])
+            return None if carried.is_one else inverse(carried.divisor()), []
+        over_scale, found = shared(_judged, (), [norms(gradients, carried.scale.device), carried.divisor()])
         share = LossShare(loss_id=carried.loss_id, scale=carried.scale, found_inf=found)
         return None if carried.is_one else over_scale, [share]
 
@@ -267,12 +286,15 @@ class GradientGroup:
     def forget(self) -> None:
         """Drop the window, sums set aside included, once gradients were cleared."""
         self.window = None
+        self.waiting.start()
         self.wide.end()
         self.stale = {}
 
     def resume(self, window: Window | None) -> None:
         """Go on in a window that was saved; its gradients are there already, in the dtype that they were summed in."""
         self.window = window
+        ranks = 1 if window is None or window.carried is None else window.carried.ranks
+        self.waiting.resume(ranks, self.leaves())
         self.wide.is_on = any(param.grad_dtype != param.dtype for param in self.wide.params())
         if window is not None:
             if window.is_unscaled:
@@ -287,6 +309,7 @@ class GradientGroup:
 
         def restore() -> None:
             self.window, self.stale, self.wide.is_on, self.wide.shown = None, dict(stale), is_wide, None
+            self.waiting.start()
 
         return restore
 

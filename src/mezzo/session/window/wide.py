@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any
 
@@ -64,12 +64,16 @@ class WideGradients:
         yield from self._of_one_pass()
         yield from (param for param, _ in self.pairs())
 
-    def begin(self) -> None:
-        """From here on sum, and unscale, in FP32 where a parameter's FP32 value is kept."""
+    def begin(self, but: Container[int] = ()) -> None:
+        """From here on sum, and unscale, in FP32 where a parameter's FP32 value is kept.
+
+        Args:
+            but: The ``id`` of parameters that are left out.
+        """
         keepers: list[Keeper] = [*one_pass(self._optimizers), *self._masters]
         for keeper in keepers:
             params: list[Any] = keeper.stored()
-            for param in params:
+            for param in (each for each in params if id(each) not in but):
                 # Gradients of parts are made by fully_shard, which assigns the first in the parameter's dtype.
                 wide = None if param.grad is None and is_distributed(param) else torch.float32
                 if param.grad_dtype != wide or (param.grad is not None and param.grad.dtype != wide):
@@ -111,12 +115,25 @@ class WideGradients:
     def _give(self, param: Any, gradient: Tensor | None, dtype: torch.dtype | None, master: Any = None) -> None:
         # In one go: an interrupt would lose the gradient, or leave it with both, to be counted twice.
         at_once(
-            partial(setattr, self, "is_on", True),
-            partial(setattr, param, "grad", None),
-            partial(setattr, param, "grad_dtype", dtype),
-            partial(setattr, param, "grad", gradient),
+            *self.giving(param, gradient, dtype),
             *([partial(setattr, master, "grad", None)] if master is not None else []),
         )
+
+    def giving(self, param: Any, gradient: Tensor | None, dtype: torch.dtype | None = None) -> list[Call]:
+        """Return what gives a parameter a gradient, and lets autograd add to it in its dtype.
+
+        Args:
+            param: A parameter; of an FP32 one the gradient is of FP32.
+            gradient: The gradient.
+            dtype: Of later ones; any when omitted.
+        """
+        later = dtype if param.dtype in LOW else param.dtype
+        return [
+            partial(setattr, self, "is_on", True),
+            partial(setattr, param, "grad", None),
+            partial(setattr, param, "grad_dtype", later),
+            partial(setattr, param, "grad", gradient),
+        ]
 
     # Unscaled, where users look ---------------------------------------------------------------------------
 

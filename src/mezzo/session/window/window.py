@@ -48,11 +48,17 @@ class CarriedScale:
     is_one: bool
     #: The same for all losses, which need not be told apart.
     is_common: bool = False
+    #: How many ranks' gradients were summed, and not divided; 1 for those of one rank, and for means.
+    ranks: int = 1
 
     @property
-    def kind(self) -> int | None:
+    def kind(self) -> tuple[int | None, int]:
         """Equal for scales that gradients may carry together."""
-        return None if self.is_common else id(self.scale)
+        return None if self.is_common else id(self.scale), self.ranks
+
+    def divisor(self) -> Tensor:
+        """Return what the gradients are divided by to be means over ranks, unscaled; 0-d float32."""
+        return self.scale if self.ranks == 1 else self.scale * self.ranks
 
 
 class Window:
@@ -122,6 +128,7 @@ class Window:
                 "scale": number_of(carried.scale),
                 "is_one": carried.is_one,
                 "is_common": carried.is_common,
+                "ranks": carried.ranks,
             },
             "settled": [
                 {"loss_id": share.loss_id, "scale": number_of(share.scale), "found_inf": bool(share.found_inf)}
@@ -149,7 +156,12 @@ class Window:
         if (carried := state["carried"]) is not None:
             scale = scales[carried["scale"]]
             window.carried = CarriedScale(
-                carried["loss_id"], scale, scale._version, is_one=carried["is_one"], is_common=carried["is_common"]
+                carried["loss_id"],
+                scale,
+                scale._version,
+                is_one=carried["is_one"],
+                is_common=carried["is_common"],
+                ranks=carried.get("ranks", 1),
             )
         for each in state["settled"]:
             scale = scales[each["scale"]]
