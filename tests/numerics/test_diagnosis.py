@@ -71,6 +71,23 @@ def test_gradients_further_apart_than_fp16_is_wide_are_not_saved_by_a_scale():
     )
 
 
+def test_weights_whose_gradients_are_flushed_for_the_most_part_are_named():
+    evidence = made(weights=ONES, activations=ONES, weight_gradients=ONES.repeat(100))
+    (step,) = evidence.steps
+    small = {"stem": torch.full((100,), 2.0**-45), "head": torch.cat([torch.full((60,), -(2.0**-50)), ONES[:40]])}
+    others = tuple(
+        dataclasses.replace(step.tensors[2], module=module, histogram=exponent_histogram(values))
+        for module, values in small.items()
+    )
+    evidence = dataclasses.replace(evidence, steps=(dataclasses.replace(step, tensors=(*step.tensors, *others)),))
+    answer = diagnose(evidence).formats[0]
+    assert (answer.is_safe, answer.policy) == (True, Policy.O1("float16", loss_scale=LossScale.dynamic(init=2.0**15)))
+    assert answer.line.endswith(
+        "; at 2^15 it flushes 100 % of those of stem.weight, and more than half of those of head.weight."
+    )
+    assert answer.line.count("stem") == 1
+
+
 def test_what_lies_below_all_that_training_needs_makes_no_format_unsafe():
     gradients = torch.cat([torch.full((500,), 2.0**-40), torch.full((500,), 1000.0)])
     answer = fp16(activation_gradients=gradients)

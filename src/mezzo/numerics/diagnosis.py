@@ -50,6 +50,8 @@ _NEEDED: Final = -27
 _SMALLEST: Final = round(math.log2(FP16.smallest_subnormal))
 #: The share of a tensor that eight bits may flush, where each tensor has a scale of its own.
 _FLUSHED_IN_FP8: Final = 0.05
+#: The share of one weight's gradients whose loss leaves it all but untrained.
+_MOSTLY: Final = 0.5
 
 Place = tuple[str, str]
 Totals = Mapping[Place, ExponentHistogram]
@@ -191,14 +193,15 @@ def _fp16(totals: Totals) -> FormatAnswer:
     unscaled, scaled = (_Kept.of(whole, each) for each in (1.0, scale))
     highest = f"2^{round(math.log2(scale))}, the highest loss scale that fits,"
     if scaled.lost > _LOST:
-        line = f"FP16 is not safe: at {highest} {scaled.text}."
+        line = f"FP16 is not safe: at {highest} {scaled.text}{_losers(totals, scale)}."
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
     # Above it steps would be skipped until the scale fits; and from below it needs thousands of steps to rise.
     if scale < INIT or _Kept.of(whole, INIT).is_poor:
         policy = Policy.O1("float16", loss_scale=LossScale.dynamic(init=scale, floor=min(1.0, scale)))
-    line = f"FP16 is safe: without a loss scale {unscaled.text}."
+    line = f"FP16 is safe: without a loss scale {unscaled.text}"
     if unscaled.is_poor:
-        line = f"FP16 is safe with a loss scale: without one {unscaled.text}; at {highest} {scaled.text}."
+        line = f"FP16 is safe with a loss scale: without one {unscaled.text}; at {highest} {scaled.text}"
+    line = f"{line}{_losers(totals, policy.loss_scale.init)}."
     return FormatAnswer(format=FP16.name, is_safe=True, line=line, policy=policy)
 
 
@@ -253,11 +256,20 @@ def _beyond(histogram: ExponentHistogram, target: Format) -> int:
     return histogram.coverage(target).overflow - histogram.infs
 
 
-def _shares(histograms: Sequence[ExponentHistogram], target: Format, scale: float) -> tuple[float, float]:
-    """Return the shares that a format flushes to zero and makes subnormal, of the values that are not zero."""
-    covered = [each.coverage(target, scale) for each in histograms]
-    total = max(1, sum(each.total - each.zero - each.nan for each in covered))
-    return sum(each.underflow for each in covered) / total, sum(each.subnormal for each in covered) / total
+def _flushed(histogram: ExponentHistogram, target: Format, scale: float) -> float:
+    """Return the share that a format flushes to zero, of the values that are not zero."""
+    covered = histogram.coverage(target, scale)
+    return covered.underflow / max(1, covered.total - covered.zero - covered.nan)
+
+
+def _losers(totals: Totals, scale: float) -> str:
+    """Name the weights of whose gradients FP16 flushes more than half at a loss scale; of none there is no text."""
+    shares = {name: _flushed(each, FP16, scale) for (kind, name), each in totals.items() if kind == GRADIENTS[1]}
+    lost = sorted((name for name in shares if shares[name] > _MOSTLY), key=lambda name: -shares[name])
+    if not lost:
+        return ""
+    more = f", and more than half of those of {some_of(lost[1:], 2)}" if lost[1:] else ""
+    return f"; at 2^{round(math.log2(scale))} it flushes {share_text(shares[lost[0]], 1)} of those of {lost[0]}{more}"
 
 
 def _bf16(totals: Totals) -> FormatAnswer:
@@ -277,7 +289,7 @@ def _fp8(totals: Totals) -> FormatAnswer:
         target = E5M2 if kind in GRADIENTS else E4M3
         if kind == "updates" or not histogram.max_abs or histogram.infs or histogram.nans:
             continue
-        share, _ = _shares([histogram], target, histogram.best_scale(target))
+        share = _flushed(histogram, target, histogram.best_scale(target))
         if share > _FLUSHED_IN_FP8:
             lossy[f"{name} ({kind.replace('_', ' ')})"] = share
     name = f"{E4M3.name}+{E5M2.name}"
