@@ -353,7 +353,7 @@ def test_wrong_policy_files_say_what_is_wrong(tmp_path, text, says):
 
 
 def test_a_missing_policy_file_is_named(tmp_path):
-    with pytest.raises(PolicyError, match=r"there is no policy file .*nowhere\.toml"):
+    with pytest.raises(PolicyError, match=r"there is no policy file .*nowhere\.toml'\n  write  .*mezzo tune"):
         Policy.of(str(tmp_path / "nowhere.toml"))
 
 

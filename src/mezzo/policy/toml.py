@@ -56,7 +56,8 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
             raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
         table = tomllib.loads(_with_short_keys(data.decode()))
     except FileNotFoundError:
-        raise PolicyError(f"there is no policy file {shown(name)}", write="policy.save(path) first") from None
+        write = "policy.save(path); mezzo tune and mezzo inspect write such files, too"
+        raise PolicyError(f"there is no policy file {shown(name)}", write=write) from None
     except (OSError, ValueError, RecursionError) as error:
         why = "its values are nested hundreds deep" if isinstance(error, RecursionError) else str(error)
         raise PolicyError(f"{shown(name)} is not a policy file", why=why) from None
