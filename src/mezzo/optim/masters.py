@@ -260,13 +260,13 @@ class MasterWeights:
                 param.grad = None
             else:
                 param.grad.detach_().zero_()
-        if is_asked_by_checkpoint():
+        if self._master and is_asked_by_checkpoint():
             # It had state made, by a step with zero gradients and rates, and has put the rates back.
             self.optimizer.state.clear()
             raise no_distributed_checkpoint(self.optimizer)
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        if is_asked_by_checkpoint():
+        if self._master and is_asked_by_checkpoint():
             raise no_distributed_checkpoint(optimizer)
 
     def master_of(self, param: Tensor) -> Tensor:

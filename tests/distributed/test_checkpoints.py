@@ -1,0 +1,216 @@
+"""Checkpoints of several ranks: as many go on bit for bit, more or fewer with equal masters, moments and counters."""
+
+import hashlib
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import mezzo
+from mezzo import MixedPrecision, StateError, optim
+
+from .ranks import on_ranks
+
+# What torch says of a checkpoint in one process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+
+OPTIMIZERS = {
+    "split": lambda params: optim.AdamW(params, lr=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "full": lambda params: optim.AdamW(params, lr=0.01, master="full"),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "damped": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+}
+POLICIES = ["O2,dtype=bfloat16,emulate=true", "O2,emulate=true", "O1,emulate=true"]
+#: By name: how many ranks, and their mesh where the model is sharded.
+WORLDS = {"one": (1, None), "ddp": (2, None), "two": (2, (2,)), "four": (4, (4,)), "hsdp": (4, (2, 2))}
+
+
+def net(seed, width=7):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def session(world, policy, name, seed, width=7):
+    """Return what to call, and the session; shards are uneven, and on four ranks some are empty."""
+    (count, shape), model = WORLDS[world], net(seed, width)
+    if shape is not None:
+        names = ("copies", "parts")[-len(shape) :]
+        mezzo.fully_shard(model, policy, wrap=nn.Linear, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    amp = MixedPrecision(model, OPTIMIZERS[name](model.parameters()), policy)
+    return model if shape is not None or count == 1 else DistributedDataParallel(model), amp
+
+
+def train(model, amp, numbers):
+    for number in numbers:
+        x = torch.sin(torch.arange(48.0) * (number + 1)).view(8, 6).chunk(dist.get_world_size())[dist.get_rank()]
+        with amp.autocast():
+            loss = model(x).float().square().mean()
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+
+
+def flat(value):
+    """Yield a state as bytes: of DTensors what all ranks hold, of numbers their values, whatever their dtype."""
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield str(key).encode()
+            yield from flat(value[key])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from flat(each)
+    elif isinstance(value, torch.Tensor):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        yield whole.detach().double().contiguous().numpy().tobytes()
+    else:
+        yield str(value).encode()
+
+
+def digest(*values):
+    return hashlib.sha256(b"".join(flat(values))).hexdigest()
+
+
+def state(amp):
+    """Return a session's state in one word: masters, moments, counters and scales."""
+    found = amp.stateful().state_dict()
+    session = found["session"][0]
+    return digest(found["model"], found["optimizers"], session["loss_scales"], session["stats"])
+
+
+def saved(folders):
+    words = {}
+    for (world, policy, name), folder in folders.items():
+        model, amp = session(world, policy, name, seed=0)
+        train(model, amp, range(3))
+        checkpoint.save({"app": amp.stateful()}, checkpoint_id=folder)
+        before = state(amp)
+        train(model, amp, range(5, 8))
+        words[world, policy, name] = before, state(amp)
+    return words
+
+
+def loaded(worlds, folders):
+    words = {}
+    for world, ((source, policy, name), folder) in itertools.product(worlds, folders.items()):
+        model, amp = session(world, policy, name, seed=1)
+        checkpoint.load({"app": amp.stateful()}, checkpoint_id=folder)
+        before = state(amp)
+        train(model, amp, range(5, 8))
+        words[world, source, policy, name] = before, state(amp)
+    return words
+
+
+def by_ranks(worlds):
+    """Yield each number of ranks, with the worlds of as many."""
+    for count in sorted({WORLDS[world][0] for world in worlds}):
+        yield count, [world for world in worlds if WORLDS[world][0] == count]
+
+
+@pytest.mark.parametrize(
+    "worlds, kinds",
+    [
+        (["one", "ddp", "two"], [(POLICIES[0], "split"), (POLICIES[0], "adamw")]),
+        pytest.param(
+            list(WORLDS), list(itertools.product(POLICIES, ("split", "adamw", "damped"))), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["few", "all"],
+)
+def test_any_number_of_ranks_loads_what_any_other_saved(worlds, kinds, tmp_path):
+    places = itertools.product(worlds, range(len(kinds)))
+    folders = {(world, *kinds[number]): tmp_path / f"{world}{number}" for world, number in places}
+    there, wrong = {}, []
+    for count, alike in by_ranks(worlds):
+        words = on_ranks(count, saved, {key: path for key, path in folders.items() if key[0] in alike}, timeout=300)
+        wrong += [("saved", key) for key in words[0] if len({each[key] for each in words}) > 1]
+        there |= words[0]
+    for count, alike in by_ranks(worlds):
+        words = on_ranks(count, loaded, alike, folders, timeout=600)
+        for (world, *source), (before, after) in words[0].items():
+            was, went_on = there[tuple(source)]
+            wrong += [("ranks differ", world, source)] * (len({each[world, *source] for each in words}) > 1)
+            wrong += [("loaded", world, source)] * (before != was)
+            wrong += [("went on", world, source)] * (world == source[0] and after != went_on)
+    assert wrong == []
+
+
+def from_a_file(path):
+    words = []
+    for world in ("ddp", "two"):
+        model, amp = session(world, POLICIES[0], "split", seed=1)
+        amp.stateful().load_state_dict(mezzo.load(path))
+        words.append(state(amp))
+        train(model, amp, range(2))
+    return words
+
+
+def to_a_file(path):
+    model, amp = session("one", POLICIES[0], "adamw", seed=0)
+    train(model, amp, range(3))
+    mezzo.save(amp.stateful().state_dict(), path)
+    return state(amp)
+
+
+def test_the_file_of_one_process_is_loaded_whole_or_in_parts(tmp_path):
+    (word,) = on_ranks(1, to_a_file, tmp_path / "one.pt")
+    assert on_ranks(2, from_a_file, tmp_path / "one.pt") == [[word, word]] * 2
+
+
+def other_models(folder):
+    found = []
+    for world in ("ddp", "two"):
+        model, amp = session(world, POLICIES[0], "split", seed=0)
+        train(model, amp, range(2))
+        checkpoint.save({"app": amp.stateful()}, checkpoint_id=folder / world)
+        for width in (7, 9):
+            _, same = session(world, POLICIES[0], "split", seed=1, width=width)
+            if width == 7:  # a smaller model, whose every key is there
+                inner = nn.Sequential(nn.Linear(6, 7))
+                mezzo.fully_shard(inner, POLICIES[0], wrap=nn.Linear) if world == "two" else None
+                same = MixedPrecision(inner, OPTIMIZERS["split"](inner.parameters()), POLICIES[0])
+            before = state(same)
+            try:
+                checkpoint.load({"app": same.stateful()}, checkpoint_id=folder / world)
+            except (StateError, checkpoint.CheckpointException) as error:
+                found.append((type(error).__name__, "0.weight" in str(error) or "2.weight" in str(error)))
+            found.append(before == state(same))
+    return found
+
+
+def test_the_state_of_another_model_is_refused_on_all_ranks_and_nothing_loaded(tmp_path):
+    wanted = [("StateError", True), True, ("CheckpointException", True), True] * 2
+    assert on_ranks(2, other_models, tmp_path) == [wanted] * 2
+
+
+def by_torch(folder):
+    """Go through torch's own state dicts of models and optimizers, the session's beside them."""
+    found = []
+    for world, name in (("two", "adamw"), ("two", "split"), ("ddp", "split")):
+        policy = POLICIES[0]
+        sessions = []
+        for seed in range(2):
+            model, amp = session(world, policy, name, seed)
+            train(model, amp, range(0 if seed else 3))
+            weights, moments = get_state_dict(model, amp._core.optimizers[0])
+            sessions.append((model, amp, {"model": weights, "optimizer": moments}))
+        (model, amp, there), (other, same, read) = sessions
+        checkpoint.save(there, checkpoint_id=folder / f"{world}{policy}{name}")
+        checkpoint.load(read, checkpoint_id=folder / f"{world}{policy}{name}")
+        moments = {"model_state_dict": read["model"], "optim_state_dict": read["optimizer"]}
+        set_state_dict(other, same._core.optimizers[0], **moments)
+        same.load_state_dict(amp.state_dict())
+        train(model, amp, range(3, 5))
+        train(other, same, range(3, 5))
+        found.append(state(amp) == state(same))
+    return found
+
+
+def test_torch_s_own_state_dicts_go_through_a_checkpoint_too(tmp_path):
+    assert on_ranks(2, by_torch, tmp_path) == [[True] * 3] * 2
