@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.errors import PolicyError
 from mezzo.numerics import Evidence, RecordedStep, RecordedTensor, Recorder, diagnose, exponent_histogram
 from mezzo.numerics.evidence import EvidenceHeader, RecordedModule
 from mezzo.policy import Policy
@@ -163,6 +164,9 @@ def test_of_steps_that_were_all_skipped_the_cause_is_said_and_nothing_of_formats
 def test_nothing_recorded_is_said():
     empty = made()
     assert diagnose(dataclasses.replace(empty, steps=())).lines == ("No step was recorded.",)
+    for wrong in (Recorder(nn.Linear(2, 2)), "evidence.jsonl", None):
+        with pytest.raises(PolicyError, match=r"is no evidence\n  write  diagnose\(recorder\.evidence\)"):
+            diagnose(wrong)
     assert diagnose(empty).lines == ("The recorded steps had no tensor of 32 bits or less.",)
 
 

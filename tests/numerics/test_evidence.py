@@ -137,6 +137,7 @@ def test_what_is_not_there_says_why():
     for call, error, words in (
         (lambda: evidence.histogram("weights", "blocks.7"), PolicyError, r"did you mean 'blocks\.\d'"),
         (lambda: evidence.histogram("weight_gradients"), StateError, "recorded: weights, activations, updates"),
+        (lambda: evidence.histogram(3), PolicyError, "unknown kind of tensors 3"),
         (lambda: evidence.histogram("activations", "unused"), StateError, "no recorded step called it"),
         (lambda: evidence.histogram("updates", step=11), StateError, "step 11 was skipped"),
         (lambda: evidence.histogram("updates", "embed", step=2), StateError, "recorded: 1, 11"),

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from mezzo.errors import some_of
+from mezzo.errors import PolicyError, shown, some_of
 from mezzo.explanation.words import format_text, share_text
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.numerics.counting import FIRST
@@ -116,6 +116,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     Returns:
         An answer for FP16, BF16 and FP8, what is wrong with the run as it was trained, and a policy to go on with.
 
+    Raises:
+        PolicyError: It is no evidence.
+
     **Cost**: milliseconds for each hundred tensors of a recorded step.
 
     Example:
@@ -130,6 +133,10 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         >>> print(diagnose(recorder.evidence).formats[0].policy)
         O1,dtype=float16,loss_scale=dynamic(init=2**24)
     """
+    if not isinstance(evidence, Evidence):
+        raise PolicyError(
+            f"{shown(evidence)} is no evidence", write="diagnose(recorder.evidence), or diagnose(read_evidence(path))"
+        )
     if not any(step.tensors for step in evidence.steps):
         line = "The recorded steps had no tensor of 32 bits or less." if evidence.steps else "No step was recorded."
         return Diagnosis(lines=(line,))

@@ -254,7 +254,8 @@ class Evidence:
         name: str | None = None,
     ) -> list[RecordedTensor]:
         """Return what :meth:`histogram` would sum; never an empty list."""
-        kinds = [kind_of(each) for each in ([kind] if isinstance(kind, str) else kind)]
+        several = kind if isinstance(kind, Iterable) and not isinstance(kind, str) else [kind]
+        kinds = [kind_of(each) for each in several]
         places = None if module is None else self._places(module)
         found: list[RecordedTensor] = []
         for recorded in self._chosen(step):
