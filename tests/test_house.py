@@ -24,8 +24,8 @@ MOST_CODE = {
     "recipes": 1_314,
     "report": 997,
     "scale": 607,
-    "session": 4_314,
-    "step": 2_253,
+    "session": 4_335,
+    "step": 2_258,
     "trace": 998,
     "the ground": 726,
 }

@@ -39,6 +39,8 @@ def take(
         schedulers: Stepped if the weights were.
     """
     try:
+        if core.consensus is not None:
+            core.weights.follow_first_rank(core.consensus)
         if closure is not None:
             return _finished(core, *evaluated(core, optimizers, closure), schedulers)
         groups = core.open_groups(optimizers, "step")

@@ -163,12 +163,16 @@ class Consensus:
         """Return the largest of each number over all ranks, in place."""
         return self.exchanged(numbers, torch.distributed.ReduceOp.MAX, self.everyone, "what was found")
 
+    def of_first(self, numbers: Tensor, group: ProcessGroup, what: str) -> Tensor:
+        """Return the numbers of a group's first rank, in place; arguments and errors as of :meth:`exchanged`."""
+        return self.exchanged(numbers, None, group, what)
+
     def exchanged(self, numbers: Tensor, op: Any, group: ProcessGroup, what: str) -> Tensor:
         """Reduce numbers over the ranks of a group, in place: the one place where mezzo waits for other ranks.
 
         Args:
             numbers: On the consensus' device.
-            op: How.
+            op: How; ``None`` takes those of the group's first rank.
             group: Which ranks.
             what: What the numbers are, for errors.
 
@@ -177,7 +181,10 @@ class Consensus:
         """
         begun = time.monotonic()
         try:
-            torch.distributed.all_reduce(numbers, op=op, group=group)
+            if op is None:
+                torch.distributed.broadcast(numbers, group=group, group_src=0)
+            else:
+                torch.distributed.all_reduce(numbers, op=op, group=group)
         except RuntimeError as error:
             raise DistributedError(
                 f"the ranks could not exchange {what} of step {self.step}",

@@ -22,6 +22,7 @@ from mezzo.policy import Policy
 from mezzo.session.weights.halving import halved
 from mezzo.session.weights.phases import Handles
 from mezzo.session.window.wrappers import Wrappers
+from mezzo.step.consensus import Consensus
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["LowWeights", "Weights"]
@@ -246,6 +247,22 @@ class Weights:
         """Let keepers take over parameters that were changed in place."""
         for keeper in self.keepers():
             keeper.take_edits()
+
+    @torch.no_grad()
+    def follow_first_rank(self, consensus: Consensus) -> None:
+        """Take the FP32 values of the first rank of each wrapper, once.
+
+        It gave the others its rounded weights, whatever each had begun with; what rounding took would differ for ever.
+        """
+        for group, params in self.wrappers.masters_of_first() if self.wrappers is not None else ():
+            self.take_edits()
+            for own in one_pass(self.optimizers):
+                own.settle_ties()
+            for param, keeper in self.stored(in_fp32=True).items():
+                if id(param) in params:
+                    value = consensus.of_first(keeper.master_of(param).detach().clone(), group, "the masters")
+                    if group.rank() > 0:
+                        keeper.write(param, value)
 
     # Their names ----------------------------------------------------------------------------------------
 

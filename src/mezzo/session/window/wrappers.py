@@ -68,6 +68,7 @@ class _Wrapped:
         wire: What reduces them, where a session has to know of it.
         matters: Whether a session has to do anything around its backward passes.
         is_armed: Whether its last forward passes were such that a backward pass reduces.
+        has_masters_of_first: Whether all ranks have the masters of the first, whose weights the wrapper gave them.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -79,6 +80,7 @@ class _Wrapped:
         self.wire: Wire | None = None
         self.matters = False
         self.is_armed = False
+        self.has_masters_of_first = False
         self.hook = ddp.register_forward_hook(_Lookout(self.ran))
 
     @_disable_dynamo
@@ -290,6 +292,14 @@ class Wrappers:
         if what not in self._told:
             self._told.add(what)
             logger.warning("%s", message(what, **rest))
+
+    def masters_of_first(self) -> Iterator[tuple[Any, frozenset[int]]]:
+        """Yield, once for each wrapper, its process group, and the ids of its parameters."""
+        for each in self._known:
+            ddp = each.ddp()
+            if ddp is not None and not each.has_masters_of_first and not each.dtypes.isdisjoint(LOW):
+                yield ddp.process_group, each.params
+                each.has_masters_of_first = True
 
     # Backward passes --------------------------------------------------------------------------------------
 
