@@ -40,7 +40,7 @@ class FormatSupport:
     detail: str
 
     def __post_init__(self) -> None:
-        # Reports are shared by everybody who asks, so their insides must not change either.
+        # One report is handed to all who ask, so its insides must not change either; frozen dataclasses are filled so.
         object.__setattr__(self, "cases", MappingProxyType(dict(self.cases)))
         object.__setattr__(self, "speeds", MappingProxyType(dict(self.speeds)))
 
