@@ -40,8 +40,17 @@ def ran(name, count, folder):
     return on_ranks(count, run, name, port, str(folder), backend=None)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "resume_sharded.py"])
 def test_examples_run_on_ranks(name, tmp_path):
     first, *others = ran(name, EXAMPLES[name], tmp_path)
     assert "loss" in first
     assert {*others} == {""}
+
+
+def test_the_example_of_resuming_goes_on_at_another_size(tmp_path):
+    printed = [ran("resume_sharded.py", count, tmp_path)[0] for count in (2, 4, 1)]
+    assert [text.partition(":")[0] for text in printed] == [
+        "steps 1 to 20 on 2 ranks", "steps 21 to 40 on 4 ranks", "steps 41 to 60 on 1 ranks"
+    ]  # fmt: skip
+    losses = [float(text.split()[-1]) for text in printed]
+    assert losses[0] > losses[1] > losses[2]
