@@ -273,7 +273,7 @@ def measured(net: str, size: str, device: torch.device, repetitions: int, warm_u
     if not repetitions:
         return rows
     calls = {name: (dist.barrier, training.step) for name, training in trainings.items()}
-    taken = rounds(calls, partial(seconds, device=device), repetitions)
+    taken = rounds(calls, partial(seconds, device=device), repetitions, warm_up=1)
     timed = []
     for row in rows:
         ratio = against(taken[row.way], taken[WAYS[row.way].rival])

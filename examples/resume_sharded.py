@@ -1,7 +1,7 @@
 """Save on any number of ranks, and go on from there on any other: run it on two, then on four.
 
-    torchrun --nproc-per-node 2 examples/resume_sharded.py
-    torchrun --nproc-per-node 4 examples/resume_sharded.py
+torchrun --nproc-per-node 2 examples/resume_sharded.py
+torchrun --nproc-per-node 4 examples/resume_sharded.py
 """
 
 import os

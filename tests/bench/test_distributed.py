@@ -1,7 +1,6 @@
 """The benchmark of ranks: every way trains, and what is counted is what placements and dtypes say."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -15,14 +14,13 @@ from ..distributed.ranks import on_ranks
 CPU = torch.device("cpu")
 
 
-def rows(repetitions):
-    os.chdir(os.environ["MEZZO_BENCH_OUT"])
+def rows(repetitions, folder):
+    """What rank 0 shows, and the others do not."""
     found = []
+    words = ["--size", "least", "--repetitions", str(repetitions), "--out", folder]
     with pytest.MonkeyPatch.context() as patched, bench.joined("ddp") as world:
         patched.setattr(bench, "show", lambda each, title: found.append((each, title)))
-        patched.setattr(
-            "sys.argv", ["distributed.py", "--size", "least", "--repetitions", str(repetitions), "--out", "."]
-        )
+        patched.setattr("sys.argv", ["distributed.py", *words])
         bench.benchmark(world, bench.options())
     return found
 
@@ -31,9 +29,7 @@ def rows(repetitions):
 def measured(tmp_path_factory):
     """The rows of rank 0, by way, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("results")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("MEZZO_BENCH_OUT", str(folder))
-        ((found, title),), others = on_ranks(2, rows, 2)
+    ((found, title),), others = on_ranks(2, rows, 1, str(folder), timeout=120)
     assert others == []  # the first rank alone shows
     assert title == "gpt2-small, size least, 2 ranks over gloo"
     return {row.way: row for row in found}, folder
