@@ -24,8 +24,8 @@ MOST_CODE = {
     "recipes": 1_314,
     "report": 997,
     "scale": 607,
-    "session": 4_335,
-    "step": 2_258,
+    "session": 4_675,
+    "step": 2_438,
     "trace": 998,
     "the ground": 726,
 }

@@ -65,17 +65,17 @@ def test_stats_are_what_a_book_kept_by_hand_says(pattern, interval, hysteresis, 
     rules = LossScale.dynamic(init=init, interval=interval, hysteresis=hysteresis, floor=floor, ceiling=ceiling)
     model, amp = session(rules)
     book = Book(init, interval, hysteresis, floor, ceiling)
-    assert dataclasses.asdict(amp.stats()) == book.stats()
+    assert dataclasses.asdict(amp.stats()) == book.stats() | {"ranks": 1}
     for number, event in enumerate(pattern):
         step = iterate(model, amp, event, NAN if number % 2 else INF)
         book.note(event)
         assert bool(step.skipped) == (event != ".")
-        assert dataclasses.asdict(amp.stats()) == book.stats()
+        assert dataclasses.asdict(amp.stats()) == book.stats() | {"ranks": 1}
         if checkpoint and number == len(pattern) // 2:
             saved = amp.state_dict()
             model, amp = session(rules)
             amp.load_state_dict(saved)
-            assert dataclasses.asdict(amp.stats()) == book.stats()
+            assert dataclasses.asdict(amp.stats()) == book.stats() | {"ranks": 1}
     assert model.of["w"].isfinite().all()
 
 

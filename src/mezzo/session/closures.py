@@ -55,9 +55,14 @@ def evaluated(
         if group.window is None:
             raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
         core.look_for_edits([group])
-        judged = current().seen(check([group], [optimizer], core.device, core.max_grad_norm))
-        evaluations.append(judged)
+        agreement = core.agreement
+        whole = None if agreement is None else agreement.whole
+        judged = check([group], [optimizer], core.device, core.max_grad_norm, whole)
         core.weights.low.check(judged.dtypes)
+        if agreement is not None:
+            judged = agreement.judged(judged, core.inner_overflows, core.bits_of([optimizer]))
+        judged = current().seen(judged)
+        evaluations.append(judged)
         if not judged.verdict.is_one:
             at_once(*multiplications(judged.gradients, judged.verdict.multiplier))
         group.close()
@@ -70,6 +75,8 @@ def evaluated(
         if masters is not None:
             masters.round_to_params()  # the optimizer may have moved them since the last evaluation
             group.wide.give_back()  # for closures that clear the model's gradients, and not the optimizer's
+        if core.agreement is not None:
+            core.agreement.begin(core.stats.begun + 1)
         with torch.enable_grad():  # as torch's own optimizers do, and others may not
             loss = closure()
         unscale()

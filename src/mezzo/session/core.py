@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -15,6 +15,7 @@ from mezzo.errors import StateError, UnsupportedError, some_of
 from mezzo.optim.hypers import changes_nothing
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
+from mezzo.session.agreement import Agreement
 from mezzo.session.scale import StepOutcome
 from mezzo.session.stats import Noted, StepStats
 from mezzo.session.update import Writes
@@ -23,7 +24,7 @@ from mezzo.session.weights.phases import Handles
 from mezzo.session.weights.weights import Weights
 from mezzo.session.window.buffers import NormBuffers
 from mezzo.session.window.group import GradientGroup, grouped
-from mezzo.session.window.window import EditWatch
+from mezzo.session.window.window import EditWatch, NoGradient
 from mezzo.step.consensus import Consensus
 from mezzo.step.executors.choose import shared
 
@@ -61,8 +62,8 @@ class Core:
         writes: What a step writes, done whole or not at all.
         evaluating: The optimizer that evaluates a closure now.
         replay: What finds where an overflow began, with ``on_overflow="explain"``.
-        consensus: What the ranks that step together share; ``None`` where there is one.
         has_begun: Whether there was a backward pass, before which the models were looked at again.
+        agreement: What the ranks that step together decide in each step; ``None`` where there is one rank.
         is_closed: Whether the preparation was undone.
     """
 
@@ -75,17 +76,24 @@ class Core:
         num_losses: int,
         device: torch.device | str | None,
         handles: Handles,
+        consensus: Consensus | None = None,
+        checks_ranks: bool = False,
     ) -> None:
         self.models, self.optimizers, self.policy = models, optimizers, policy
         self.max_grad_norm: float | None = None
         self.on_overflow: Literal["skip", "explain", "raise"] = "skip"
         self.weights = Weights(models, optimizers, policy, handles)
-        self.consensus = Consensus.of()
         self.groups: list[GradientGroup] = []
         self.num_param_groups = 0
         device = device or next(self.weights.updated()).device
         self.scalers = [Scaler(policy.loss_scale, device, shared) for _ in range(num_losses)]
-        self.stats = StepStats(policy.loss_scale, self.scale_tensors(), self.weights.name_of)
+        self.agreement = None if consensus is None else Agreement(consensus, self.scalers, checks_ranks=checks_ranks)
+        ranks = 1
+        if consensus is not None:
+            ranks = consensus.size
+            consensus.follow(self.weights.updated(), self.weights.name_of)
+            consensus.require(self.device)
+        self.stats = StepStats(policy.loss_scale, self.scale_tensors(), self.weights.name_of, ranks=ranks)
         self.buffers: NormBuffers | None = None
         self.edits = EditWatch()
         self.inner_overflows: dict[int, Tensor] = {}
@@ -99,9 +107,29 @@ class Core:
         """Where the loss scales live."""
         return self.scalers[0].state.scale.device
 
+    @property
+    def consensus(self) -> Consensus | None:
+        """What the ranks that step together share; ``None`` where there is one rank."""
+        return None if self.agreement is None else self.agreement.consensus
+
     def scale_tensors(self) -> list[Tensor]:
         """Return the scale of each loss now."""
         return [scaler.state.scale for scaler in self.scalers]
+
+    def alike(self) -> dict[str, Any]:
+        """Return what has to be the same on all ranks."""
+        return {
+            "policy": str(self.policy),
+            "num_losses": len(self.scalers),
+            "max_grad_norm": self.max_grad_norm,
+            "on_overflow": self.on_overflow,
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "check_ranks": self.agreement is not None and self.agreement.checks_ranks,
+        }
+
+    def bits_of(self, optimizers: Iterable[Optimizer]) -> int:
+        """Return which of its optimizers some are, as the bits of a number."""
+        return sum(1 << self.optimizers.index(optimizer) for optimizer in optimizers)
 
     # Gradients --------------------------------------------------------------------------------------------
 
@@ -116,8 +144,8 @@ class Core:
         if count != self.num_param_groups and not any(group.window for group in self.groups):
             self.groups = grouped(self.groups, self.optimizers, self.weights.masters, self.weights.name_of)
             self.num_param_groups = count
-            if self.consensus is not None:
-                self.consensus.follow(self.weights.updated(), self.weights.name_of)
+            if self.agreement is not None:
+                self.agreement.consensus.follow(self.weights.updated(), self.weights.name_of)
 
     def open_groups(self, optimizers: list[Optimizer], call: str) -> list[GradientGroup]:
         """Return the groups of some optimizers that have gradients to step with.
@@ -134,7 +162,7 @@ class Core:
         if not found:
             near = [o for group in self.groups if not wanted.isdisjoint(group.optimizers) for o in group.optimizers]
             others = some_of([type(o).__name__ for o in near if o not in wanted])
-            raise StateError(
+            raise NoGradient(
                 f"{call}() before backward()",
                 why=f"it shares parameters with {others}: step both in one call, or each after its own backward()"
                 if others

@@ -17,6 +17,7 @@ from mezzo.scale import ScaleState
 from mezzo.scale.scaler import Scaler, moved_on
 from mezzo.session.verdict import Judged
 from mezzo.session.window.window import LossShare
+from mezzo.step.consensus import Heard
 from mezzo.step.executors.choose import shared
 from mezzo.step.passes import Verdict, not_finite
 from mezzo.tensors import LOW, moved
@@ -24,7 +25,7 @@ from mezzo.tensors import LOW, moved
 if TYPE_CHECKING:
     from mezzo.overflow import Changed, Overflow
 
-__all__ = ["Step", "StepOutcome", "adapt"]
+__all__ = ["Part", "Step", "StepOutcome", "adapt", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class StepOutcome:
         next_scale: Float32: the scale from now on, in the shape of ``scale``.
         after: The state of each of these losses' scales now.
         loss_failed: 0-d bool: whether a loss was not finite by itself, so that its scale stayed.
+        heard: What all ranks have told; ``None`` where there is one.
     """
 
     verdict: Verdict
@@ -46,11 +48,16 @@ class StepOutcome:
     next_scale: Tensor
     after: Mapping[int, ScaleState]
     loss_failed: Tensor
+    heard: Heard | None = None
 
     def numbers(self) -> list[Tensor]:
-        """Return what the host wants to know: whether it was skipped, and of each scale its value and its wait."""
+        """Return what the host wants to know: whether it was skipped, and of each scale its value and its wait.
+
+        Where there are several ranks, what they have told comes last.
+        """
         scales = (t for state in self.after.values() for t in (state.scale, state.floor_overflows))
-        return [self.verdict.found_inf, self.loss_failed, *scales]
+        heard = [] if self.heard is None else [self.heard.blame, self.heard.problem]
+        return [self.verdict.found_inf, self.loss_failed, *scales, *heard]
 
 
 class Step:
@@ -93,6 +100,15 @@ class Step:
         return self._outcome.verdict.grad_norm
 
     @property
+    def rank_found(self) -> Tensor | None:
+        """0-d int64: the rank that found something not finite, -1 for none; ``None`` where there is one rank.
+
+        The first whose own loss was not finite; else the first with such gradients, which after a reduction all have.
+        """
+        self._check()
+        return None if self._outcome.heard is None else self._outcome.heard.rank_found
+
+    @property
     def overflow(self) -> Overflow | Changed | None:
         """Where the overflow began, with ``on_overflow="explain"``; ``None`` for a step that was taken.
 
@@ -116,30 +132,36 @@ def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, T
         judged: The gradients.
         inner_overflows: Whether gradients that a loss was computed from had overflowed, by loss.
     """
-    device = judged.verdict.found_inf.device
-    parts = []
-    by_loss = _by_loss(judged.shares)
-    for loss_id, verdicts in by_loss.items():
-        scaler = scalers[loss_id]
-        losses = [loss for number, loss in judged.losses if number == loss_id or not scaler.keeps_apart]
-        parts.append(_Part(scaler, _one_of(losses, device), inner_overflows.get(loss_id), list(verdicts)))
-    is_simple = device.type != "cpu" and all(part.is_simple for part in parts)
+    parts = parts_of(scalers, judged, inner_overflows)
+    is_simple = judged.verdict.found_inf.device.type != "cpu" and all(part.is_simple for part in parts)
     failed, before, after = _together(parts) if is_simple else _in_turn(parts)
     return StepOutcome(
         verdict=judged.verdict,
         params=judged.params,
         scale=before,
         next_scale=after,
-        after=dict(zip(by_loss, [part.scaler.state for part in parts], strict=True)),
+        after={part.loss_id: part.scaler.state for part in parts},
         loss_failed=failed,
+        heard=judged.heard,
     )
 
 
+def parts_of(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, Tensor]) -> list[Part]:
+    """Return what a step tells the scale of each loss that took part; arguments as of :func:`adapt`."""
+    device, parts = judged.verdict.found_inf.device, []
+    for loss_id, verdicts in _by_loss(judged.shares).items():
+        scaler = scalers[loss_id]
+        losses = [loss for number, loss in judged.losses if number == loss_id or not scaler.keeps_apart]
+        parts.append(Part(loss_id, scaler, _one_of(losses, device), inner_overflows.get(loss_id), list(verdicts)))
+    return parts
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class Part:
     """What a step tells one loss scale.
 
     Attributes:
+        loss_id: The loss.
         scaler: The scale.
         loss: 0-d, finite where its losses are.
         inner: 0-d bool: whether gradients that the loss was computed from had overflowed; ``None`` without such.
@@ -148,6 +170,7 @@ class _Part:
             of an earlier step as well.
     """
 
+    loss_id: int
     scaler: Scaler
     loss: Tensor
     inner: Tensor | None
@@ -164,12 +187,13 @@ class _Part:
 _Found: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
-def _in_turn(parts: list[_Part]) -> _Found:
+def _in_turn(parts: list[Part]) -> _Found:
     """Move scales one after the other: whether a loss failed, and their values before and after."""
     failures, before, after = [], [], []
     for part in parts:
         for scale, flags in part.verdicts:
-            told = [_any(flags)] if part.inner is None else [_any(flags), part.inner]
+            found = flags[0] if len(flags) == 1 else _any(flags)
+            told = [found] if part.inner is None else [found, part.inner]
             failed, found, hold = shared(_told, (), [part.loss, *told])
             part.scaler.update(found, made_with=scale, hold=hold)
         failures.append(failed)
@@ -179,7 +203,7 @@ def _in_turn(parts: list[_Part]) -> _Found:
     return _any(failures), _one_or_all(before), _one_or_all(after)
 
 
-def _together(parts: list[_Part]) -> _Found:
+def _together(parts: list[Part]) -> _Found:
     """Do the same on a device that is not the host: in one launch where kernels can be written."""
     kinds, tensors, windows = [], list[Tensor](), []
     for part in parts:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +18,20 @@ from mezzo.errors import StateError
 from mezzo.policy import Policy
 from mezzo.session import refusals
 from mezzo.session.backward import backward, differentiate
-from mezzo.session.core import Core, current
+from mezzo.session.begin import begun
+from mezzo.session.core import current
 from mezzo.session.scale import Step
 from mezzo.session.settings import Settings
 from mezzo.session.state import saved
-from mezzo.session.state.load_hooks import watch
 from mezzo.session.state.stateful import Stateful
 from mezzo.session.stats import Stats
-from mezzo.session.step import take
-from mezzo.session.weights.phases import with_handles
-from mezzo.session.window.buffers import NormBuffers
+from mezzo.session.step import take, take_together
+from mezzo.step.consensus import Consensus
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["MixedPrecision"]
-
-logger = logging.getLogger(__name__)
 
 
 class MixedPrecision(Settings):
@@ -52,17 +51,22 @@ class MixedPrecision(Settings):
         on_overflow: What a skipped step does besides: nothing (``"skip"``), say where the overflow began
             (``"explain"``: the batch is run again with checks) or raise a :class:`NumericsError` (``"raise"``).
         restore_buffers: Put batch norm's running statistics back after a skipped step.
+        process_group: The ranks that step together, as one; all of ``torch.distributed``'s when omitted.
+        stage_group: Ranks of these whose models are parts of one, as pipeline stages are: one norm clips them all.
+        check_ranks: Compare the ranks' loss scales in each step; when omitted, whether ``MEZZO_CHECK_RANKS=1`` is set.
 
     Raises:
         PolicyError: A wrong policy or option, or an optimizer over parameters that are not the models'.
         UnsupportedError: The device or the model cannot honour the policy.
         StateError: The optimizer's state cannot be carried over exactly, or a model is prepared already.
             Whatever is raised, models and optimizers are as they were.
+        DistributedError: Another rank has refused its part of the session, or is gone.
 
     **Cost**: per step one pass that reads the gradients (their norm is also the overflow check). torch's fused
     optimizers then unscale, clip and skip in their own kernel; for others one pass multiplies the gradients by clip
     coefficient / scale, left out where that is 1, and one host sync learns whether to skip. ``"explain"`` keeps the
-    inputs and the models' output gradients alive until the step; ``"explain"`` and ``"raise"`` cost one host sync.
+    inputs and the models' output gradients alive until the step; both it and ``"raise"`` cost one host sync. On several
+    ranks one exchange of a few numbers, two where parameters are sharded; no host sync but with ``check_ranks``.
 
     Example:
         >>> import mezzo, torch
@@ -92,25 +96,22 @@ class MixedPrecision(Settings):
         device: torch.device | str | None = None,
         on_overflow: Literal["skip", "explain", "raise"] = "skip",
         restore_buffers: bool = False,
+        process_group: ProcessGroup | None = None,
+        stage_group: ProcessGroup | None = None,
+        check_ranks: bool | None = None,
     ) -> None:
-        subjects, given = refusals.models_and_optimizers(models, optimizers)
-        trained, handles, policy = with_handles(subjects, policy)
-        options: dict[str, Any] = {"num_losses": num_losses, "device": device, "handles": handles}
-        refusals.check_session(trained, given, policy, max_grad_norm=max_grad_norm, on_overflow=on_overflow, **options)
-        self._core = core = Core(trained, given, policy, **options)
-        core.max_grad_norm, core.on_overflow = max_grad_norm, on_overflow
-        core.buffers = NormBuffers(core.models) if restore_buffers else None
-        with core.weights.converted(core.before_step, core.writes.leaving):
-            core.group_optimizers()
-            if policy.dtype != torch.float32:
-                kind = "emulated in float32" if self.emulated else "native"
-                logger.info("%s arithmetic on %s is %s", policy.dtype, next(self.master_params()).device.type, kind)
-            if policy.master_weights:
-                watch(core.weights)
-            if on_overflow == "explain":
-                from mezzo.overflow import Replay
-
-                core.replay = Replay(core.models, region=core.weights.region)
+        self._core = begun(
+            models,
+            optimizers,
+            policy,
+            consensus=Consensus.of(process_group, stage_group),
+            checks_ranks=os.environ.get("MEZZO_CHECK_RANKS") == "1" if check_ranks is None else check_ranks,
+            max_grad_norm=max_grad_norm,
+            num_losses=num_losses,
+            device=device,
+            on_overflow=on_overflow,
+            restore_buffers=restore_buffers,
+        )
 
     def __repr__(self) -> str:
         if self._core.is_closed:
@@ -268,9 +269,8 @@ class MixedPrecision(Settings):
         Args:
             optimizers: Which optimizers step; all that have gradients when omitted.
             closure: For optimizers that evaluate the loss themselves (LBFGS, SAM): clears the gradients, computes
-                the loss and calls ``amp.backward(loss)``. If any evaluation overflows, or raises, weights and the
-                optimizer's state and options are put back. One optimizer at a time; one host sync for each
-                evaluation, and a copy of weights and state while the step runs.
+                the loss and calls ``amp.backward(loss)``. If any evaluation overflows, or raises, all is put back. One
+                optimizer at a time; a host sync for each evaluation, and a copy of weights and state meanwhile.
             scheduler: A learning-rate scheduler, or a callable, or a list of them, to step only if the weights
                 were. Needs one host sync.
 
@@ -280,18 +280,18 @@ class MixedPrecision(Settings):
         Raises:
             StateError: No ``backward`` since the last step, no parameter has a gradient, or an earlier update was
                 interrupted half-way.
-            PolicyError: A hyper-parameter that is not finite. Tensors on an accelerator are not looked at, since the
-                host would have to wait for them.
+            PolicyError: A hyper-parameter that is not finite; tensors on an accelerator are not looked at.
             UnsupportedError: Weights were cast to low precision since, and would train without masters; or inside
                 ``torch.cuda.graph``, instead of :func:`mezzo.capture`.
             NumericsError: An overflow, with ``on_overflow="raise"``; nothing was updated, the scale has adapted.
             ScaleCollapsed: The loss scale stood at its floor for ``patience`` overflows, at most two steps ago.
+            DistributedError: Another rank has raised in its step, or is gone. No rank has updated.
         """
         core = self._core
         core.require_open("step")
-        current().refuse(core, closure, scheduler)
-        core.stats.check()
-        return take(core, refusals.chosen(optimizers, core.optimizers), closure, refusals.checked_schedulers(scheduler))
+        if core.agreement is not None:
+            return take_together(core, core.agreement, optimizers, closure, scheduler)
+        return take(core, optimizers, closure, scheduler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of models and masters, and forget unfinished accumulation windows."""

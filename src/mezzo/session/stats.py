@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo.errors import NumericsError, ScaleCollapsed, some_of
+from mezzo.errors import MezzoError, NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale
 from mezzo.scale.config import as_float32
 from mezzo.session.scale import StepOutcome
@@ -41,6 +41,7 @@ class Stats:
         scale: The loss scale now.
         lowest_scale: Its lowest value so far.
         highest_scale: Its highest value so far.
+        ranks: How many ranks step together.
     """
 
     steps: int
@@ -51,6 +52,7 @@ class Stats:
     scale: float
     lowest_scale: float
     highest_scale: float
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,14 @@ class StepStats:
         config: The loss scale's rules.
         scales: The scale of each loss now.
         name_of: Gives the name of a tensor that the optimizers update.
+        ranks: How many ranks step together. Where there are several, each step's numbers travel at once: another rank's
+            error may be among them.
     """
 
-    def __init__(self, config: LossScale, scales: list[Tensor], name_of: Callable[[Tensor], str]) -> None:
-        self._config, self._name_of = config, name_of
+    def __init__(
+        self, config: LossScale, scales: list[Tensor], name_of: Callable[[Tensor], str], *, ranks: int = 1
+    ) -> None:
+        self._config, self._name_of, self._ranks = config, name_of, ranks
         self._steps = self._skipped = 0
         self._recent: deque[bool] = deque(maxlen=config.interval)
         self._stream: torch.Stream | None = None  # of the last step
@@ -107,7 +113,7 @@ class StepStats:
         """Follow these scales from here on; the count of steps goes on."""
         self._waiting: list[tuple[StepOutcome, Tensor]] = []
         self._flying: deque[_Flight] = deque()
-        self._failure: NumericsError | None = None
+        self._failure: MezzoError | None = None
         self._forward_failures = 0
         first = [float(scale.cpu().numpy()) for scale in scales]
         self._scales = [_Scale(scale, scale, scale) for scale in first]
@@ -137,7 +143,7 @@ class StepStats:
         return Noted(calls, self._send_if_due)
 
     def _send_if_due(self) -> None:
-        if self._config.patience is not None or len(self._waiting) >= _TOGETHER:
+        if self._config.patience is not None or self._ranks > 1 or len(self._waiting) >= _TOGETHER:
             self._send()
 
     def check(self) -> None:
@@ -146,12 +152,18 @@ class StepStats:
         Raises:
             ScaleCollapsed: It stood at its floor for ``patience`` overflows in a row.
             NumericsError: The loss itself was not finite for as many steps in a row.
+            DistributedError: Another rank has ended a step with an error.
         """
         must_know = self._config.patience is not None
         while self._flying and (self._flying[0].event.query() or (must_know and len(self._flying) > 1)):
             self._land()
         if self._failure is not None:
             raise self._failure
+
+    @property
+    def begun(self) -> int:
+        """How many steps there were, those whose numbers are still on their way included."""
+        return self._steps + len(self._waiting) + sum(len(flight.outcomes) for flight in self._flying)
 
     def stats(self, loss_id: int) -> Stats:
         """Return the account of one loss's scale, waiting for what is still on its way."""
@@ -166,6 +178,7 @@ class StepStats:
             scale=scale.now,
             lowest_scale=scale.lowest,
             highest_scale=scale.highest,
+            ranks=self._ranks,
         )
 
     def settle(self) -> None:
@@ -217,17 +230,23 @@ class StepStats:
     def _counted(self, outcome: StepOutcome, numbers: list[float], norms: Tensor) -> Noted:
         skipped, loss_failed, *rest = numbers
         step, patience = self._steps + 1, self._config.patience or math.inf
-        failures = self._forward_failures + 1 if skipped and loss_failed else 0
         scales, says = list(self._scales), list[Callable[[], None]]()
-        failure: NumericsError | None = None
+        failure: MezzoError | None = None
+        problem = first = ""
+        if outcome.heard is not None:
+            *rest, blame, problem_number = rest
+            failure, problem, first = outcome.heard.told(blame, problem_number, step)
+        failures = self._forward_failures + 1 if skipped and loss_failed and not problem else 0
+        if problem:
+            says.append(partial(logger.info, "%s in step %d: skipped on all ranks", problem, step))
         if failures == 1:
             stays = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
-            says.append(partial(logger.warning, "the loss of step %d is not finite: skipped%s", step, stays))
+            says.append(partial(logger.warning, "the loss of step %d%s is not finite: skipped%s", step, first, stays))
         if failures >= patience:
             # Such steps leave the scale alone, and no scale can cure them.
             failure = NumericsError(
                 f"the loss was not finite for {failures} steps in a row",
-                where=f"step {step}",
+                where=f"step {step}{first}",
                 why="the forward pass or the data overflowed, which no loss scale can cure",
                 write='MixedPrecision(…, on_overflow="explain"), which says where it began',
             )
@@ -240,7 +259,9 @@ class StepStats:
                 scales[loss_id] = scales[loss_id].moved(scale)
             if floor_overflows >= patience:
                 loss = f"loss {loss_id}, " if len(scales) > 1 else ""
-                failure = self._collapse(f"{loss}step {step}", scale, int(floor_overflows), outcome.params, norms)
+                failure = self._collapse(
+                    f"{loss}step {step}{first}", scale, int(floor_overflows), outcome.params, norms
+                )
         new = {
             "_steps": step,
             "_skipped": self._skipped + bool(skipped),

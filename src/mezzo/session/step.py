@@ -8,36 +8,78 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
+from mezzo.session.agreement import Agreement
 from mezzo.session.closures import evaluated
 from mezzo.session.core import Core, current
-from mezzo.session.refusals import check_numbers, not_finite
+from mezzo.session.refusals import check_numbers, checked_schedulers, chosen, not_finite
 from mezzo.session.scale import Step, StepOutcome, adapt
 from mezzo.session.update import update
 from mezzo.session.verdict import Judged, check
 from mezzo.session.window.group import GradientGroup
+from mezzo.step.consensus import Heard
+from mezzo.step.passes import Verdict
 from mezzo.step.whole import Call, Piece, at_once
 
-__all__ = ["take"]
+__all__ = ["take", "take_together"]
 
 logger = logging.getLogger(__name__)
 
 
-def take(
-    core: Core,
-    optimizers: list[Optimizer],
-    closure: Callable[[], Any] | None,
-    schedulers: list[Callable[[], Any]],
-) -> Step:
+def take_together(core: Core, agreement: Agreement, optimizers: Any, closure: Any, scheduler: Any) -> Step:
+    """Take a step with other ranks: on all of them or on none; the other arguments as of :func:`take`.
+
+    Args:
+        core: The session.
+        agreement: What the ranks decide together.
+        optimizers: See there.
+        closure: See there.
+        scheduler: See there.
+    """
+    agreement.begin(core.stats.begun + 1)
+    try:
+        return take(core, optimizers, closure, scheduler)
+    except Exception as error:
+        heard = agreement.refuse(error, core.device)
+        if heard is None:
+            raise
+    return _abstained(core, heard)
+
+
+@torch.no_grad()
+def _abstained(core: Core, heard: Heard) -> Step:
+    """Skip a step that other ranks have gradients for: at the end of the data a rank may have none left."""
+    scales = core.scale_tensors()
+    scale = torch.stack(scales) if len(scales) > 1 else scales[0]
+    verdict = Verdict.of_flags(torch.ones_like(scales[0]), None, core.device)
+    outcome = StepOutcome(
+        verdict=verdict,
+        params=[],
+        scale=scale,
+        next_scale=scale,
+        after={},
+        loss_failed=torch.zeros_like(verdict.found_inf),
+        heard=heard,
+    )
+    core.forget_passes()
+    calls, then = current().noted(core, outcome)
+    at_once(*calls)
+    then()
+    return Step(outcome, core.stats.check)
+
+
+def take(core: Core, optimizers: Any, closure: Callable[[], Any] | None, scheduler: Any) -> Step:
     """Check the gradients of some optimizers, then update or skip, as one piece of work that is done whole.
 
     Args:
         core: The session.
-        optimizers: Those that step.
+        optimizers: Those that step; all that have gradients when ``None``.
         closure: Evaluates the loss, for an optimizer that asks for it several times.
-        schedulers: Stepped if the weights were.
+        scheduler: One or several, stepped if the weights were.
     """
+    current().refuse(core, closure, scheduler)
+    core.stats.check()
+    optimizers, schedulers = chosen(optimizers, core.optimizers), checked_schedulers(scheduler)
     try:
         if core.consensus is not None:
             core.weights.follow_first_rank(core.consensus)
@@ -50,10 +92,14 @@ def take(
         alone = {o for group in groups if len(group.optimizers) == 1 for o in group.optimizers}
         check_numbers(stepping)
         core.look_for_edits(groups)
-        judged = check(groups, optimizers, core.device, core.max_grad_norm)
+        agreement = core.agreement
+        whole = None if agreement is None else agreement.whole
+        judged = check(groups, optimizers, core.device, core.max_grad_norm, whole)
         core.weights.low.check(judged.dtypes)
+        if agreement is not None:
+            judged = agreement.judged(judged, core.inner_overflows, core.bits_of(stepping))
         judged = current().seen(judged)  # a rehearsal for a graph skips
-        overflowed = cache(partial(bool, judged.verdict.found_inf))  # waits for the device, once
+        overflowed = cache(judged.overflowed)  # waits for the device, once
         pieces = update(core.writes, judged, stepping, alone, overflowed, core.weights.masters)
         return _finished(core, groups, judged, overflowed, pieces, schedulers)
     except BaseException as error:
@@ -75,7 +121,8 @@ def _finished(
     if core.replay is not None and overflowed():
         with torch.enable_grad():  # run the step's batches again
             where = core.replay.locate(judged.shares[-1].scale)
-    scales_before, inner = [scaler.remembering() for scaler in core.scalers], dict(core.inner_overflows)
+    scales_before = [scaler.remembering() for scaler in core.scalers]
+    inner = dict(core.inner_overflows) if judged.heard is None else {}  # which all ranks have told already
     ended: list[tuple[StepOutcome, Callable[[], None]]] = []
 
     def end() -> list[Call]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.errors import StateError
 from mezzo.optim.optimizer import one_pass
 from mezzo.session.window.group import GradientGroup
-from mezzo.session.window.window import CarriedScale, LossShare
+from mezzo.session.window.window import CarriedScale, LossShare, NoGradient
+from mezzo.step.consensus import Heard
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, dense, norms
-from mezzo.step.passes import Verdict, decided
+from mezzo.step.passes import Verdict, decided, not_finite
 
 __all__ = ["Judged", "check", "together"]
 
@@ -33,6 +33,8 @@ class Judged:
         is_clipped: Whether the verdict's multiplier clips.
         shares: What each loss contributed.
         losses: The losses themselves, detached, with their ids.
+        found_here: 0-d bool: whether this rank's own part of the gradients is not finite.
+        heard: What all ranks have told; ``None`` where there is one, or nothing was asked yet.
     """
 
     params: list[Tensor]
@@ -43,10 +45,26 @@ class Judged:
     is_clipped: bool
     shares: list[LossShare]
     losses: list[tuple[int, Tensor]]
+    found_here: Tensor
+    heard: Heard | None = None
+
+    def overflowed(self) -> bool:
+        """Whether to skip; the host waits for the device.
+
+        Raises:
+            DistributedError: Another rank has raised.
+        """
+        if self.heard is not None:
+            self.heard.require_none()
+        return bool(self.verdict.found_inf)
 
 
 def check(
-    groups: list[GradientGroup], optimizers: Collection[Optimizer], device: torch.device, max_norm: float | None
+    groups: list[GradientGroup],
+    optimizers: Collection[Optimizer],
+    device: torch.device,
+    max_norm: float | None,
+    whole: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Judged:
     """Gather and judge the gradients of some optimizers, leaving the unscaling to the update where it can be.
 
@@ -55,9 +73,11 @@ def check(
         optimizers: Those that step.
         device: Where the loss scale lives.
         max_norm: What to clip the norm of all gradients to.
+        whole: Where there are several ranks: gives, from parameters and the norms of this rank's gradients, the norms
+            of the whole gradients, and norms whose own norm is that of all of them.
 
     Raises:
-        StateError: No parameter has a gradient.
+        NoGradient: No parameter has a gradient.
     """
     windows = [group.window for group in groups if group.window is not None]
     # One scale that all gradients carry is unscaled on the way to the weights; several have to be before.
@@ -66,7 +86,7 @@ def check(
         group.gather() if one is not None else group.settle()
     params, gradients = dense([param for group in groups for param in group.params(optimizers)])
     if not params:
-        raise StateError(
+        raise NoGradient(
             "no parameter has a gradient",
             why="every optimizer's gradients are None: frozen, detached, or cleared since backward()",
             write="amp.zero_grad() only after amp.step()",
@@ -79,12 +99,13 @@ def check(
     numbers: list[Tensor | float] = [] if scale is None else [scale]
     numbers += [] if max_norm is None else [float(max_norm)]
     # One launch on a GPU: the same pure function that the contract suite tests, traced and spelled as one kernel.
-    found = shared(decided, (scale is not None, max_norm is not None), [each, *numbers])
+    here, (each, total) = each, (each, each) if whole is None else whole(params, each)
+    found = shared(decided, (scale is not None, max_norm is not None), [total, *numbers])
     verdict = Verdict(norms=each, grad_norm=found[0], found_inf=found[1], multiplier=found[2], is_one=not numbers)
     if one is not None:
         shares = [LossShare(loss_id=one.loss_id, scale=one.scale, found_inf=verdict.found_inf)]
     elif not (shares := [share for window in windows for share in window.settled]):
-        raise StateError(
+        raise NoGradient(
             "these are gradients that no amp.backward() made",
             why="nothing had a gradient when they were unscaled, so that their scale is not known",
             write="amp.backward(loss), and edits of .grad after it",
@@ -98,6 +119,7 @@ def check(
         is_clipped=max_norm is not None,
         shares=shares,
         losses=[pair for window in windows for pair in window.losses],
+        found_here=found[1] if total is here else not_finite(here.sum()),
     )
 
 

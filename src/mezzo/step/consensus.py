@@ -5,7 +5,6 @@ Every collective of mezzo's own inside a step goes through one function, which n
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mezzo.errors import DistributedError, PolicyError, UnsupportedError
+from mezzo.errors import DistributedError, PolicyError, UnsupportedError, some_of
+from mezzo.step.ranks import PROBLEMS, Problem, Ranks
 from mezzo.tensors import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Consensus", "Sharding"]
+__all__ = ["Consensus", "Heard", "Sharding"]
 
 #: Squared norms above this are infinite in FP32, in which each tensor's own sum is.
 _LARGEST: Final = torch.finfo(torch.float32).max
@@ -83,50 +83,134 @@ def _sharding_groups(param: Any, name_of: Callable[[Tensor], str]) -> list[Proce
     return [group for dim in sharded if (group := mesh.get_group(dim)).size() > 1]
 
 
-class Consensus:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Heard:
+    """What the ranks have told each other of a step, as tensors that are equal on all of them.
+
+    Attributes:
+        consensus: The ranks.
+        blame: 0-d float32: of the first rank that found something not finite; see :attr:`rank_found`.
+        problem: 0-d float32: the number of a :class:`Problem`, 0 where all ranks could go on.
+    """
+
+    consensus: Consensus
+    blame: Tensor
+    problem: Tensor
+
+    @property
+    def rank_found(self) -> Tensor:
+        """0-d int64: which rank found something not finite, -1 for none.
+
+        The first whose own loss, or gradients inside it, were not finite; else the first with such gradients.
+        """
+        size = self.consensus.size
+        rank = torch.where(self.blame > size, 2 * size, size) - self.blame
+        return torch.where(self.blame > 0, rank, -1).long()
+
+    def told(self, blame: float, number: float, step: int) -> tuple[DistributedError | None, str, str]:
+        """Return what the host has read of an account: an error to raise, else a vote, and which rank was the first.
+
+        Args:
+            blame: The value of ``blame``.
+            number: The value of ``problem``.
+            step: The step's number.
+        """
+        size, problem = self.consensus.size, Problem.of(number, self.consensus.size)
+        first = f" on rank {int(2 * size - blame if blame > size else size - blame)}" if blame else ""
+        if problem is None:
+            return None, "", first
+        said = f"rank {problem.rank} had {PROBLEMS[problem.code]}"
+        return None if problem.is_vote else self.consensus.failure(problem, step), said, first
+
+    def require_none(self) -> None:
+        """Raise the problem of another rank; the host waits for the device.
+
+        Raises:
+            DistributedError: With the rank and the step.
+        """
+        problem = Problem.of(float(self.problem), self.consensus.size)
+        if problem is not None and not problem.is_vote:
+            raise self.consensus.failure(problem, self.consensus.step)
+
+
+class Consensus(Ranks):
     """The ranks that step together, and what they exchange.
 
     Args:
         everyone: All ranks that take the same steps.
+        stages: Ranks whose models are parts of one, so that its gradients are those of all of them.
 
     Attributes:
         everyone: See above.
-        sharding: Which of them hold shards of what.
-        rank: This rank's number in the group.
-        size: How many ranks there are.
-        step: How many steps were exchanged, for messages.
+        stages: See above.
+        sharding: Which ranks hold shards of what.
 
     **Cost**: two small collectives a step, one where nothing is sharded. No host sync with NCCL.
     """
 
-    def __init__(self, everyone: ProcessGroup) -> None:
-        self.everyone, self.sharding = everyone, Sharding([], [], {})
-        self.rank, self.size, self.step = everyone.rank(), everyone.size(), 0
+    def __init__(self, everyone: ProcessGroup, stages: ProcessGroup | None = None) -> None:
+        super().__init__(everyone)
+        self.stages, self.sharding = stages, Sharding([], [], {})
+        self._known: tuple[list[int], Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, process_group: ProcessGroup | None = None) -> Consensus | None:
+    def of(cls, process_group: ProcessGroup | None = None, stage_group: ProcessGroup | None = None) -> Consensus | None:
         """Return what the ranks of a session share; ``None`` where there is one rank.
 
         Args:
             process_group: The ranks that step together; those of the default group when omitted.
+            stage_group: Ranks of these whose models are parts of one, such as the stages of a pipeline.
 
         Raises:
-            PolicyError: This rank is not in the group.
+            PolicyError: This rank is not in a group.
+            StateError: There are no process groups.
         """
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        dist = torch.distributed
+        if not (dist.is_available() and dist.is_initialized()):
             return None
-        everyone: Any = torch.distributed.group.WORLD if process_group is None else process_group
-        if everyone is torch.distributed.GroupMember.NON_GROUP_MEMBER:
-            raise PolicyError(
-                "this rank is not in the session's process group",
-                where=f"rank {torch.distributed.get_rank()}",
-                write="MixedPrecision(…, process_group=group) on the ranks of the group alone",
-            )
-        return None if everyone.size() == 1 else cls(everyone)
+        everyone: Any = dist.group.WORLD if process_group is None else process_group
+        for name, group in (("process_group", everyone), ("stage_group", stage_group)):
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise PolicyError(
+                    f"this rank is not in the session's {name}",
+                    where=f"rank {dist.get_rank()}",
+                    write=f"MixedPrecision(…, {name}=group) on the ranks of the group alone",
+                )
+        stages = None if stage_group is None or stage_group.size() == 1 else stage_group
+        return None if everyone.size() == 1 else cls(everyone, stages)
 
     def follow(self, params: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> None:
-        """Find out over which ranks parameters are sharded; arguments and errors as of :meth:`Sharding.of`."""
-        self.sharding = Sharding.of(params, name_of)
+        """Find out over which ranks parameters are sharded; arguments and errors as of :meth:`Sharding.of`.
+
+        Raises:
+            PolicyError: Some of these ranks do not step with this session.
+        """
+        self.sharding, self._known = Sharding.of(params, name_of), None
+        ranks_of = torch.distributed.get_process_group_ranks
+        ours = set(ranks_of(self.everyone))
+        for group in self.sharding.groups:
+            if missing := sorted(set(ranks_of(group)) - ours):
+                raise PolicyError(
+                    "parameters are sharded over ranks that are not in the session's process group",
+                    where=f"rank {some_of(list(map(str, missing)))}",
+                    why="an overflow in their shards would not be seen here",
+                    write="MixedPrecision(…) without process_group=; or a group of all ranks of the mesh",
+                )
+
+    def require(self, device: torch.device) -> None:
+        """Refuse a device whose tensors the group has no backend for.
+
+        Raises:
+            UnsupportedError: It has none.
+        """
+        there = [each.type for each in self.everyone._device_types]
+        if device.type not in there:
+            raise UnsupportedError(
+                f"the process group cannot exchange tensors of {device.type}",
+                where=f"rank {self.rank} of {self.size}; it has backends for {some_of(there)}",
+                why="the ranks agree on each step through tensors of the loss scale's device",
+                write='torch.distributed.init_process_group("cpu:gloo,cuda:nccl"); or MixedPrecision(…, device=…)',
+            )
 
     # Exchanges --------------------------------------------------------------------------------------------
 
@@ -142,11 +226,10 @@ class Consensus:
         sharding = self.sharding
         if not sharding.groups:
             return norms
+        at, places = self._places(params, norms.device)
         # All sharded parameters, whatever has a gradient here: ranks that differ in that exchange as many numbers.
-        known = [(at, place) for at, p in enumerate(params) if (place := sharding.places.get(id(p))) is not None]
-        at, places = ([each[part] for each in known] for part in (0, 1))
         squares = norms.new_zeros(len(sharding.places), dtype=torch.float64)
-        squares[places] = norms[at].double().square()
+        squares.index_copy_(0, places, norms.index_select(0, at).double().square())
         for group, members in zip(sharding.groups, sharding.members, strict=True):
             if len(members) == len(squares):
                 self.exchanged(squares, torch.distributed.ReduceOp.SUM, group, "the norms of gradients")
@@ -154,24 +237,41 @@ class Consensus:
                 part = squares[members]
                 self.exchanged(part, torch.distributed.ReduceOp.SUM, group, "the norms of gradients")
                 squares[members] = part
-        whole = squares.masked_fill(squares > _LARGEST, torch.inf).sqrt().float()
-        found = norms.clone()
-        found[at] = whole[places]
-        return found
+        return norms.index_copy(0, at, _norm_of(squares).index_select(0, places))
+
+    def _places(self, params: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return which of some parameters are sharded, and their places among all that are: indices on the device."""
+        ids = list(map(id, params))
+        if self._known is None or self._known[0] != ids:
+            known = [(at, place) for at, key in enumerate(ids) if (place := self.sharding.places.get(key)) is not None]
+            pairs = torch.tensor(known, dtype=torch.long).reshape(-1, 2).to(device)
+            self._known = ids, pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+        return self._known[1:]
+
+    def of_stages(self, norms: Tensor) -> Tensor:
+        """Return norms whose 2-norm is that of all gradients, those of other stages' models among them.
+
+        Args:
+            norms: (params,) float32: of the whole gradients of this rank's parameters.
+        """
+        if self.stages is None:
+            return norms
+        total = norms.double().square().sum().reshape(1)
+        return _norm_of(self.exchanged(total, torch.distributed.ReduceOp.SUM, self.stages, "the norms of stages"))
 
     def largest(self, numbers: Tensor) -> Tensor:
         """Return the largest of each number over all ranks, in place."""
-        return self.exchanged(numbers, torch.distributed.ReduceOp.MAX, self.everyone, "what was found")
+        return self.exchanged(numbers, torch.distributed.ReduceOp.MAX, self.everyone, "what they found")
 
     def of_first(self, numbers: Tensor, group: ProcessGroup, what: str) -> Tensor:
         """Return the numbers of a group's first rank, in place; arguments and errors as of :meth:`exchanged`."""
         return self.exchanged(numbers, None, group, what)
 
     def exchanged(self, numbers: Tensor, op: Any, group: ProcessGroup, what: str) -> Tensor:
-        """Reduce numbers over the ranks of a group, in place: the one place where mezzo waits for other ranks.
+        """Reduce numbers over the ranks of a group, in place: the one place where a step of mezzo's waits for others.
 
         Args:
-            numbers: On the consensus' device.
+            numbers: On a device of the group's.
             op: How; ``None`` takes those of the group's first rank.
             group: Which ranks.
             what: What the numbers are, for errors.
@@ -179,17 +279,37 @@ class Consensus:
         Raises:
             DistributedError: A rank did not answer.
         """
-        begun = time.monotonic()
-        try:
+        with self.naming(f"the exchange of {what}"):
             if op is None:
                 torch.distributed.broadcast(numbers, group=group, group_src=0)
             else:
                 torch.distributed.all_reduce(numbers, op=op, group=group)
-        except RuntimeError as error:
-            raise DistributedError(
-                f"the ranks could not exchange {what} of step {self.step}",
-                where=f"rank {self.rank} of {self.size}, after {time.monotonic() - begun:.3g} s",
-                why=str(error).splitlines()[0],
-                write="the last checkpoint is whole: start again from it",
-            ) from error
         return numbers
+
+    def each(self, numbers: Tensor, what: str) -> list[list[float]]:
+        """Return the numbers of all ranks, in their order; the host waits.
+
+        Args:
+            numbers: (n,): this rank's, on a device of the group's.
+            what: What these are, for errors.
+        """
+        found = [torch.empty_like(numbers) for _ in range(self.size)]
+        with self.naming(f"the exchange of {what}"):
+            torch.distributed.all_gather(found, numbers, group=self.everyone)
+        return [each.tolist() for each in found]
+
+    def gathered(self, value: Any, what: str) -> list[Any]:
+        """Return the values of all ranks, in their order; the host waits.
+
+        Args:
+            value: This rank's; it can be pickled.
+            what: What these are, for errors.
+        """
+        found: list[Any] = [None] * self.size
+        with self.naming(f"the exchange of {what}"):
+            torch.distributed.all_gather_object(found, value, group=self.everyone)
+        return found
+
+
+def _norm_of(squares: Tensor) -> Tensor:
+    return squares.masked_fill(squares > _LARGEST, torch.inf).sqrt().float()

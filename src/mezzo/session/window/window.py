@@ -14,12 +14,16 @@ from torch import Tensor
 from mezzo.errors import StateError, message
 from mezzo.step.gradients import mark
 
-__all__ = ["CarriedScale", "EditWatch", "LossShare", "Window"]
+__all__ = ["CarriedScale", "EditWatch", "LossShare", "NoGradient", "Window"]
 
 logger = logging.getLogger(__name__)
 
 #: Gradients looked at for edits: clipping writes to all of them, and a model may have thousands.
 _WATCHED: Final = 16
+
+
+class NoGradient(StateError):  # noqa: N818 - an error by its base
+    """There is nothing to step with; where other ranks have gradients, that is a vote and no mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,134 @@
+"""A session begins: on all ranks or on none, and with everything as it was where one of them refuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from mezzo.errors import DistributedError, PolicyError, some_of
+from mezzo.session import refusals
+from mezzo.session.agreement import by_value
+from mezzo.session.core import Core
+from mezzo.session.state.load_hooks import watch
+from mezzo.session.weights.phases import with_handles
+from mezzo.session.window.buffers import NormBuffers
+from mezzo.step.consensus import Consensus
+
+__all__ = ["begun"]
+
+logger = logging.getLogger(__name__)
+
+
+def begun(
+    models: Any,
+    optimizers: Any,
+    policy: Any,
+    *,
+    consensus: Consensus | None,
+    checks_ranks: bool,
+    max_grad_norm: float | None,
+    on_overflow: Literal["skip", "explain", "raise"],
+    restore_buffers: bool,
+    **options: Any,
+) -> Core:
+    """Check everything, carry the policy out, and return what a session is made of.
+
+    Args:
+        models: See :class:`mezzo.MixedPrecision`, and so on.
+        optimizers: See there.
+        policy: See there.
+        consensus: The ranks that step together; ``None`` for one alone.
+        checks_ranks: Whether these compare their scales in each step.
+        max_grad_norm: See there.
+        on_overflow: See there.
+        restore_buffers: See there.
+        **options: ``num_losses`` and ``device``; see there.
+    """
+    with _starting(consensus) as agree:
+        subjects, given = refusals.models_and_optimizers(models, optimizers)
+        trained, options["handles"], policy = with_handles(subjects, policy)
+        refusals.check_session(trained, given, policy, max_grad_norm=max_grad_norm, on_overflow=on_overflow, **options)
+        core = Core(trained, given, policy, **options, consensus=consensus, checks_ranks=checks_ranks)
+        core.max_grad_norm, core.on_overflow = max_grad_norm, on_overflow
+        core.buffers = NormBuffers(core.models) if restore_buffers else None
+        agree(core.alike())
+        with core.weights.converted(core.before_step, core.writes.leaving):
+            core.group_optimizers()
+            if policy.dtype != torch.float32:
+                kind = "emulated in float32" if core.weights.region().emulated else "native"
+                logger.info("%s arithmetic on %s is %s", policy.dtype, next(core.weights.updated()).device.type, kind)
+            if policy.master_weights:
+                watch(core.weights)
+            if on_overflow == "explain":
+                from mezzo.overflow import Replay
+
+                core.replay = Replay(core.models, region=core.weights.region)
+            agree(core.alike())
+    return core
+
+
+@contextmanager
+def _starting(consensus: Consensus | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Begin a session on all ranks or on none: what one of them refuses is refused on all.
+
+    Args:
+        consensus: The ranks; ``None`` for one alone.
+
+    Yields:
+        What waits until all ranks have come as far, called twice: before anything is changed, and after. It is given
+        what has to be the same on all ranks.
+
+    Raises:
+        PolicyError: That differs.
+        DistributedError: Another rank has refused; with its reason.
+    """
+    if consensus is None:
+        yield lambda _: None
+        return
+    is_told = False
+
+    def exchange(alike: Mapping[str, Any] | None, refusal: str) -> list[tuple[Any, ...]]:
+        nonlocal is_told
+        is_told = True  # what is raised from here on is known to the others
+        found = consensus.gathered((alike, refusal, socket.gethostname(), os.getpid()), "what a session begins with")
+        consensus.peers = [(host, process) for *_, host, process in found]
+        return found
+
+    def agree(alike: Mapping[str, Any]) -> None:
+        nonlocal is_told
+        found = exchange(alike, "")
+        _require_alike(consensus, [options for options, *_ in found], [refusal for _, refusal, *_ in found])
+        is_told = False
+
+    try:
+        yield agree
+    except Exception as error:
+        if not is_told:
+            exchange(None, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _require_alike(consensus: Consensus, options: list[Mapping[str, Any]], refusals: list[str]) -> None:
+    """Raise what ranks that begin a session have refused, or differ in; by rank."""
+    if refused := [rank for rank, text in enumerate(refusals) if text]:
+        raise DistributedError(
+            f"rank {some_of(list(map(str, refused)))} refused the session",
+            where=f"rank {consensus.rank} of {consensus.size}",
+            why=refusals[refused[0]],
+            write="see there",
+        )
+    for name, first in options[0].items():
+        values = [each[name] for each in options]
+        if any(value != first for value in values):
+            raise PolicyError(
+                f"the ranks were given different values of {name}",
+                where=by_value(list(map(str, values))),
+                why="their steps would differ",
+                write="MixedPrecision(…) with the same arguments on all ranks",
+            )

@@ -1,0 +1,125 @@
+"""One verdict for all ranks: the same steps skipped, the same scale, the same errors, whichever rank saw the fault."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mezzo
+
+from .ranks import on_ranks
+
+POLICY = "O1,dtype=float16"
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def session_of(model, policy=POLICY, **options):
+    return mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy, **options)
+
+
+def averaged(model):
+    """What DistributedDataParallel does, without its buckets."""
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def loss_of(amp, model, seed):
+    torch.manual_seed(seed)
+    with amp.autocast():
+        return model(torch.randn(3, 4)).float().square().mean()
+
+
+# Which rank saw it ------------------------------------------------------------------------------------------
+
+
+def a_step_with(fault, guilty):
+    """Take a step in which one rank sees a fault, and one without; after it: skipped, scales, who, and the weights."""
+    model = model_of()
+    amp = session_of(model, max_grad_norm=1.0)
+    is_guilty, seen = dist.get_rank() == guilty, []
+    for step in range(2):
+        loss = loss_of(amp, model, dist.get_rank())
+        if fault == "loss" and is_guilty and step == 0:
+            loss = loss * math.nan
+        if fault == "grad":
+            weight = model[0].weight
+            scaled = loss * (1e38 if is_guilty and step == 0 else 1)
+            amp.grad(scaled, weight, create_graph=True)
+        amp.backward(loss)
+        averaged(model)
+        if fault == "gradient" and is_guilty and step == 0:
+            model[2].bias.grad[1] = -torch.inf
+        found = amp.step()
+        seen.append((bool(found.skipped), float(found.scale), float(found.next_scale), int(found.rank_found)))
+        amp.zero_grad()
+    return seen, amp.stats().ranks, [param.detach().clone() for param in model.parameters()]
+
+
+def faults(guilty):
+    return {fault: a_step_with(fault, guilty) for fault in ("none", "loss", "grad", "gradient")}
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_what_one_rank_sees_decides_for_all(guilty):
+    one, other = on_ranks(2, faults, guilty)
+    high, low = 2.0**16, 2.0**15
+    after = {"none": high, "loss": high, "grad": low, "gradient": low}
+    for fault, (seen, ranks, weights) in one.items():
+        # An overflow in amp.grad alone lowers the scale; the gradients of the step may be finite still.
+        first = (fault in ("loss", "gradient"), high, after[fault], -1 if fault == "none" else guilty)
+        assert seen == [first, (False, after[fault], after[fault], -1)], fault
+        assert ranks == 2
+        assert other[fault][0] == seen, fault
+        assert all(map(torch.equal, weights, other[fault][2])), fault
+
+
+# What it costs ----------------------------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Write down the collectives that are called meanwhile, with their bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.found.append((func._opname, sum(t.nbytes for t in args[0])))
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step():
+    found = {}
+    for wrap in ("ddp", "fsdp2"):
+        model = model_of()
+        wrapped = DistributedDataParallel(model) if wrap == "ddp" else fully_shard(model)
+        amp = session_of(wrapped, max_grad_norm=1.0, check_ranks=False)
+        for _ in range(2):
+            loss = loss_of(amp, wrapped, 0)
+            amp.backward(loss)
+            with Collectives() as counted:
+                amp.step()
+            amp.zero_grad()
+        found[wrap] = counted.found
+    return found
+
+
+def test_a_step_exchanges_a_few_numbers_once_and_twice_where_parameters_are_sharded():
+    for found in on_ranks(2, collectives_of_a_step):
+        assert [name for name, _ in found["ddp"]] == ["allreduce_"]
+        assert found["ddp"][0][1] <= 64
+        assert [name for name, _ in found["fsdp2"]] == ["allreduce_"] * 2
+        assert found["fsdp2"][0][1] == 8 * 4  # one float64 for each parameter
+        assert found["fsdp2"][1][1] <= 64
