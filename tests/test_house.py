@@ -24,7 +24,7 @@ MOST_CODE = {
     "recipes": 1_314,
     "report": 997,
     "scale": 607,
-    "session": 4_675,
+    "session": 4_666,
     "step": 2_438,
     "trace": 998,
     "the ground": 726,

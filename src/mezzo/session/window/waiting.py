@@ -88,7 +88,7 @@ class Waiting:
             return  # there is nothing yet, or what is there has its parameter's dtype
         if self.ranks not in (1, reduction.ranks):
             self._average()
-        self.is_reduced = self.is_reduced or all(leaf.grad is None for leaf in reduction.leaves)
+        self.is_reduced = self.is_reduced or all(leaf.grad is None for leaf in reduction.near)
         kept = set(map(id, self._wide.params()))
         calls: list[Call] = []
         for leaf in reduction.leaves:
@@ -119,19 +119,22 @@ class Waiting:
         has_run, found = reduction.has_run, dict[int, Tensor]()
         for wire in reduction.wires:
             found |= wire.found if has_run else wire.added
-        if not has_run and (found or _marks(reduction.near) != (self._before or [None] * len(reduction.near))):
-            if self.ranks > 1:  # what the pass has made was not summed
-                torch._foreach_mul_(list(self._apart.values()), 1 / self.ranks)
-            self.ranks, self.is_reduced = 1, False
+        ranks, is_reduced = self.ranks, self.is_reduced
+        if has_run:
+            ranks, is_reduced = reduction.ranks, reduction.is_whole
+        elif found or _marks(reduction.near) != (self._before or [None] * len(reduction.near)):
+            ranks, is_reduced = 1, False
+        if ranks != self.ranks and self._apart:
+            torch._foreach_mul_(list(self._apart.values()), ranks / self.ranks)
         for leaf in reduction.leaves if found or self._apart else ():
             before, new = self._apart.get(leaf), found.get(id(leaf))
             if before is not None or new is not None:
                 own = None if has_run and new is not None else leaf.grad
                 total = _sum(each for each in (before, new, own) if each is not None)
                 at_once(*self._wide.giving(leaf, total), partial(self._apart.pop, leaf, None))
+        self.ranks, self.is_reduced = ranks, is_reduced
         if has_run:
-            self.ranks, self.is_reduced = reduction.ranks, reduction.is_whole
-            self._summed = reduction.leaves if self.ranks > 1 else []
+            self._summed = reduction.leaves if ranks > 1 else []
 
     def _average(self) -> None:
         """Make means of sums over ranks, to which a rank's own gradients can be added."""
