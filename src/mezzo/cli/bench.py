@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from mezzo.bench import bench_step
 from mezzo.bench.shapes import SHAPES
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for
+from mezzo.cli.output import console_for, show_json
 from mezzo.errors import PolicyError
 from mezzo.recipes.machine import default_device
 
@@ -47,7 +46,7 @@ def step(
     with Console(stderr=True).status("stepping"):
         result = bench_step(shapes, dtype=dtype, device=device or default_device(), repetitions=repetitions)
     if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=1, ensure_ascii=False))
+        show_json(result.to_json())
     else:
         console_for(160).print(result.table())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,9 +12,8 @@ from rich.console import Console
 
 from mezzo import recipes, report
 from mezzo.cli.app import app
-from mezzo.cli.output import INTERRUPTED, console_for, run_directory, show_judgement
+from mezzo.cli.output import INTERRUPTED, console_for, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
-from mezzo.documents import jsonable
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
 from mezzo.recipes.parallel import Parallel, World, joined
 
@@ -87,10 +85,10 @@ def carry_out(
         comparison, directory = compared(recipe, policies, steps, seed, out, overwrite, world)
     if world.is_first:
         if as_json:
-            typer.echo(json.dumps(jsonable(comparison.to_dict()), indent=2, allow_nan=False, ensure_ascii=False))
+            show_json(comparison.to_dict())
         else:
             show(comparison, directory)
-        Console(stderr=True).print(f"run directory: {directory}", highlight=False, markup=False, soft_wrap=True)
+        note(f"run directory: {directory}")
     if comparison.interrupted:
         raise typer.Exit(INTERRUPTED)
 

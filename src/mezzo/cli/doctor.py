@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -18,7 +17,7 @@ from mezzo.bench.layers import WIDTHS, LayerSteps, layer_steps
 from mezzo.cast import device
 from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, isa_setting, processor
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for
+from mezzo.cli.output import console_for, show_json
 from mezzo.errors import printable
 from mezzo.tensors import LOW, dtype_name
 
@@ -63,7 +62,7 @@ def doctor(
         with Console(stderr=True).status("timing training steps of layers 128 and 2048 wide; some ten seconds"):
             steps = {report.device_type: layer_steps(report.device_type, _trainable(report)) for report in reports}
     if as_json:
-        typer.echo(json.dumps(findings(reports, steps), indent=2))
+        show_json(findings(reports, steps))
         return
     console = console_for(120)
     for report in reports:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mezzo import recipes
 from mezzo.cli.app import app
-from mezzo.cli.output import require_free
+from mezzo.cli.output import note, require_free
 from mezzo.errors import PolicyError, nearest
 from mezzo.explanation import Explanation
 from mezzo.explanation.answer import comparison
@@ -110,7 +110,7 @@ def _write(path: Path, first: Explanation, second: Explanation | None) -> None:
             save(path, comparison(first, second), terms(first), *rows)
     except OSError as error:
         raise PolicyError(f"the page {path} cannot be written", why=error.strerror or str(error)) from error
-    Console(stderr=True).print(f"page: {path}", highlight=False, markup=False, soft_wrap=True)
+    note(f"page: {path}")
 
 
 def _show(parts: list[RenderableType], full: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for
+from mezzo.cli.output import console_for, show_json
 from mezzo.errors import PolicyError, nearest, shown
 from mezzo.formats import FORMATS, Format, by_name
 from mezzo.tensors import dtype_name
@@ -38,7 +37,7 @@ def formats(
     chosen = None if name is None else _named(name)
     if as_json:
         data = [described(entry) for entry in FORMATS.values()] if chosen is None else described(chosen, True)
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        show_json(data)
         return
     console = console_for(160)
     if chosen is None:

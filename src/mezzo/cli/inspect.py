@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -11,9 +10,8 @@ from rich.console import Console
 from mezzo import recipes, report
 from mezzo.cli.app import app
 from mezzo.cli.compare import Out, Overwrite, Seed
-from mezzo.cli.output import ALERT, INTERRUPTED, console_for, run_directory, show_judgement
+from mezzo.cli.output import ALERT, INTERRUPTED, console_for, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
-from mezzo.documents import jsonable
 from mezzo.recipes.inspection import DEFAULT_POLICY
 
 __all__ = ["inspect"]
@@ -58,10 +56,10 @@ def inspect(
     report.page(out)
     judgement = report.judge(report.read(out))
     if as_json:
-        typer.echo(json.dumps(jsonable(inspection.to_dict()), indent=2, allow_nan=False, ensure_ascii=False))
+        show_json(inspection.to_dict())
     else:
         show_judgement(console_for(200), judgement)
-    messages.print(f"run directory: {out}", highlight=False, markup=False, soft_wrap=True)
+    note(f"run directory: {out}")
     if inspection.run.interrupted:
         raise typer.Exit(INTERRUPTED)
     if judgement.level == "bad":

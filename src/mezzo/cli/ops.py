@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for
+from mezzo.cli.output import console_for, show_json
 from mezzo.errors import PolicyError, printable, shown
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS, matching, resolve
@@ -52,7 +51,7 @@ def ops(
     value = Policy.of(policy)
     names = _chosen(pattern)
     if as_json:
-        typer.echo(json.dumps([described(name, value, device) for name in names], indent=2))
+        show_json([described(name, value, device) for name in names])
         return
     console = console_for(200)
     table = Table(box=box.SIMPLE_HEAD)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import typer
 from rich.console import Console
 
+from mezzo.documents import jsonable
 from mezzo.errors import PolicyError, message, printable
 from mezzo.report import Judgement
 
-__all__ = ["ALERT", "INTERRUPTED", "console_for", "require_free", "run_directory", "show_judgement"]
+__all__ = [
+    "ALERT", "INTERRUPTED", "console_for", "note", "require_free", "run_directory", "show_json", "show_judgement",
+]  # fmt: skip
 
 #: Exit codes besides those of errors: numbers that alarm; and Ctrl-C, as shells have it, 128 and the signal's number.
 ALERT: Final = 4
@@ -26,6 +31,16 @@ def console_for(plain_width: int) -> Console:
     """
     console = Console()
     return Console(width=min(console.width, plain_width) if console.is_terminal else plain_width)
+
+
+def show_json(value: Any) -> None:
+    """Print a value for a program: JSON that any reader takes, with texts for the numbers that JSON lacks."""
+    typer.echo(json.dumps(jsonable(value), indent=2, allow_nan=False, ensure_ascii=False))
+
+
+def note(text: str) -> None:
+    """Print a message in one line on stderr, as it is."""
+    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_judgement(console: Console, judgement: Judgement) -> None:

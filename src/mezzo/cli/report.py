@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for, show_judgement
+from mezzo.cli.output import console_for, note, show_judgement
 from mezzo.report import judge, page, rank_tables, read
 
 __all__ = ["report"]
@@ -37,4 +36,4 @@ def report(
     for table in rank_tables(run, console.width):
         console.print()
         console.print(table)
-    Console(stderr=True).print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
+    note(f"report: {path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +11,7 @@ from rich.console import Console
 from mezzo import recipes
 from mezzo.cli.app import app
 from mezzo.cli.compare import Seed, compared, show
-from mezzo.cli.output import ALERT, INTERRUPTED, require_free
-from mezzo.documents import jsonable
+from mezzo.cli.output import ALERT, INTERRUPTED, note, require_free, show_json
 from mezzo.numerics import Tuned
 from mezzo.recipes.parallel import World
 
@@ -70,7 +68,7 @@ def tune(
     document = {"verdict": tuned.verdict, "policy": str(tuned.policy), "file": str(path), **_evidence(tuned)}
     if not as_json:
         typer.echo(str(tuned))
-    messages.print(f"policy file: {path}", highlight=False, markup=False, soft_wrap=True)
+    note(f"policy file: {path}")
     interrupted = False
     if compare:
         policies = ["O0", f"O1,dtype={dtype}", str(tuned.policy)]
@@ -80,9 +78,9 @@ def tune(
         if not as_json:
             typer.echo()
             show(comparison, directory)
-        messages.print(f"run directory: {directory}", highlight=False, markup=False, soft_wrap=True)
+        note(f"run directory: {directory}")
     if as_json:
-        typer.echo(json.dumps(jsonable(document), indent=2, allow_nan=False, ensure_ascii=False))
+        show_json(document)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if tuned.evidence.result.is_fault:

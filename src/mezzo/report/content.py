@@ -15,7 +15,7 @@ from mezzo.numerics import Evidence
 from mezzo.numerics.faults import lost_updates, stored_low
 from mezzo.policy import Policy
 from mezzo.recipes.run_directory import EXPLANATION
-from mezzo.report.heat import heat
+from mezzo.report.heat import heat, thinned
 from mezzo.report.judgement import Judgement, judge
 from mezzo.report.picture import smooth
 from mezzo.report.ranks import rank_columns, rank_rows
@@ -26,6 +26,7 @@ __all__ = ["content"]
 
 #: Points of a curve: more than a screen has columns.
 _MOST_POINTS: Final = 2000
+#: Marks of a curve that can be told apart.
 _MOST_MARKS: Final = 500
 #: What can be chosen on the page, in use or not.
 _FORMATS: Final = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -219,8 +220,8 @@ def _series(policy: str, series: Series) -> dict[str, Any]:
     count = len(series.step)
     kept = _kept(series.loss)
     line = smooth(series.loss, count // 60)
-    skipped = _spread([place for place in range(count) if series.skipped[place]])
-    bad = _spread([place for place in range(count) if not math.isfinite(series.loss[place])])
+    skipped = thinned([place for place in range(count) if series.skipped[place]], _MOST_MARKS)
+    bad = thinned([place for place in range(count) if not math.isfinite(series.loss[place])], _MOST_MARKS)
     return {
         "policy": printable(policy),
         "step": [series.step[place] for place in kept],
@@ -248,13 +249,6 @@ def _kept(losses: Sequence[float]) -> list[int]:
         else:
             chosen.add(begin)
     return sorted(chosen)
-
-
-def _spread(places: Sequence[int]) -> list[int]:
-    """Keep no more marks than can be told apart, first and last among them."""
-    if len(places) <= _MOST_MARKS:
-        return list(places)
-    return [places[round(mark * (len(places) - 1) / (_MOST_MARKS - 1))] for mark in range(_MOST_MARKS)]
 
 
 def _finite(value: float) -> float | None:

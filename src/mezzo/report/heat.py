@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy
 
@@ -15,7 +15,9 @@ from mezzo.numerics import KINDS, Evidence, ExponentHistogram, RecordedStep
 from mezzo.numerics.counting import BINS, FIRST
 from mezzo.numerics.faults import GRADIENTS, name_of
 
-__all__ = ["heat"]
+__all__ = ["heat", "thinned"]
+
+T = TypeVar("T")  # Python 3.11 has no `def f[T]`
 
 #: Histograms that one page holds, which bounds it to a few megabytes beside plotly's own five.
 _MOST_HISTOGRAMS: Final = 12_000
@@ -37,7 +39,7 @@ def heat(evidence: Evidence, formats: Sequence[str | Format]) -> tuple[dict[str,
     notes: list[str] = []
     count = sum(len(_rows(evidence.steps, kind)) for kind in evidence.header.kinds)
     most = max(_LEAST_STEPS, min(_MOST_STEPS, _MOST_HISTOGRAMS // max(1, count)))
-    steps = _thinned(evidence.steps, most)
+    steps = thinned(evidence.steps, most)
     if len(steps) < len(evidence.steps):
         notes.append(f"{len(steps)} of {len(evidence.steps)} recorded steps are shown, first and last among them.")
     rows = {kind: _rows(steps, kind) for kind in KINDS if kind in evidence.header.kinds}
@@ -64,11 +66,11 @@ def heat(evidence: Evidence, formats: Sequence[str | Format]) -> tuple[dict[str,
     }, notes
 
 
-def _thinned(steps: Sequence[RecordedStep], most: int) -> list[RecordedStep]:
+def thinned(items: Sequence[T], most: int) -> list[T]:
     """Keep first and last, and of the others every so many-th."""
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def _rows(steps: Sequence[RecordedStep], kind: str) -> dict[str, list[ExponentHistogram | None]]:
