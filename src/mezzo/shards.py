@@ -49,10 +49,12 @@ def placed(value: Any, whole: Any) -> Tensor:
 
     **Cost**: communication only where ``value`` is a DTensor that lies otherwise.
     """
-    if is_distributed(value) and value.dtype == torch.int16:  # which neither gloo nor NCCL sends
-        return placed(value.view(torch.float16), whole).view(torch.int16)
     found: Tensor = value
     meets = is_distributed(value) and is_distributed(whole) and value.device_mesh == whole.device_mesh
+    if meets and value.placements == whole.placements:
+        return found
+    if is_distributed(value) and value.dtype == torch.int16:  # which neither gloo nor NCCL sends
+        return placed(value.view(torch.float16), whole).view(torch.int16)
     if meets:
         found = value.redistribute(placements=whole.placements)
     elif is_distributed(value):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from mezzo import optim
 from mezzo.optim import optimizer as optimizer_file
@@ -122,16 +122,47 @@ def updates(executor, cases):
     return found
 
 
+def lying_otherwise():
+    """Gradients need not lie as their weights do: sums over ranks that nobody has taken, copies of all, plain ones."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded, whole = params_of(BF16, mesh)
+    optimizer, other = (optim.AdamW(params, lr=0.02) for params in (sharded, whole))
+    give_gradients(whole, 1)
+    other.step()
+    for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
+        gradient = theirs.grad.clone()
+        if number % 2 == 0:
+            mine.grad = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()])
+        elif number < len(SHARDED):
+            mine.grad = shard(gradient, mesh, [Replicate()])
+        else:
+            mine.grad = gradient
+    optimizer.step()
+    return differences(sharded, whole, optimizer, other)
+
+
+def only_counted_together():
+    """A step of zero rates and gradients only makes state; it is one for all ranks, although one sees zeros alone."""
+    mesh, counts = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for gradient in (torch.zeros(2), torch.tensor([1.0, 0.0])):
+        param = nn.Parameter(shard(torch.ones(2), mesh, [Shard(0)]))
+        optimizer = optim.AdamW([param], lr=0.0)
+        param.grad = shard(gradient, mesh, [Shard(0)])
+        optimizer.step()
+        counts.append(int(optimizer.state[param]["step"]))
+    return counts
+
+
 ALL = list(itertools.product(RULES, STORED))
 SOME = [(rule, stored) for rule, stored in ALL if rule == "adamw" or stored[1] == {"master": "split"}]
 
 
 def some_updates():
-    return updates("C++", SOME), moved(), updates("portable", SOME[1:3])
+    return updates("C++", SOME), moved(), updates("portable", SOME[1:3]), lying_otherwise(), only_counted_together()
 
 
 def test_every_shard_is_updated_as_in_one_process_block_by_block_too_and_where_it_was_moved():
-    assert on_ranks(2, some_updates) == [([], ([], False), [])] * 2
+    assert on_ranks(2, some_updates) == [([], ([], False), [], [], [0, 1])] * 2
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
 """O2 over `fully_shard` with mezzo's optimizers: parts in 16 bits, their other half in the optimizer, no bit lost."""
 
+import copy
 import gc
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
@@ -259,8 +260,97 @@ def accumulated():
     return alone, gradients_of(numbers), gradients_of(numbers, waits=True)
 
 
+def kept():
+    """What is saved of a session, loaded into others: they go on as it does; into one process too."""
+    found = {}
+    model, optimizer, amp = sharded(BF16_O2, "adamw")
+    for number in range(3):
+        backward(model, amp, number)
+        if number < 2:
+            amp.step()
+            amp.zero_grad()
+    found["master params"] = [
+        param is each for param, each in zip(amp.master_params(), model.parameters(), strict=True)
+    ]
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))  # in mid-window
+    want = exact(optimizer, model)
+    found["masters"] = same({name: value.full_tensor() for name, value in saved[2]["masters"].items()}, want)
+    found["model"] = same({n: v.full_tensor() for n, v in optimizer.model_state_dict(model).items()}, want)
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        fresh = sharded(BF16_O2, "adamw")
+        for each in order:
+            fresh[each].load_state_dict(copy.deepcopy(saved[each]))
+        found["loaded", order] = same(exact(fresh[1], fresh[0]), want)
+    amp.step()
+    fresh[2].step()
+    found["goes on"] = same(exact(fresh[1], fresh[0]), exact(optimizer, model))
+    fresh = sharded(BF16_O2, "adamw")
+    fresh[0].load_state_dict(dict(want))  # FP32 values, whole on every rank
+    found["whole"] = same(exact(fresh[1], fresh[0]), want)
+    alone = session(BF16_O2, "adamw")
+    alone[1].load_state_dict(saved[1])
+    alone[0].load_state_dict({name: value.full_tensor() for name, value in saved[0].items()})
+    found["one process"] = same({n: alone[1].master_of(p) for n, p in alone[0].named_parameters()}, want)
+    params = dict(model.named_parameters())
+    large = {
+        name: distribute_tensor(value, params[name].device_mesh, params[name].placements, src_data_rank=None)
+        for name, value in want.items()
+    }
+    if dist.get_rank() == 1:
+        large["blocks.0.up.weight"]._local_tensor.fill_(1e6)
+    fresh = sharded(FP16_O2, "adamw")
+    try:
+        fresh[0].load_state_dict(large)
+    except UnsupportedError as error:
+        found["too large"] = str(error).splitlines()[0]
+    return found
+
+
+def averaged(gradient):
+    mean = gradient.to(FP32)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).to(FP16).to(gradient.dtype)  # parts travel in FP32 and arrive in FP16
+
+
+def edited():
+    """Weights that are clamped, gradients that are clipped by hand, several losses: as on replicas."""
+    wrong = []
+    policy = "O2,dtype=float16,reduce=float32"
+    pairs = [
+        (model, *rest, mezzo.MixedPrecision(model, rest[0], policy, num_losses=2))
+        for model in (mezzo.fully_shard(net(), policy), net())
+        for rest in [(optim.AdamW(model.parameters(), lr=0.01),)]
+    ]
+    for param in pairs[1][0].parameters():
+        param.register_hook(averaged)
+    for model, _, amp in pairs:
+        state = amp.state_dict()
+        for number, scale in enumerate((1024.0, 64.0)):
+            state["loss_scales"][number]["scale"] = scale
+        amp.load_state_dict(state)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.clamp_(-0.25, 0.25)
+        for number in range(2):
+            for loss_id in (0, 1):
+                x, y = map(own_part, batch(2 * number + loss_id))
+                with amp.autocast():
+                    loss = (model(x) - y).square().mean()
+                amp.backward(loss, loss_id=loss_id)
+            amp.unscale_()
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+            amp.step()
+            amp.zero_grad()
+    (mine, optimizer, _), (theirs, whole, _) = pairs
+    for (name, one), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        if bits(optimizer.master_of(one)) != bits(own_shard(whole.master_of(other))):
+            wrong.append(name)
+    return wrong
+
+
 def life():
-    return lived(), refused(), kinds_side_by_side(), accumulated()
+    return lived(), refused(), kinds_side_by_side(), accumulated(), kept(), edited()
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +361,18 @@ def lives():
 def test_parts_are_halved_and_made_whole_again(lives):
     for found, *_ in lives:
         assert found == LIVED
+
+
+def test_what_is_saved_goes_on(lives):
+    for *_, found, _ in lives:
+        assert found.pop("too large") == "values do not fit float16"
+        assert all(found.pop("master params"))
+        assert set(found.values()) == {True}
+
+
+def test_edits_and_several_losses(lives):
+    for *_, wrong in lives:
+        assert wrong == []
 
 
 def test_what_cannot_be_kept_is_refused_on_all_ranks(lives):
@@ -284,13 +386,13 @@ def test_what_cannot_be_kept_is_refused_on_all_ranks(lives):
 
 
 def test_optimizers_of_several_kinds_update_one_model(lives):
-    for _, _, (dtypes, moved), _ in lives:
+    for _, _, (dtypes, moved), *_ in lives:
         assert {name for name, dtype in dtypes.items() if dtype == BF16} == {n for n in dtypes if "blocks.0" in n}
         assert moved == {name for name in dtypes if not name.startswith("blocks.0.norm")}
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32(lives):
-    for *_, (alone, together, reduced_once) in lives:
+    for _, _, _, (alone, together, reduced_once), *_ in lives:
         for name, total in together.items():
             want = sum(each[name] for each in alone)
             largest = max(each[name].abs().max() for each in alone)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo.cast.model.sharding import flags_of_all
 from mezzo.optim.checks import check_group, in_host_memory
+from mezzo.tensors import is_distributed, local
 
 __all__ = ["Hypers", "changes_nothing"]
 
@@ -16,12 +18,17 @@ __all__ = ["Hypers", "changes_nothing"]
 def changes_nothing(groups: Iterable[Mapping[str, Any]], gradients: Iterable[Tensor]) -> bool:
     """Whether learning rates and gradients are all zero, as where ``torch.distributed.checkpoint`` has state made.
 
-    The gradients are looked at, which waits for the device, only where every rate is a zero in host memory.
+    The gradients are looked at, which waits for the device, and for other ranks where they are shards, only where every
+    rate is a zero in host memory.
     """
     rates = [group.get("lr") for group in groups]
     if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
         return False
-    return not any((gradient._values() if gradient.is_sparse else gradient).any() for gradient in gradients)
+    found = list(gradients)
+    changes = any((shard._values() if shard.is_sparse else shard).any() for shard in map(local, found))
+    if not any(map(is_distributed, found)):
+        return not changes
+    return not flags_of_all(torch.tensor([changes], device=found[0].device), found).any()
 
 
 class Hypers:

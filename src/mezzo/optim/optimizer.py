@@ -20,7 +20,7 @@ from mezzo.optim.checks import check_arguments, check_group, check_unchanged, or
 from mezzo.optim.halves import Group
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import SavedOptimizer
-from mezzo.shards import locals_of, number_of_shard, sharding
+from mezzo.shards import locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import with_gradients
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
@@ -252,8 +252,8 @@ class OnePassOptimizer(SavedOptimizer):
         """
         if len(gradients) > len(ready.params):
             gradients = [param.grad for param in ready.params]
-        if ready.update.bucket.weights is not ready.params:
-            gradients = locals_of(gradients)
+        if ready.update.bucket.weights is not ready.params:  # tensor parallelism leaves some as sums not taken yet
+            gradients = [local(placed(each, param)) for each, param in zip(gradients, ready.params, strict=True)]
         try:
             return ready.update.pieces(gradients, verdict, step)
         except NoKernel as error:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.cast.model.sharding import flags_of_all
 from mezzo.errors import UnsupportedError, message
 from mezzo.session.weights.weights import Weights
-from mezzo.tensors import dtype_name, overflows
+from mezzo.shards import placed
+from mezzo.tensors import dtype_name, is_distributed, local, overflows
 
 __all__ = ["watch"]
 
@@ -84,12 +86,12 @@ class LoadHook:
                 keeper.take_edits([param])
             if (keeper is None and param not in weights.restored) or not incoming.is_floating_point():
                 continue
-            incoming = incoming.to(param.device)
+            incoming = placed(incoming.to(param.device), param)
             if keeper is not None and incoming.dtype == param.dtype:
                 keeper.write(param, incoming)
                 continue
             incoming = _whole(param if keeper is None else keeper.master_of(param), incoming)
-            if overflows(incoming, param.dtype):
+            if _overflows_anywhere(incoming, param.dtype):
                 raise UnsupportedError(
                     f"values do not fit {dtype_name(param.dtype)}",
                     where=prefix + name,
@@ -101,6 +103,14 @@ class LoadHook:
             else:
                 keeper.write(param, incoming)
             state_dict[prefix + name] = param.detach().clone()  # as its keeper rounds, which may not be torch's way
+
+
+def _overflows_anywhere(incoming: Tensor, dtype: torch.dtype) -> bool:
+    """Whether finite values become infinite in another dtype; of shards on any rank, so that all refuse them."""
+    found = overflows(local(incoming), dtype)
+    if not is_distributed(incoming):
+        return found
+    return bool(flags_of_all(torch.tensor([found], device=incoming.device), [incoming]).any())
 
 
 def _whole(exact: Tensor, incoming: Tensor) -> Tensor:

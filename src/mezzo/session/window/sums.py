@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mezzo.session.window.wide import added
-from mezzo.tensors import moved
+from mezzo.shards import locals_of, sharded_as
+from mezzo.tensors import local, moved
 
 __all__ = ["batches", "unscaled"]
 
@@ -46,6 +47,9 @@ def unscaled(gradients: list[Any], factor: Tensor | None, sums: list[Tensor | No
         factor: 0-d float32: what to multiply by; ``None`` for nothing.
         sums: What to add to, by place.
     """
+    if (shards := locals_of(gradients)) is not gradients:
+        totals = unscaled(shards, factor, [None if total is None else local(total) for total in sums])
+        return list(map(sharded_as, totals, gradients))
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     factor = None if factor is None else moved(factor, gradients[0].device)
     if gradients[0].layout != torch.strided:

@@ -209,7 +209,7 @@ class _CompiledUpdate(_PortableUpdate):
     def piece(self, rule: UpdateRule, block: Sequence[Tensor], scalars: Tensor, verdict: Verdict, key: Tensor) -> Piece:
         """Compile what a block needs, if it is missing; see :class:`_PortableUpdate`."""
         gradient, *targets = block
-        if gradient.dim() != 1 or len(gradient) == 1:  # torch.compile would take a length of 1 for a constant
+        if gradient.dim() != 1 or len(gradient) < 2:  # torch.compile would take a length of 0 or 1 for a constant
             return super().piece(rule, block, scalars, verdict, key)
         dtypes = tuple(each.dtype for each in block)
         kernel = _kernel(self.bucket.rule, self.bucket.storage, dtypes, self.bucket.step.device)
