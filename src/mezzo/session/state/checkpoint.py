@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from mezzo.errors import MezzoError, StateError, UnsupportedError
 from mezzo.files import opened, whole
 from mezzo.session.state import archive
+from mezzo.session.state.first_rank import by_first, refuse_parts, several
 
 __all__ = ["load", "save"]
 
 
-def save(state: Any, path: str | os.PathLike[str]) -> None:
+def save(state: Any, path: str | os.PathLike[str], *, each_rank: bool = False) -> None:
     """Write what ``torch.save`` writes, completely or not at all.
 
     The file is written beside its place, handed to the disk, and renamed: a process killed at any moment, or a full
@@ -25,12 +27,18 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     left half written is removed by the next call for the same path. Several threads or processes may save to one
     path: the last one to finish stays.
 
+    Of several ranks of ``torch.distributed`` the first writes. The others, where they call it too, wait until it has,
+    and its failure is theirs. It never waits for them: ``if rank == 0: mezzo.save(…)`` is as good.
+
     Args:
         state: What ``torch.save`` takes: most often the state dicts of model, optimizer and session, side by side.
         path: The file, or a symbolic link to it. Its folder must exist; permissions and group of an old file are kept,
             also while it is written.
+        each_rank: Whether each rank writes a file of its own, under a path of its own.
 
     Raises:
+        DistributedError: The first rank has failed to save, or did not within the process group's timeout.
+        StateError: What only one rank of several has: shards of tensors, or gradients of an unfinished window.
         OSError: The folder does not exist or cannot be written, the disk is full, or the path is that of something
             else than a file, such as a device. Whatever is raised, ``torch.save``'s own errors included, the old
             checkpoint is as it was.
@@ -48,6 +56,13 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
         >>> sorted(mezzo.load(path))
         ['amp', 'model', 'optimizer']
     """
+    if each_rank or not several():
+        _write(state, path)
+    else:
+        by_first(path, partial(_write, state, path), partial(refuse_parts, state))
+
+
+def _write(state: Any, path: str | os.PathLike[str]) -> None:
     before = get_crc32_options()
     set_crc32_options(True)  # whatever this process asks of its other files: without them no damage is seen
     try:
