@@ -1,12 +1,23 @@
 """A rank that refuses, raises, ends or collapses ends all with an error that names it and the step; none hangs."""
 
+import os
+import signal
+import time
+
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
+from mezzo.step.consensus import Consensus
 
-from .ranks import on_ranks
-from .test_verdict import averaged, loss_of, model_of
+from .ranks import RankError, on_ranks
+from .test_verdict import averaged, loss_of, model_of, session_of
 
 
 def text_of(call):
@@ -77,3 +88,122 @@ def test_what_one_rank_refuses_no_rank_steps_with():
         assert text in other[fault][0]
         assert one[fault][0].startswith(f"DistributedError: rank 1 ended step 1 with a {fault}"), one[fault][0]
         assert text in one[fault][0]
+
+
+# Ranks that are gone ----------------------------------------------------------------------------------------
+
+
+def a_lost_rank(how, wrap, guilty):
+    """Lose one rank in step 3, and tell what the others raise, and after how long."""
+    model = model_of()
+    wrapped = {"ddp": DistributedDataParallel, "fsdp2": fully_shard, "none": lambda model: model}[wrap](model)
+    amp = session_of(wrapped)
+    begun = time.monotonic()
+    try:
+        for step in range(1, 5):
+            if step == 3 and dist.get_rank() == guilty:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("a broken batch")
+            begun = time.monotonic()
+            amp.backward(loss_of(amp, wrapped, step))
+            amp.step()
+            amp.zero_grad()
+    except RuntimeError as error:
+        raise AssertionError(f"{type(error).__name__} after {time.monotonic() - begun:.1f} s: {error}") from None
+
+
+@pytest.mark.parametrize("how, wrap", [("killed", "ddp"), ("raised", "fsdp2"), ("killed", "none")])
+def test_a_rank_that_is_gone_is_named_with_its_step(how, wrap):
+    with pytest.raises(RankError) as caught:
+        on_ranks(2, a_lost_rank, how, wrap, 1, group_timeout=20)
+    texts = caught.value.texts
+    assert ("was killed" if how == "killed" else "ValueError: a broken batch") in texts[1]
+    assert "DistributedError after" in texts[0]
+    assert "rank 1 did not take part in step 3" in texts[0]
+    assert "rank 0 of 2" in texts[0]
+    assert float(texts[0].split("DistributedError after ")[1].split(" s")[0]) < 20
+
+
+@pytest.mark.slow
+def test_of_four_ranks_the_one_that_is_gone_is_named():
+    with pytest.raises(RankError) as caught:
+        on_ranks(4, a_lost_rank, "killed", "ddp", 2, group_timeout=20)
+    for rank in (0, 1, 3):
+        assert "rank 2 did not take part in step 3" in caught.value.texts[rank]
+
+
+# A session that one rank refuses ------------------------------------------------------------------------------
+
+
+def a_refused_session(difference):
+    """Begin a session that is wrong on rank 1 alone; what is said, and whether the model is as it was."""
+    model, guilty = model_of(), dist.get_rank() == 1
+    policy, options = "O2,dtype=float16", {}
+    if difference == "policy" and guilty:
+        policy = "O2,dtype=bfloat16"
+    if difference == "max_grad_norm" and guilty:
+        options = {"max_grad_norm": -1.0}
+    if difference == "values" and guilty:
+        with torch.no_grad():
+            model[0].weight[0, 0] = 1e6
+    said = text_of(lambda: session_of(model, policy, **options))
+    return said, {param.dtype for param in model.parameters()}
+
+
+def refused_sessions():
+    found = {name: a_refused_session(name) for name in ("policy", "max_grad_norm", "values")}
+    model = model_of()
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    found["another's group"] = (text_of(lambda: session_of(model, process_group=alone[1 - dist.get_rank()])), None)
+    found["alone"] = (session_of(model, process_group=alone[dist.get_rank()]).stats().ranks, None)
+    return found
+
+
+def test_a_session_begins_on_all_ranks_or_on_none():
+    one, other = on_ranks(2, refused_sessions)
+    for found in (one, other):
+        assert all(found[name][1] == {torch.float32} for name in ("policy", "max_grad_norm", "values"))
+        assert "PolicyError: the ranks were given different values of policy" in found["policy"][0]
+        assert "O2,dtype=float16 on rank 0; O2,dtype=bfloat16 on rank 1" in found["policy"][0]
+        assert "this rank is not in the session's process_group" in found["another's group"][0]
+        assert found["alone"][0] == 1
+    for name, text in (("max_grad_norm", "max_grad_norm is -1.0"), ("values", "values do not fit float16")):
+        assert text in other[name][0]
+        assert one[name][0].startswith("DistributedError: rank 1 refused the session")
+        assert text in one[name][0]
+
+
+def sharded_otherwise():
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    partial = text_of(lambda: session_of(model))
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=mesh)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    pair = dist.new_group([0, 1])
+    return (
+        partial,
+        text_of(lambda: session_of(model, process_group=alone)),
+        text_of(lambda: session_of(model, process_group=pair)),
+    )
+
+
+def test_parameters_that_are_sums_or_lie_elsewhere_are_refused_by_name():
+    for partial, elsewhere, together in on_ranks(2, sharded_otherwise):
+        assert "a parameter is a sum over ranks that was never taken" in partial
+        assert "weight, placements (Partial(sum),)" in partial
+        assert "sharded over ranks that are not in the session's process group" in elsewhere
+        assert together == ""
+
+
+def of_another_device():
+    consensus = Consensus.of()
+    return text_of(lambda: consensus.require(torch.device("cuda")))
+
+
+def test_a_device_without_a_backend_is_refused():
+    for text in on_ranks(2, of_another_device, backend="cpu:gloo"):
+        assert "the process group cannot exchange tensors of cuda" in text
+        assert 'init_process_group("cpu:gloo,cuda:nccl")' in text

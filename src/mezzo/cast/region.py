@@ -44,12 +44,14 @@ class Region:
         casts: Where weight casts are kept; those of the region around it, or its own for as long as it is entered,
             where there is none.
         on_entry: What is called whenever the region is entered.
+        on_error: What is called with an exception that leaves the region; it may raise another one.
     """
 
     policy: Policy
     per_device: tuple[Differences, ...]
     casts: WeightCasts | None = None
     on_entry: Callable[[], object] | None = None
+    on_error: Callable[[BaseException], object] | None = None
 
     @classmethod
     def inside(
@@ -200,6 +202,8 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
+        if self.region.on_error is not None and exception[1] is not None:
+            self.region.on_error(exception[1])
 
     def _recreate_cm(self) -> autocast:
         """Give each call of a decorated function a region of its own, so that threads do not share one."""

@@ -124,17 +124,20 @@ class Agreement:
             What ranks with gradients go on with, if this one has none, and nothing worse happened; the step is skipped
             on all. ``None`` where the error is to be raised.
         """
-        if not self._is_due or isinstance(error, DistributedError):
+        consensus = self.consensus
+        if isinstance(error, DistributedError):
             return None
-        self._is_due, consensus = False, self.consensus
+        if not isinstance(error, NoGradient):
+            consensus.say(f"{type(error).__name__}: {error}")
+        if not self._is_due:
+            return None
+        self._is_due = False
         if not self._has_norms:
             self.whole([], torch.zeros(0, device=device))
         names = [kind.__name__ for kind in type(error).__mro__]
         code = next((PROBLEMS.index(name) for name in names if name in PROBLEMS), PROBLEMS.index("another error"))
         if isinstance(error, NoGradient):
             code = PROBLEMS.index("no gradient")
-        else:
-            consensus.say(f"{names[0]}: {error}")
         numbers = torch.zeros(_OF_STEP + _OF_LOSS * len(self._scalers))
         numbers[2] = Problem(code, consensus.rank).number(consensus.size)
         numbers[3:5] = -torch.inf  # whatever the others step with

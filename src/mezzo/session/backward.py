@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
         for group in involved:
             group.begin(scaler, loss_id, loss, reductions.get(group))
         core.weights.keep_casts()
-        core.weights.region().run_backward(scaler.scaled(loss), **options)
+        with nullcontext() if core.consensus is None else core.consensus.naming("a backward pass"):
+            core.weights.region().run_backward(scaler.scaled(loss), **options)
         for group in involved:
             group.end()
     except BaseException:

@@ -25,7 +25,7 @@ from mezzo.session.weights.weights import Weights
 from mezzo.session.window.buffers import NormBuffers
 from mezzo.session.window.group import GradientGroup, grouped
 from mezzo.session.window.window import EditWatch, NoGradient
-from mezzo.step.consensus import Consensus
+from mezzo.step.consensus import Consensus, Sharding
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Core:
         evaluating: The optimizer that evaluates a closure now.
         replay: What finds where an overflow began, with ``on_overflow="explain"``.
         has_begun: Whether there was a backward pass, before which the models were looked at again.
+        consensus: What the ranks that step together share; ``None`` where there is one rank.
         agreement: What the ranks that step together decide in each step; ``None`` where there is one rank.
         is_closed: Whether the preparation was undone.
     """
@@ -87,10 +88,12 @@ class Core:
         self.num_param_groups = 0
         device = device or next(self.weights.updated()).device
         self.scalers = [Scaler(policy.loss_scale, device, shared) for _ in range(num_losses)]
+        self.consensus = consensus
         self.agreement = None if consensus is None else Agreement(consensus, self.scalers, checks_ranks=checks_ranks)
-        ranks = 1
-        if consensus is not None:
-            ranks = consensus.size
+        ranks = 1 if consensus is None else consensus.size
+        if consensus is None:
+            Sharding.of(self.weights.updated(), self.weights.name_of).require_within()
+        else:
             consensus.follow(self.weights.updated(), self.weights.name_of)
             consensus.require(self.device)
         self.stats = StepStats(policy.loss_scale, self.scale_tensors(), self.weights.name_of, ranks=ranks)
@@ -106,11 +109,6 @@ class Core:
     def device(self) -> torch.device:
         """Where the loss scales live."""
         return self.scalers[0].state.scale.device
-
-    @property
-    def consensus(self) -> Consensus | None:
-        """What the ranks that step together share; ``None`` where there is one rank."""
-        return None if self.agreement is None else self.agreement.consensus
 
     def scale_tensors(self) -> list[Tensor]:
         """Return the scale of each loss now."""
@@ -144,8 +142,8 @@ class Core:
         if count != self.num_param_groups and not any(group.window for group in self.groups):
             self.groups = grouped(self.groups, self.optimizers, self.weights.masters, self.weights.name_of)
             self.num_param_groups = count
-            if self.agreement is not None:
-                self.agreement.consensus.follow(self.weights.updated(), self.weights.name_of)
+            if self.consensus is not None:
+                self.consensus.follow(self.weights.updated(), self.weights.name_of)
 
     def open_groups(self, optimizers: list[Optimizer], call: str) -> list[GradientGroup]:
         """Return the groups of some optimizers that have gradients to step with.

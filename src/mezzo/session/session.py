@@ -135,9 +135,13 @@ class MixedPrecision(Settings):
         """Return the region to run the forward pass and the loss in."""
         self._core.require_open("autocast")
         plain = self._core.weights.region()
-        if self._core.buffers is None:
+        buffers, consensus = self._core.buffers, self._core.consensus
+        if buffers is None and consensus is None:
             return plain
-        return region.autocast.of(dataclasses.replace(plain.region, on_entry=self._core.buffers.remember))
+        found = plain.region if buffers is None else dataclasses.replace(plain.region, on_entry=buffers.remember)
+        if consensus is not None:
+            found = dataclasses.replace(found, on_error=consensus.lost_in_forward)
+        return region.autocast.of(found)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -38,12 +38,14 @@ def take_together(core: Core, agreement: Agreement, optimizers: Any, closure: An
     """
     agreement.begin(core.stats.begun + 1)
     try:
-        return take(core, optimizers, closure, scheduler)
+        step = take(core, optimizers, closure, scheduler)
     except Exception as error:
         heard = agreement.refuse(error, core.device)
         if heard is None:
             raise
-    return _abstained(core, heard)
+        step = _abstained(core, heard)
+    agreement.consensus.step += 1
+    return step
 
 
 @torch.no_grad()

@@ -59,6 +59,25 @@ class Sharding:
                     members.setdefault(group, []).append(places[id(param)])
         return cls(list(members), list(members.values()), places)
 
+    def require_within(self, ranks: Sequence[int] = ()) -> None:
+        """Refuse parameters that are sharded over ranks which do not step with a session.
+
+        Args:
+            ranks: Those that do; this one alone when omitted.
+
+        Raises:
+            PolicyError: There are such parameters.
+        """
+        for group in self.groups:
+            ours = {*ranks} or {torch.distributed.get_rank()}
+            if missing := set(torch.distributed.get_process_group_ranks(group)) - ours:
+                raise PolicyError(
+                    "parameters are sharded over ranks that are not in the session's process group",
+                    where=f"rank {some_of(list(map(str, sorted(missing))))}",
+                    why="an overflow in their shards would not be seen here",
+                    write="MixedPrecision(…) without process_group=; or a group of all ranks of the mesh",
+                )
+
 
 def _sharding_groups(param: Any, name_of: Callable[[Tensor], str]) -> list[ProcessGroup]:
     """Return the process groups of more than one rank over which a parameter is sharded."""
@@ -183,19 +202,10 @@ class Consensus(Ranks):
         """Find out over which ranks parameters are sharded; arguments and errors as of :meth:`Sharding.of`.
 
         Raises:
-            PolicyError: Some of these ranks do not step with this session.
+            PolicyError: See :meth:`Sharding.require_within`.
         """
         self.sharding, self._known = Sharding.of(params, name_of), None
-        ranks_of = torch.distributed.get_process_group_ranks
-        ours = set(ranks_of(self.everyone))
-        for group in self.sharding.groups:
-            if missing := sorted(set(ranks_of(group)) - ours):
-                raise PolicyError(
-                    "parameters are sharded over ranks that are not in the session's process group",
-                    where=f"rank {some_of(list(map(str, missing)))}",
-                    why="an overflow in their shards would not be seen here",
-                    write="MixedPrecision(…) without process_group=; or a group of all ranks of the mesh",
-                )
+        self.sharding.require_within(torch.distributed.get_process_group_ranks(self.everyone))
 
     def require(self, device: torch.device) -> None:
         """Refuse a device whose tensors the group has no backend for.

@@ -64,7 +64,7 @@ class Ranks:
     """
 
     def __init__(self, everyone: ProcessGroup) -> None:
-        self.everyone, self.rank, self.size, self.step = everyone, everyone.rank(), everyone.size(), 0
+        self.everyone, self.rank, self.size, self.step = everyone, everyone.rank(), everyone.size(), 1
         self.peers: list[tuple[str, int]] = []
 
     @contextmanager
@@ -78,18 +78,28 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, DistributedError) or not _is_of_ranks(error):
-                raise
-            waited = time.monotonic() - begun
-            gone = self._gone()
-            who = f"rank {some_of(list(map(str, gone)))}" if gone else "another rank"
-            raise DistributedError(
-                f"{who} did not take part in step {self.step}",
-                where=f"{call}, rank {self.rank} of {self.size}, after {waited:.3g} s",
-                why="; ".join([*filter(None, map(self._said, gone)), str(error).splitlines()[0]]),
-                write=f"look at what {who} wrote last; the last checkpoint is whole: "
-                "torchrun --max-restarts=… starts all ranks again from it",
-            ) from error
+            self._raise_lost(error, f"{call}, after {time.monotonic() - begun:.3g} s")
+            raise
+
+    def lost_in_forward(self, error: BaseException) -> None:
+        """Do as :meth:`naming` for what a forward pass has raised."""
+        self._raise_lost(error, "a forward pass")
+
+    def _raise_lost(self, error: BaseException, call: str) -> None:
+        # What gloo raises is a plain error that names its source files.
+        if isinstance(error, DistributedError) or not (
+            isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        ):
+            return
+        gone = self._gone()
+        who = f"rank {some_of(list(map(str, gone)))}" if gone else "another rank"
+        raise DistributedError(
+            f"{who} did not take part in step {self.step}",
+            where=f"{call}, rank {self.rank} of {self.size}",
+            why="; ".join([*filter(None, map(self._said, gone)), str(error).splitlines()[0]]),
+            write=f"look at what {who} wrote last; the last checkpoint is whole: "
+            "torchrun --max-restarts=… starts all ranks again from it",
+        ) from error
 
     def failure(self, problem: Problem, step: int) -> DistributedError:
         """Build the error for what another rank has raised in a step, or does otherwise."""
@@ -112,15 +122,17 @@ class Ranks:
     def say(self, text: str) -> None:
         """Leave the text of an error for the other ranks."""
         try:
-            self._store().set(f"mezzo/said/{self.rank}", text.splitlines()[0][:500])
+            self._store().set(f"mezzo/said/{self.step}/{self.rank}", text.splitlines()[0][:500])
         except RuntimeError:
             return  # the store is gone with the rank that kept it
 
     def _said(self, rank: int) -> str:
         try:
-            key = f"mezzo/said/{rank}"
             store = self._store()
-            return str(store.get(key).decode()) if store.check([key]) else ""
+            for step in (self.step, self.step - 1):  # the others may have gone on
+                if store.check([key := f"mezzo/said/{step}/{rank}"]):
+                    return f"{store.get(key).decode()} (rank {rank})"
+            return ""
         except RuntimeError:
             return ""
 
@@ -133,10 +145,11 @@ class Ranks:
             store.set(f"mezzo/alive/{self.step}/{self.rank}", "1")
             silent = others
             while silent and time.monotonic() < end:
-                if dead := [rank for rank in others if self._has_ended(rank)]:
+                # One that has ended since may have been here before, for the same reason as this rank.
+                silent = [rank for rank in silent if not store.check([f"mezzo/alive/{self.step}/{rank}"])]
+                if dead := [rank for rank in silent if self._has_ended(rank)]:
                     return dead
                 time.sleep(_LOOK_S)
-                silent = [rank for rank in silent if not store.check([f"mezzo/alive/{self.step}/{rank}"])]
             return silent
         except RuntimeError:
             return [rank for rank in others if self._has_ended(rank)]
@@ -155,8 +168,3 @@ class Ranks:
 
     def _store(self) -> Any:
         return torch.distributed.distributed_c10d._get_process_group_store(self.everyone)
-
-
-def _is_of_ranks(error: RuntimeError) -> bool:
-    """Whether an error is torch's about a collective; those of gloo are plain ones that name its source files."""
-    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error) or "rocess group" in str(error)
