@@ -13,6 +13,7 @@ from mezzo.errors import StateError, some_of
 from mezzo.scale.scaler import Scaler
 from mezzo.session.core import Core, current
 from mezzo.session.refusals import check_loss_id
+from mezzo.session.weights.shards import Shards
 from mezzo.session.window.group import GradientGroup
 from mezzo.step.gradients import norms
 from mezzo.step.passes import judge
@@ -39,8 +40,8 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
     involved = [group for group in core.groups if not set(group.optimizers).isdisjoint(optimizers)]
     if len(optimizers) < len(core.optimizers):
         options.setdefault("inputs", _differentiable(involved, optimizers))
-    if core.weights.units:
-        _prepare_shards(core, involved, scaler, options)
+    if core.weights.shards is not None:
+        _prepare_shards(core.weights.shards, involved, scaler, options)
     for group in involved:
         group.take_clearing()
     wrappers = core.weights.wrappers
@@ -76,8 +77,8 @@ def differentiate(
         loss_id: Whose scale.
         **options: What ``torch.autograd.grad`` takes besides.
     """
-    if options.get("create_graph") and core.weights.units:
-        core.weights.refuse_second_pass()
+    if options.get("create_graph") and core.weights.shards is not None:
+        core.weights.shards.refuse_second_pass()
     scaler = _scaler(core, loss_id)
     found = core.weights.region().run_grad(scaler.scaled(outputs), inputs, **options)
     # Inputs that were not used have none, with allow_unused=True.
@@ -100,12 +101,15 @@ def _scaler(core: Core, loss_id: int) -> Scaler:
     return scaler
 
 
-def _prepare_shards(core: Core, involved: list[GradientGroup], scaler: Scaler, options: dict[str, Any]) -> None:
+def _prepare_shards(shards: Shards, involved: list[GradientGroup], scaler: Scaler, options: dict[str, Any]) -> None:
     """Make ready for a backward pass whose gradients ``fully_shard`` sums in other tensors, and reduces."""
     if any(group.sets_aside(scaler) for group in involved):
-        core.weights.refuse_unreduced("they carry the scale of another loss, and would be added to those of this one")
+        shards.refuse_unreduced("they carry the scale of another loss, and would be added to those of this one")
+    ranks = shards.ranks_summed(scaled=scaler.changes_gradients)
+    for group in involved:
+        group.waiting.usual = ranks
     if (inputs := options.get("inputs")) is not None:
-        options["inputs"] = core.weights.summed_at([inputs] if isinstance(inputs, Tensor) else list(inputs))
+        options["inputs"] = shards.summed_at([inputs] if isinstance(inputs, Tensor) else list(inputs))
 
 
 def _differentiable(involved: list[GradientGroup], optimizers: list[Optimizer]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.policy import Policy
 from mezzo.session.weights.halving import halved
 from mezzo.session.weights.phases import Handles
+from mezzo.session.weights.shards import Shards
 from mezzo.session.window.wrappers import Wrappers
 from mezzo.step.consensus import Consensus
 from mezzo.tensors import LOW, dtype_name
@@ -42,7 +43,7 @@ class Weights:
         masters: The FP32 masters of those optimizers that have any, by ``id`` of the optimizer.
         restored: FP32 parameters that the session's state wrote, until the next step.
         low: What refuses weights that would lose gradients or updates.
-        units: The modules of the models that ``fully_shard`` has sharded.
+        shards: What ``fully_shard`` has sharded of the models; ``None`` without.
         load_hooks: What watches the models while they load and save weights; empty where nothing has to.
         wrappers: The models' data-parallel wrappers; ``None`` without a process group, where there are none.
     """
@@ -62,7 +63,7 @@ class Weights:
         self.load_hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self.low = LowWeights(optimizers, policy, self.name_of)
-        self.units = [unit for model in models for unit in sharding.units(model)]
+        self.shards = Shards.of(models)
         self.wrappers: Wrappers | None = None
 
     @contextlib.contextmanager
@@ -104,7 +105,7 @@ class Weights:
         self.low.check()
         own = one_pass(self.optimizers)
         if self.policy.master_weights:
-            if self.units and own:
+            if self.shards is not None and own:
                 parts = halved(self.models, self.optimizers, self.name_of)
                 for prepared in self.prepared:
                     prepared.halve(parts)
@@ -144,6 +145,8 @@ class Weights:
             keeper.leave()
         if self.wrappers is not None:
             self.wrappers.remove()
+        if self.shards is not None:
+            self.shards.average()
 
     def _given(self) -> list[Prepared]:
         return [handle for handles in self.handles.values() for handle in handles]
@@ -170,10 +173,8 @@ class Weights:
         holders: list[Optimizer | nn.Module] = [*self.optimizers, *self.models]
         for each in holders:
             each.zero_grad(set_to_none)
-        if self.units:
-            sharding.forget_gradients(self.units)
-
-    # Sharded models -----------------------------------------------------------------------------------
+        if self.shards is not None:
+            self.shards.forget_gradients()
 
     def refuse_replaced(self, leaves: Iterable[Tensor]) -> None:
         """Refuse to go on where ``fully_shard`` gave the models new parameters, once the session had theirs.
@@ -191,38 +192,6 @@ class Weights:
                 why="nothing that is computed depends on the old ones",
                 write="fully_shard first, then the optimizer, then MixedPrecision",
             )
-
-    def refuse_unreduced(self, why: str) -> None:
-        """Refuse what would leave gradients behind that wait to be reduced over ranks.
-
-        Args:
-            why: What is wrong with that here.
-        """
-        if sharding.has_unreduced(self.units):
-            raise StateError(
-                "gradients wait to be reduced over ranks",
-                where="model.set_requires_gradient_sync(False) is in force, or was in the last amp.backward()",
-                why=why,
-                write="model.set_requires_gradient_sync(True) before the last amp.backward() of a window",
-            )
-
-    def summed_at(self, leaves: list[Tensor]) -> list[Tensor]:
-        """Return the tensors in which a backward pass sums the gradients of some parameters."""
-        whole = {part: each for each, part in sharding.parts_of(self.units).items()}
-        return [whole.get(leaf, leaf) for leaf in leaves]
-
-    def refuse_second_pass(self) -> None:
-        """Refuse a backward pass that another is to go through, where the first lets go of what is gathered."""
-        if sharding.reshards_after_backward(self.units):
-            raise UnsupportedError(
-                "a gradient that is differentiated again needs parameters that are let go after the first pass",
-                where="amp.grad(…, create_graph=True) of a model that fully_shard has sharded",
-                write="model.set_reshard_after_backward(False) before amp.grad, and (True) before amp.backward",
-            )
-
-    def reshard(self) -> None:
-        """Let go of gathered parameters, which a step has changed: the next forward pass gathers them anew."""
-        sharding.reshard(self.units)
 
     # The weights ----------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class Waiting:
         is_reduced: Whether all of them are reduced.
         is_known: Whether that is known: not where a communication hook of the user's reduces them, or nothing does.
         ranks: How many times their mean over ranks they are: 1, or how many ranks were summed over.
+        usual: What that is from the first backward pass on, where ``fully_shard`` reduces them.
     """
 
     def __init__(self, wide: WideGradients) -> None:
@@ -41,12 +42,12 @@ class Waiting:
         self._apart: dict[Tensor, Tensor] = {}
         self._summed: list[Any] = []
         self._before: list[tuple[int, int] | None] = []
-        self.is_reduced, self.is_known, self.ranks = True, False, 1
+        self.is_reduced, self.is_known, self.ranks, self.usual = True, False, 1, 1
 
     def start(self) -> None:
         """Know nothing of gradients that are gone, or set aside as unscaled sums."""
         self._reduction, self._apart, self._summed = None, {}, []
-        self.is_reduced, self.is_known, self.ranks = True, False, 1
+        self.is_reduced, self.is_known, self.ranks = True, False, self.usual
 
     def resume(self, ranks: int, leaves: Iterable[Tensor]) -> None:
         """Go on with gradients that were saved.
