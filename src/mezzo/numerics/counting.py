@@ -24,7 +24,7 @@ from mezzo.step.executors.cpp.build import CppKernel, built
 from mezzo.step.executors.triton import source
 from mezzo.tensors import flat
 
-__all__ = ["BINS", "COUNTABLE", "FIRST", "INFS", "LARGEST", "NANS", "ROW", "ZEROS", "count_into"]
+__all__ = ["BINS", "COUNTABLE", "FIRST", "INFS", "LARGEST", "NANS", "ROW", "ZEROS", "compiled", "count_into"]
 
 logger = logging.getLogger(__name__)
 
@@ -210,12 +210,22 @@ def count_into(row: Tensor, tensor: Tensor) -> None:
 
 
 @cache
-def _kernel() -> CppKernel | None:
+def compiled(source: str, what: str) -> CppKernel | None:
+    """Return the kernel of a source, or ``None`` where no compiler makes it, which the log says once.
+
+    Args:
+        source: In C++.
+        what: What it counts.
+    """
     try:
-        return built(_CPP)
+        return built(source)
     except UnsupportedError as error:
-        logger.info("exponents are counted by torch's operations: %s", error)
+        logger.info("%s are counted by torch's operations: %s", what, error)
         return None
+
+
+def _kernel() -> CppKernel | None:
+    return compiled(_CPP, "exponents")
 
 
 @cache

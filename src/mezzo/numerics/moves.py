@@ -5,7 +5,6 @@ One definition and two executors: a kernel in C++ for float32 on a CPU, and torc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Final, NamedTuple
@@ -13,13 +12,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo.errors import UnsupportedError
 from mezzo.formats import Format
-from mezzo.step.executors.cpp.build import CppKernel, built
+from mezzo.numerics.counting import compiled
+from mezzo.step.executors.cpp.build import CppKernel
 
 __all__ = ["BEYOND", "FIELDS", "Move", "count_moves"]
-
-logger = logging.getLogger(__name__)
 
 #: Weights at least so many times as large as their update lose it in FP16: an addition shifts it out.
 BEYOND: Final = 2048.0
@@ -232,10 +229,5 @@ def _table(formats: tuple[Format, ...]) -> Tensor:
     return torch.tensor(fields, dtype=torch.float64)
 
 
-@cache
 def _kernel() -> CppKernel | None:
-    try:
-        return built(_CPP)
-    except UnsupportedError as error:
-        logger.info("updates are counted by torch's operations: %s", error)
-        return None
+    return compiled(_CPP, "updates")
