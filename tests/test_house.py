@@ -24,7 +24,7 @@ MOST_CODE = {
     "recipes": 1_314,
     "report": 994,
     "scale": 607,
-    "session": 4_788,
+    "session": 4_804,
     "step": 2_438,
     "trace": 998,
     "the ground": 728,

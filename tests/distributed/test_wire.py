@@ -153,6 +153,7 @@ def hooked(_):
     """Return what a user's own hook leaves to sessions, and what these log."""
     found, records = {}, []
     logging.getLogger("mezzo").addHandler(handler := logging.Handler())
+    logging.getLogger("mezzo").setLevel(logging.INFO)
     handler.emit = lambda record: records.append(record.getMessage())
     for name, policy in (("param", POLICY), ("float32", POLICY + ",reduce=float32")):
         model, ddp, amp = session(torch.tensor([8.0, 4.0]) * (1 + dist.get_rank()), policy)

@@ -28,8 +28,8 @@ class Scaled(nn.Module):
         super().__init__()
         self.params = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in names or ("weight",)})
 
-    def forward(self, x):
-        return sum((param.float() * x).sum() for param in self.params.values())
+    def forward(self, x, *names):
+        return sum((self.params[name].float() * x).sum() for name in names or self.params)
 
 
 def of_rank(number=1.0):
@@ -224,6 +224,25 @@ def several():
     return found
 
 
+def seldom_used():
+    """Return gradients where one parameter is used on one rank alone, in a paused pass, and another nowhere."""
+    found = {}
+    for policy in (BF16, FP16, BF16 + ",reduce=float32", FP16 + ",reduce=float32"):
+        for views in (False, True):
+            model = Scaled("often", "seldom", "never")
+            amp = mezzo.MixedPrecision(model, sgd(model), policy)
+            ddp = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=views)
+            for number in range(2):
+                with amp.no_sync():
+                    names = ["often", "seldom"] if dist.get_rank() == 1 else ["often"]
+                    backward(amp, lambda x, ddp=ddp, names=names: ddp(x, *names))
+                backward(amp, lambda x, ddp=ddp: ddp(x, "often"))
+                found[policy, views, number] = unscaled(amp, model)
+                amp.step()
+                amp.zero_grad()
+    return found
+
+
 # What goes wrong -----------------------------------------------------------------------------------------
 
 
@@ -339,6 +358,7 @@ def many_sequences():
 
 NAMES = (
     "sequences",
+    "seldom_used",
     "refused",
     "accumulated",
     "paused",
@@ -416,11 +436,18 @@ def test_what_is_wrapped_whole_is_summed_and_all_else_averaged(ranks):
         assert several["two wrappers"] == several["two nets"] == {"a": [3.0, 3.0], "b": [3.0, 3.0]}
 
 
+def test_what_only_paused_passes_use_is_reduced_too(ranks):
+    for found in ranks:
+        expected = {"often": [3.0, 3.0], "seldom": [1.0, 1.0], "never": None}
+        assert {key: value for key, value in found["seldom_used"].items() if value != expected} == {}
+
+
 def test_what_is_not_reduced_is_told_once_or_refused(ranks):
     for rank, found in enumerate(ranks):
         for policy in (BF16, FP16):
             told, weights = found["unreduced"][policy]
-            assert told == ["these gradients were never reduced over ranks, whose weights will differ"]
+            (once,) = (each for each in told if "over ranks" in each)
+            assert once == "these gradients were never reduced over ranks, whose weights will differ"
             assert weights == [-2 * (1.5 + 1 + rank)] * 2  # the mean of the first, and this rank's own second
         assert (
             "StateError: gradients that DistributedDataParallel has not reduced yet" in found["unreduced"]["two scales"]

@@ -94,6 +94,8 @@ class Waiting:
         calls: list[Call] = []
         for leaf in reduction.leaves:
             calls += self._making_way(leaf, reduction, leaf.dtype not in LOW or id(leaf) in kept)
+        for wire in reduction.wires:
+            wire.keeps = wire.skips and not self.is_reduced
         at_once(*calls)
         self._before = _marks(reduction.near)
 
@@ -117,9 +119,7 @@ class Waiting:
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
-        has_run, found = reduction.has_run, dict[int, Tensor]()
-        for wire in reduction.wires:
-            found |= wire.found if has_run else wire.added
+        has_run, found = reduction.has_run, self._found(reduction)
         ranks, is_reduced = self.ranks, self.is_reduced
         if has_run:
             ranks, is_reduced = reduction.ranks, reduction.is_whole
@@ -136,6 +136,21 @@ class Waiting:
         self.ranks, self.is_reduced = ranks, is_reduced
         if has_run:
             self._summed = reduction.leaves if ranks > 1 else []
+
+    def _found(self, reduction: Reduction) -> dict[int, Tensor]:
+        """Return gradients that are not in ``.grad``, by ``id`` of their parameter: reduced, or sums to give back."""
+        found: dict[int, Tensor] = {}
+        for wire in reduction.wires:
+            found |= wire.found if reduction.has_run else wire.added
+        unused = [leaf for leaf in reduction.leaves if leaf.grad is None and id(leaf) in found]
+        if reduction.has_run and unused:
+            # No rank used these in the last pass, where only others may have paused: the host asks whether any did.
+            is_zero = [found[id(leaf)].any().logical_not().to(unused[0].device) for leaf in unused]
+            dropped = [True] * len(unused) if self.is_reduced else torch.stack(is_zero).tolist()
+            for leaf, drop in zip(unused, dropped, strict=True):
+                if drop:
+                    del found[id(leaf)]
+        return found
 
     def _average(self) -> None:
         """Make means of sums over ranks, to which a rank's own gradients can be added."""

@@ -29,8 +29,10 @@ class Wire:
         ranks: How many ranks there are.
         is_sum: Whether the backward pass under way sums.
         is_finished: Whether all gradients were reduced since this was last set to False.
+        skips: Whether the reducer leaves gradients alone that the pass under way makes on no rank.
+        keeps: Whether to keep what came of all gradients, also where the reducer leaves them alone.
         added: FP32 sums of earlier backward passes, by ``id`` of the parameter, that travel with the gradients.
-        found: What came of gradients that travelled in FP32, by ``id`` of the parameter.
+        found: What came of gradients that travelled in FP32, and of those that are kept, by ``id`` of the parameter.
     """
 
     def __init__(self, ddp: DistributedDataParallel, dtype: torch.dtype | None) -> None:
@@ -38,7 +40,9 @@ class Wire:
         self.ddp = ref(ddp)
         self._group = ddp.process_group
         self.ranks: int = self._group.size()
-        self._is_static = ddp.static_graph
+        self._is_static: bool = ddp.static_graph
+        self.skips: bool = ddp.find_unused_parameters or ddp.static_graph
+        self.keeps = False
         self.is_sum = False
         self.is_finished = False
         self.added: dict[int, Tensor] = {}
@@ -67,9 +71,9 @@ class Wire:
         dense = own.layout == torch.strided
         dtype = self.dtype if dense and self.dtype is not None else own.dtype
         travelling = own.to(dtype) if dtype == torch.float32 else own
-        is_wide = travelling is not own
+        is_kept = dense and (self.keeps or travelling is not own)
         # Places in memory are the same for both.
-        places = [(id(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)] if is_wide else []
+        places = [(id(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)] if is_kept else []
         for key, gradient in places:
             if key in self.added:
                 _there(travelling, gradient, own).add_(self.added.pop(key))
@@ -81,8 +85,9 @@ class Wire:
             (total,) = future.value()
             if total.dtype != own.dtype:
                 own.copy_(total)
+            whole = total.clone() if places and total is own else total  # the bucket's memory is filled again
             # Each with a version of its own, by which gradients that were written are told from others.
-            self.found.update((key, _there(total, gradient, own).data) for key, gradient in places)
+            self.found.update((key, _there(whole, gradient, own).data) for key, gradient in places)
             return own if dense else total
 
         work: Any = dist.all_reduce(travelling, group=self._group, async_op=True)

@@ -278,6 +278,7 @@ class Wrappers:
             if found.wire is None:
                 self.tell(
                     "DistributedDataParallel has a communication hook already",
+                    logging.INFO if reduce == "param" else logging.WARNING,
                     why="torch takes one, and the user's is kept"
                     + ("" if reduce == "param" else f"; reduce={reduce} has no effect"),
                 )
@@ -287,11 +288,11 @@ class Wrappers:
             self._paused.enter_context(ddp.no_sync())
         return True
 
-    def tell(self, what: str, **rest: str) -> None:
-        """Warn of something, once; arguments as of :func:`mezzo.errors.message`."""
+    def tell(self, what: str, level: int = logging.WARNING, **rest: str) -> None:
+        """Log something, once; the other arguments as of :func:`mezzo.errors.message`."""
         if what not in self._told:
             self._told.add(what)
-            logger.warning("%s", message(what, **rest))
+            logger.log(level, "%s", message(what, **rest))
 
     def masters_of_first(self) -> Iterator[tuple[Any, frozenset[int]]]:
         """Yield, once for each wrapper, its process group, and the ids of its parameters."""
@@ -339,7 +340,7 @@ class Wrappers:
             for each in reduction.wrapped:
                 if (wire := each.wire) is not None:
                     each.is_armed = each.is_armed and not wire.is_finished
-                    wire.is_sum = False
+                    wire.is_sum = wire.keeps = False
                     wire.added.clear()
                     wire.found.clear()
 
