@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 520,
-    "cast": 2_655,
+    "cast": 2_689,
     "cli": 931,
     "distributed": 320,
     "explanation": 1_078,
@@ -23,7 +23,7 @@ MOST_CODE = {
     "policy": 1_041,
     "recipes": 1_314,
     "report": 994,
-    "scale": 607,
+    "scale": 610,
     "session": 4_804,
     "step": 2_438,
     "trace": 998,

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import mezzo
 from mezzo import Policy, PolicyError, StateError, UnsupportedError
+from mezzo.cast.model import refusals
 from mezzo.cast.nested import cast_floating
 
 LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -338,6 +339,25 @@ def test_complex_parameters_stay_what_they_are(policy):
     with handle.autocast():
         assert torch.equal(model(x), plain)
     assert model.weight.dtype == torch.complex64
+
+
+def test_a_rule_may_speak_of_an_op_that_this_version_of_torch_lacks(monkeypatch):
+    monkeypatch.setattr(refusals, "functions", lambda op: ())
+    with pytest.raises(PolicyError, match="the op glob 'gelu' matches no op"):
+        mezzo.prepare(Net(), "O1,native=gelu")  # torch has it, and nothing would cast it
+    monkeypatch.setattr(refusals, "callables", lambda op: ())
+    mezzo.prepare(Net(), "O1,native=gelu").remove()
+
+
+def test_hooks_lie_in_memory_in_the_order_in_which_they_run():
+    """Dynamo of torch 2.11 counts them so, and found one hook's fields in another."""
+    model = Net()
+    model.embed.register_forward_pre_hook(lambda *_: None)
+    mezzo.prepare(model, "O2,dtype=bfloat16,fp32=softmax@embed")
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        assert list(dict.keys(hooks)) == list(hooks)
+    assert len(model.embed._forward_pre_hooks) > 1
 
 
 @pytest.mark.parametrize(

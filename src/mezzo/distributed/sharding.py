@@ -138,7 +138,7 @@ def _require_ranks() -> None:
 def _all_ranks() -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     return init_device_mesh("cpu" if accelerator is None else accelerator.type, (size,))
 

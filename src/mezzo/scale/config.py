@@ -116,8 +116,11 @@ class LossScale:
             >>> LossScale.dynamic(2**10, interval=100).init
             1024
         """
-        fields = {name: value for name, value in locals().items() if name != "cls"}
-        return cls(**fields)
+        return cls(
+            init=init, growth=growth, backoff=backoff, interval=interval, hysteresis=hysteresis, refill=refill,
+            floor=floor, ceiling=ceiling, patience=patience, growth_offset=growth_offset,
+            skip_rate_limit=skip_rate_limit,
+        )  # fmt: skip
 
     @classmethod
     def like(cls, system: str, **overrides: Any) -> LossScale:

@@ -23,7 +23,8 @@ from mezzo.cast.model.sharding import gathered
 from mezzo.policy import Policy, Treatment
 from mezzo.tensors import CASTABLE, is_distributed
 
-__all__ = ["Door", "RuledParams", "boundaries", "callable_alone", "doors_of", "has_forward", "stored_tensors"]
+__all__ = ["Door", "RuledParams", "boundaries", "callable_alone", "doors_of", "has_forward",
+           "hooked_in_front", "stored_tensors"]  # fmt: skip
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
@@ -153,6 +154,15 @@ def _casts(policy: Policy, treatment: Treatment | None) -> tuple[torch.dtype | s
 # Doors ------------------------------------------------------------------------------------------------
 
 
+def hooked_in_front(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a pre-hook that gets keyword arguments too, and runs before those that the module has."""
+    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    hooks: Any = module._forward_pre_hooks
+    for key in list(hooks):  # torch.compile of torch 2.11 reads them in the order in which they came
+        hooks[key] = hooks.pop(key)
+    return handle
+
+
 class Door:
     """The hooks of a submodule: where a call comes from outside the model they are what the model's own are.
 
@@ -170,7 +180,7 @@ class Door:
 
     def attach(self, module: nn.Module) -> None:
         """Hook the module, outside all hooks that it has."""
-        self._hooks.append(module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True))
+        self._hooks.append(hooked_in_front(module, self.enter))
 
     def detach(self, entrance: Entrance) -> None:
         """Close the door for one model, closed already or not; take the hooks off with the last."""

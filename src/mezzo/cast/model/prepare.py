@@ -13,7 +13,15 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.model import sharding
-from mezzo.cast.model.boundaries import Door, RuledParams, boundaries, callable_alone, doors_of, stored_tensors
+from mezzo.cast.model.boundaries import (
+    Door,
+    RuledParams,
+    boundaries,
+    callable_alone,
+    doors_of,
+    hooked_in_front,
+    stored_tensors,
+)
 from mezzo.cast.model.boundary import Entrance
 from mezzo.cast.model.originals import Originals, Preparation
 from mezzo.cast.model.refusals import changes_since, decided_storage, out_of_reach, require_module
@@ -141,7 +149,7 @@ class Prepared:
             if isinstance(module, nn.RNNBase) and self._before:
                 module.flatten_parameters()
         for module, boundary in self._boundaries:
-            self._hooks.append(module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True))
+            self._hooks.append(hooked_in_front(module, boundary.enter))
             self._hooks.append(module.register_forward_hook(boundary.exit, always_call=True))
         self._open_doors()
 

@@ -18,7 +18,7 @@ from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.model.sharding import Shard, flags_of_all
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
 from mezzo.policy import Policy, Rule
-from mezzo.policy.ops import functions
+from mezzo.policy.ops import OPS, callables, functions
 from mezzo.tensors import dtype_name, local
 
 __all__ = ["changes_since", "decided_storage", "out_of_reach", "require_module", "wanted_storage"]
@@ -204,7 +204,7 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
                 why="attention reads its weight directly, so nothing would enter its region",
                 write=f"module={silent[0].rpartition('.')[0]!r}, or param={silent[0] + '.weight'!r}",
             )
-        if rule.op is not None and not any("::" in op or functions(op) for op in (*rule.ops, rule.op)):
+        if rule.op is not None and not any(map(_can_be_called, (*rule.ops, rule.op))):
             what, write = f"the op glob {rule.op!r} matches no op that could be cast", "mezzo ops 'conv*' lists them"
             yield PolicyError(what, where=f"rule {rule}", write=write)
         if rule.param is not None and not any(map(rule.matches_param, tensors)):
@@ -213,6 +213,11 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
                 nearest(rule.param, tensors),
             )
             yield PolicyError(what, where=f"rule {rule}", why=why)
+
+
+def _can_be_called(op: str) -> bool:
+    """Whether a rule may speak of an op: one that can be cast, or a classified one that this version of torch lacks."""
+    return "::" in op or bool(functions(op)) or (op in OPS and not callables(op))
 
 
 def _cannot_convert(
