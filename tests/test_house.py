@@ -23,9 +23,9 @@ MOST_CODE = {
     "policy": 1_041,
     "recipes": 1_314,
     "report": 994,
-    "scale": 610,
-    "session": 4_804,
-    "step": 2_438,
+    "scale": 614,
+    "session": 4_813,
+    "step": 2_454,
     "trace": 998,
     "the ground": 728,
 }

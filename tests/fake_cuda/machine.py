@@ -28,7 +28,7 @@ from typing import Any
 __all__ = ["Graph", "Machine", "Record", "capturing", "plug_in"]
 
 #: Names of mezzo's kernels for a step's few shared numbers.
-SHARED = {"adapted", "as_fused", "judged", "scalars", "decided", "counted", "told", "moved_on", "account"}
+SHARED = {"adapted", "judged", "scalars", "decided", "counted", "told", "moved_on", "account"}
 _ADDRESSES = 0x7F00_0000_0000
 _SOURCES = Path("src", "mezzo")
 

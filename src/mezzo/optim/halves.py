@@ -316,5 +316,5 @@ def _lost(params: Sequence[Tensor], counts: Sequence[Tensor]) -> list[Tensor]:
     if not counts:
         return []
     flags = torch.stack([count.to(counts[0].device).ne(0) for count in counts])
-    found = flags_of_all(flags, params).tolist()
+    found = flags_of_all(flags, params).cpu().tolist()
     return [param for param, is_lost in zip(params, found, strict=True) if is_lost]

@@ -144,6 +144,8 @@ class Scaler:
             hold: What it was given.
             window: Of :meth:`numbers`.
         """
+        if self.config.mode == "none":
+            return
         overflowed, *after = moved
         self._last = _Judged(self.state, overflowed, hold)
         if window.numel():
@@ -228,6 +230,8 @@ def moved_on(config: LossScale, found_inf: Tensor, hold: Tensor, *numbers: Tenso
         hold: 0-d bool: they do not count, whatever was found.
         *numbers: Of :meth:`Scaler.numbers`.
     """
+    if config.mode == "none":
+        return found_inf & ~hold, *numbers
     overflowed, before, skipped = found_inf & ~hold, numbers[:4], numbers[4] if numbers[4:] else None
     backs_off, *after = next_numbers(before, overflowed, skipped, config)
     moved = [torch.where(hold, old, new) for old, new in zip(before, after, strict=True)]

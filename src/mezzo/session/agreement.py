@@ -110,8 +110,7 @@ class Agreement:
         for part, flag, loss in zip(parts, found, found, strict=False):
             kept.append((part.loss_id, loss))
             shares += [LossShare(loss_id=part.loss_id, scale=scale, found_inf=flag) for scale, _ in part.verdicts]
-        verdict = replace(judged.verdict, found_inf=found_inf)
-        return replace(judged, verdict=verdict, shares=shares, losses=kept, heard=heard)
+        return replace(judged, verdict=judged.verdict.flagged(found_inf), shares=shares, losses=kept, heard=heard)
 
     def refuse(self, error: Exception, device: torch.device) -> Heard | None:
         """Tell the other ranks that this one cannot take a step, where they expect its numbers.

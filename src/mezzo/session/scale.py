@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from itertools import islice
+from itertools import chain, islice
 from operator import or_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,7 +25,7 @@ from mezzo.tensors import LOW, moved
 if TYPE_CHECKING:
     from mezzo.overflow import Changed, Overflow
 
-__all__ = ["Part", "Step", "StepOutcome", "adapt", "parts_of"]
+__all__ = ["Part", "Step", "StepOutcome", "account", "adapt", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class StepOutcome:
         after: The state of each of these losses' scales now.
         loss_failed: 0-d bool: whether a loss was not finite by itself, so that its scale stayed.
         heard: What all ranks have told; ``None`` where there is one.
+        account: What :func:`account` makes of :meth:`numbers`, where it was computed with the next scales.
     """
 
     verdict: Verdict
@@ -49,6 +50,7 @@ class StepOutcome:
     after: Mapping[int, ScaleState]
     loss_failed: Tensor
     heard: Heard | None = None
+    account: Tensor | None = None
 
     def numbers(self) -> list[Tensor]:
         """Return what the host wants to know: whether it was skipped, and of each scale its value and its wait.
@@ -134,7 +136,7 @@ def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, T
     """
     parts = parts_of(scalers, judged, inner_overflows)
     is_simple = judged.verdict.found_inf.device.type != "cpu" and all(part.is_simple for part in parts)
-    failed, before, after = _together(parts) if is_simple else _in_turn(parts)
+    failed, before, after, told = _together(parts, judged.verdict.found_inf) if is_simple else _in_turn(parts)
     return StepOutcome(
         verdict=judged.verdict,
         params=judged.params,
@@ -143,6 +145,7 @@ def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, T
         after={part.loss_id: part.scaler.state for part in parts},
         loss_failed=failed,
         heard=judged.heard,
+        account=told if judged.heard is None else None,
     )
 
 
@@ -181,14 +184,15 @@ class Part:
         """Whether one function of a few numbers says all; a window of skipped steps is told of this one before."""
         (scale, flags), *others = self.verdicts
         is_known = len(flags) == 1 and self.inner is None
-        return not others and self.scaler.moves_at_once(scale) and (is_known or not self.scaler.counts_skips)
+        moves_at_once = self.scaler.moves_at_once(scale) and (is_known or not self.scaler.counts_skips)
+        return not others and (moves_at_once or self.scaler.config.mode == "none")
 
 
-_Found: TypeAlias = tuple[Tensor, Tensor, Tensor]
+_Found: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _in_turn(parts: list[Part]) -> _Found:
-    """Move scales one after the other: whether a loss failed, and their values before and after."""
+    """Move scales one after the other: whether a loss failed, their values before and after, and no account."""
     failures, before, after = [], [], []
     for part in parts:
         for scale, flags in part.verdicts:
@@ -200,12 +204,15 @@ def _in_turn(parts: list[Part]) -> _Found:
         # A graph writes the next scale into the memory of this one.
         before.append(scale.clone() if part.scaler.in_graph else scale)
         after.append(part.scaler.state.scale)
-    return _any(failures), _one_or_all(before), _one_or_all(after)
+    return _any(failures), _one_or_all(before), _one_or_all(after), None
 
 
-def _together(parts: list[Part]) -> _Found:
-    """Do the same on a device that is not the host: in one launch where kernels can be written."""
-    kinds, tensors, windows = [], list[Tensor](), []
+def _together(parts: list[Part], found_inf: Tensor) -> _Found:
+    """Do the same on a device that is not the host, and account for the step whose gradients were not finite.
+
+    In one launch where kernels can be written.
+    """
+    kinds, tensors, windows = [], [found_inf], []
     for part in parts:
         ((_, flags),) = part.verdicts
         inner = [] if part.inner is None else [part.inner]
@@ -216,12 +223,21 @@ def _together(parts: list[Part]) -> _Found:
     scaler, scale = parts[0].scaler, parts[0].verdicts[0][0]
     before = scale.clone() if scaler.in_graph and len(parts) == 1 else scale
     found = iter(shared(_adapted, tuple(kinds), tensors))
-    failed = next(found)
+    failed, told = next(found), next(found)
     for part, kind, window in zip(parts, kinds, windows, strict=True):
         hold, *moved = islice(found, kind[-1] + 2)
         part.scaler.move(moved, hold, window)
     before, after = [*found] or (before, scaler.state.scale)
-    return failed, before, after
+    return failed, before, after, told
+
+
+def account(*numbers: Tensor) -> tuple[Tensor]:
+    """Return what the host wants to know of a step as one FP32 vector of its device.
+
+    Args:
+        *numbers: 0-d: of :meth:`StepOutcome.numbers`.
+    """
+    return (torch.stack([number.to(torch.float32) for number in numbers]),)
 
 
 def _by_loss(shares: Iterable[LossShare]) -> dict[int, Collection[tuple[Tensor, list[Tensor]]]]:
@@ -255,16 +271,17 @@ def _adapted(*given: Any) -> tuple[Tensor, ...]:
     """Move all scales on, in one launch where kernels can be written.
 
     Args:
-        *given: Of each scale: the rules, and how many flags, inner flags and numbers there are of it. Then, scale by
-            scale, its loss, these flags and these numbers.
+        *given: Of each scale: the rules, and how many flags, inner flags and numbers there are of it. Then whether the
+            step is skipped and, scale by scale, its loss, these flags and these numbers.
 
     Returns:
-        Whether a loss failed; of each scale whether it is to stay, and what :func:`moved_on` returns; where there are
-        several, the vectors of all scales before and after.
+        Whether a loss failed; the step's :func:`account`; of each scale whether it is to stay, and what
+        :func:`moved_on` returns; where there are several, the vectors of all scales before and after.
     """
     kinds = [each for each in given if not isinstance(each, Tensor)]
-    rest = iter(given[len(kinds) :])
-    failures, results, before, after = [], list[Tensor](), [], []
+    skipped, *tensors = given[len(kinds) :]
+    rest = iter(tensors)
+    failures, results, before, after, floors = [], list[Tensor](), [], [], []
     for config, num_flags, num_inner, num_numbers in kinds:
         loss, *flags = islice(rest, 1 + num_flags)
         failed, found, hold = _told(loss, reduce(or_, flags), *islice(rest, num_inner))
@@ -274,8 +291,11 @@ def _adapted(*given: Any) -> tuple[Tensor, ...]:
         results += [hold, *moved]
         before.append(numbers[0])
         after.append(moved[1])
+        floors.append(moved[4])
     several = [torch.stack(before), torch.stack(after)] if len(kinds) > 1 else []
-    return reduce(or_, failures), *results, *several
+    failed = reduce(or_, failures)
+    told = account(skipped, failed, *chain.from_iterable(zip(after, floors, strict=True)))
+    return failed, *told, *results, *several
 
 
 def _told(loss: Tensor, found_inf: Tensor, inner: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mezzo.errors import MezzoError, NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale
 from mezzo.scale.config import as_float32
-from mezzo.session.scale import StepOutcome
+from mezzo.session.scale import StepOutcome, account
 from mezzo.step.executors.choose import shared
 from mezzo.step.whole import Call, at_once
 
@@ -191,7 +191,9 @@ class StepStats:
 
     def packed(self, outcome: StepOutcome) -> Tensor:
         """Return what the host wants to know of an outcome as one vector of its device."""
-        (numbers,) = shared(account, (), outcome.numbers())
+        numbers = outcome.account
+        if numbers is None:
+            (numbers,) = shared(account, (), outcome.numbers())
         return numbers if self._config.patience is None else torch.cat((numbers, outcome.verdict.norms))
 
     def _send(self) -> None:
@@ -320,12 +322,3 @@ class StepStats:
                 _Scale(now, min(saved["lowest"], now), max(saved["highest"], now), saved["growths"], saved["backoffs"])
                 for now, saved in pairs
             ]
-
-
-def account(*numbers: Tensor) -> tuple[Tensor]:
-    """Return the account of a step, what the host wants to know of it, as one FP32 vector of its device.
-
-    Args:
-        *numbers: 0-d: of :meth:`mezzo.session.scale.StepOutcome.numbers`.
-    """
-    return (torch.stack([number.to(torch.float32) for number in numbers]),)

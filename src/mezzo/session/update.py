@@ -18,7 +18,7 @@ from mezzo.optim.optimizer import OnePassOptimizer, as_one_pass
 from mezzo.session.verdict import Judged
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import multiplications
-from mezzo.step.passes import Verdict
+from mezzo.step.passes import Verdict, as_fused
 from mezzo.step.whole import Call, Piece, Work, at_once
 
 __all__ = ["Writes", "lacks_momentum", "takes_flag", "update"]
@@ -83,12 +83,8 @@ def _flags(judged: Judged) -> dict[str, Tensor | None]:
     """Return a verdict as torch's fused optimizers take it: whether to skip, and what to divide gradients by."""
     # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
     numbers = [judged.verdict.found_inf, judged.verdict.multiplier]
-    found_inf, *divisor = shared(_as_fused, (), numbers[: 1 + judged.is_clipped])
+    found_inf, *divisor = judged.verdict.as_fused or shared(as_fused, (), numbers[: 1 + judged.is_clipped])
     return {"found_inf": found_inf, "grad_scale": divisor[0] if divisor else judged.scale}
-
-
-def _as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
-    return found_inf.to(torch.float32), *(each.reciprocal() for each in multiplier)
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

@@ -94,14 +94,17 @@ def check(
     # Where mezzo's optimizers take all of them, their executor reads the gradients once for all norms.
     stepping = [optimizer for group in groups for optimizer in group.optimizers if optimizer in optimizers]
     places = alike(gradients)
-    each = norms(gradients, device, one_pass=len(one_pass(stepping)) == len(stepping), groups=places)
+    are_all = one_pass(stepping) == stepping
+    each = norms(gradients, device, one_pass=are_all, groups=places)
     scale = None if one is None or one.is_one else one.scale if one.ranks == 1 else one.divisor()
     numbers: list[Tensor | float] = [] if scale is None else [scale]
     numbers += [] if max_norm is None else [float(max_norm)]
     # One launch on a GPU: the same pure function that the contract suite tests, traced and spelled as one kernel.
     here, (each, total) = each, (each, each) if whole is None else whole(params, each)
-    found = shared(decided, (scale is not None, max_norm is not None), [total, *numbers])
-    verdict = Verdict(norms=each, grad_norm=found[0], found_inf=found[1], multiplier=found[2], is_one=not numbers)
+    given = scale is not None, max_norm is not None, not are_all
+    found = shared(decided, given, [total, *numbers])
+    names = dict(zip(("grad_norm", "found_inf", "multiplier"), found, strict=False))
+    verdict = Verdict(norms=each, **names, is_one=not numbers, as_fused=tuple(found[3:]))
     if one is not None:
         shares = [LossShare(loss_id=one.loss_id, scale=one.scale, found_inf=verdict.found_inf)]
     elif not (shares := [share for window in windows for share in window.settled]):

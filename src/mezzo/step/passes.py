@@ -28,6 +28,7 @@ __all__ = [
     "Executor",
     "NoKernel",
     "Verdict",
+    "as_fused",
     "clip_coefficient",
     "counted",
     "decided",
@@ -51,6 +52,7 @@ class Verdict:
         found_inf: 0-d bool: whether it is not finite, so that nothing may be written.
         multiplier: 0-d float32: clip coefficient / scale.
         is_one: Whether the multiplier is 1 by construction, which the host knows: no scale, and nothing is clipped.
+        as_fused: What :func:`as_fused` makes of it, where that was computed along with it.
     """
 
     norms: Tensor
@@ -58,6 +60,7 @@ class Verdict:
     found_inf: Tensor
     multiplier: Tensor
     is_one: bool = False
+    as_fused: tuple[Tensor, ...] = ()
 
     @classmethod
     def of_flags(cls, found_inf: Tensor | None, grad_scale: Tensor | None, device: torch.device) -> Verdict:
@@ -81,15 +84,24 @@ class Verdict:
         """Return what an update needs of it on another device. No host sync, unless that is the CPU."""
         if self.found_inf.device == device:
             return self
-        return replace(self, found_inf=moved(self.found_inf, device), multiplier=moved(self.multiplier, device))
+        found_inf, multiplier = moved(self.found_inf, device), moved(self.multiplier, device)
+        return replace(self, found_inf=found_inf, multiplier=multiplier, as_fused=())
 
     def applied(self) -> Verdict:
         """Return the verdict on the same gradients once they were multiplied in place."""
-        return self if self.is_one else replace(self, multiplier=torch.ones_like(self.multiplier), is_one=True)
+        return (
+            self
+            if self.is_one
+            else replace(self, multiplier=torch.ones_like(self.multiplier), is_one=True, as_fused=())
+        )
 
     def skipped(self) -> Verdict:
         """Return the verdict that nothing is to be written, whatever the gradients are."""
-        return replace(self, found_inf=torch.ones_like(self.found_inf))
+        return self.flagged(torch.ones_like(self.found_inf))
+
+    def flagged(self, found_inf: Tensor) -> Verdict:
+        """Return the verdict with another flag."""
+        return replace(self, found_inf=found_inf, as_fused=())
 
 
 def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tensor | None = None) -> Verdict:
@@ -146,20 +158,27 @@ def not_finite(number: Tensor) -> Tensor:
     return (number * 0).ne(0)
 
 
-def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
+def decided(is_scaled: bool, is_clipped: bool, is_told: bool, norms: Tensor, *numbers: Any) -> tuple[Tensor, ...]:
     """Return what :func:`judge` finds out, as a function of tensors and numbers alone.
 
     Args:
         is_scaled: Whether the gradients carry a scale.
         is_clipped: Whether their norm is clipped.
+        is_told: Whether optimizers of torch's may be told it.
         norms: 2-norms of the gradients.
         *numbers: The scale, where there is one, and then what to clip to.
 
     Returns:
-        ``grad_norm``, ``found_inf`` and ``multiplier`` of a :class:`Verdict`.
+        ``grad_norm``, ``found_inf`` and ``multiplier`` of a :class:`Verdict`, and if need be its ``as_fused``.
     """
     verdict = judge(norms, inverse(numbers[0]) if is_scaled else None, max_norm=numbers[-1] if is_clipped else None)
-    return verdict.grad_norm, verdict.found_inf, verdict.multiplier
+    found = verdict.grad_norm, verdict.found_inf, verdict.multiplier
+    return (*found, *as_fused(*found[1 : 2 + is_clipped])) if is_told else found
+
+
+def as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
+    """Return whether to skip as torch's fused optimizers take it, and what they divide gradients by, if anything."""
+    return found_inf.to(torch.float32), *(each.reciprocal() for each in multiplier)
 
 
 def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mezzo.scale import LossScale, scaler
-from mezzo.session import scale, stats, update
+from mezzo.session import scale
 from mezzo.session.window import group
 from mezzo.step import passes
 from mezzo.step.executors.emit import update_name
@@ -161,14 +161,15 @@ F32, F64, I64, FLAG = (FP32, 0), (torch.float64, 0), (torch.int64, 0), (torch.bo
 #: Functions of a few numbers: their first arguments, the kinds of the others, and the most registers, in eights.
 SHARED = {
     "adamw's numbers": (launch._scalars, (rule("adamw"),), [I64, *[F64] * 5], 48),
-    "verdict": (passes.decided, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
+    "verdict": (passes.decided, (True, True, False), [(FP32, 1), F32, (FP32, None)], 80),
     "counts": (passes.counted, (), [FLAG, I64, I64], 24),
     "next scale": (scaler.moved_on, (LOSS_SCALE,), [FLAG, FLAG, F32, I64, I64, I64], 32),
     "loss": (scale._told, (), [F32, FLAG], 24),
-    "two scales": (scale._adapted, ((LOSS_SCALE, 1, 0, 4),) * 2, [F32, FLAG, F32, I64, I64, I64] * 2, 64),
+    "two scales": (scale._adapted, ((LOSS_SCALE, 1, 0, 4),) * 2, [FLAG, *[F32, FLAG, F32, I64, I64, I64] * 2], 64),
     "verdict on one loss of several": (group._judged, (), [(FP32, 1), F32], 80),
-    "verdict for a fused optimizer": (update._as_fused, (), [FLAG, F32], 24),
-    "account": (stats.account, (), [FLAG, FLAG, F32, I64], 24),
+    "verdict for a fused optimizer": (passes.decided, (True, True, True), [(FP32, 1), F32, (FP32, None)], 80),
+    "no scale": (scale._adapted, ((LossScale.none(), 1, 0, 4),), [FLAG, F32, FLAG, F32, I64, I64, I64], 24),
+    "account": (scale.account, (), [FLAG, FLAG, F32, I64], 24),
 }
 POINTERS = {FP32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*u1"}
 
@@ -183,6 +184,6 @@ def test_a_few_numbers_take_one_warp_and_no_stack(native, name, capability):
         arguments |= {called: "fp32"} if dimensions is None else {f"{called}_at": POINTERS[dtype]}
         arguments |= {f"{called}_length": "i32"}
     arguments |= {f"result{place}": POINTERS[each.dtype] for place, each in enumerate(kernel.function.results)}
-    found = native(kernel.jitted, arguments, capability, options=shared._OPTIONS)
+    found = native(kernel.launch.kernel, arguments, capability, options=shared._OPTIONS)
     assert found.registers <= most
     assert (found.stack, found.shared) == (0, 0)

@@ -94,6 +94,17 @@ def test_the_next_scale_where_skipped_steps_are_counted(interpreted, launched):
     assert {*launched} == {"moved_on"}
 
 
+def test_what_has_no_scale_is_accounted_for_in_one_launch_too(interpreted, launched):
+    config = LossScale.none()
+    for loss, flag in product((1.0, math.nan), (False, True)):
+        tensors = [t(flag), t(loss), t(flag), t(1.0), t(3), t(1), t(0)]
+        failed, told, hold, *moved = programs.Shared()(scale._adapted, ((config, 1, 0, 4),), tensors)
+        assert told.tolist() == [flag, math.isnan(loss), 1.0, 0.0]
+        assert (failed.item(), hold.item()) == (math.isnan(loss), flag and math.isnan(loss))
+        same(moved[1:], tensors[3:])
+    assert {*launched} == {"adapted"}
+
+
 def test_the_scales_of_two_losses_move_in_one_launch(interpreted, launched):
     config = LossScale.dynamic(init=1024, interval=2)
     states = [[t(1024.0), t(1), t(1), t(0)], [t(8.0), t(0), t(1), t(2)]]
@@ -101,9 +112,9 @@ def test_the_scales_of_two_losses_move_in_one_launch(interpreted, launched):
     compute = programs.Shared()
     for loss, *flags in product((1.0, math.inf), *[(False, True)] * 4):
         one, *others = map(t, flags)
-        tensors = [t(loss), one, *states[0], t(2.0), *others, *states[1]]
-        failed, *found = compute(scale._adapted, kinds, tensors)
-        same([failed, *found], scale._adapted(*kinds, *tensors))
+        tensors = [t(any(flags)), t(loss), one, *states[0], t(2.0), *others, *states[1]]
+        failed, told, *found = compute(scale._adapted, kinds, tensors)
+        same([failed, told, *found], scale._adapted(*kinds, *tensors))
         assert bool(failed) == math.isinf(loss)
         holds, nexts = (found[0], found[6]), (found[2], found[8])
         assert [bool(hold) for hold in holds] == [math.isinf(loss) and flags[0], False]
@@ -111,6 +122,8 @@ def test_the_scales_of_two_losses_move_in_one_launch(interpreted, launched):
         expected.append(4.0 if any(flags[1:]) else 8.0)
         assert [each.item() for each in nexts] == expected
         assert [each.tolist() for each in found[-2:]] == [[1024.0, 8.0], expected]
+        floors = [found[5].item(), found[11].item()]
+        assert told.tolist() == [any(flags), math.isinf(loss), expected[0], floors[0], expected[1], floors[1]]
     assert {*launched} == {"adapted"}
 
 
@@ -120,18 +133,23 @@ NORMS = [[3.0, 4.0], [0.0], [1e30, math.inf], [math.nan, 1.0], [1e20, 1e20]]
 
 @pytest.mark.parametrize("max_norm", [None, 0.001, 7.3])
 @pytest.mark.parametrize("scale", [None, 1024.0, 1000.3])
-def test_a_verdict(interpreted, launched, scale, max_norm):
-    compute, given = programs.Shared(), (scale is not None, max_norm is not None)
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_verdict(interpreted, launched, scale, max_norm, is_told):
+    compute, given = programs.Shared(), (scale is not None, max_norm is not None, is_told)
     numbers = [*([] if scale is None else [torch.tensor(scale)]), *([] if max_norm is None else [max_norm])]
     for norms in NORMS:
         tensors = [torch.tensor(norms), *numbers]
-        same(compute(passes.decided, given, tensors), passes.decided(*given, *tensors))
+        found = compute(passes.decided, given, tensors)
+        same(found, passes.decided(*given, *tensors))
+        if is_told:  # the flag, and what to divide gradients by where they are clipped
+            divisors = [] if max_norm is None else [found[2].reciprocal()]
+            same(found[3:], [found[1].float(), *divisors])
     assert launched == ["decided"] * len(NORMS)
 
 
 def test_a_norm_of_more_numbers_than_a_block_holds(interpreted):
     norms = torch.rand(5000)
-    found, *_ = programs.Shared()(passes.decided, (False, False), [norms])
+    found, *_ = programs.Shared()(passes.decided, (False, False, False), [norms])
     assert abs(found / norms.double().norm() - 1) < 1e-6
 
 

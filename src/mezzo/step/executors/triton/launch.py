@@ -132,14 +132,18 @@ class _TritonNorms:
         lengths = as_table([length for _, length in kinds])
         # of each gradient's sums, in the order of the launches
         spans = torch.empty(len(kinds), 2, dtype=torch.int32, device="cpu")
-        self.launches: list[tuple[torch.dtype, Tensor]] = []
+        self.launches: list[tuple[source.Launch, Tensor]] = []
         self.total = 0
         for dtype, places, chunks in by_dtype(kinds, CHUNK):
             counts = -(-lengths[places] // CHUNK)
             ends = self.total + counts.cumsum(0)
             spans[places] = torch.stack([ends - counts, ends], 1).int()
-            self.launches.append((dtype, _uploaded(chunks, device)))
+            kind = {"TYPE": source.element_type(dtype), "BITS": dtype == torch.bfloat16}
+            squares = source.jitted(source.norm_source(), "squares")
+            launch = source.Launch(squares, _OPTIONS, **kind, CHUNK=CHUNK, BLOCK=NORM_BLOCK)
+            self.launches.append((launch, _uploaded(chunks, device)))
             self.total += len(chunks)
+        self.roots = source.Launch(source.jitted(source.norm_source(), "roots"), _OPTIONS, BLOCK=ROOT_BLOCK)
         self.lengths, self.spans = _uploaded(lengths, device), _uploaded(spans, device)
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -148,16 +152,13 @@ class _TritonNorms:
         norms = torch.empty(len(vectors), dtype=torch.float32, device=self.device)
         if _is_capturing(self.device):
             self.kept.append((self.lengths, self.spans, self.launches))
-        text, first = source.norm_source(), 0
-        squares, roots = source.jitted(text, "squares"), source.jitted(text, "roots")
+        first = 0
         with source.on(self.device):
-            for dtype, chunks in self.launches:
+            for squares, chunks in self.launches:
                 if len(chunks):
-                    kind = {"TYPE": source.element_type(dtype), "BITS": dtype == torch.bfloat16}
-                    sizes = {"CHUNK": CHUNK, "BLOCK": NORM_BLOCK}
-                    squares[(len(chunks),)](table, self.lengths, chunks, partials[first:], **kind, **sizes, **_OPTIONS)
+                    squares(len(chunks), self.device, table, self.lengths, chunks, partials[first:])
                 first += len(chunks)
-            roots[(len(vectors),)](partials, self.spans, norms, BLOCK=ROOT_BLOCK, **_OPTIONS)
+            self.roots(len(vectors), self.device, partials, self.spans, norms)
         return norms
 
     def release(self) -> None:
@@ -174,19 +175,20 @@ class _TritonUpdate(TabledUpdate):
         self.shared, self.kept, self.device = shared, kept, bucket.step.device
         self.addresses = _Addresses(len(bucket.weights), self.device, kept, latest)
         self.table = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.kernels: list[tuple[Any, Tensor, dict[str, Any]]] = []
+        self.kernels: list[tuple[source.Launch, Tensor]] = []
 
     def follow(self, rows: Rows) -> None:
         """See :class:`..tables.TabledUpdate`."""
         refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
-        _release([self.table, *(chunks for _, chunks, _ in self.kernels)])
+        _release([self.table, *(chunks for _, chunks in self.kernels)])
         rule, storage, name = self.bucket.rule, self.bucket.storage, update_name(self.bucket.rule, self.bucket.storage)
         self.table = _uploaded(rows.table, self.device)
         self.kernels = [
             (
-                source.jitted(source.update_source(rule, storage, dtypes), name),
+                source.Launch(
+                    source.jitted(source.update_source(rule, storage, dtypes), name), options_of(dtypes), BLOCK=BLOCK
+                ),
                 _uploaded(chunked(rows.table[places, 0], as_table(places), BLOCK), self.device),
-                options_of(dtypes),
             )
             for dtypes, places in rows.alike.items()
         ]
@@ -200,8 +202,8 @@ class _TritonUpdate(TabledUpdate):
         (scalars,) = self.shared(_scalars, (bucket.rule,), [step, *hypers])
         numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(bucket.seed)
         calls = [
-            partial(kernel[(len(chunks),)], table, self.table, chunks, *numbers, BLOCK=BLOCK, **options)
-            for kernel, chunks, options in self.kernels
+            partial(launch, len(chunks), self.device, table, self.table, chunks, *numbers)
+            for launch, chunks in self.kernels
         ]
         # Triton takes the device from the current one.
         if self.device.type != "cuda" or (current := torch.cuda.current_device()) == self.device.index:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.emit import Pure, Spelled, spelled
-from mezzo.step.executors.triton.source import TRITON, jitted, on
+from mezzo.step.executors.triton.source import TRITON, Launch, jitted, on
 
 __all__ = ["Kernel", "Shared", "written"]
 
@@ -103,7 +103,7 @@ class Kernel:
             arguments=", ".join([*arguments, *lengths]),
             lines="\n    ".join(lines),
         )
-        self.jitted: Any = jitted(source, name)
+        self.launch = Launch(jitted(source, name), _OPTIONS)
 
     def __call__(self, tensors: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
         """Launch it on a device, and return its results."""
@@ -117,7 +117,7 @@ class Kernel:
                 made.append(torch.empty(size, dtype=result.dtype, device=device))
                 found.append(made[-1])
         with on(device):
-            self.jitted[(1,)](*tensors, *made, *(len(tensors[place]) for place in self.vectors), **_OPTIONS)
+            self.launch(1, device, *tensors, *made, *[len(tensors[place]) for place in self.vectors])
         return tuple(found)
 
 

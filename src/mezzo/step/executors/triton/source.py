@@ -20,7 +20,7 @@ from mezzo.step.rounding import key_of
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 
-__all__ = ["TRITON", "element_type", "elements_of_a_thread", "jitted", "norm_source", "on", "update_source"]
+__all__ = ["TRITON", "Launch", "element_type", "elements_of_a_thread", "jitted", "norm_source", "on", "update_source"]
 
 #: What kernels call the dtypes of elements in memory. BF16 is moved as its bits, which are FP32's upper half: exact
 #: both ways, since values to store are on BF16's grid already, and the sign of a NaN stays.
@@ -243,6 +243,32 @@ def jitted(source: str, name: str) -> Any:
     """Return a kernel of some source, for Triton's compiler, or for its interpreter if ``TRITON_INTERPRET`` is set."""
     triton: Any = importlib.import_module("triton")
     return _scope(source, bool(triton.knobs.runtime.interpret))[name]
+
+
+class Launch:
+    """A kernel for arguments of the same types each time: what Triton finds out of them, it finds out once.
+
+    Triton binds and describes all arguments anew for each launch, which takes longer than the launch. Here neither the
+    value nor the alignment of an argument changes the code (``do_not_specialize``).
+
+    Args:
+        kernel: Of :func:`jitted`.
+        options: What it is compiled with.
+        constants: Its last arguments, which are known when it is compiled, in order.
+    """
+
+    def __init__(self, kernel: Any, options: Mapping[str, Any], **constants: Any) -> None:
+        self.kernel, self.options, self.constants = kernel, options, constants
+        self._compiled: dict[torch.device, Any] = {}
+
+    def __call__(self, programs: int, device: torch.device, *arguments: Any) -> None:
+        """Launch it on a device, which is the current one."""
+        if (compiled := self._compiled.get(device)) is not None:
+            compiled[programs, 1, 1](*arguments, *self.constants.values())
+            return
+        compiled = self.kernel[(programs,)](*arguments, **self.constants, **self.options)
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            self._compiled[device] = compiled
 
 
 def element_type(dtype: torch.dtype) -> Any:
