@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
+from mezzo.numerics.traffic import Traffic
 
 from .ranks import on_ranks
 
@@ -130,6 +131,36 @@ def test_only_the_wire_sees_the_sum():
         assert set(map(tuple, found.values())) == {(1.5, 3.0)}, found
 
 
+def travelled(_):
+    """Return the dtype and bytes of what travels for 100 weights, by policy."""
+    found = {}
+    for level, dtype, reduce in BYTES:
+        policy = f"{level},dtype={dtype},reduce={reduce},emulate=true"
+        _, ddp, amp = session(torch.ones(100), policy)
+        with Traffic() as traffic:
+            backward(ddp, amp)
+        found[level, dtype, reduce] = [(each.dtype, each.whole_bytes) for each in traffic.collectives]
+    return found
+
+
+#: By policy: what 100 gradients travel in.
+BYTES = {
+    ("O1", "float16", "param"): torch.float32,
+    ("O1", "float16", "bfloat16"): torch.bfloat16,
+    ("O1", "bfloat16", "float32"): torch.float32,
+    ("O2", "float16", "param"): torch.float16,
+    ("O2", "float16", "float32"): torch.float32,
+    ("O2", "bfloat16", "param"): torch.bfloat16,
+    ("O2", "bfloat16", "float32"): torch.float32,
+    ("O2", "bfloat16", "bfloat16"): torch.bfloat16,
+}
+
+
+def test_gradients_travel_in_what_the_policy_says():
+    expected = {case: [(dtype, 100 * dtype.itemsize)] for case, dtype in BYTES.items()}
+    assert on_ranks(2, travelled, None) == [expected] * 2
+
+
 def accumulated(_):
     """Return sums of small gradients under each way to accumulate: means over ranks of what ranks have."""
     rank, found = dist.get_rank(), {}
@@ -147,6 +178,27 @@ def accumulated(_):
 def test_accumulated_gradients_are_means_over_ranks():
     for found in on_ranks(2, accumulated, None):
         assert {key: value for key, value in found.items() if value != [1.0, 1.0]} == {}
+
+
+def resumed(_):
+    """Return weights after a step that was saved and loaded in mid-window, after each of its backward passes."""
+    found, x = {}, torch.full((2,), SCALE * (1 + dist.get_rank()))
+    for at in range(3):
+        model, ddp, amp = session(x)
+        for number in range(3):
+            backward(ddp, amp)
+            if number == at:
+                states = [each.state_dict() for each in (model, *amp._core.optimizers, amp)]
+                model, ddp, amp = session(x)
+                for each, state in zip((model, *amp._core.optimizers, amp), states, strict=True):
+                    each.load_state_dict(state)
+        amp.step()
+        found[at] = next(amp.master_params()).tolist()
+    return found
+
+
+def test_a_window_that_was_saved_knows_that_its_gradients_are_sums():
+    assert on_ranks(2, resumed, None) == [{at: [-4.5, -4.5] for at in range(3)}] * 2
 
 
 def hooked(_):

@@ -5,7 +5,7 @@ import inspect
 import io
 import logging
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
+from mezzo.numerics.traffic import Traffic
 
 from .ranks import on_ranks
 
@@ -166,6 +167,22 @@ def paused():
     with logged() as records:
         ddp(of_rank())
     return flags, [record.splitlines()[0] for record in records]
+
+
+def sharded():
+    """Return whether modules that FSDP2 shards exchange in ``no_sync`` and after, and all gradients in the end."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+    for param in model.parameters():
+        nn.init.ones_(param)
+    mezzo.fully_shard(model, "O1,dtype=bfloat16,emulate=true", wrap=nn.Linear)
+    amp = mezzo.MixedPrecision(model, sgd(model), "O1,dtype=bfloat16,emulate=true")
+    x, counts = torch.full((1, 4), 1.0 + dist.get_rank()), []
+    for pauses in (True, True, False):
+        with amp.no_sync() if pauses else nullcontext(), Traffic() as traffic:
+            backward(amp, lambda x: model(x).float().sum(), x)
+        counts.append(sum(each.kind == "reduce-scatter" for each in traffic.collectives))
+    amp.unscale_()
+    return counts, model[1].weight.grad.full_tensor().tolist()
 
 
 def pickled():
@@ -362,6 +379,7 @@ NAMES = (
     "refused",
     "accumulated",
     "paused",
+    "sharded",
     "pickled",
     "several",
     "unreduced",
@@ -422,6 +440,12 @@ def test_no_sync_is_nested_left_and_closed(ranks):
         assert flags[:3] == [False, True, [4.5, 4.5]]
         assert flags[3].startswith("StateError: no_sync() after close()")
         assert told == ["DistributedDataParallel reduces no gradient any more"]
+
+
+def test_no_sync_is_that_of_fsdp2_as_well(ranks):
+    for found in ranks:
+        counts, gradient = found["sharded"]
+        assert (counts, gradient) == ([0, 0, 2], [[3 * 4 * 1.5] * 4] * 2)
 
 
 def test_models_and_wrappers_are_written_and_read_within_a_session(ranks):

@@ -65,6 +65,7 @@ WRONG = [
     ("windows/0/carried/scale", 9, "windows[0].carried.scale is 9, of 2"),
     ("windows/0/carried/is_one", 0, "windows[0].carried.is_one is 0, not True or False"),
     ("windows/0/carried/is_common", ..., "windows[0].carried.is_common is missing"),
+    ("windows/0/carried/ranks", 0, "windows[0].carried.ranks is 0, not a whole number from 1"),
     ("windows/0/settled/0/loss_id", 2, "windows[0].settled.loss_id is 2, of 2"),
     ("windows/0/settled/0/found_inf", None, "windows[0].settled[0].found_inf is None, not True or False"),
     ("windows/0/aside/strange", torch.ones(1), "windows[0].aside: strange is no parameter"),
