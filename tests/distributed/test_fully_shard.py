@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from mezzo.numerics.traffic import Traffic
 
 from .ranks import on_ranks
 
@@ -119,22 +120,25 @@ def in_one_process(policy, make=net, optimizer="adamw", **kwargs):
 
 
 def fp32_table(names):
-    return {name: train(*sharded("O0", optimizer=name), steps=20) for name in names}
+    return {name: train(*sharded("O0", optimizer=name, max_grad_norm=2.0), steps=20) for name in names}
 
 
 @pytest.mark.parametrize("names", [["adamw"], pytest.param(["fused", "sgd"], marks=pytest.mark.slow)])
 def test_fp32_is_what_one_process_makes_of_the_whole_batch(names):
     for found in on_ranks(2, fp32_table, names):
-        for name, (params, _) in found.items():
-            model = net()
+        for name, (params, norms) in found.items():
+            model, expected = net(), []
             optimizer = OPTIMIZERS[name](model.parameters())
             for step in range(20):
                 x, y = batch(step)
                 (model(x) - y).square().mean().backward()
+                expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 2.0)))
                 optimizer.step()
                 optimizer.zero_grad()
             worst = max(float((params[key] - value).abs().max()) for key, value in whole(model).items())
             assert worst <= 1e-6, name
+            assert norms == pytest.approx(expected, rel=1e-5), name
+            assert min(norms) < 2 < max(norms)
 
 
 # Low precision: torch's own FSDP2, by hand ---------------------------------------------------------------
@@ -344,3 +348,33 @@ def undone():
 def test_what_is_undone_has_every_bit():
     for wrong in on_ranks(2, undone):
         assert wrong == [[]] * 4
+
+
+# Bytes on the wire ---------------------------------------------------------------------------------------
+
+
+def sent():
+    """Bytes that a step gathers and reduces, and in which dtypes, by policy."""
+    found = {}
+    for policy in ("O0", O1, BF16, f"{BF16},reduce=float32"):
+        model, amp = sharded(policy)
+        train(model, amp, steps=1)
+        with Traffic() as traffic:
+            train(model, amp, steps=1)
+        for kind in ("all-gather", "reduce-scatter"):
+            # Those of the step alone: afterwards the test gathers parameters by itself.
+            there = [each for each in traffic.collectives if each.kind == kind]
+            there = there[:5] if kind == "all-gather" else there
+            found[policy, kind] = sum(each.whole_bytes for each in there), sorted({str(each.dtype) for each in there})
+    return found
+
+
+def test_o2_gathers_and_reduces_half_the_bytes():
+    for found in on_ranks(2, sent):
+        gathered, _ = found["O0", "all-gather"]
+        reduced, _ = found["O0", "reduce-scatter"]
+        assert found[O1, "all-gather"] == (gathered, ["torch.float32"])
+        assert found[BF16, "all-gather"] == (gathered / 2, ["torch.bfloat16"])
+        assert found[BF16, "reduce-scatter"] == (reduced / 2, ["torch.bfloat16"])
+        assert found[f"{BF16},reduce=float32", "all-gather"] == (gathered / 2, ["torch.bfloat16"])
+        assert found[f"{BF16},reduce=float32", "reduce-scatter"] == (reduced, ["torch.float32"])

@@ -40,18 +40,19 @@ def refusal(call):
 
 
 def several_losses():
-    together, _ = train(*sharded(SCALED, optimizer="sgd", num_losses=2), micro=2, losses=2)
+    together, norms = train(*sharded(SCALED, optimizer="sgd", num_losses=2), micro=2, losses=2)
     model, amp = sharded(SCALED, num_losses=2)
     model.set_requires_gradient_sync(False)
     amp.backward(loss_of(model, amp), loss_id=0)
     refused = refusal(lambda: amp.backward(loss_of(model, amp), loss_id=1))
-    return together, refused
+    return together, norms, refused
 
 
 def test_losses_with_scales_of_their_own_need_an_exchange_between_them():
-    for params, (kind, text) in on_ranks(2, several_losses):
-        exact, _ = in_one_process("O0", optimizer="sgd", micro=2)
+    for params, norms, (kind, text) in on_ranks(2, several_losses):
+        exact, exact_norms = in_one_process("O0", optimizer="sgd", micro=2)
         assert max(float((params[name] - value).abs().max()) for name, value in exact.items()) < 0.02
+        assert norms == pytest.approx(exact_norms, rel=0.02)
         assert kind is StateError
         assert "gradients wait to be reduced" in text
         assert "the scale of another loss" in text
@@ -155,6 +156,40 @@ def test_a_penalty_needs_what_is_gathered_twice():
         assert max(float((found[name] - value).abs().max()) for name, value in expected.items()) < 1e-6
 
 
+def struck(where):
+    """Which steps were skipped, the scales, and the weights, where an infinity strikes one rank in the second step."""
+    model, amp = sharded(SCALED, optimizer="fused")
+    skipped, scales = [], []
+    for step in range(3):
+        x, y = map(own_part, batch(step))
+        if (step, where, dist.get_rank()) == (1, "input", 1):
+            x[0, 0] = 1e30
+        with amp.autocast():
+            loss = (model(x) - y).square().mean()
+        amp.backward(loss)
+        if (step, where, dist.get_rank()) == (1, "shard", 1):
+            model.blocks[0].up.weight.grad.to_local()[0, 0] = torch.inf
+        found = amp.step()
+        skipped.append(bool(found.skipped))
+        scales.append(float(found.next_scale))
+        amp.zero_grad()
+    return skipped, scales, whole(model)
+
+
+def struck_everywhere():
+    return {where: struck(where) for where in ("shard", "input")}
+
+
+def test_an_infinity_in_one_part_of_one_rank_skips_the_step_of_all():
+    first, second = on_ranks(2, struck_everywhere)
+    for where in ("shard", "input"):
+        (skipped, scales, params), (others, other_scales, other_params) = first[where], second[where]
+        assert skipped == others == [False, True, False], where
+        assert scales == other_scales, where
+        assert same(params, other_params) == []
+    assert first["shard"][1] == [64.0, 32.0, 32.0]
+
+
 # Frozen parameters ------------------------------------------------------------------------------------------
 
 
@@ -235,11 +270,12 @@ def test_replicas_and_tensor_parallel_shards_train_as_one_process_does():
     by_rank = on_ranks(4, on_meshes, timeout=120)
     for policy, limit in (("O0", 1e-5), (BF16, 0.03)):
         for way, make in (("replicas", net), ("tensor", wide)):
-            exact, _ = in_one_process("O0", make, steps=5)
+            exact, norms = in_one_process("O0", make, steps=5)
             for found in by_rank:
-                params, _ = found[policy, way]
+                params, theirs = found[policy, way]
                 worst = max(float((params[name] - value).abs().max()) for name, value in exact.items())
                 assert worst < limit, (policy, way)
+                assert theirs == pytest.approx(norms, rel=1e-4 if policy == "O0" else 0.05), (policy, way)
                 assert same(params, by_rank[0][policy, way][0]) == []
 
 
