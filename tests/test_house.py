@@ -18,7 +18,7 @@ MOST_CODE = {
     "explanation": 1_078,
     "integrations": 46,
     "numerics": 3_729,
-    "optim": 1_333,
+    "optim": 1_335,
     "overflow": 825,
     "policy": 1_041,
     "recipes": 1_314,

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 
 import pytest
 import torch
@@ -349,8 +350,36 @@ def edited():
     return wrong
 
 
+def faulty(steps=16):
+    """Faults that one rank sees, in a shard or in a loss: skips, scales and weights against those of replicas."""
+    policy, ways = "O2,dtype=float16,reduce=float32,loss_scale=dynamic(init=1024,interval=3)", []
+    for model in (mezzo.fully_shard(net(), policy), net()):
+        model, optimizer, amp = session(policy, "adamw", model)
+        if not isinstance(model.head.bias, DTensor):
+            for param in model.parameters():
+                param.register_hook(averaged)
+        chance, seen = random.Random(0), []
+        for number in range(steps):
+            fault, guilty = chance.choice(["", "", "shard", "loss"]), chance.randrange(2)
+            x, y = map(own_part, batch(number))
+            with amp.autocast():
+                loss = (model(x) - y).square().mean()
+            amp.backward(loss * torch.nan if fault == "loss" and dist.get_rank() == guilty else loss)
+            weight = chance.choice(list(model.blocks[0].parameters()))
+            if fault == "shard" and dist.get_rank() == guilty:
+                shard = weight.grad._local_tensor if isinstance(weight, DTensor) else weight.grad
+                shard.view(-1)[0] = torch.inf
+            step = amp.step()
+            amp.zero_grad()
+            seen.append((fault, bool(step.skipped), float(step.next_scale), int(step.rank_found)))
+        ways.append((seen, [bits(optimizer.master_of(param)) for param in model.parameters()], optimizer, model))
+    (mine, exact_parts, *_), (theirs, _, optimizer, model) = ways
+    whole = [bits(own_shard(optimizer.master_of(param))) for param in model.parameters()]
+    return mine, mine == theirs, exact_parts == whole
+
+
 def life():
-    return lived(), refused(), kinds_side_by_side(), accumulated(), kept(), edited()
+    return lived(), refused(), kinds_side_by_side(), accumulated(), faulty(), kept(), edited()
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +390,16 @@ def lives():
 def test_parts_are_halved_and_made_whole_again(lives):
     for found, *_ in lives:
         assert found == LIVED
+
+
+def test_a_fault_in_one_part_is_one_of_all(lives):
+    (*_, (seen, alike, exact_too), _, _), (*_, (others, *rest), _, _) = lives
+    assert seen == others
+    assert alike
+    assert exact_too
+    assert all(rest)
+    assert {fault for fault, skipped, *_ in seen if skipped} == {"shard", "loss"}
+    assert not any(skipped for fault, skipped, *_ in seen if not fault)
 
 
 def test_what_is_saved_goes_on(lives):

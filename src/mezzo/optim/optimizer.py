@@ -306,8 +306,10 @@ class OnePassOptimizer(SavedOptimizer):
         group = self.param_groups[number]
         self._give_state(group, params, update_rule)
         alike: dict[tuple[torch.device, torch.dtype, int, Hashable], list[Tensor]] = {}
+        is_random = group["state_dtype"] != "float32" or group["rounding"] == "stochastic"
         for param in params:
-            kind = param.device, param.dtype, id(self.state[param]["step"]), sharding(param)
+            seeded = sharding(param) if is_random else None
+            kind = param.device, param.dtype, id(self.state[param]["step"]), seeded
             alike.setdefault(kind, []).append(param)
         for (device, *_), members in alike.items():
             self._leave_others_behind(members)
