@@ -322,6 +322,36 @@ def test_every_order_trains_alike():
         assert {order: names for order, names in wrong.items() if names} == {}
 
 
+def sharded_in_order(policy, optimizer, order):
+    model = net(norm=True)
+    handle = None if order != "prepare, fully_shard" else mezzo.prepare(model, policy)
+    mezzo.fully_shard(model, policy)
+    if order == "fully_shard, prepare":
+        handle = mezzo.prepare(model, policy)
+    params = model.parameters()
+    optimizer = mezzo.optim.AdamW(params, lr=0.01) if optimizer == "mezzo" else OPTIMIZERS[optimizer](params)
+    return model, mezzo.MixedPrecision(handle or model, optimizer, policy)
+
+
+def orders_of_all():
+    wrong = []
+    for policy in (POLICIES[2], f"{BF16},fp32_param=scaled.scale", "O3,dtype=bfloat16,emulate=false"):
+        for optimizer in ("adamw", "mezzo"):
+            runs = [
+                train(*sharded_in_order(policy, optimizer, order), steps=2)
+                for order in ("fully_shard", "fully_shard, prepare", "prepare, fully_shard")
+            ]
+            rounded = [{name: value.bfloat16() for name, value in params.items()} for params, _ in runs]
+            if any(same(rounded[0], each) for each in rounded[1:]) or any(runs[0][1] != norms for _, norms in runs[1:]):
+                wrong.append((policy, optimizer))
+    return wrong
+
+
+@pytest.mark.slow
+def test_every_order_trains_alike_under_every_policy_with_both_kinds_of_optimizers():
+    assert on_ranks(2, orders_of_all) == [[], []]
+
+
 def undone():
     """Whether closing and removing leave FP32 parts with the values that were trained, in every order."""
     expected, _ = train(*sharded(BF16), steps=1)
