@@ -24,7 +24,7 @@ MOST_CODE = {
     "recipes": 1_314,
     "report": 994,
     "scale": 614,
-    "session": 4_813,
+    "session": 4_832,
     "step": 2_454,
     "trace": 998,
     "the ground": 728,

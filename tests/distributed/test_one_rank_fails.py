@@ -1,5 +1,6 @@
 """A rank that refuses, raises, ends or collapses ends all with an error that names it and the step; none hangs."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
+from mezzo import LossScale, Policy
 from mezzo.step.consensus import Consensus
 
 from .ranks import RankError, on_ranks
@@ -207,3 +209,63 @@ def test_a_device_without_a_backend_is_refused():
     for text in on_ranks(2, of_another_device, backend="cpu:gloo"):
         assert "the process group cannot exchange tensors of cuda" in text
         assert 'init_process_group("cpu:gloo,cuda:nccl")' in text
+
+
+# Overflows that end a run ---------------------------------------------------------------------------------------
+
+
+def overflowing(reaction, wrap):
+    """Let rank 1 overflow from the second step on, and tell what each rank raises, in which step, and what it says."""
+    policy = dataclasses.replace(Policy.O1("float16"), loss_scale=LossScale.dynamic(init=4.0, floor=2.0, patience=2))
+    model = model_of()
+    wrapped = DistributedDataParallel(model) if wrap == "ddp" else model
+    amp = session_of(wrapped, policy, on_overflow=reaction)
+    said, where = "", []
+    for step in range(1, 9):
+        try:
+            is_bad = dist.get_rank() == 1 and step > 1
+            with amp.autocast():
+                rows = torch.full((3, 4), 1e5 if is_bad and reaction != "skip" else 1.0)
+                loss = wrapped(rows).float().square().mean()
+            amp.backward(loss)
+            if is_bad and reaction == "skip":
+                model[0].bias.grad[0] = torch.inf
+            where.append(str(amp.step().overflow).splitlines()[0])
+            amp.zero_grad()
+        except Exception as error:
+            said = f"{type(error).__name__} in step {step}: {error}"
+            break
+    return said, where
+
+
+def all_overflowing():
+    return {case: overflowing(*case) for case in (("raise", "none"), ("skip", "none"), ("explain", "ddp"))}
+
+
+def test_ranks_end_alike_where_one_overflows_and_say_which():
+    one, other = on_ranks(2, all_overflowing)
+    for said, _ in (one["raise", "none"], other["raise", "none"]):
+        assert said.startswith("NumericsError in step 2: the gradients are not finite"), said
+        assert "first on rank 1" in said
+        assert "the loss itself is not finite" in said
+    for said, _ in (one["skip", "none"], other["skip", "none"]):
+        assert said.startswith("ScaleCollapsed in step 5: the loss scale collapsed"), said
+        assert "step 4 on rank 1" in said
+    for said, _ in (one["explain", "ddp"], other["explain", "ddp"]):
+        assert said.startswith("NumericsError in step 4: the loss was not finite for 2 steps in a row"), said
+        assert "step 3 on rank 1" in said
+    # The batch is run again on each rank, and reduces nothing: only one of them finds a cause.
+    assert one["explain", "ddp"][1] == ["None"] * 3
+    assert other["explain", "ddp"][1][0] == "None"
+    assert all(
+        "the first non-finite tensor: input 0 cast to float16" in text for text in other["explain", "ddp"][1][1:]
+    )
+
+
+def explained_shards():
+    return text_of(lambda: session_of(fully_shard(model_of()), on_overflow="explain"))
+
+
+def test_what_all_ranks_would_have_to_gather_is_not_explained_on_one():
+    for said in on_ranks(2, explained_shards):
+        assert said.startswith("UnsupportedError: an overflow in a model that fully_shard has sharded cannot be expl")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from mezzo.errors import DistributedError, PolicyError, some_of
+from mezzo.errors import DistributedError, PolicyError, UnsupportedError, some_of
 from mezzo.session import refusals
 from mezzo.session.agreement import by_value
 from mezzo.session.core import Core
@@ -57,6 +57,14 @@ def begun(
         core = Core(trained, given, policy, **options, consensus=consensus, checks_ranks=checks_ranks)
         core.max_grad_norm, core.on_overflow = max_grad_norm, on_overflow
         core.buffers = NormBuffers(core.models) if restore_buffers else None
+        if consensus is not None and on_overflow == "explain" and core.weights.shards is not None:
+            raise UnsupportedError(
+                "an overflow in a model that fully_shard has sharded cannot be explained in the run",
+                where=f"rank {consensus.rank} of {consensus.size}",
+                why="the rank that overflowed would run its batch again, and all ranks gather parameters together",
+                write='on_overflow="skip", and step.rank_found, which names the rank; '
+                "mezzo.numerics.locate with its batch and a model that is not sharded",
+            )
         agree(core.alike())
         with core.weights.converted(core.before_step, core.writes.leaving):
             core.group_optimizers()

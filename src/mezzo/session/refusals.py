@@ -342,9 +342,11 @@ def not_finite(judged: Judged, name_of: Callable[[Tensor], str], loss_failed: Te
     bad = [name_of(p) for p, ok in zip(judged.params, judged.verdict.norms.isfinite().tolist(), strict=True) if not ok]
     scales = sorted({float(share.scale) for share in judged.shares})
     under = " and ".join(f"{scale:.6g}" for scale in scales if scale != 1.0)
+    unseen = "their norm, once unscaled" if judged.heard is None else "none that this rank holds, as they stand"
+    first = "" if judged.heard is None else f", first on rank {int(judged.heard.rank_found)}"
     return NumericsError(
         "the gradients are not finite",
-        where=f"{len(bad)} of {len(judged.params)}: {some_of(bad)}" if bad else "their norm, once unscaled",
+        where=(f"{len(bad)} of {len(judged.params)}: {some_of(bad)}" if bad else unseen) + first,
         why="the loss itself is not finite, which no loss scale cures; nothing was updated"
         if loss_failed
         else f"an overflow{' under the loss scale ' + under if under else ''}; nothing was updated",

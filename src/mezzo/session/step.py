@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,9 @@ from mezzo.session.window.group import GradientGroup
 from mezzo.step.consensus import Heard
 from mezzo.step.passes import Verdict
 from mezzo.step.whole import Call, Piece, at_once
+
+if TYPE_CHECKING:
+    from mezzo.overflow import Changed, Overflow
 
 __all__ = ["take", "take_together"]
 
@@ -121,10 +125,7 @@ def _finished(
 ) -> Step:
     """Do some pieces of work and all that ends a step, whole, whatever interrupts it."""
     # The host asks about the overflow only where it has to act on the answer.
-    where = None
-    if core.replay is not None and overflowed():
-        with torch.enable_grad():  # run the step's batches again
-            where = core.replay.locate(judged.shares[-1].scale)
+    where = _explained(core, judged) if core.replay is not None and overflowed() else None
     scales_before = [scaler.remembering() for scaler in core.scalers]
     inner = dict(core.inner_overflows) if judged.heard is None else {}  # which all ranks have told already
     ended: list[tuple[StepOutcome, Callable[[], None]]] = []
@@ -156,6 +157,17 @@ def _finished(
     if core.on_overflow == "raise" and overflowed():
         raise not_finite(judged, core.weights.name_of, outcome.loss_failed)
     return Step(outcome, core.stats.check, where)
+
+
+def _explained(core: Core, judged: Judged) -> Overflow | Changed | None:
+    """Run the step's batches again, on this rank alone: another one may stop earlier, and reduces nothing."""
+    wrappers, replay = core.weights.wrappers, core.replay
+    assert replay is not None, "asked where overflows are explained"
+    with torch.enable_grad(), nullcontext() if wrappers is None else wrappers.no_sync():
+        where = replay.locate(judged.shares[-1].scale)
+    if judged.heard is not None and where is None:
+        logger.warning("the overflow began on rank %d, whose log says where", int(judged.heard.rank_found))
+    return where
 
 
 @torch.no_grad()
