@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mezzo.errors import DistributedError, PolicyError, UnsupportedError
-from mezzo.recipes import compare, parallel, train
+from mezzo.recipes import compare, train
 from mezzo.recipes.parallel import World, joined
 
 
@@ -106,9 +106,3 @@ def test_one_process_waits_for_nobody():
     ranks.wait()
     with pytest.raises(ZeroDivisionError), ranks.answering(1):
         1 / 0  # noqa: B018
-
-
-def test_what_gloo_says_of_a_lost_rank_is_told_from_other_errors():
-    assert parallel._is_of_others(RuntimeError("[…/gloo/transport/tcp/pair.cc:537] Connection closed by peer"))
-    assert parallel._is_of_others(torch.distributed.DistBackendError("NCCL error"))
-    assert not parallel._is_of_others(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar, cast, get_args
 
@@ -16,20 +15,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from mezzo.errors import DistributedError, MezzoError, NumericsError, PolicyError, UnsupportedError, nearest, some_of
+from mezzo.distributed import fully_shard
+from mezzo.errors import DistributedError, MezzoError, NumericsError, PolicyError, UnsupportedError, nearest
 from mezzo.policy import Policy
 from mezzo.recipes.machine import default_device
 from mezzo.recipes.recipe import Batch, Recipe, Split
 from mezzo.session import MixedPrecision
+from mezzo.step.ranks import Ranks
 
 __all__ = ["Parallel", "World", "joined", "require_one_process"]
 
-Parallel = Literal["ddp"]
+Parallel = Literal["ddp", "fsdp"]
 Result = TypeVar("Result")
 
 _TORCHRUN: Final = "torchrun --nproc-per-node {} -m mezzo train docs-lm --parallel {}"
-#: How long a rank that lost another one waits for what the others have to say of it.
-_ROLL_CALL_S: Final = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +41,6 @@ class World:
         size: How many there are.
         device: Where this one computes.
         is_interrupted: Whether the user has pressed Ctrl-C: all of them stop after the same step.
-        store: Where a rank that fails leaves word for the others, if this process made the process group.
     """
 
     parallel: Parallel | None = None
@@ -50,7 +48,6 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=default_device)
     is_interrupted: bool = False
-    store: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -80,6 +77,8 @@ class World:
 
     def session(self, recipe: Recipe, model: nn.Module, policy: Policy) -> tuple[Optimizer, MixedPrecision, nn.Module]:
         """Return the optimizer, the session, and what to call for a forward pass."""
+        if self.parallel == "fsdp":
+            fully_shard(model, policy)
         optimizer = recipe.optimizer(model)
         amp = MixedPrecision(model, optimizer, policy, max_grad_norm=recipe.max_grad_norm)
         return optimizer, amp, nn.parallel.DistributedDataParallel(model) if self.parallel == "ddp" else model
@@ -122,48 +121,20 @@ class World:
         Raises:
             DistributedError: Another rank failed, or is gone; what fails here is raised as it is.
         """
-        try:
+        if self.size == 1:
             yield
-        except NumericsError:  # which all ranks raise
+            return
+        everyone: Any = dist.group.WORLD
+        ranks = Ranks(everyone)
+        ranks.step = step
+        try:
+            with ranks.naming("training"):
+                yield
+        except (DistributedError, NumericsError):  # which all ranks raise
             raise
         except Exception as error:
-            if self.size == 1:
-                raise
-            if _is_of_others(error):
-                raise self._missed(step, error) from error
-            self._leave_word(f"{type(error).__name__}: {error}".splitlines()[0])
+            ranks.say(f"{type(error).__name__}: {error}")
             raise
-
-    def _leave_word(self, word: str) -> None:
-        if self.store is not None:
-            with suppress(RuntimeError):  # the store's process may be the one that is gone
-                self.store.set(f"mezzo/{self.rank}", word)
-
-    def _missed(self, step: int, error: Exception) -> DistributedError:
-        """Find out which rank failed: one that says so, or one that says nothing any more."""
-        self._leave_word("")
-        words: dict[int, str] = {}
-        end = time.monotonic() + (0 if self.store is None else _ROLL_CALL_S)
-        with suppress(RuntimeError):
-            while len(words) < self.size - 1 and time.monotonic() < end:
-                assert self.store is not None
-                for rank in {*range(self.size)} - {self.rank} - words.keys():
-                    if self.store.check([f"mezzo/{rank}"]):
-                        words[rank] = self.store.get(f"mezzo/{rank}").decode()
-                time.sleep(0.02)
-        gone = [f"rank {rank}" for rank in range(self.size) if rank != self.rank and rank not in words]
-        failed = [f"rank {rank} ({word})" for rank, word in words.items() if word]
-        return DistributedError(
-            f"{some_of(failed) or (some_of(gone) if self.store else '') or 'another rank'} ended in step {step}",
-            where=f"rank {self.rank} of {self.size}",
-            why=str(error).splitlines()[0],
-            write="mezzo report DIR, which shows the steps until then",
-        )
-
-
-def _is_of_others(error: Exception) -> bool:
-    """Whether a collective failed, for want of another rank; gloo has no class for it."""
-    return isinstance(error, DistributedError | dist.DistError) or "gloo" in str(error)
 
 
 @contextmanager
@@ -174,7 +145,7 @@ def joined(parallel: str | World | None, device: torch.device | None = None) -> 
     same step.
 
     Args:
-        parallel: ``ddp``; ``None`` for a training in one process; or ranks that have joined already.
+        parallel: ``ddp``, ``fsdp``; ``None`` for a training in one process; or ranks that have joined already.
         device: Where this rank computes; the accelerator of its number on this machine, if there is one.
 
     Raises:
@@ -195,7 +166,7 @@ def joined(parallel: str | World | None, device: torch.device | None = None) -> 
                 f"each of {size} processes would train all of it, and write the same files",
                 where=f"rank {rank} of {size}",
                 why="nothing says how they share the work",
-                write="--parallel ddp",
+                write="--parallel ddp, or --parallel fsdp",
             )
         yield World(device=device)
         return
@@ -261,9 +232,7 @@ def _own(device: torch.device, where: str) -> torch.device:
 def _group(world: World) -> Iterator[None]:
     backend = dist.get_default_backend_for_device(world.device)
     try:
-        world.store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-        bound = world.device if backend == "nccl" else None
-        dist.init_process_group(backend, store=world.store, rank=rank, world_size=size, device_id=bound)
+        dist.init_process_group(backend, device_id=world.device if backend == "nccl" else None)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             "the ranks did not find each other",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mezzo.numerics.traffic import Traffic
 from mezzo.recipes.parallel import World
-from mezzo.session import MixedPrecision, Step
+from mezzo.session import MixedPrecision
 
 __all__ = ["RankMeter", "RankStep"]
 
@@ -29,7 +29,8 @@ class RankStep:
         step: From 1.
         ms: Wall time of the step in milliseconds, the same for all ranks but for noise: they wait for each other.
         samples_per_s: Samples of this rank's own share in a second.
-        waiting_ms: How long it waited for the slowest rank between its forward and its backward pass.
+        waiting_ms: How long it waited for the slowest rank between its forward and its backward pass, and in the
+            session's own exchanges.
         wire_bytes: What it sent to other ranks, as :class:`mezzo.numerics.traffic.Traffic` counts it in the run's first
             steps; all later ones are like the last of them.
         overflowed: Whether this rank's own loss was not finite.
@@ -59,7 +60,7 @@ class RankMeter:
 
     def __init__(self, world: World, amp: MixedPrecision, write: Callable[[RankStep], None] | None = None) -> None:
         self._world, self._amp, self._write = world, amp, write
-        self._waited = 0.0
+        self._waited = self._waited_before = 0.0
         self._loss_failed = False
         self._wire_bytes = 0
 
@@ -85,6 +86,7 @@ class RankMeter:
         """
         if self._world.size == 1:
             return loss.detach()
+        self._waited_before = self._amp.waited_s
         value = loss.detach().float()
         told = torch.stack((value, torch.full_like(value, self._world.is_interrupted)))
         self._loss_failed = not math.isfinite(value.item())  # waits for this rank's own work, which is not waiting
@@ -96,7 +98,7 @@ class RankMeter:
             raise KeyboardInterrupt
         return told[0] / self._world.size
 
-    def ended(self, number: int, step: Step, ms: float, num_samples: int) -> None:
+    def ended(self, number: int, ms: float, num_samples: int) -> None:
         """Write the line of a step."""
         if self._write is None:
             return
@@ -106,7 +108,7 @@ class RankMeter:
                 step=number,
                 ms=ms,
                 samples_per_s=1e3 * num_samples / ms,
-                waiting_ms=1e3 * self._waited,
+                waiting_ms=1e3 * (self._waited + self._amp.waited_s - self._waited_before),
                 wire_bytes=self._wire_bytes,
                 overflowed=self._loss_failed,
                 peak_bytes=_peak_bytes(self._world.device),

@@ -151,8 +151,9 @@ class Training:
         self.steps = num_steps(recipe, steps)
         self.world = world or World()
         self.device = self.world.device
-        low = policy.dtype != torch.float32
-        self.layout = recipe.low_memory_format if low else torch.contiguous_format
+        # What is sharded lies row by row, whatever its layout was.
+        is_free = policy.dtype != torch.float32 and self.world.parallel != "fsdp"
+        self.layout = recipe.low_memory_format if is_free else torch.contiguous_format
         self.model = recipe.build(seed).to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
         self.optimizer, self.amp, self._called = self.world.session(recipe, self.model, policy)
         self._meter = RankMeter(self.world, self.amp, log)
@@ -207,7 +208,7 @@ class Training:
         # One transfer for all five, which also waits for the device to finish the step.
         read = torch.stack([number.detach().float() for number in numbers]).tolist()
         ms = (time.perf_counter() - begin) * 1e3
-        self._meter.ended(number, step, ms, len(inputs))
+        self._meter.ended(number, ms, len(inputs))
         if probe and self.device.type == "cuda":
             self._peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.final_scale = read[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.table import Table
@@ -47,23 +47,24 @@ def _summed(lines: Sequence[Row]) -> dict[str, Any]:
 
 
 def rank_columns(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns of the ranks' table; that of policies is there if there are several."""
+    """Return the columns of the ranks' table; the first one names the policy too if there are several."""
+    several = len({row["policy"] for row in rows}) > 1
     number = "{:#.3g}".format
-    found = [
-        Column(head=("rank",), right=True, cell=lambda row: str(row["rank"])),
-        Column(head=("policy",), right=False, cell=lambda row: str(row["policy"])),
+    return [
+        Column(head=("rank",), right=False, cell=_cell("rank", str))
+        if not several
+        else Column(head=("rank, policy",), right=False, cell=lambda row: f"{row['rank']}, {row['policy']}"),
         Column(head=("ms per step,", "median"), right=True, cell=_cell("ms", number)),
         Column(head=("its own work,", "mean ms"), right=True, cell=_cell("own_ms", number)),
         Column(head=("waiting for", "other ranks"), right=True, cell=_cell("waiting", lambda pair: share_text(*pair))),
         Column(head=("samples", "per second"), right=True, cell=_cell("samples_per_s", number)),
         Column(head=("sent", "per step"), right=True, cell=_cell("wire_bytes", byte_text)),
-        Column(head=("steps that", "overflowed here"), right=True, cell=_cell("overflows", str)),
+        Column(head=("losses not", "finite here"), right=True, cell=_cell("overflows", str)),
         Column(head=("peak", "memory"), right=True, cell=_cell("peak_bytes", byte_text)),
     ]
-    return found if len({row["policy"] for row in rows}) > 1 else [each for each in found if each.head != ("policy",)]
 
 
-def _cell(name: str, write: Any) -> Any:
+def _cell(name: str, write: Callable[[Any], str]) -> Callable[[Row], str]:
     return lambda row: "–" if row[name] is None else write(row[name]).rstrip(".")
 
 

@@ -55,6 +55,15 @@ class Settings:
         self._core.on_overflow = value
 
     @property
+    def waited_s(self) -> float:
+        """Seconds that this process has waited for other ranks in the session's exchanges; 0 where there is one rank.
+
+        Over gloo that is all of it; over NCCL devices wait for each other, and the host does not.
+        """
+        agreement = self._core.agreement
+        return 0.0 if agreement is None else agreement.consensus.waited_s
+
+    @property
     def emulated(self) -> bool:
         """Whether GEMMs and convolutions compute in FP32 from rounded operands on this device."""
         return self._core.weights.region().emulated

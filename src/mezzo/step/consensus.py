@@ -5,6 +5,7 @@ Every collective of mezzo's own inside a step goes through one function, which n
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -289,11 +290,13 @@ class Consensus(Ranks):
         Raises:
             DistributedError: A rank did not answer.
         """
+        begun = time.monotonic()
         with self.naming(f"the exchange of {what}"):
             if op is None:
                 torch.distributed.broadcast(numbers, group=group, group_src=0)
             else:
                 torch.distributed.all_reduce(numbers, op=op, group=group)
+        self.waited_s += time.monotonic() - begun
         return numbers
 
     def each(self, numbers: Tensor, what: str) -> list[list[float]]:

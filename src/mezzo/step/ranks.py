@@ -61,11 +61,14 @@ class Ranks:
         size: How many ranks there are.
         step: The number of the step under way.
         peers: The host and the process of each rank, once a session has begun.
+        waited_s: Seconds that the host has waited in exchanges so far: over gloo all of it, over NCCL, where devices
+            wait for each other, next to nothing.
     """
 
     def __init__(self, everyone: ProcessGroup) -> None:
         self.everyone, self.rank, self.size, self.step = everyone, everyone.rank(), everyone.size(), 1
         self.peers: list[tuple[str, int]] = []
+        self.waited_s = 0.0
 
     @contextmanager
     def naming(self, call: str) -> Iterator[None]:
