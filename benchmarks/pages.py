@@ -142,6 +142,19 @@ def trainings() -> str:
     return "\n".join([*lines, "", f"{where(one)}; {what}; medians of {one['repetitions']} pairs."])
 
 
+def ranks() -> str:
+    """The table of the newest ``benchmarks/distributed.py``: what ranks send and keep, counted."""
+    result = newest("distributed-cpu-*.json")
+    lines = ["| way | gathered | reduced | sent by a rank | kept by all | weights cast | collectives | exchanges |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for row in result["rows"]:
+        names = ("gathered_bytes", "reduced_bytes", "wire_bytes", "kept_bytes", "weight_casts", "collectives")
+        extra = f"{row['exchanges']}, {row['exchanged_bytes']} B" if row["exchanges"] else "0"
+        lines.append(f"| {row['way']} | {' | '.join(f'{row[name]:.3g}' for name in names)} | {extra} |")
+    what = f"{result['net']}, size {result['size']}, {result['ranks']} ranks over {result['backend']}"
+    return "\n".join([*lines, "", f"torch {result['torch']}, {result['date']}; {what}."])
+
+
 def gradients() -> str:
     """The table of the newest ``benchmarks/figures.py``: what FP16 makes of a detector's activation gradients."""
     result = newest("figures-cpu-*.json")
@@ -180,6 +193,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "scaler": lambda: ratios("scaler-cpu-*.json"),
             "step": steps,
             "train": trainings,
+            "ranks": ranks,
             "engine": lambda: ratios("engine-cpu-*.json"),
         },
         "docs/figures.md": {"gradients": gradients},
