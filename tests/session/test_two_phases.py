@@ -115,7 +115,7 @@ def test_a_session_that_is_refused_leaves_the_handle_as_it_was(name, bits, monke
     optimizer = OPTIMIZERS[name](model.parameters())
     low = bits(model.state_dict())
     with monkeypatch.context() as patch:
-        patch.setattr("mezzo.session.session.watch", lambda _: 1 / 0)
+        patch.setattr("mezzo.session.begin.watch", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             MixedPrecision(handle, optimizer)
     assert bits(model.state_dict()) == low
