@@ -23,8 +23,9 @@ __all__ = ["Waiting"]
 class Waiting:
     """What is known of the gradients in ``.grad`` between ranks, where wrappers reduce them.
 
-    A reducer takes all that ``.grad`` holds, in the parameter's dtype. So sums that no backward pass has reduced yet go
-    there, rounded once; those that are reduced already stand aside in FP32, and come back when it is done.
+    A reducer takes all that ``.grad`` holds, in the parameter's dtype. Sums that no backward pass has reduced yet wait
+    in FP32 and are rounded once, together with what the last one makes; where a hook of the user's reduces, they go
+    to ``.grad``. Those that are reduced already stand aside, and come back when it is done.
 
     Args:
         wide: The dtypes of gradients.
@@ -94,8 +95,6 @@ class Waiting:
         calls: list[Call] = []
         for leaf in reduction.leaves:
             calls += self._making_way(leaf, reduction, leaf.dtype not in LOW or id(leaf) in kept)
-        for wire in reduction.wires:
-            wire.keeps = wire.skips and not self.is_reduced
         at_once(*calls)
         self._before = _marks(reduction.near)
 
@@ -109,8 +108,13 @@ class Waiting:
             # A copy where it may be a bucket's own memory, which the reducer is about to fill.
             total = total.to(torch.float32, copy=total.dtype == leaf.dtype)
             return [partial(setitem, self._apart, leaf, total), *empty]
-        if total.dtype != leaf.dtype and wire is not None and wire.adds and total.layout == torch.strided:
-            return [partial(setitem, wire.added, id(leaf), total), *empty]
+        if is_kept and leaf.dtype in LOW and wire is not None and total.layout == torch.strided:
+            nothing = torch.zeros_like(leaf) if wire.looks else None
+            return [
+                partial(setitem, wire.added, id(leaf), total.float()),
+                *empty,
+                partial(setattr, leaf, "grad", nothing),
+            ]
         return [*empty, partial(setattr, leaf, "grad", total.to(leaf.dtype))] if total.dtype != leaf.dtype else []
 
     @torch.no_grad()
@@ -119,7 +123,9 @@ class Waiting:
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
-        has_run, found = reduction.has_run, self._found(reduction)
+        has_run, found = reduction.has_run, dict[int, Tensor]()
+        for wire in reduction.wires:
+            found |= wire.found if has_run else wire.added
         ranks, is_reduced = self.ranks, self.is_reduced
         if has_run:
             ranks, is_reduced = reduction.ranks, reduction.is_whole
@@ -129,6 +135,8 @@ class Waiting:
             torch._foreach_mul_(list(self._apart.values()), ranks / self.ranks)
         for leaf in reduction.leaves if found or self._apart else ():
             before, new = self._apart.get(leaf), found.get(id(leaf))
+            if has_run and leaf.grad is None:
+                new = None  # zeros: no rank has used it
             if before is not None or new is not None:
                 own = None if has_run and new is not None else leaf.grad
                 total = _sum(each for each in (before, new, own) if each is not None)
@@ -136,21 +144,6 @@ class Waiting:
         self.ranks, self.is_reduced = ranks, is_reduced
         if has_run:
             self._summed = reduction.leaves if ranks > 1 else []
-
-    def _found(self, reduction: Reduction) -> dict[int, Tensor]:
-        """Return gradients that are not in ``.grad``, by ``id`` of their parameter: reduced, or sums to give back."""
-        found: dict[int, Tensor] = {}
-        for wire in reduction.wires:
-            found |= wire.found if reduction.has_run else wire.added
-        unused = [leaf for leaf in reduction.leaves if leaf.grad is None and id(leaf) in found]
-        if reduction.has_run and unused:
-            # No rank used these in the last pass, where only others may have paused: the host asks whether any did.
-            is_zero = [found[id(leaf)].any().logical_not().to(unused[0].device) for leaf in unused]
-            dropped = [True] * len(unused) if self.is_reduced else torch.stack(is_zero).tolist()
-            for leaf, drop in zip(unused, dropped, strict=True):
-                if drop:
-                    del found[id(leaf)]
-        return found
 
     def _average(self) -> None:
         """Make means of sums over ranks, to which a rank's own gradients can be added."""

@@ -29,10 +29,9 @@ class Wire:
         ranks: How many ranks there are.
         is_sum: Whether the backward pass under way sums.
         is_finished: Whether all gradients were reduced since this was last set to False.
-        skips: Whether the reducer leaves gradients alone that the pass under way makes on no rank.
-        keeps: Whether to keep what came of all gradients, also where the reducer leaves them alone.
-        added: FP32 sums of earlier backward passes, by ``id`` of the parameter, that travel with the gradients.
-        found: What came of gradients that travelled in FP32, and of those that are kept, by ``id`` of the parameter.
+        looks: Whether the reducer finds out which parameters are used: it refuses to see no gradient on one of them.
+        added: FP32 sums of earlier backward passes, by ``id`` of the parameter, that are rounded with the gradients.
+        found: What came of gradients that travelled in FP32, by ``id`` of the parameter.
     """
 
     def __init__(self, ddp: DistributedDataParallel, dtype: torch.dtype | None) -> None:
@@ -41,17 +40,11 @@ class Wire:
         self._group = ddp.process_group
         self.ranks: int = self._group.size()
         self._is_static: bool = ddp.static_graph
-        self.skips: bool = ddp.find_unused_parameters or ddp.static_graph
-        self.keeps = False
+        self.looks: bool = ddp.find_unused_parameters or ddp.static_graph
         self.is_sum = False
         self.is_finished = False
         self.added: dict[int, Tensor] = {}
         self.found: dict[int, Tensor] = {}
-
-    @property
-    def adds(self) -> bool:
-        """Whether FP32 sums of earlier backward passes can travel with the gradients."""
-        return self.dtype == torch.float32
 
     def __reduce__(self) -> Any:
         return object, ()  # a copied wrapper has no hook, and a pickled one no process group
@@ -70,24 +63,24 @@ class Wire:
         own: Tensor = bucket.buffer()
         dense = own.layout == torch.strided
         dtype = self.dtype if dense and self.dtype is not None else own.dtype
-        travelling = own.to(dtype) if dtype == torch.float32 else own
-        is_kept = dense and (self.keeps or travelling is not own)
-        # Places in memory are the same for both.
-        places = [(id(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)] if is_kept else []
-        for key, gradient in places:
-            if key in self.added:
-                _there(travelling, gradient, own).add_(self.added.pop(key))
+        # Places in memory are the same for all flat tensors.
+        places = [(id(p), g) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)] if dense else []
+        adding = [(key, gradient) for key, gradient in places if key in self.added]
+        travelling = own.to(torch.float32) if adding or dtype == torch.float32 else own
+        for key, gradient in adding:
+            _there(travelling, gradient, own).add_(self.added.pop(key))
         if not self.is_sum:
             travelling.mul_(1 / self.ranks)
         travelling = travelling.to(dtype)
+        is_own = travelling is own
+        kept = places if dtype != own.dtype and dtype == torch.float32 else []
 
         def arrived(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             (total,) = future.value()
-            if total.dtype != own.dtype:
+            if not is_own:
                 own.copy_(total)
-            whole = total.clone() if places and total is own else total  # the bucket's memory is filled again
             # Each with a version of its own, by which gradients that were written are told from others.
-            self.found.update((key, _there(whole, gradient, own).data) for key, gradient in places)
+            self.found.update((key, _there(total, gradient, own).data) for key, gradient in kept)
             return own if dense else total
 
         work: Any = dist.all_reduce(travelling, group=self._group, async_op=True)

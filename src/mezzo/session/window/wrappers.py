@@ -340,7 +340,7 @@ class Wrappers:
             for each in reduction.wrapped:
                 if (wire := each.wire) is not None:
                     each.is_armed = each.is_armed and not wire.is_finished
-                    wire.is_sum = wire.keeps = False
+                    wire.is_sum = False
                     wire.added.clear()
                     wire.found.clear()
 
