@@ -24,7 +24,7 @@ MOST_CODE = {
     "recipes": 1_292,
     "report": 995,
     "scale": 614,
-    "session": 4_826,
+    "session": 4_843,
     "step": 2_458,
     "trace": 998,
     "the ground": 728,

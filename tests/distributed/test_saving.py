@@ -1,5 +1,6 @@
 """mezzo.save on several ranks: the first writes, the others wait, and its failure is theirs."""
 
+import contextlib
 import os
 import signal
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
@@ -17,10 +19,10 @@ from .ranks import RankError, on_ranks
 LOW = "O2,dtype=bfloat16,emulate=true"
 
 
-def session():
+def session(policy=LOW):
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
-    return model, MixedPrecision(model, optim.AdamW(model.parameters(), lr=0.01), LOW)
+    return model, MixedPrecision(model, optim.AdamW(model.parameters(), lr=0.01), policy)
 
 
 def backward(model, amp, number):
@@ -57,7 +59,7 @@ def all_ways(folder):
     found["no folder"] = outcome(mezzo.save, {}, folder / "none" / "all.pt")
     mezzo.save({"number": 5}, folder / "all.pt")
     found["after"] = mezzo.load(folder / "all.pt")["number"]
-    model, amp = session()
+    model, amp = session("O1,dtype=bfloat16,emulate=true")
     wrapper = DistributedDataParallel(model)
     backward(wrapper, amp, 0)
     found["window"] = outcome(mezzo.save, {"amp": amp.state_dict()}, folder / "all.pt")
@@ -97,11 +99,55 @@ def test_a_rank_that_saves_without_the_first_is_told_so_in_time(tmp_path):
     assert "each_rank=True" in text
 
 
+def windows(folder):
+    """Save in mid-window, a file for each rank, and load the other's and one's own."""
+    found = {}
+    for policy in (LOW, "O1,dtype=bfloat16,emulate=true"):
+        for name, pause in (("reduced", contextlib.nullcontext), ("not reduced", None)):
+            model, amp = session(policy)
+            wrapper = DistributedDataParallel(model)
+            train(wrapper, amp, range(2))
+            with (pause or amp.no_sync)():
+                backward(wrapper, amp, 5)
+            parts = {"model": model, "optimizer": amp._core.optimizers[0], "amp": amp}
+            try:
+                state = {part: each.state_dict() for part, each in parts.items()}
+            except StateError as error:
+                found[policy[:2], name] = str(error)
+                continue
+            mezzo.save(state, folder / f"{dist.get_rank()}.pt", each_rank=True)
+            dist.barrier()
+            states = [mezzo.load(folder / f"{number}.pt") for number in (1 - dist.get_rank(), dist.get_rank())]
+            dist.barrier()
+            other, same = session(policy)
+            other.load_state_dict(states[1]["model"])
+            same._core.optimizers[0].load_state_dict(states[1]["optimizer"])
+            refused = outcome(same.load_state_dict, states[0]["amp"])
+            same.zero_grad()
+            same.load_state_dict(states[1]["amp"])
+            for run, each in ((wrapper, amp), (DistributedDataParallel(other), same)):
+                backward(run, each, 6)
+                each.step()
+            found[policy[:2], name] = refused and refused[1], torch.equal(model.weight, other.weight)
+    return found
+
+
+def test_a_window_s_gradients_are_loaded_where_they_belong_or_refused(tmp_path):
+    for rank, found in enumerate(on_ranks(2, windows, tmp_path)):
+        assert found["O2", "reduced"] == (None, True)  # which all ranks have alike
+        assert "has not reduced yet cannot be saved" in found["O2", "not reduced"]
+        for name in ("reduced", "not reduced"):
+            refused, is_equal = found["O1", name]
+            assert f"those of rank {1 - rank} of 2 → rank {rank} of 2" in refused
+            assert is_equal
+
+
 def killed_while_saving(folder):
     model, amp = session()
     wrapper = DistributedDataParallel(model)
     train(wrapper, amp, range(2))
     mezzo.save({"app": amp.stateful().state_dict()}, folder / "last.pt")
+    checkpoint.save({"app": amp.stateful()}, checkpoint_id=folder / "step-2")
     train(wrapper, amp, range(2, 4))
     if dist.get_rank() == 0:
         held = amp.stateful().state_dict()
@@ -118,11 +164,16 @@ class Fatal:
 
 
 def alone(folder):
-    model, amp = session()
-    amp.stateful().load_state_dict(mezzo.load(folder / "last.pt")["app"])
-    steps = amp.stats().steps
-    train(model, amp, range(2))
-    return steps
+    words = []
+    for is_file in (True, False):
+        model, amp = session()
+        if is_file:
+            amp.stateful().load_state_dict(mezzo.load(folder / "last.pt")["app"])
+        else:
+            checkpoint.load({"app": amp.stateful()}, checkpoint_id=folder / "step-2")
+        words.append((amp.stats().steps, model.weight.tolist()))
+        train(model, amp, range(2))
+    return words
 
 
 def test_a_first_rank_that_is_killed_leaves_the_last_checkpoint_and_an_error(tmp_path):
@@ -130,4 +181,6 @@ def test_a_first_rank_that_is_killed_leaves_the_last_checkpoint_and_an_error(tmp
         on_ranks(2, killed_while_saving, tmp_path, group_timeout=3)
     assert failed.value.texts[0] == "was killed"
     assert "DistributedError: rank 0 did not save" in failed.value.texts[1]
-    assert on_ranks(1, alone, tmp_path) == [2]
+    ((first, second),) = on_ranks(1, alone, tmp_path)
+    assert first == second
+    assert first[0] == 2

@@ -173,6 +173,23 @@ def test_an_optimizer_that_brings_the_other_halves_keeps_them(bits):
     assert bits(two.state_dict()) == bits(one.state_dict())
 
 
+@pytest.mark.parametrize("name", ["adamw", "momentum", "split"])
+def test_an_optimizer_that_has_trained_before_keeps_its_state(name, bits):
+    results = []
+    for is_early in (False, True):
+        model = net()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for number in range(2):
+            model(torch.sin(torch.arange(24.0) + number).view(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        subject = mezzo.prepare(model, LOW) if is_early else model
+        amp = MixedPrecision(subject, optimizer, LOW)
+        train(model, amp)
+        results.append(bits([model.state_dict(), amp.state_dict()["masters"]]))
+    assert results[0] == results[1]
+
+
 def test_values_that_do_not_fit_are_refused_while_they_load(bits):
     model = net()
     mezzo.prepare(model, "O2,emulate=true")

@@ -110,6 +110,11 @@ class Core:
         """Where the loss scales live."""
         return self.scalers[0].state.scale.device
 
+    @property
+    def place(self) -> str:
+        """Which of the ranks that step together this is."""
+        return "one process" if self.consensus is None else f"rank {self.consensus.rank} of {self.consensus.size}"
+
     def scale_tensors(self) -> list[Tensor]:
         """Return the scale of each loss now."""
         return [scaler.state.scale for scaler in self.scalers]

@@ -335,6 +335,9 @@ class MixedPrecision(Settings):
         accumulation window the gradients. Plain containers and tensors: :func:`mezzo.load` reads it
         back, and :func:`mezzo.save` writes it so that no half-written file is ever left.
 
+        Raises:
+            StateError: Gradients that ``DistributedDataParallel`` is still to reduce; or parameters without a name.
+
         **Cost**: a host sync, and a copy of the masters.
         """
         self._core.require_open("state_dict")

@@ -88,6 +88,8 @@ def _unfinished(core: Core, state: Mapping[str, Any]) -> Iterator[str]:
     if has_windows:
         if policy.differences(core.policy):
             yield "gradients of an unfinished accumulation window, which belong to the saved policy"
+        if (was := state.get("rank", core.place)) != core.place:
+            yield f"gradients of an unfinished accumulation window, which are those of {was} → {core.place}"
         if len(state["windows"]) != len(core.groups):
             yield f"optimizers with gradients: {len(state['windows'])} → {len(core.groups)}"
         wide, held = {id(p) for group in core.groups for p in group.wide.params()}, core.weights.named_masters()
@@ -252,6 +254,7 @@ _STATE: Form = {
         "scales": [{"lowest": _SCALE, "highest": _SCALE, "growths": _COUNT, "backoffs": _COUNT}],
     },
     "masters": {str: _FP32},
+    "rank?": _TEXT,
     "windows": [(_WINDOW, None)],
     "carried_scales": [_SCALE],
     "on_the_way": [{"loss_id": _COUNT, "found_inf": _FLAG}],

@@ -86,9 +86,9 @@ def refuse_parts(state: Any) -> None:
 
 
 def _unfinished(state: Any) -> Iterator[bool]:
-    """Yield, for each session's state in nested mappings, whether a window of it is open."""
+    """Yield, for each session's state in nested mappings, whether it holds gradients of one rank alone."""
     if isinstance(state, Mapping):
         if isinstance(windows := state.get("windows"), list) and "loss_scales" in state:
-            yield any(windows)
+            yield any(windows) and "rank" in state
         for each in state.values():
             yield from _unfinished(each)

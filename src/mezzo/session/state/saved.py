@@ -64,7 +64,25 @@ def save(core: Core) -> dict[str, Any]:
         "master_gradients": master_gradients,
         "left": left,
         "buffers": _remembered(core),
+        **({"rank": core.place} if _is_of_one_rank(core) else {}),
     }
+
+
+def _is_of_one_rank(core: Core) -> bool:
+    """Whether the gradients of an open window are, or may be, this rank's own.
+
+    Raises:
+        StateError: A wrapper is still to reduce them, which no other one would know of.
+    """
+    waiting = [group.waiting for group in core.groups if group.window]
+    if core.consensus is not None and any(each.is_known and not each.is_reduced for each in waiting):
+        raise StateError(
+            "gradients that DistributedDataParallel has not reduced yet cannot be saved",
+            where=f"{core.place}, in the middle of an accumulation window",
+            why="where they are loaded nothing would know that they are still to be reduced",
+            write="amp.state_dict() after amp.step(), or after a backward pass outside amp.no_sync()",
+        )
+    return core.consensus is not None and any(not (each.is_known and each.is_reduced) for each in waiting)
 
 
 def _masters(core: Core) -> dict[str, Tensor]:
