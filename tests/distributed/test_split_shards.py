@@ -242,6 +242,26 @@ def kinds_side_by_side():
     return dtypes, moved
 
 
+def frozen():
+    """A module that nobody updates is kept as it is gathered, whatever updates the others."""
+    found = []
+    for kind in (torch.optim.AdamW, optim.AdamW):
+        model = mezzo.fully_shard(net(), BF16_O2, wrap="blocks.*")
+        model.blocks[0].requires_grad_(False)
+        before = parts(model)
+        others = [param for param in model.parameters() if param.requires_grad]
+        amp = mezzo.MixedPrecision(model, kind(others, lr=0.01), BF16_O2)
+        low = {name for name, param in model.named_parameters() if param.dtype == BF16}
+        backward(model, amp, 0)
+        step = amp.step()
+        amp.close()
+        rounded = {name: value.to(BF16).to(FP32) for name, value in before.items() if "blocks.0" in name}
+        now = {name: value for name, value in parts(model).items() if name in rounded}
+        expected = {name for name in before if kind is optim.AdamW or name in rounded}
+        found.append((low == expected, same(now, rounded), step.skipped.item()))
+    return found
+
+
 def gradients_of(numbers, waits=False):
     """What a window adds up: a step of SGD shows it."""
     model, optimizer, amp = sharded(BF16_O2, "momentum", lr=1.0, momentum=0.0)
@@ -379,7 +399,7 @@ def faulty(steps=16):
 
 
 def life():
-    return lived(), refused(), kinds_side_by_side(), accumulated(), faulty(), kept(), edited()
+    return lived(), refused(), kinds_side_by_side(), accumulated(), frozen(), faulty(), kept(), edited()
 
 
 @pytest.fixture(scope="module")
@@ -428,6 +448,11 @@ def test_optimizers_of_several_kinds_update_one_model(lives):
     for _, _, (dtypes, moved), *_ in lives:
         assert {name for name, dtype in dtypes.items() if dtype == BF16} == {n for n in dtypes if "blocks.0" in n}
         assert moved == {name for name in dtypes if not name.startswith("blocks.0.norm")}
+
+
+def test_what_nobody_updates_is_kept_as_it_is_gathered(lives):
+    for _, _, _, _, found, *_ in lives:
+        assert found == [(True, True, False)] * 2
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32(lives):

@@ -17,9 +17,10 @@ __all__ = ["halved"]
 
 
 def halved(models: Iterable[nn.Module], optimizers: list[Optimizer], name_of: Callable[[Tensor], str]) -> set[Tensor]:
-    """Return the parts of which an optimizer of mezzo's keeps the other half, and those beside them that none updates.
+    """Return the parts of which an optimizer of mezzo's keeps the other half, and those that none updates.
 
-    Where ``master="full"``, and for other optimizers, the FP32 part is the master.
+    The latter only where nothing that is gathered with them is updated in FP32: torch reduces the gradients of a module
+    in one dtype, and they may be thawed. Where ``master="full"``, and for other optimizers, an FP32 part is a master.
 
     Args:
         models: The models, which ``fully_shard`` may have sharded.
@@ -27,8 +28,7 @@ def halved(models: Iterable[nn.Module], optimizers: list[Optimizer], name_of: Ca
         name_of: Gives a parameter's name, for errors.
 
     Raises:
-        UnsupportedError: Parameters that are gathered together are updated in both ways; torch reduces their gradients
-            in one dtype.
+        UnsupportedError: Parameters that are gathered together are updated in both ways.
     """
     halving, whole = set[Tensor](), set[Tensor]()
     for optimizer in optimizers:
@@ -44,7 +44,7 @@ def halved(models: Iterable[nn.Module], optimizers: list[Optimizer], name_of: Ca
         wide = [part.param for part in parts if part.param in whole]
         if low and any(param.requires_grad for param in wide):
             mixed.append(f"{name_of(low[0])} and {name_of(wide[0])}")
-        elif low:
+        elif low or not wide:
             found.update(part.param for part in parts if part.param not in whole)
     if mixed:
         raise UnsupportedError(

@@ -105,7 +105,7 @@ class Weights:
         self.low.check()
         own = one_pass(self.optimizers)
         if self.policy.master_weights:
-            if self.shards is not None and own:
+            if self.shards is not None:
                 parts = halved(self.models, self.optimizers, self.name_of)
                 for prepared in self.prepared:
                     prepared.halve(parts)
