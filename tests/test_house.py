@@ -24,8 +24,8 @@ MOST_CODE = {
     "recipes": 1_292,
     "report": 995,
     "scale": 614,
-    "session": 4_843,
-    "step": 2_458,
+    "session": 4_861,
+    "step": 2_460,
     "trace": 998,
     "the ground": 728,
 }

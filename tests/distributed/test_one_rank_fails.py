@@ -16,7 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo import LossScale, Policy
-from mezzo.step.consensus import Consensus
+from mezzo.session.scale import StepOutcome
+from mezzo.step.consensus import Consensus, Heard
+from mezzo.step.passes import Verdict
+from mezzo.step.ranks import PROBLEMS, Problem
 
 from .ranks import RankError, on_ranks
 from .test_verdict import averaged, loss_of, model_of, session_of
@@ -269,3 +272,28 @@ def explained_shards():
 def test_what_all_ranks_would_have_to_gather_is_not_explained_on_one():
     for said in on_ranks(2, explained_shards):
         assert said.startswith("UnsupportedError: an overflow in a model that fully_shard has sharded cannot be expl")
+
+
+def an_account_with(word):
+    """Read the account of a step, as it comes from an accelerator after the step, in which rank 1 had a problem."""
+    amp = session_of(model_of())
+    consensus, one = amp._core.consensus, torch.ones(())
+    heard = Heard(consensus=consensus, blame=one * 0, problem=one * Problem(PROBLEMS.index(word), 1).number(2))
+    outcome = StepOutcome(
+        verdict=Verdict.of_flags(one, None, torch.device("cpu")), params=[], scale=one, next_scale=one, after={},
+        loss_failed=one > 0, heard=heard,
+    )  # fmt: skip
+    stats = amp._core.stats
+    stats.note(outcome, stats.packed(outcome))
+    return text_of(stats.check), amp.stats().skipped
+
+
+def accounts():
+    return an_account_with("StateError"), an_account_with("no gradient")
+
+
+def test_the_host_learns_of_another_rank_s_error_from_the_account_of_the_step():
+    for (said, skipped), vote in on_ranks(2, accounts):
+        assert said.startswith("DistributedError: rank 1 ended step 1 with a StateError")
+        assert skipped == 1
+        assert vote == ("", 1)

@@ -19,6 +19,7 @@ STEPS, FAULTS = 200, 20
 #: What a fault does: to the step, and to the scale.
 SKIPS = {"gradient": "backs off", "backward": "backs off", "first micro-batch": "backs off", "own": "backs off",
          "forward": "stays", "loss": "stays"}  # fmt: skip
+FLOOR = 1.0  # of the rules, unless they say another
 RULES = {"init": 1024.0, "interval": 20}
 POLICY = "O1,dtype=float16,loss_scale=dynamic(init=1024,interval=20)"
 OPTIMIZERS = {
@@ -59,7 +60,7 @@ def expected_trace(faults):
             continue
         clean = 0 if fault else clean + 1
         if fault:
-            scale /= 2
+            scale = max(scale / 2, FLOOR)
         elif clean == RULES["interval"]:
             scale, clean = scale * 2, 0
     return trace

@@ -123,3 +123,50 @@ def test_a_step_exchanges_a_few_numbers_once_and_twice_where_parameters_are_shar
         assert [name for name, _ in found["fsdp2"]] == ["allreduce_"] * 2
         assert found["fsdp2"][0][1] == 8 * 4  # one float64 for each parameter
         assert found["fsdp2"][1][1] <= 64
+
+
+# Ranks that hold parts of one model -----------------------------------------------------------------------------
+
+
+def stages():
+    """Clip two stages of a pipeline together: this rank holds one layer of two."""
+    layers = model_of()
+    stage = layers[0] if dist.get_rank() == 0 else layers[2]
+    amp = session_of(stage, "O1,dtype=bfloat16", max_grad_norm=0.5, stage_group=dist.group.WORLD)
+    for number, param in enumerate(layers.parameters()):
+        param.grad = torch.full_like(param, 0.1 * (number + 1))
+    whole = torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5)
+    expected = [param.detach() - 0.1 * param.grad for param in stage.parameters()]
+    amp.backward(sum((param * 0.1 * (1 + number)).sum() for number, param in numbered(layers, stage)))
+    step = amp.step()
+    error = max(float((a - b).abs().max()) for a, b in zip(stage.parameters(), expected, strict=True))
+    return float(whole), float(step.grad_norm), error
+
+
+def numbered(layers, stage):
+    own = {id(param) for param in stage.parameters()}
+    stage.zero_grad()
+    return [(number, param) for number, param in enumerate(layers.parameters()) if id(param) in own]
+
+
+def test_stages_of_a_pipeline_are_clipped_together():
+    (_, one, _), (_, other, _) = results = on_ranks(2, stages)
+    assert one == other
+    for whole, norm, error in results:
+        assert norm == pytest.approx(whole, rel=1e-6)
+        assert error < 1e-6
+
+
+# Graphs ---------------------------------------------------------------------------------------------------------
+
+
+def refused_captures():
+    amp = session_of(model_of(), check_ranks=True)
+    return [str(problem) for problem in amp._core.agreement.problems_of_capture(torch.device("cpu"))]
+
+
+def test_a_graph_holds_no_exchange_that_the_host_carries_out():
+    for backend, check in on_ranks(2, refused_captures):
+        assert backend.startswith("exchanges over gloo cannot be captured")
+        assert 'init_process_group("nccl")' in backend
+        assert check.startswith("check_ranks=True cannot be captured")

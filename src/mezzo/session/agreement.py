@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from itertools import islice
@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.errors import DistributedError, StateError, some_of
+from mezzo.errors import DistributedError, StateError, UnsupportedError, some_of
 from mezzo.scale.scaler import Scaler
 from mezzo.session.scale import parts_of
 from mezzo.session.verdict import Judged
@@ -111,6 +111,27 @@ class Agreement:
             kept.append((part.loss_id, loss))
             shares += [LossShare(loss_id=part.loss_id, scale=scale, found_inf=flag) for scale, _ in part.verdicts]
         return replace(judged, verdict=judged.verdict.flagged(found_inf), shares=shares, losses=kept, heard=heard)
+
+    def problems_of_capture(self, device: torch.device) -> Iterator[UnsupportedError]:
+        """Yield what keeps the exchanges of a step from being part of a graph.
+
+        Args:
+            device: The graph's.
+        """
+        backend = self.consensus.backend(device)
+        if backend != "nccl":
+            yield UnsupportedError(
+                f"exchanges over {backend} cannot be captured",
+                where=f"the process group of the session, rank {self.consensus.rank} of {self.consensus.size}",
+                why="the host carries them out, and a replayed graph has no host",
+                write='torch.distributed.init_process_group("nccl"); or the train step without mezzo.capture',
+            )
+        if self.checks_ranks:
+            yield UnsupportedError(
+                "check_ranks=True cannot be captured",
+                why="the host compares the loss scales in each step, and a replayed graph has no host",
+                write="check_ranks=False, and MEZZO_CHECK_RANKS unset; or the train step without mezzo.capture",
+            )
 
     def refuse(self, error: Exception, device: torch.device) -> Heard | None:
         """Tell the other ranks that this one cannot take a step, where they expect its numbers.

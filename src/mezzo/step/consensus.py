@@ -223,6 +223,10 @@ class Consensus(Ranks):
                 write='torch.distributed.init_process_group("cpu:gloo,cuda:nccl"); or MixedPrecision(…, device=…)',
             )
 
+    def backend(self, device: torch.device) -> str:
+        """Return the name of what carries out exchanges of a device's tensors."""
+        return str(self.everyone._get_backend(device).name()).lower()
+
     # Exchanges --------------------------------------------------------------------------------------------
 
     def norms(self, params: Sequence[Tensor], norms: Tensor) -> Tensor:

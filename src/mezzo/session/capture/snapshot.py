@@ -268,6 +268,8 @@ def _problems(core: Core, device: torch.device) -> Iterator[MezzoError]:
             where=f"graph on {device}, parameters and loss scale on {', '.join(sorted(elsewhere))} too",
             write=f'model.to("{device}") before the session is made, and an example batch there',
         )
+    if core.agreement is not None:
+        yield from core.agreement.problems_of_capture(device)
     for optimizer in core.optimizers:
         if as_one_pass(optimizer) is None:
             yield from _of_torchs(optimizer, device)
