@@ -258,3 +258,12 @@ def test_a_rank_that_overflows_alone_is_told(port, tmp_path):
         "5 of 5 steps were skipped.",
         "Only rank 1 overflowed, in 5 steps of 5.",
     ]
+
+
+def evaluated_and_compared():
+    comparison = compare(TINY, ["O3,dtype=bfloat16"], steps=2, parallel="fsdp")  # evaluates last, which gathers
+    return comparison.rows[0].status
+
+
+def test_a_session_over_shards_is_closed_after_an_evaluation():
+    assert on_ranks(2, evaluated_and_compared) == ["finished"] * 2

@@ -74,6 +74,7 @@ def refresh(model: nn.Module) -> None:
     It looks at both by itself before its first forward pass. A gathered parameter stays the tensor that it is, so that
     the dtype in which it is gathered must stay.
     """
+    reshard(units(model))  # a pass without a backward one leaves what torch would take for shards
     for _, group in _groups(units(model)):
         for each in group.fsdp_params:
             each.reset_sharded_param()
