@@ -349,7 +349,7 @@ def means(policy, factor=None, optimizer=torch.optim.SGD):
         amp.step()
         amp.zero_grad()
     amp.close()
-    (group,) = [group for unit in sharding.units(model) for group in unit._get_fsdp_state()._fsdp_param_groups]
+    ((_, group),) = sharding._groups(sharding.units(model))
     return found, group.gradient_divide_factor, group.force_sum_reduction_for_comms
 
 

@@ -8,6 +8,7 @@ import torch
 import mezzo.optim.optimizer
 from mezzo import Policy, optim
 from mezzo.recipes import get
+from mezzo.recipes.parallel import World
 from mezzo.recipes.recipe import decayed_groups
 from mezzo.recipes.training import Training
 from mezzo.step.executors.cpp.launch import Cpp
@@ -29,9 +30,8 @@ def trained(split, master, steps, dtype="bfloat16"):
         get("docs-lm"),
         optimizer=lambda model: optim.AdamW(decayed_groups(model, 0.1), lr=2.5e-3, betas=(0.9, 0.99), master=master),
     )
-    run = Training(
-        recipe, Policy.parse(f"O2,dtype={dtype},emulate=true"), split, steps=steps, device=torch.device("cpu")
-    )
+    policy = Policy.parse(f"O2,dtype={dtype},emulate=true")
+    run = Training(recipe, policy, split, steps=steps, world=World(device=torch.device("cpu")))
     run.train()
     weights = [run.optimizer.master_of(param) for param in run.model.parameters()]
     run.close()
