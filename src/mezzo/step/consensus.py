@@ -171,7 +171,7 @@ class Consensus(Ranks):
     def __init__(self, everyone: ProcessGroup, stages: ProcessGroup | None = None) -> None:
         super().__init__(everyone)
         self.stages, self.sharding = stages, Sharding([], [], {})
-        self._known: tuple[list[int], Tensor, Tensor] | None = None
+        self._known: tuple[list[int], Tensor, Tensor, list[Tensor]] | None = None
 
     @classmethod
     def of(cls, process_group: ProcessGroup | None = None, stage_group: ProcessGroup | None = None) -> Consensus | None:
@@ -241,26 +241,25 @@ class Consensus(Ranks):
         sharding = self.sharding
         if not sharding.groups:
             return norms
-        at, places = self._places(params, norms.device)
+        at, places, members = self._places(params, norms.device)
         # All sharded parameters, whatever has a gradient here: ranks that differ in that exchange as many numbers.
         squares = norms.new_zeros(len(sharding.places), dtype=torch.float64)
         squares.index_copy_(0, places, norms.index_select(0, at).double().square())
-        for group, members in zip(sharding.groups, sharding.members, strict=True):
-            if len(members) == len(squares):
-                self.exchanged(squares, torch.distributed.ReduceOp.SUM, group, "the norms of gradients")
-            else:
-                part = squares[members]
-                self.exchanged(part, torch.distributed.ReduceOp.SUM, group, "the norms of gradients")
-                squares[members] = part
+        for group, held in zip(sharding.groups, members, strict=True):
+            part = squares if len(held) == len(squares) else squares.index_select(0, held)
+            self.exchanged(part, torch.distributed.ReduceOp.SUM, group, "the norms of gradients")
+            if part is not squares:
+                squares.index_copy_(0, held, part)
         return norms.index_copy(0, at, _norm_of(squares).index_select(0, places))
 
-    def _places(self, params: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return which of some parameters are sharded, and their places among all that are: indices on the device."""
+    def _places(self, params: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return indices on the device: of the sharded ones of some parameters, of their places, of each group's."""
         ids = list(map(id, params))
         if self._known is None or self._known[0] != ids:
             known = [(at, place) for at, key in enumerate(ids) if (place := self.sharding.places.get(key)) is not None]
             pairs = torch.tensor(known, dtype=torch.long).reshape(-1, 2).to(device)
-            self._known = ids, pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+            members = [torch.tensor(held, dtype=torch.long).to(device) for held in self.sharding.members]
+            self._known = ids, pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), members
         return self._known[1:]
 
     def of_stages(self, norms: Tensor) -> Tensor:
