@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, init_device_mesh
@@ -92,6 +93,7 @@ def both():
     return all_of_them(), optimizers_alone()
 
 
+@pytest.mark.slow
 def test_sessions_train_what_tensor_parallelism_has_made_of_a_model():
     for wrong, far in on_ranks(2, both):
         assert wrong == []

@@ -40,13 +40,21 @@ def ran(name, count, folder):
     return on_ranks(count, run, name, port, str(folder), backend=None)
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith("train")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if count > 2 else name
+        for name, count in EXAMPLES.items()
+        if name.startswith("train")
+    ],
+)
 def test_examples_run_on_ranks(name, tmp_path):
     first, *others = ran(name, EXAMPLES[name], tmp_path)
     assert "loss" in first
     assert {*others} == {""}
 
 
+@pytest.mark.slow
 def test_the_example_of_resuming_goes_on_at_another_size(tmp_path):
     printed = [ran("resume_sharded.py", count, tmp_path)[0] for count in (2, 4, 1)]
     assert [text.partition(":")[0] for text in printed] == [
