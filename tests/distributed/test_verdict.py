@@ -157,6 +157,25 @@ def test_stages_of_a_pipeline_are_clipped_together():
         assert error < 1e-6
 
 
+# Some ranks of all ----------------------------------------------------------------------------------------------
+
+
+def one_of_a_pair_fails():
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own, model = pairs[dist.get_rank() // 2], model_of()
+    amp = session_of(model, process_group=own)
+    amp.backward(loss_of(amp, model, 0) * (math.nan if dist.get_rank() == 3 else 1))
+    step = amp.step()
+    return bool(step.skipped), int(step.rank_found), [dist.get_global_rank(own, rank) for rank in range(2)]
+
+
+def test_a_rank_is_named_by_its_number_among_those_that_step_together():
+    first, _, second, _ = results = on_ranks(4, one_of_a_pair_fails)
+    assert results == [first, first, second, second]
+    assert first == (False, -1, [0, 1])
+    assert second == (True, 1, [2, 3])
+
+
 # Graphs ---------------------------------------------------------------------------------------------------------
 
 

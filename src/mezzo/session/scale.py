@@ -106,6 +106,7 @@ class Step:
         """0-d int64: the rank that found something not finite, -1 for none; ``None`` where there is one rank.
 
         The first whose own loss was not finite; else the first with such gradients, which after a reduction all have.
+        Ranks are numbered as in the session's process group, which ``torch.distributed.get_global_rank`` translates.
         """
         self._check()
         return None if self._outcome.heard is None else self._outcome.heard.rank_found

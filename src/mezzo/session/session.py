@@ -52,6 +52,7 @@ class MixedPrecision(Settings):
             (``"explain"``: the batch is run again with checks) or raise a :class:`NumericsError` (``"raise"``).
         restore_buffers: Put batch norm's running statistics back after a skipped step.
         process_group: The ranks that step together, as one; all of ``torch.distributed``'s when omitted.
+            Steps and what they log number ranks within it.
         stage_group: Ranks of these whose models are parts of one, as pipeline stages are: one norm clips them all.
         check_ranks: Compare the ranks' loss scales in each step; when omitted, whether ``MEZZO_CHECK_RANKS=1`` is set.
 
