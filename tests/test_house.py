@@ -24,7 +24,7 @@ MOST_CODE = {
     "recipes": 1_292,
     "report": 995,
     "scale": 614,
-    "session": 4_861,
+    "session": 4_886,
     "step": 2_460,
     "trace": 998,
     "the ground": 728,

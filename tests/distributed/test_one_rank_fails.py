@@ -297,3 +297,45 @@ def test_the_host_learns_of_another_rank_s_error_from_the_account_of_the_step():
         assert said.startswith("DistributedError: rank 1 ended step 1 with a StateError")
         assert skipped == 1
         assert vote == ("", 1)
+
+
+def wrapped_otherwise():
+    """Let wrappers reduce over all ranks, or over this one, and sessions step alone; what backward passes say."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    found = []
+    for options in ({}, {"process_group": alone}):
+        for place in (lambda model, wrapper: model, lambda model, wrapper: wrapper):
+            model = model_of()
+            wrapper = DistributedDataParallel(model, **options)
+            amp = session_of(place(model, wrapper), process_group=alone)
+            found.append([text_of(lambda: amp.backward(loss_of(amp, wrapper, 0))) for _ in range(2)])  # noqa: B023
+    return found
+
+
+def test_wrappers_that_reduce_over_other_ranks_are_refused_each_time():
+    for rank, (*refused, one, other) in enumerate(on_ranks(2, wrapped_otherwise)):
+        for text in (text for texts in refused for text in texts):
+            assert "PolicyError: DistributedDataParallel reduces gradients with ranks that are not in the" in text
+            assert f"where  rank {1 - rank}\n" in text
+        assert one == other == ["", ""]
+
+
+def initialised_late(store):
+    model = model_of()
+    amp = session_of(model)
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    wrapper = DistributedDataParallel(model)
+    late = text_of(lambda: amp.backward(loss_of(amp, wrapper, 0)))
+    amp.zero_grad()
+    amp.close()
+    amp = session_of(model)
+    return late, text_of(lambda: amp.backward(loss_of(amp, wrapper, 0)))
+
+
+def test_ranks_that_appear_after_the_session_began_are_refused(tmp_path):
+    for rank, (late, again) in enumerate(on_ranks(2, initialised_late, tmp_path / "store", backend=None)):
+        assert "StateError: torch.distributed was initialised after the session began" in late
+        assert f"where  rank {rank} of 2" in late
+        assert "init_process_group() first, then MixedPrecision" in late
+        assert again == ""

@@ -36,7 +36,6 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
     core.group_optimizers()
     if not core.has_begun:
         core.weights.refuse_replaced(leaf for group in core.groups for _, leaf in group.with_leaves())
-        core.has_begun = True
     involved = [group for group in core.groups if not set(group.optimizers).isdisjoint(optimizers)]
     if len(optimizers) < len(core.optimizers):
         options.setdefault("inputs", _differentiable(involved, optimizers))
@@ -46,6 +45,9 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
         group.take_clearing()
     wrappers = core.weights.wrappers
     reductions = {} if wrappers is None else wrappers.reductions(involved, scaled=scaler.changes_gradients)
+    if not core.has_begun:
+        core.refuse_other_ranks()
+        core.has_begun = True
     try:
         for group in involved:
             group.begin(scaler, loss_id, loss, reductions.get(group))

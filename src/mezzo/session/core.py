@@ -8,10 +8,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.errors import StateError, UnsupportedError, some_of
+from mezzo.errors import PolicyError, StateError, UnsupportedError, some_of
 from mezzo.optim.hypers import changes_nothing
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
@@ -238,6 +239,33 @@ class Core:
         if self.is_closed:
             raise StateError(f"{call}() after close()", write="a new MixedPrecision(model, optimizer, policy)")
         current().join(self)
+
+    def refuse_other_ranks(self) -> None:
+        """Refuse ranks that gradients are reduced with, and that do not step with this one.
+
+        Raises:
+            StateError: There were no ranks yet when the session began.
+            PolicyError: They are not in its process group.
+        """
+        if self.weights.wrappers is None:
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise StateError(
+                    "torch.distributed was initialised after the session began",
+                    where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
+                    why="the ranks would not agree on which steps to skip, and their loss scales would drift apart",
+                    write="torch.distributed.init_process_group() first, then MixedPrecision(…)",
+                )
+            return
+        group = None if self.consensus is None else self.consensus.everyone
+        ours = {dist.get_rank()} if group is None else {*dist.get_process_group_ranks(group)}
+        if others := sorted(self.weights.wrappers.ranks() - ours):
+            raise PolicyError(
+                "DistributedDataParallel reduces gradients with ranks that are not in the session's process group",
+                where=f"rank {some_of(list(map(str, others)))}",
+                why="their loss scales and skipped steps are others, and gradients of several scales would be added up",
+                write="MixedPrecision(…) without process_group=; or DistributedDataParallel(…, process_group=…) over "
+                "the same ranks",
+            )
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuse a step of an optimizer's that is none of the session's: a hook before each of its steps."""

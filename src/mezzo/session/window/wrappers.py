@@ -294,6 +294,11 @@ class Wrappers:
             self._told.add(what)
             logger.log(level, "%s", message(what, **rest))
 
+    def ranks(self) -> set[int]:
+        """Return the ranks over which the wrappers known by now reduce gradients."""
+        there = (ddp.process_group for each in self._known if (ddp := each.ddp()) is not None)
+        return {rank for group in there for rank in dist.get_process_group_ranks(group)}
+
     def masters_of_first(self) -> Iterator[tuple[Any, frozenset[int]]]:
         """Yield, once for each wrapper, its process group, and the ids of its parameters."""
         for each in self._known:
