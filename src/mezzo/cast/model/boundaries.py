@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,8 @@ from mezzo.cast.model.sharding import gathered
 from mezzo.policy import Policy, Treatment
 from mezzo.tensors import CASTABLE, is_distributed
 
-__all__ = ["Door", "RuledParams", "boundaries", "callable_alone", "doors_of", "has_forward",
-           "hooked_in_front", "stored_tensors"]  # fmt: skip
+__all__ = ["Door", "RuledParams", "boundaries", "callable_alone", "doors_of", "has_forward", "order_hooks",
+           "stored_tensors"]  # fmt: skip
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
@@ -154,13 +155,15 @@ def _casts(policy: Policy, treatment: Treatment | None) -> tuple[torch.dtype | s
 # Doors ------------------------------------------------------------------------------------------------
 
 
-def hooked_in_front(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a pre-hook that gets keyword arguments too, and runs before those that the module has."""
-    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+def order_hooks(module: nn.Module) -> None:
+    """Let a module's pre-hooks lie in memory in the order in which they run.
+
+    ``torch.compile`` of torch 2.11 counts them so, and finds another one where a hook was put before those that the
+    module had. Done in C, as a whole: an interrupt in between would lose a hook.
+    """
     hooks: Any = module._forward_pre_hooks
-    for key in list(hooks):  # torch.compile of torch 2.11 reads them in the order in which they came
-        hooks[key] = hooks.pop(key)
-    return handle
+    keys = list(hooks)
+    deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
 
 
 class Door:
@@ -180,7 +183,8 @@ class Door:
 
     def attach(self, module: nn.Module) -> None:
         """Hook the module, outside all hooks that it has."""
-        self._hooks.append(hooked_in_front(module, self.enter))
+        self._hooks.append(module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True))
+        order_hooks(module)
 
     def detach(self, entrance: Entrance) -> None:
         """Close the door for one model, closed already or not; take the hooks off with the last."""

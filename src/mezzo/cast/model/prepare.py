@@ -19,7 +19,7 @@ from mezzo.cast.model.boundaries import (
     boundaries,
     callable_alone,
     doors_of,
-    hooked_in_front,
+    order_hooks,
     stored_tensors,
 )
 from mezzo.cast.model.boundary import Entrance
@@ -149,7 +149,8 @@ class Prepared:
             if isinstance(module, nn.RNNBase) and self._before:
                 module.flatten_parameters()
         for module, boundary in self._boundaries:
-            self._hooks.append(hooked_in_front(module, boundary.enter))
+            self._hooks.append(module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True))
+            order_hooks(module)
             self._hooks.append(module.register_forward_hook(boundary.exit, always_call=True))
         self._open_doors()
 
