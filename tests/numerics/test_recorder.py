@@ -626,8 +626,8 @@ def test_two_recorders_count_the_same_and_one_may_end_before_the_other():
 def test_recorded_steps_bring_everything_over_at_once_and_others_nothing(monkeypatch):
     reads = []
     to_host = torch.Tensor.cpu
+    model, optimizer, amp = session("O2 FP16, halves")  # which asks once whether all weights fit
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append(tensor.shape) or to_host(tensor))
-    model, optimizer, amp = session("O2 FP16, halves")
     with Recorder(model, optimizer, every=2):
         for number, x in enumerate(batches(4)):
             backward(amp, model, x)
