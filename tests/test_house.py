@@ -24,8 +24,8 @@ MOST_CODE = {
     "recipes": 1_292,
     "report": 995,
     "scale": 614,
-    "session": 4_886,
-    "step": 2_460,
+    "session": 4_888,
+    "step": 2_473,
     "trace": 998,
     "the ground": 728,
 }

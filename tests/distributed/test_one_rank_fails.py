@@ -339,3 +339,18 @@ def test_ranks_that_appear_after_the_session_began_are_refused(tmp_path):
         assert f"where  rank {rank} of 2" in late
         assert "init_process_group() first, then MixedPrecision" in late
         assert again == ""
+
+
+def test_what_is_no_process_group_and_no_flag_is_refused():
+    with pytest.raises(mezzo.StateError, match="process_group= names ranks, and there are none"):
+        session_of(model_of(), process_group="x")
+    with pytest.raises(mezzo.PolicyError, match="check_ranks is 'yes', not True or False"):
+        session_of(model_of(), check_ranks="yes")
+    (said,) = on_ranks(1, wrong_groups)
+    assert said[0].startswith("PolicyError: process_group is 'x', not a process group")
+    assert said[1].startswith("PolicyError: stage_group is 3, not a process group")
+
+
+def wrong_groups():
+    model = model_of()
+    return [text_of(lambda: session_of(model, **wrong)) for wrong in ({"process_group": "x"}, {"stage_group": 3})]  # noqa: B023

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from mezzo.errors import DistributedError, PolicyError, UnsupportedError, some_of
+from mezzo.errors import DistributedError, PolicyError, UnsupportedError, shown, some_of
 from mezzo.session import refusals
 from mezzo.session.agreement import by_value
 from mezzo.session.core import Core
@@ -52,6 +52,8 @@ def begun(
     """
     with _starting(consensus) as agree:
         subjects, given = refusals.models_and_optimizers(models, optimizers)
+        if not isinstance(checks_ranks, bool):
+            raise PolicyError(f"check_ranks is {shown(checks_ranks)}, not True or False", write="check_ranks=True")
         trained, options["handles"], policy = with_handles(subjects, policy)
         refusals.check_session(trained, given, policy, max_grad_norm=max_grad_norm, on_overflow=on_overflow, **options)
         core = Core(trained, given, policy, **options, consensus=consensus, checks_ranks=checks_ranks)

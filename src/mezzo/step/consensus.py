@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from mezzo.errors import DistributedError, PolicyError, UnsupportedError, some_of
+from mezzo.errors import DistributedError, PolicyError, StateError, UnsupportedError, shown, some_of
 from mezzo.step.ranks import PROBLEMS, Problem, Ranks
 from mezzo.tensors import is_distributed
 
@@ -182,12 +182,25 @@ class Consensus(Ranks):
             stage_group: Ranks of these whose models are parts of one, such as the stages of a pipeline.
 
         Raises:
-            PolicyError: This rank is not in a group.
-            StateError: There are no process groups.
+            PolicyError: This rank is not in a group, or what was given is none.
+            StateError: A group was given, and torch.distributed is not initialised.
         """
         dist = torch.distributed
+        given: dict[str, Any] = {"process_group": process_group, "stage_group": stage_group}
         if not (dist.is_available() and dist.is_initialized()):
+            for name in (name for name, group in given.items() if group is not None):
+                raise StateError(
+                    f"{name}= names ranks, and there are none",
+                    where="torch.distributed is not initialised",
+                    write="torch.distributed.init_process_group() first",
+                )
             return None
+        for name, group in given.items():
+            if not (group in (None, dist.GroupMember.NON_GROUP_MEMBER) or isinstance(group, dist.ProcessGroup)):
+                raise PolicyError(
+                    f"{name} is {shown(group)}, not a process group",
+                    write=f"MixedPrecision(…, {name}=torch.distributed.new_group([0, 1]))",
+                )
         everyone: Any = dist.group.WORLD if process_group is None else process_group
         for name, group in (("process_group", everyone), ("stage_group", stage_group)):
             if group is dist.GroupMember.NON_GROUP_MEMBER:
