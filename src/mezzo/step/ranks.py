@@ -100,8 +100,8 @@ class Ranks:
             f"{who} did not take part in step {self.step}",
             where=f"{call}, rank {self.rank} of {self.size}",
             why="; ".join([*filter(None, map(self._said, gone)), str(error).splitlines()[0]]),
-            write=f"look at what {who} wrote last; the last checkpoint is whole: "
-            "torchrun --max-restarts=… starts all ranks again from it",
+            write=f"look at what {who} wrote last; torchrun --max-restarts=… starts all ranks again, from the last "
+            "checkpoint if the program loads one",
         ) from error
 
     def failure(self, problem: Problem, step: int) -> DistributedError:
