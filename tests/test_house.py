@@ -14,6 +14,7 @@ MOST_CODE = {
     "bench": 520,
     "cast": 2_689,
     "cli": 931,
+    "compat": 900,
     "distributed": 320,
     "explanation": 1_078,
     "integrations": 46,

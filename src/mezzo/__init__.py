@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
         from mezzo.distributed import fully_shard
 
         return fully_shard
-    if name in ("integrations", "numerics", "optim", "overflow"):
+    if name in ("compat", "integrations", "numerics", "optim", "overflow"):
         return importlib.import_module(f"mezzo.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
