@@ -13,7 +13,7 @@ from mezzo.bench.shapes import SHAPES
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, show_json
 from mezzo.errors import PolicyError
-from mezzo.recipes.machine import default_device
+from mezzo.machine import default_device
 
 __all__ = ["bench"]
 

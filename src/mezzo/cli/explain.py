@@ -24,8 +24,8 @@ from mezzo.explanation.page import require_jinja2, save
 from mezzo.explanation.run import explain as explained
 from mezzo.explanation.sections import different_rows
 from mezzo.explanation.table import WIDEST, difference_renderables, differences_json, plain, renderables, terms
+from mezzo.machine import default_device
 from mezzo.policy import Policy
-from mezzo.recipes.machine import default_device
 
 __all__ = ["explain"]
 

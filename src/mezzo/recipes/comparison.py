@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from mezzo.errors import MezzoError, PolicyError
+from mezzo.machine import describe
 from mezzo.policy import Policy
-from mezzo.recipes.machine import describe
 from mezzo.recipes.parallel import Parallel, World, joined
 from mezzo.recipes.rank_meter import RankStep
 from mezzo.recipes.recipe import Metric, Recipe, Split

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from mezzo.explanation import Explanation, explain
+from mezzo.machine import default_device
 from mezzo.numerics import Diagnosis, Evidence, Recorder, diagnose, read_evidence
 from mezzo.policy import Policy
 from mezzo.recipes.comparison import Comparison, begun
-from mezzo.recipes.machine import default_device
 from mezzo.recipes.parallel import World, require_one_process
 from mezzo.recipes.recipe import Recipe, Split
 from mezzo.recipes.run_directory import EVIDENCE, EXPLANATION, PARTIAL, POLICY, RunDirectory

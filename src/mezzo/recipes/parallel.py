@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from mezzo.distributed import fully_shard
 from mezzo.errors import DistributedError, MezzoError, NumericsError, PolicyError, UnsupportedError, nearest
+from mezzo.machine import default_device
 from mezzo.policy import Policy
-from mezzo.recipes.machine import default_device
 from mezzo.recipes.recipe import Batch, Recipe, Split
 from mezzo.session import MixedPrecision
 from mezzo.step.ranks import Ranks

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.errors import PolicyError
+from mezzo.machine import default_device
 from mezzo.numerics.tuning import Tuned
 from mezzo.numerics.tuning import tune as tuned
 from mezzo.numerics.tuning.tuned import Objective
-from mezzo.recipes.machine import default_device
 from mezzo.recipes.parallel import require_one_process
 from mezzo.recipes.recipe import Batch, Recipe
 

@@ -6,7 +6,7 @@ import platform
 import pytest
 import torch
 
-from mezzo.recipes import machine
+from mezzo import machine
 
 
 def test_the_cpu_is_named_as_the_system_names_it():
