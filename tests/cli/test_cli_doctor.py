@@ -14,8 +14,8 @@ import torch
 
 from mezzo.bench.layers import LayerSteps, Spread
 from mezzo.cast.device import Action, DeviceReport, FormatSupport, decide, probing
-from mezzo.cli import doctor as doctor_module
 from mezzo.cli import main
+from mezzo.cli.machine import doctor as doctor_module
 
 
 def support(dtype, status, ratio, detail):

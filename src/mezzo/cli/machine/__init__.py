@@ -1,0 +1,1 @@
+"""The verbs that speak of the machine and not of a training."""
