@@ -11,9 +11,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
-    "bench": 520,
+    "bench": 516,
     "cast": 2_689,
-    "cli": 931,
+    "cli": 942,
     "compat": 900,
     "distributed": 320,
     "explanation": 1_078,
@@ -26,9 +26,9 @@ MOST_CODE = {
     "report": 995,
     "scale": 614,
     "session": 4_888,
-    "step": 2_473,
+    "step": 2_478,
     "trace": 998,
-    "the ground": 753,
+    "the ground": 893,
 }
 MOST_LINES = 400
 MOST_FILES = 14

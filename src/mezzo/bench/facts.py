@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import os
-import platform
 from typing import Any
 
 import torch
 
-from mezzo.cast.device import probe
 from mezzo.errors import PolicyError, UnsupportedError
+from mezzo.machine import describe
 
 __all__ = ["checked_device", "facts"]
 
@@ -43,12 +41,10 @@ def facts(device: torch.device) -> dict[str, Any]:
         >>> list(facts(torch.device("cpu")))
         ['date', 'device', 'machine', 'cores', 'threads', 'torch', 'python']
     """
+    here = describe(device)
     return {
         "date": datetime.date.today().isoformat(),
         "device": device.type,
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else probe("cpu").name,
-        "cores": os.cpu_count() or 0,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "machine": here.get("gpu", here["cpu"]),
+        **{name: here[name] for name in ("cores", "threads", "torch", "python")},
     }

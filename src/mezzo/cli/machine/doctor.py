@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -15,10 +14,11 @@ from rich.text import Text
 
 from mezzo.bench.layers import WIDTHS, LayerSteps, layer_steps
 from mezzo.cast import device
-from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, isa_setting, processor
+from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, isa_setting
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, show_json
 from mezzo.errors import printable
+from mezzo.machine import describe, tf32
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["doctor", "findings"]
@@ -129,13 +129,11 @@ def findings(reports: list[DeviceReport], steps: Steps | None = None) -> dict[st
             timed = (steps or {}).get(report.device_type, {}).get(support.dtype)
             entry |= {} if timed is None else {"steps": timed.to_dict()}
         devices.append(shown)
+    here = describe(torch.device("cpu"))
     return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": processor().name,
-        "threads": torch.get_num_threads(),
+        **{name: here[name] for name in ("torch", "python", "cpu", "threads")},
         "isa_setting": isa_setting(),
-        "tf32": _tf32(),
+        "tf32": tf32() if "cuda" in device.devices() else None,
         "devices": devices,
     }
 
@@ -143,15 +141,6 @@ def findings(reports: list[DeviceReport], steps: Steps | None = None) -> dict[st
 def _intention(report: DeviceReport, support: FormatSupport) -> Action | Literal["unused"]:
     """Say what mezzo will do with a format; one that no policy can ask for is measured all the same."""
     return device.intended(report, support.dtype) if support.dtype in LOW else "unused"
-
-
-def _tf32() -> dict[str, bool] | None:
-    if "cuda" not in device.devices():
-        return None
-    return {
-        "products": torch.backends.cuda.matmul.fp32_precision == "tf32",
-        "convolutions": torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
-    }
 
 
 def _table(report: DeviceReport, steps: Mapping[torch.dtype, LayerSteps]) -> Table:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from mezzo import files
 from mezzo.errors import UnsupportedError
 
-__all__ = ["CppKernel", "built"]
+__all__ = ["CppKernel", "built", "compiler"]
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,22 @@ def _as_file(program: bytes) -> Iterator[str]:
 # Compiling --------------------------------------------------------------------------------------------------
 
 
+def compiler() -> str:
+    """Return what the C++ compiler that kernels would be compiled with says of its version, in one line.
+
+    Raises:
+        UnsupportedError: There is none, or it does not run.
+    """
+    command = _compiler()
+    said = _run([*command, "--version"]).stdout.splitlines()
+    return said[0] if said else shlex.join(command)
+
+
 def _command() -> list[str]:
+    return [*_compiler(), *_FLAGS, *(_X86 if os.uname().machine == "x86_64" else ())]
+
+
+def _compiler() -> list[str]:
     setting = os.environ.get("CXX", "")
     try:
         own = shlex.split(setting)
@@ -163,7 +178,7 @@ def _command() -> list[str]:
             where=f"CXX={shlex.join(own)}" if own else f"{sys.platform}, {', '.join(_COMPILERS)}",
             write="apt install g++ (or another C++ compiler, and CXX=its path), on Linux",
         )
-    return [*found, *_FLAGS, *(_X86 if os.uname().machine == "x86_64" else ())]
+    return found
 
 
 @cache
