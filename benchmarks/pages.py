@@ -181,6 +181,25 @@ def gradients() -> str:
     return "\n".join([said, "", *lines, "", f"{where(result)}; {trained}; loss from {loss}."])
 
 
+def allow_list() -> str:
+    """The table of the newest ``benchmarks/allow_list.py``, a row for each allow list of an encoder."""
+    result = newest("allow-list-*.json")
+    lines = ["| low | policy | ms | to FP32 | 10–90 % | saved for backward | of FP32's | loss |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|---:|"]
+    first = result["rows"][0]
+    lines += [
+        f"| {row['low']} | `{row['policy']}` | {1e3 * row['seconds']:.3g} | {row['ratio']:.2f}× | {tenths(row)} | "
+        f"{row['saved_bytes'] / 2**20:.1f} MiB | {row['saved_bytes'] / first['saved_bytes']:.2f}× | {row['loss']:.4f} |"
+        for row in result["rows"]
+    ]
+    how = "emulates BF16 in FP32" if any(row["emulated"] for row in result["rows"]) else "computes BF16 products itself"
+    what = "{layers} layers {width} wide, {heads} heads, batches of {batch} sequences of {tokens} tokens".format_map(
+        result
+    )
+    said = f"{where(result)}, which {how}; {what}; medians of {result['repetitions']} rounds."
+    return "\n".join([*lines, "", said])
+
+
 #: By page: what stands between its markers.
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
@@ -197,6 +216,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "engine": lambda: ratios("engine-cpu-*.json"),
         },
         "docs/figures.md": {"gradients": gradients},
+        "docs/allow_list.md": {"allow-list": allow_list},
     }
 )
 
