@@ -159,15 +159,16 @@ class OnePassOptimizer(SavedOptimizer):
         self._under_way.finish()
         return loss
 
-    def update(self, verdict: Verdict) -> None:
+    def update(self, verdict: Verdict, step: Callable[[], Any] | None = None) -> None:
         """Take a step, hooks and all, as a verdict says; what :meth:`prepare` of the same verdict kept is used.
 
         Args:
             verdict: Of these gradients, as :func:`mezzo.step.passes.judge` returns it.
+            step: What :meth:`step` was, where a session has taken it over on this instance.
         """
         self._verdict = verdict
         try:
-            self.step()
+            (step or self.step)()
         finally:
             self._verdict = self._prepared = None
 

@@ -109,7 +109,7 @@ def evaluated(
     try:
         if group.window is not None:
             unscale()
-        optimizer.step(evaluate)
+        core.writes.step_of(optimizer)(evaluate)
     except Overflowed:
         pass
     if not evaluations:

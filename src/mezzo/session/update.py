@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -122,6 +122,7 @@ class Writes(Work):
     Attributes:
         params: What the step updates. Their versions tell whether an optimizer of another library has written.
         undo: What puts back a closure's evaluations, until its step counts.
+        plain_steps: What ``optimizer.step`` was, where it is taken over.
         entering: Called, as a function of C's, before the code of an optimizer that is not mezzo's: what is written
             from there on is its own.
         leaving: Called, as a function of C's, between that code and hooks of the user's.
@@ -139,6 +140,7 @@ class Writes(Work):
         self._give_up: Callable[[], object] = dict
         self._is_whole = False
         self.undo: list[Callable[[], None]] = []
+        self.plain_steps: dict[Optimizer, Callable[..., Any]] = {}
         self.params: list[Tensor] = []
         self._versions: list[int] = []
 
@@ -184,12 +186,16 @@ class Writes(Work):
         """
         self._at = optimizer
         if optimizer.updates == before:  # or an interrupt came after it had finished
-            optimizer.update(verdict)
+            optimizer.update(verdict, self.plain_steps.get(optimizer))
         self._came_back.args = ()
         return [partial(self._stepped.append, optimizer)]
 
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return what steps with an optimizer by itself, without the session."""
+        return self.plain_steps.get(optimizer, optimizer.step)
+
     def _step_of_another(self, optimizer: Optimizer) -> list[Call]:
-        self._at, step, self._came_back.args = optimizer, optimizer.step, ()
+        self._at, step, self._came_back.args = optimizer, self.plain_steps.get(optimizer, optimizer.step), ()
         self._versions = list(map(_VERSION, self.params))
         calls: list[Call] = [step, partial(self._stepped.append, optimizer)]
         if not getattr(type(optimizer).step, "hooked", False):

@@ -81,11 +81,14 @@ class GradientGroup:
     # Around a backward pass ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self, scaler: Scaler, loss_id: int, loss: Tensor, reduction: Reduction | None = None) -> None:
+    def begin(
+        self, scaler: Scaler, scale: Tensor, loss_id: int, loss: Tensor, reduction: Reduction | None = None
+    ) -> None:
         """Make ready for a backward pass, whose gradients are added to those of earlier ones.
 
         Args:
-            scaler: Its scale.
+            scaler: What gives its scale.
+            scale: The scale.
             loss_id: Its loss.
             loss: The loss itself.
             reduction: What it reduces, where wrappers reduce these gradients.
@@ -94,14 +97,14 @@ class GradientGroup:
             StateError: The last step's gradients are still there; or those of a loss with another scale are not
                 reduced.
         """
-        scale, is_first = scaler.state.scale, self.window is None
+        is_first = self.window is None
         if self.window is None:
             self._refuse_stale()
             self.wide.end()
             self.waiting.start()
             self.window = Window()
         else:
-            if self._can_be_added(self.window.carried, scaler):
+            if self._can_be_added(self.window.carried, scaler, scale):
                 # What lies with the masters goes back, so that autograd adds to all of it, and users can clear it.
                 self.wide.give_back()
             else:
@@ -122,9 +125,9 @@ class GradientGroup:
             loss_id, scale, scale._version, is_one=not scaler.changes_gradients, is_common=not scaler.keeps_apart
         )
 
-    def sets_aside(self, scaler: Scaler) -> bool:
+    def sets_aside(self, scaler: Scaler, scale: Tensor) -> bool:
         """Whether a backward pass with a scale would set earlier gradients aside, which carry another."""
-        return self.window is not None and not self._can_be_added(self.window.carried, scaler)
+        return self.window is not None and not self._can_be_added(self.window.carried, scaler, scale)
 
     def end(self) -> None:
         """Take note of what the backward pass has made."""
@@ -146,10 +149,10 @@ class GradientGroup:
             there = ((param, leaf.grad) for param, leaf in self.with_leaves())
             window.new_gradients = {param: (grad, mark(grad)) for param, grad in there if grad is not None}
 
-    def _can_be_added(self, carried: CarriedScale | None, scaler: Scaler) -> bool:
+    def _can_be_added(self, carried: CarriedScale | None, scaler: Scaler, scale: Tensor) -> bool:
         if carried is None:
             return not scaler.changes_gradients
-        return carried.scale is scaler.state.scale or not scaler.keeps_apart
+        return carried.scale is scale or not scaler.keeps_apart
 
     def _refuse_stale(self) -> None:
         """Refuse to add scaled gradients to those that the last step left, which carry another scale or none."""

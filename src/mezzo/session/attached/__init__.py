@@ -1,0 +1,8 @@
+"""Sessions whose backward passes and steps are made by the user's own calls: what other call styles are built on.
+
+No call style lives here: what its calls mean is said in ``compat/``.
+"""
+
+from mezzo.session.attached.attached import Attached
+
+__all__ = ["Attached"]
