@@ -348,7 +348,8 @@ class MixedPrecision(Settings):
         """Load what :meth:`state_dict` returned; the models' and optimizers' own may be loaded before or after.
 
         The session that saved it may have had another policy, as long as both stand for the same FP32 weights:
-        FP32, O1 and O2 continue each other. The state of a ``torch.amp.GradScaler`` and that of ``apex.amp`` load too.
+        FP32, O1 and O2 continue each other. The states of ``torch.amp.GradScaler``, ``apex.amp`` and
+        ``paddle.amp.GradScaler`` load too.
 
         Raises:
             StateError: Another model, or a policy that cannot continue this one (all differences listed), an

@@ -1,4 +1,4 @@
-"""The states of torch.amp.GradScaler and apex.amp: continued as their own libraries would, or refused."""
+"""The states of torch's and Paddle's GradScaler and of apex.amp: continued as their own libraries would, or refused."""
 
 import copy
 import logging
@@ -203,8 +203,130 @@ def test_damaged_apex_states(change, says):
     assert str(amp.state_dict()) == before
 
 
+@pytest.mark.parametrize("loss_scale", ["none", "128"])
+def test_apex_s_constant_scale_is_that_of_a_session_with_the_same(loss_scale):
+    """apex saves it with a count of steps that nothing reads, as it does for O0 and O3."""
+    model, amp = session(with_scale(loss_scale))
+    constant = amp.stats().scale
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": constant, "unskipped": 2000}})
+    assert steps(model, amp, [False, True]) == [constant] * 2
+    with pytest.raises(StateError, match="this session none"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2 * constant, "unskipped": 0}})
+
+
 def test_one_gradscaler_serves_several_losses():
     """As a loop with one scaler for all its losses has it."""
     _, amp = session(with_scale(SAME), num_losses=2)
     amp.load_state_dict(Torch(**RULES).scaler.state_dict())
     assert amp.loss_scale.tolist() == [1024.0, 1024.0]
+
+
+# Paddle -------------------------------------------------------------------------------------------------
+
+
+class Paddle:
+    """Paddle's GradScaler, from python/paddle/amp/grad_scaler.py: ``_update``, and what ``state_dict`` returns."""
+
+    def __init__(self, scale=1024.0, interval=3, every=2, growth=2.0, backoff=0.5):
+        self.scale, self.growth, self.backoff = scale, growth, backoff
+        self.interval, self.every, self.good, self.bad = interval, every, 0, 0
+
+    def steps(self, overflows):
+        scales = []
+        for overflow in overflows:
+            self.good, self.bad = (0, self.bad + 1) if overflow else (self.good + 1, 0)
+            if self.bad == self.every:
+                self.scale, self.bad = max(self.scale * self.backoff, 1.0), 0
+            elif self.good == self.interval:
+                self.scale, self.good = self.scale * self.growth, 0
+            scales.append(self.scale)
+        return scales
+
+    def state_dict(self):
+        return {
+            "scale": np.array([self.scale], dtype=np.float32), "incr_ratio": self.growth, "decr_ratio": self.backoff,
+            "incr_every_n_steps": self.interval, "decr_every_n_nan_or_inf": self.every,
+            "incr_count": self.good, "decr_count": self.bad, "use_dynamic_loss_scaling": True,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_paddle_s_scale_goes_on_as_paddle_does(seed, every, caplog):
+    chance = random.Random(seed)
+    theirs = Paddle(every=every, growth=4.0, backoff=0.25)
+    theirs.steps(chance.random() < 0.5 for _ in range(chance.randrange(12)))
+    like = LossScale.like("paddle", growth=4.0, backoff=0.25, interval=3, hysteresis=every)
+    model, amp = session(with_scale(like))
+    steps(model, amp, [True, False])
+    with caplog.at_level(logging.INFO, "mezzo.session.state"):
+        amp.load_state_dict(theirs.state_dict())
+    assert not any("goes on by" in record.getMessage() for record in caplog.records)
+    overflows = [chance.random() < 0.5 for _ in range(20)]
+    assert steps(model, amp, overflows) == theirs.steps(overflows)
+
+
+def test_an_overflow_that_paddle_has_counted_counts(caplog):
+    theirs = Paddle(every=2)
+    theirs.steps([True])  # the next in a row halves the scale
+    model, amp = session(with_scale("dynamic(init=16,interval=3,hysteresis=2,refill=clean+backoff)"))
+    amp.load_state_dict(theirs.state_dict())
+    assert steps(model, amp, [True]) == [512.0]
+
+
+@pytest.mark.parametrize(
+    "config, saved, says",
+    [
+        (SAME, {"every": 2}, ["hysteresis 2 → 1"]),
+        ("dynamic(interval=3,hysteresis=2)", {"every": 2}, ["refill 'clean+backoff' → backoff"]),
+        (SAME, {"every": 1, "growth": 3.0, "backoff": 0.1, "interval": 7},
+         ["growth 3.0 → 2.0", "backoff 0.1 → 0.5", "interval 7 → 3"]),
+        ("dynamic(interval=3,growth_offset=2)", {"every": 1}, ["growth_offset 0 → 2"]),
+        (SAME, {"every": 1, "scale": 2.0**25}, ["ceiling None → 16777216"]),
+    ],
+)  # fmt: skip
+def test_paddle_s_other_rules_are_logged_and_the_session_s_own_count(config, saved, says, caplog):
+    state = Paddle(**saved).state_dict()
+    _, amp = session(with_scale(config))
+    with caplog.at_level(logging.INFO, "mezzo.session.state"):
+        amp.load_state_dict(state)
+    (said,) = (r.getMessage() for r in caplog.records if "goes on by this session's rules" in r.getMessage())
+    assert "not by those of paddle.amp.GradScaler: " in said
+    assert all(line in said for line in says)
+    assert float(amp.loss_scale) == state["scale"][0]
+
+
+@pytest.mark.parametrize("form", [torch.tensor, np.asarray, list, lambda one: one[0]])
+def test_paddle_s_scale_in_whatever_holds_one_number(form):
+    _, amp = session(with_scale(SAME))
+    amp.load_state_dict(Paddle().state_dict() | {"scale": form([8.0])})
+    assert float(amp.loss_scale) == 8.0
+
+
+def test_paddle_s_constant_scale_is_that_of_a_session_with_the_same():
+    state = Paddle(scale=128.0).state_dict() | {"use_dynamic_loss_scaling": False}
+    model, amp = session(with_scale("128"))
+    amp.load_state_dict(state)
+    assert steps(model, amp, [False, True]) == [128.0] * 2
+    for other in (SAME, "64", "none"):
+        _, amp = session(with_scale(other))
+        says = rf"constant loss scale 128.0, and this session another(.|\n)*{re.escape(str(LossScale.parse(other)))}"
+        with pytest.raises(StateError, match=rf"{says}(.|\n)*loss_scale=128"):
+            amp.load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", Paddle().state_dict())
+def test_damaged_paddle_states(change):
+    _, amp = session(with_scale(SAME))
+    state, before = Paddle().state_dict(), str(amp.state_dict())
+    for wrong in ("7", None, [1, 2], float("nan"), np.ones(2)):
+        with pytest.raises(StateError, match=r"state of paddle\.amp\.GradScaler has wrong values"):
+            amp.load_state_dict(state | {change: wrong})
+    del state[change]
+    with pytest.raises(StateError, match=f"the state of paddle.amp.GradScaler lacks {change}(.|\n)*it has "):
+        amp.load_state_dict(state)
+    assert str(amp.state_dict()) == before
+    for policy in ("O0", with_scale("128")):
+        _, amp = session(policy)
+        with pytest.raises(StateError, match=r"state of paddle\.amp\.GradScaler has a dynamic loss scale"):
+            amp.load_state_dict(Paddle().state_dict())

@@ -6,8 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mezzo.errors import StateError, shown
 from mezzo.policy import Policy
@@ -17,22 +16,55 @@ __all__ = ["loss_scales"]
 
 logger = logging.getLogger(__name__)
 
-#: torch.amp.GradScaler.state_dict()'s rules, and the fields of a LossScale that they are.
-_TORCH_RULES: Final = MappingProxyType(
-    {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
+
+class _Scaler(NamedTuple):
+    """What a GradScaler's state holds beside its scale.
+
+    Args:
+        name: The class.
+        clean: The key that counts clean steps.
+        rules: By key the field of a LossScale that it is.
+        fixed: What it has no key for, and always does.
+        more: Other keys.
+    """
+
+    name: str
+    clean: str
+    rules: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    more: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys but that of the scale, which both have."""
+        return (self.clean, *self.rules, *self.more)
+
+
+_TORCH: Final = _Scaler(
+    "torch.amp.GradScaler",
+    clean="_growth_tracker",
+    rules={"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"},
+    fixed={"hysteresis": 1, "growth_offset": 0, "skip_rate_limit": None},
 )
-#: What a GradScaler has no field for, and always does.
-_TORCH_FIXED: Final = MappingProxyType({"hysteresis": 1, "growth_offset": 0, "skip_rate_limit": None})
-_TORCH_KEYS: Final = ("scale", "_growth_tracker", *_TORCH_RULES)
-_TORCH: Final = "torch.amp.GradScaler"
+_PADDLE: Final = _Scaler(
+    "paddle.amp.GradScaler",
+    clean="incr_count",
+    rules={
+        "incr_ratio": "growth", "decr_ratio": "backoff", "incr_every_n_steps": "interval",
+        "decr_every_n_nan_or_inf": "hysteresis",
+    },
+    fixed={"growth_offset": 0, "skip_rate_limit": None},
+    more=("decr_count", "use_dynamic_loss_scaling"),
+)  # fmt: skip
 _APEX: Final = "loss_scaler"
 
 
 def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState] | None:
-    """Return the loss scales in the state of a ``torch.amp.GradScaler`` or of ``apex.amp``.
+    """Return the loss scales in the state of a ``GradScaler``, torch's or Paddle's, or of ``apex.amp``.
 
-    The empty state of a disabled ``GradScaler`` stands for no loss scale. Scale and clean steps are taken over. From
-    there on the session's own rules count, and the log says so where the saved ones were others.
+    The empty state of a disabled ``GradScaler`` stands for no loss scale. Scale and clean steps are taken over, and of
+    Paddle's the overflows since a clean step. From there on the session's own rules count, and the log says so where
+    the saved ones were others. A constant scale is taken where the session has the same.
 
     Args:
         state: What ``load_state_dict`` was given.
@@ -43,10 +75,11 @@ def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState]
         One state for each loss; ``None`` if this is neither.
 
     Raises:
-        StateError: The session has no dynamic scale, or the state is damaged.
+        StateError: The session has no dynamic scale, or another constant one, or the state is damaged.
 
     References:
-        torch/amp/grad_scaler.py, ``GradScaler.state_dict``; apex/amp/frontend.py, ``state_dict``.
+        torch/amp/grad_scaler.py, ``GradScaler.state_dict``; apex/amp/frontend.py, ``state_dict``;
+        python/paddle/amp/grad_scaler.py, ``AmpScaler.state_dict``.
     """
     if not isinstance(state, Mapping) or "version" in state:
         return None
@@ -55,14 +88,17 @@ def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState]
         if config.mode != "none":
             raise StateError(
                 "an empty mapping is not the state of a MixedPrecision session",
-                why=f"so is that of a disabled torch.amp.GradScaler; this session's loss scale, {config}, is not in it",
+                why="so is that of a disabled torch.amp.GradScaler, or Paddle's; "
+                f"this session's loss scale, {config}, is not in it",
                 write="nothing: leave amp.load_state_dict() out, and the loss scale starts afresh",
             )
         return [config.start()] * num_losses
-    if not state.keys().isdisjoint(_TORCH_KEYS):
-        _require(state, _TORCH_KEYS, _TORCH, config)
-        scale = _state(config, _TORCH, state["scale"], state["_growth_tracker"])
-        _log_other_rules(state, config)
+    if not state.keys().isdisjoint(_PADDLE.keys):
+        return [_paddle(state, config)] * num_losses
+    if not state.keys().isdisjoint(("scale", *_TORCH.keys)):
+        _require(state, ("scale", *_TORCH.keys), _TORCH.name, config)
+        scale = _state(config, _TORCH.name, scale=state["scale"], clean_steps=state[_TORCH.clean])
+        _log_other_rules(_TORCH, state, state["scale"], config)
         return [scale] * num_losses
     if all(isinstance(key, str) and key.startswith(_APEX) for key in state):
         return _apex(state, config, num_losses)
@@ -70,6 +106,9 @@ def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState]
 
 
 def _apex(state: Mapping[str, Any], config: LossScale, num_losses: int) -> list[ScaleState]:
+    constant = [each.get("loss_scale") if isinstance(each, Mapping) else None for each in state.values()]
+    if config.mode != "dynamic" and constant == [config.init] * num_losses:
+        return [config.start()] * num_losses
     _require(state, (), "apex.amp", config)
     if len(state) != num_losses:
         raise StateError(
@@ -82,13 +121,34 @@ def _apex(state: Mapping[str, Any], config: LossScale, num_losses: int) -> list[
         if not isinstance(state[name], Mapping):
             raise StateError(f"{name} is a {type(state[name]).__name__}", where="the state of apex.amp")
         _require(state[name], ("loss_scale", "unskipped"), f"apex.amp, {name}", config)
-    return [_state(config, f"apex.amp, {name}", state[name]["loss_scale"], state[name]["unskipped"]) for name in names]
+    saved = [(f"apex.amp, {name}", state[name]["loss_scale"], state[name]["unskipped"]) for name in names]
+    return [_state(config, library, scale=scale, clean_steps=clean) for library, scale, clean in saved]
 
 
-def _state(config: LossScale, library: str, scale: Any, clean_steps: Any) -> ScaleState:
-    fresh = config.start().state_dict()
+def _paddle(state: Mapping[str, Any], config: LossScale) -> ScaleState:
+    scale: Any = state.get("scale")
+    scale = scale.tolist() if hasattr(scale, "tolist") else scale
+    if isinstance(scale, list) and len(scale) == 1:  # Paddle keeps it in an array
+        (scale,) = scale
+    if state.get("use_dynamic_loss_scaling") is False:
+        if config.mode == "dynamic" or scale != config.init:
+            raise StateError(
+                f"the state of {_PADDLE.name} has the constant loss scale {shown(scale)}, and this session another",
+                why=f"its loss scale is {config}",
+                write=f'policy="O1,loss_scale={shown(scale)}"; or load nothing, and the session\'s own is used',
+            )
+        return config.start()
+    _require(state, ("scale", *_PADDLE.keys), _PADDLE.name, config)
+    _require_numbers(_PADDLE, state, *_PADDLE.more)
+    left = max(1, min(config.hysteresis, config.hysteresis - state["decr_count"]))
+    made = _state(config, _PADDLE.name, scale=scale, clean_steps=state[_PADDLE.clean], budget=left)
+    _log_other_rules(_PADDLE, state, scale, config)
+    return made
+
+
+def _state(config: LossScale, library: str, **saved: Any) -> ScaleState:
     try:
-        return ScaleState.from_state_dict(fresh | {"scale": scale, "clean_steps": clean_steps})
+        return ScaleState.from_state_dict(config.start().state_dict() | saved)
     except StateError as problem:
         raise StateError(f"the state of {library} has wrong values", where=str(problem)) from problem
 
@@ -106,18 +166,24 @@ def _require(state: Mapping[str, Any], keys: Iterable[str], library: str, config
         raise StateError(f"the state of {library} lacks {', '.join(missing)}", why=has)
 
 
-def _log_other_rules(state: Mapping[str, Any], config: LossScale) -> None:
-    """Say by which rules a scale goes on that followed others where it was saved."""
-    odd = [key for key in _TORCH_RULES if not isinstance(state[key], Real) or not abs(state[key]) < math.inf]
-    if odd:
+def _require_numbers(scaler: _Scaler, state: Mapping[str, Any], *keys: str) -> None:
+    if odd := [key for key in keys if not isinstance(state[key], Real) or not abs(state[key]) < math.inf]:
         where = "\n".join(f"{key} is {shown(state[key])}" for key in odd)
-        raise StateError(f"the state of {_TORCH} has wrong values", where=where, why="each is a finite number")
-    theirs: dict[str, Any] = {ours: state[key] for key, ours in _TORCH_RULES.items()} | _TORCH_FIXED
-    # A GradScaler has no bounds; those of the session matter only once the scale is beyond them.
-    if config.ceiling is not None and state["scale"] > config.ceiling:
+        raise StateError(f"the state of {scaler.name} has wrong values", where=where, why="each is a finite number")
+
+
+def _log_other_rules(scaler: _Scaler, state: Mapping[str, Any], scale: float, config: LossScale) -> None:
+    """Say by which rules a scale goes on that followed others where it was saved."""
+    _require_numbers(scaler, state, *scaler.rules)
+    theirs: dict[str, Any] = {ours: state[key] for key, ours in scaler.rules.items()} | dict(scaler.fixed)
+    # What the other has no bounds for, or other ones, matters only once the scale is beyond the session's.
+    if config.ceiling is not None and scale > config.ceiling:
         theirs["ceiling"] = None
-    if state["scale"] < config.floor:
+    if scale < config.floor:
         theirs["floor"] = LossScale.like("torch").floor
+    if scaler is _PADDLE and config.hysteresis > 1:
+        theirs["refill"] = LossScale.like("paddle").refill
     pairs = ((name, saved, getattr(config, name)) for name, saved in theirs.items())
     if other := [f"{name} {shown(saved)} → {now}" for name, saved, now in pairs if saved != now]:
-        logger.info("the loss scale goes on by this session's rules, not by those of %s: %s", _TORCH, ", ".join(other))
+        log = "the loss scale goes on by this session's rules, not by those of %s: %s"
+        logger.info(log, scaler.name, ", ".join(other))
