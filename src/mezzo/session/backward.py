@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mezzo.errors import StateError, some_of
 from mezzo.scale.scaler import Scaler
 from mezzo.session.core import Core, current
-from mezzo.session.refusals import check_loss_id
+from mezzo.session.refusals.calls import check_loss_id
 from mezzo.session.weights.shards import Shards
 from mezzo.session.window.group import GradientGroup
 from mezzo.session.window.wrappers import Reduction

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from mezzo.errors import DistributedError, PolicyError, UnsupportedError, shown, some_of
-from mezzo.session import refusals
 from mezzo.session.agreement import by_value
 from mezzo.session.core import Core
+from mezzo.session.refusals import beginning
 from mezzo.session.state.load_hooks import watch
 from mezzo.session.weights.phases import with_handles
 from mezzo.session.window.buffers import NormBuffers
@@ -51,11 +51,11 @@ def begun(
         **options: ``num_losses`` and ``device``; see there.
     """
     with _starting(consensus) as agree:
-        subjects, given = refusals.models_and_optimizers(models, optimizers)
+        subjects, given = beginning.models_and_optimizers(models, optimizers)
         if not isinstance(checks_ranks, bool):
             raise PolicyError(f"check_ranks is {shown(checks_ranks)}, not True or False", write="check_ranks=True")
         trained, options["handles"], policy = with_handles(subjects, policy)
-        refusals.check_session(trained, given, policy, max_grad_norm=max_grad_norm, on_overflow=on_overflow, **options)
+        beginning.check_session(trained, given, policy, max_grad_norm=max_grad_norm, on_overflow=on_overflow, **options)
         core = Core(trained, given, policy, **options, consensus=consensus, checks_ranks=checks_ranks)
         core.max_grad_norm, core.on_overflow = max_grad_norm, on_overflow
         core.buffers = NormBuffers(core.models) if restore_buffers else None

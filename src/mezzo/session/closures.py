@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.session.core import Core, current
-from mezzo.session.refusals import check_numbers
+from mezzo.session.refusals.calls import check_numbers
 from mezzo.session.verdict import Judged, check, together
 from mezzo.session.window.group import GradientGroup
 from mezzo.step.gradients import multiplications

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from mezzo.cast import Prepared, region
 from mezzo.errors import StateError
 from mezzo.policy import Policy
-from mezzo.session import refusals
 from mezzo.session.backward import backward, differentiate
 from mezzo.session.begin import begun
 from mezzo.session.core import current
+from mezzo.session.refusals import calls
 from mezzo.session.scale import Step
 from mezzo.session.settings import Settings
 from mezzo.session.state import saved
@@ -184,8 +184,8 @@ class MixedPrecision(Settings):
         **Cost**: no host sync. A window with several scales holds 4 more bytes a parameter.
         """
         self._core.require_open("backward")
-        refusals.check_loss(loss)
-        backward(self._core, loss, refusals.chosen(optimizers, self._core.optimizers), loss_id, kwargs)
+        calls.check_loss(loss)
+        backward(self._core, loss, calls.chosen(optimizers, self._core.optimizers), loss_id, kwargs)
 
     def grad(
         self,
@@ -248,7 +248,7 @@ class MixedPrecision(Settings):
         """
         core = self._core
         core.require_open("unscale_")
-        involved = core.open_groups(refusals.chosen(optimizers, core.optimizers), "unscale_")
+        involved = core.open_groups(calls.chosen(optimizers, core.optimizers), "unscale_")
         core.look_for_edits(involved)
         with torch.no_grad():
             for group in involved:
@@ -325,7 +325,7 @@ class MixedPrecision(Settings):
 
         **Cost**: waits for the device.
         """
-        return self._core.stats.stats(refusals.check_loss_id(loss_id, len(self._core.scalers)))
+        return self._core.stats.stats(calls.check_loss_id(loss_id, len(self._core.scalers)))
 
     # State --------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy
-from mezzo.session import refusals
 from mezzo.session.core import Core
+from mezzo.session.refusals import beginning
 
 __all__ = ["Settings"]
 
@@ -32,7 +32,7 @@ class Settings:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        for problem in refusals.wrong_norm(value):
+        for problem in beginning.wrong_norm(value):
             raise problem
         self._core.max_grad_norm = value
 
@@ -43,7 +43,7 @@ class Settings:
 
     @on_overflow.setter
     def on_overflow(self, value: Literal["skip", "explain", "raise"]) -> None:
-        for problem in refusals.unknown_reaction(value):
+        for problem in beginning.unknown_reaction(value):
             raise problem
         before = self._core.on_overflow
         if "explain" in (value, before) and value != before:

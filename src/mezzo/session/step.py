@@ -13,7 +13,7 @@ import torch
 from mezzo.session.agreement import Agreement
 from mezzo.session.closures import evaluated
 from mezzo.session.core import Core, current
-from mezzo.session.refusals import check_numbers, checked_schedulers, chosen, not_finite
+from mezzo.session.refusals.calls import check_numbers, checked_schedulers, chosen, not_finite
 from mezzo.session.scale import Step, StepOutcome, adapt
 from mezzo.session.update import update
 from mezzo.session.verdict import Judged, check

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mezzo.session.attached.under_way import Root, UnderWay
 from mezzo.session.backward import scaler_of
-from mezzo.session.refusals import chosen
+from mezzo.session.refusals.calls import chosen
 from mezzo.session.session import MixedPrecision
 from mezzo.step.whole import Call, at_once
 

@@ -1,0 +1,1 @@
+"""What a session and its calls refuse, before anything is changed."""
