@@ -25,7 +25,7 @@ MOST_CODE = {
     "recipes": 1_267,
     "report": 995,
     "scale": 614,
-    "session": 5_120,
+    "session": 5_235,
     "step": 2_478,
     "trace": 998,
     "the ground": 893,

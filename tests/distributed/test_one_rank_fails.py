@@ -179,6 +179,30 @@ def test_a_session_begins_on_all_ranks_or_on_none():
         assert text in one[name][0]
 
 
+def added():
+    rank = dist.get_rank()
+    model = model_of()
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD([model[0].weight], lr=0.1), "O1,emulate=true")
+    rest = [param for name, param in model.named_parameters() if name != "0.weight"]
+    other = torch.optim.SGD(rest, lr=0.1)
+    refused = text_of(lambda: amp.add(torch.optim.SGD(model_of().parameters(), lr=0.1) if rank else other))
+    free = not other._optimizer_step_pre_hooks
+    unlike = text_of(lambda: amp.add(torch.optim.Adam(rest) if rank else torch.optim.SGD(rest, lr=0.1)))
+    amp.add(other)
+    return refused, free, unlike, len(list(amp.master_params()))
+
+
+def test_optimizers_are_added_on_all_ranks_or_on_none():
+    one, two = on_ranks(2, added)
+    assert "parameters that are not the models'" in two[0]
+    assert one[0].startswith("DistributedError: rank 1 refused")
+    assert "parameters that are not the models'" in one[0]
+    for _, free, unlike, count in (one, two):
+        assert free
+        assert "the ranks were given different values of optimizers" in unlike
+        assert count == len(list(model_of().parameters()))
+
+
 def sharded_otherwise():
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Linear(4, 4, bias=False)

@@ -20,7 +20,7 @@ from mezzo.session.weights.phases import with_handles
 from mezzo.session.window.buffers import NormBuffers
 from mezzo.step.consensus import Consensus
 
-__all__ = ["begun"]
+__all__ = ["add", "begun"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,30 @@ def begun(
     return core
 
 
+def add(core: Core, optimizers: Any) -> None:
+    """Let a session go on with more optimizers: on all of its ranks, or on none, and then with nothing changed.
+
+    Args:
+        core: The session.
+        optimizers: One or several.
+    """
+    with _starting(core.consensus) as agree:
+        given = beginning.listed_optimizers(optimizers, "amp.add(torch.optim.AdamW(model.head.parameters()))")
+        beginning.check_added(given, core)
+        agree(core.alike())
+        groups, num_param_groups = core.groups, core.num_param_groups
+        try:
+            with core.weights.joined(given, core.before_step, core.writes.leaving):
+                core.group_optimizers()
+                agree(core.alike())
+        except BaseException:
+            core.groups, core.num_param_groups = groups, num_param_groups
+            raise
+
+
 @contextmanager
 def _starting(consensus: Consensus | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Begin a session on all ranks or on none: what one of them refuses is refused on all.
+    """Begin, or add to, a session on all ranks or on none: what one of them refuses is refused on all.
 
     Args:
         consensus: The ranks; ``None`` for one alone.

@@ -326,8 +326,13 @@ class PlainRun:
         """
         return judged
 
-    def refuse_capture(self, what: str) -> None:
-        """Refuse a call that captures a train step, or runs a captured one, as part of this run."""
+    def refuse_capture(self, what: str, **words: str) -> None:
+        """Refuse a call that captures a train step, runs a captured one, or cannot be captured, as part of this run.
+
+        Args:
+            what: The call.
+            **words: ``why`` and ``write`` of the error, where it is no captured step.
+        """
 
     def noted(self, core: Core, outcome: StepOutcome) -> Noted:
         """Return what takes an outcome into the statistics."""

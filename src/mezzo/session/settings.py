@@ -1,15 +1,18 @@
-"""What can be asked of a session, and set between its steps."""
+"""What can be asked of a session, set between its steps, and added to it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy
-from mezzo.session.core import Core
+from mezzo.session.begin import add
+from mezzo.session.core import Core, current
 from mezzo.session.refusals import beginning
 
 __all__ = ["Settings"]
@@ -74,3 +77,41 @@ class Settings:
         states = ((scaler.state.scale, scaler.in_graph) for scaler in self._core.scalers)
         scales = [scale.clone() if in_graph else scale for scale, in_graph in states]
         return scales[0] if len(scales) == 1 else torch.stack(scales)
+
+    # Added to it ------------------------------------------------------------------------------------------
+
+    def add(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
+        """Take in optimizers that are made after the session has begun: for a part that is thawed, or a second phase.
+
+        From here on they are the session's as those that it began with: in its steps, checkpoints and ``close()``.
+        Under a policy with masters these begin from the weights as they are stored, since what rounding took from
+        parameters is kept for those alone that an optimizer updates.
+
+        Args:
+            optimizers: One or several, over parameters of the session's models.
+
+        Raises:
+            PolicyError: Not an optimizer, one that the session has, or over parameters that are not the models';
+                with masters also parameters that another optimizer updates.
+            StateError: There are gradients to step with, or the optimizer is another session's.
+            UnsupportedError: Low-precision weights would train without masters; masters for models that
+                ``fully_shard`` has sharded; or within a step that is being captured.
+            DistributedError: Another rank has refused its part. Whatever is raised, nothing has changed.
+
+        **Cost**: a copy of the masters; where there are several ranks, an exchange, so that all of them call it.
+
+        Example:
+            >>> import mezzo, torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+            >>> amp = mezzo.MixedPrecision(model, torch.optim.SGD(model[1].parameters(), lr=0.1), "O1,emulate=true")
+            >>> amp.add(torch.optim.SGD(model[0].parameters(), lr=0.01))
+            >>> len(list(amp.master_params()))
+            4
+        """
+        current().refuse_capture(
+            "amp.add()",
+            why="a graph holds the optimizers that there are when it is made",
+            write="amp.add(optimizer) before mezzo.capture(…), or between two of its steps",
+        )
+        self._core.require_open("add")
+        add(self._core, optimizers)

@@ -127,9 +127,9 @@ class SessionSide(PlainRun):
         scales = outcome.scale.reshape(-1).unbind() if is_scaled else ()
         self._advance(scales, [outcome.verdict.found_inf])
 
-    def refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, what: str, **words: str) -> None:
         """Refuse that a step is captured."""
-        self.outer.refuse_capture(what)
+        self.outer.refuse_capture(what, **words)
         raise UnsupportedError(
             f"{what} in the block of a Recorder",
             where=repr(self._owner),

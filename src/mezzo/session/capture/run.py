@@ -91,13 +91,13 @@ class GraphRun(PlainRun):
         """Skip each step of a rehearsal, so that nothing is written."""
         return replace(judged, verdict=judged.verdict.skipped()) if self._rehearsing else judged
 
-    def refuse_capture(self, what: str) -> None:
-        """Refuse a captured train step as part of another."""
-        raise StateError(
-            f"{what} inside a train step that is being captured",
-            why="a graph cannot hold another",
-            write="one function that does the work of both, captured once",
-        )
+    def refuse_capture(self, what: str, **words: str) -> None:
+        """Refuse a captured train step as part of another, or what ``words`` say of another call."""
+        of_capture = {
+            "why": "a graph cannot hold another",
+            "write": "one function that does the work of both, captured once",
+        }
+        raise StateError(f"{what} inside a train step that is being captured", **(of_capture | words))
 
     def noted(self, core: Core, outcome: StepOutcome) -> Noted:
         """Keep an outcome for the replays; a run itself counts no step."""

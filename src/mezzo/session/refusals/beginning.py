@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,21 @@ from mezzo.optim.state import held_state
 from mezzo.policy import Policy
 from mezzo.session.weights.phases import Handles
 
-__all__ = ["check_session", "listed", "models_and_optimizers", "unknown_reaction", "wrong_norm"]
+if TYPE_CHECKING:
+    from mezzo.session.core import Core
+
+__all__ = [
+    "check_added",
+    "check_session",
+    "listed",
+    "listed_optimizers",
+    "models_and_optimizers",
+    "unknown_reaction",
+    "wrong_norm",
+]
 
 _ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy): models first, then optimizers"
+_OPTIMIZER: Final = "an optimizer must be a torch.optim.Optimizer"
 _ON_OVERFLOW: Final = ("skip", "explain", "raise")
 
 
@@ -34,17 +46,11 @@ def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module 
     Raises:
         PolicyError: Something else among them, or the one in the other's place.
     """
-    pairs: tuple[tuple[list[Any], Any, str], ...] = (
-        (listed(models), (nn.Module, Prepared), "a model must be an nn.Module"),
-        (listed(optimizers), Optimizer, "an optimizer must be a torch.optim.Optimizer"),
-    )
-    problems = []
-    for given, kind, what in pairs:
-        if wrong := list(dict.fromkeys(_kind_of(each) for each in given if not isinstance(each, kind))):
-            problems.append(PolicyError(f"{what}, not {some_of(wrong)}", write=_ORDER))
-        elif not given:
-            problems.append(PolicyError(f"{what}, and there is none", write=_ORDER))
-    (all_models, _, _), (all_optimizers, _, _) = pairs
+    all_models, all_optimizers = listed(models), listed(optimizers)
+    problems = [
+        *_of_another_kind(all_models, (nn.Module, Prepared), "a model must be an nn.Module", _ORDER),
+        *_of_another_kind(all_optimizers, Optimizer, _OPTIMIZER, _ORDER),
+    ]
     if len(problems) == 2 and (
         all(isinstance(each, Optimizer) for each in all_models)
         and all(isinstance(each, nn.Module) for each in all_optimizers)
@@ -53,6 +59,29 @@ def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module 
     if problems:
         raise PolicyError.together(problems)
     return all_models, all_optimizers
+
+
+def listed_optimizers(optimizers: Any, write: str) -> list[Optimizer]:
+    """Return one optimizer or several as a list.
+
+    Args:
+        optimizers: What was given.
+        write: The right call, for errors.
+
+    Raises:
+        PolicyError: Something else among them, or none.
+    """
+    given = listed(optimizers)
+    for problem in _of_another_kind(given, Optimizer, _OPTIMIZER, write):
+        raise problem
+    return given
+
+
+def _of_another_kind(given: list[Any], kind: Any, what: str, write: str) -> Iterator[PolicyError]:
+    if wrong := list(dict.fromkeys(_kind_of(each) for each in given if not isinstance(each, kind))):
+        yield PolicyError(f"{what}, not {some_of(wrong)}", write=write)
+    elif not given:
+        yield PolicyError(f"{what}, and there is none", write=write)
 
 
 def _kind_of(value: Any) -> str:
@@ -71,9 +100,7 @@ def check_session(
     on_overflow: Any,
 ) -> None:
     """Raise all that stands against a session, before anything is changed."""
-    problems: list[MezzoError] = []
-    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        problems.append(PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once"))
+    problems: list[MezzoError] = [*_listed_twice(optimizers)]
     problems += [*_absent_device(device), *wrong_norm(max_grad_norm)]
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         why = "each loss has one scale, from 1 loss on"
@@ -87,6 +114,40 @@ def check_session(
             problems += _lost_state(models, optimizers, policy, handles)
     if problems:
         raise type(problems[0]).together(problems)
+
+
+def check_added(optimizers: list[Optimizer], core: Core) -> None:
+    """Raise all that stands against more optimizers in a session, before anything is changed."""
+    if open_windows := [group.window for group in core.groups if group.window is not None]:
+        raise StateError(
+            "optimizers were added inside an accumulation window",
+            where=f"after {open_windows[0].micro_batches} backward pass(es) since the last step",
+            why="what their parameters got in these would be lost",
+            write="amp.step() or amp.zero_grad() first",
+        )
+    problems: list[MezzoError] = [*_listed_twice(optimizers)]
+    if known := [type(each).__name__ for each in optimizers if each in core.optimizers]:
+        problems.append(PolicyError("the session has this optimizer already", where=some_of(known)))
+    if not problems:
+        problems += _unfit(core.models, optimizers)
+        if core.policy.master_weights:
+            updated = {id(leaf) for group in core.groups for _, leaf in group.with_leaves()}
+            problems += _without_masters(optimizers, core.policy, updated, len(core.optimizers))
+            if core.weights.shards is not None:
+                problems.append(
+                    UnsupportedError(
+                        "an optimizer cannot join a session with masters over models that fully_shard has sharded",
+                        why="which parts are kept in low precision was decided for the optimizers that there were",
+                        write="all optimizers in MixedPrecision(model, [optimizer, …], policy); or O1",
+                    )
+                )
+    if problems:
+        raise type(problems[0]).together(problems)
+
+
+def _listed_twice(optimizers: list[Optimizer]) -> Iterator[PolicyError]:
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
 
 
 def wrong_norm(value: Any) -> Iterator[PolicyError]:
@@ -155,10 +216,19 @@ def _is_held(optimizer: Optimizer) -> bool:
     return any(type(owner).__module__.startswith("mezzo.") for owner in owners)
 
 
-def _without_masters(optimizers: list[Optimizer], policy: Policy) -> Iterator[PolicyError]:
-    """Yield an error for each optimizer whose parameters cannot have one master each."""
-    seen: set[int] = set()
-    for number, optimizer in enumerate(optimizers):
+def _without_masters(
+    optimizers: list[Optimizer], policy: Policy, updated: Iterable[int] = (), first: int = 0
+) -> Iterator[PolicyError]:
+    """Yield an error for each optimizer whose parameters cannot have one master each.
+
+    Args:
+        optimizers: The optimizers.
+        policy: One with masters.
+        updated: The ``id`` of parameters that other optimizers update.
+        first: The number of the first of these optimizers.
+    """
+    seen = set(updated)
+    for number, optimizer in enumerate(optimizers, first):
         kind = type(optimizer).__name__
         where = f"optimizer {number} ({kind})"
         params = [id(param) for group in optimizer.param_groups for param in group["params"]]

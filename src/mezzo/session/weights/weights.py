@@ -74,36 +74,66 @@ class Weights:
             before_step: Called with an optimizer before each of its steps.
             after_step: Called with it after each, before hooks of the user's.
         """
-        before = [
-            {key: dict(value) if isinstance(value, dict) else value for key, value in each.state.items()}
-            for each in self.optimizers
-        ]
+        before = [_state_of(each) for each in self.optimizers]
         try:
-            self._convert(before_step, after_step)
+            self._watch_steps(self.optimizers, before_step, after_step)
+            for model in self.models:
+                self.prepared.extend(self.handles.get(model) or [Prepared(model, self.policy)])
+            self._adopt(self.optimizers)
             yield
             for prepared in self.prepared:
                 prepared.release_originals()
             self.wrappers = Wrappers.of(self.models, self.policy)
         except BaseException:
             self.undo()
-            for optimizer, state in zip(self.optimizers, before, strict=True):
-                optimizer.state.clear()
-                optimizer.state.update(state)
+            for restore in before:
+                restore()
             for handle in self._given():
                 handle.round()
             raise
 
-    def _convert(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
-        for optimizer in self.optimizers:  # before the masters' own hooks, so that nothing is gathered either
+    @contextlib.contextmanager
+    def joined(
+        self, optimizers: list[Optimizer], before_step: Callable[..., None], after_step: Callable[..., None]
+    ) -> Iterator[None]:
+        """Adopt optimizers that come later; if this raises, or what is done inside, everything is as it was.
+
+        Args:
+            optimizers: Over parameters of the models.
+            before_step: See :meth:`converted`.
+            after_step: See there.
+        """
+        before, known = [_state_of(each) for each in optimizers], list(self._step_hooks)
+        self.optimizers += optimizers
+        try:
+            self._watch_steps(optimizers, before_step, after_step)
+            self._adopt(optimizers)
+            yield
+        except BaseException:
+            for hook in self._step_hooks[len(known) :]:
+                hook.remove()
+            self._step_hooks = known
+            del self.optimizers[len(self.optimizers) - len(optimizers) :]
+            for keeper in self._keepers_of(optimizers):
+                keeper.leave()
+            for optimizer, restore in zip(optimizers, before, strict=True):
+                self.masters.pop(id(optimizer), None)
+                restore()
+            raise
+
+    def _watch_steps(
+        self, optimizers: list[Optimizer], before_step: Callable[..., None], after_step: Callable[..., None]
+    ) -> None:
+        for optimizer in optimizers:  # before the masters' own hooks, so that nothing is gathered either
             self._step_hooks.append(optimizer.register_step_pre_hook(before_step))
             self._step_hooks.append(optimizer.register_step_post_hook(after_step))
             # Before all others: one that raises is a hook's error, and the step itself is whole.
             hooks: Any = optimizer._optimizer_step_post_hooks
             hooks.move_to_end(self._step_hooks[-1].id, last=False)
-        for model in self.models:
-            self.prepared.extend(self.handles.get(model) or [Prepared(model, self.policy)])
+
+    def _adopt(self, optimizers: list[Optimizer]) -> None:
         self.low.check()
-        own = one_pass(self.optimizers)
+        own = one_pass(optimizers)
         if self.policy.master_weights:
             if self.shards is not None:
                 parts = halved(self.models, self.optimizers, self.name_of)
@@ -112,7 +142,7 @@ class Weights:
             originals = {t: data for prepared in self.prepared for t, data in prepared.originals().items()}
             for each in own:
                 each.adopt(originals, self.name_of)
-            for optimizer in self.optimizers:
+            for optimizer in optimizers:
                 if optimizer not in own:
                     self.masters[id(optimizer)] = MasterWeights(
                         optimizer, grad_dtype="param", originals=originals, hooks=False
@@ -202,7 +232,11 @@ class Weights:
 
     def keepers(self) -> list[Keeper]:
         """Return what keeps the FP32 values of low-precision parameters."""
-        return [*one_pass(self.optimizers), *self.masters.values()]
+        return self._keepers_of(self.optimizers)
+
+    def _keepers_of(self, optimizers: list[Optimizer]) -> list[Keeper]:
+        masters = (self.masters.get(id(optimizer)) for optimizer in optimizers)
+        return [*one_pass(optimizers), *(each for each in masters if each is not None)]
 
     def stored(self, *, in_fp32: bool = False) -> dict[Tensor, Keeper]:
         """Return the low-precision parameters, each with the keeper of its FP32 value.
@@ -270,6 +304,17 @@ class Weights:
     def name_of(self, tensor: Tensor) -> str:
         """Name a parameter, or that of which a tensor is the master."""
         return self.names().get(id(tensor), f"a parameter of shape {tuple(tensor.shape)}")
+
+
+def _state_of(optimizer: Optimizer) -> Callable[[], None]:
+    """Return what puts back an optimizer's state as it is now, the same tensors of it."""
+    state = {key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()}
+
+    def restore() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+    return restore
 
 
 def _plain_name(model: nn.Module, name: str) -> str:
