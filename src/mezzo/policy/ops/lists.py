@@ -44,14 +44,16 @@ FLEET: Final = _names({
         exp square log mean sum cos_sim softmax softmax_with_cross_entropy sigmoid_cross_entropy_with_logits
         cross_entropy cross_entropy2""",
 })  # fmt: skip
-#: paddle.amp's FP16 lists for O1, ``python/paddle/amp/amp_lists.py`` (PaddlePaddle/Paddle 05296e15), Paddle's names.
+#: paddle.amp's lists, ``python/paddle/amp/amp_lists.py`` (PaddlePaddle/Paddle d40e2b24, where FP16 and BF16 share
+#: them), in Paddle's names. O1 has both black lists, O2 the extra one, OD none.
 PADDLE: Final = _names({
-    "white list": "conv2d einsum matmul matmul_v2 mul max_pool2d_with_index fused_gemm_epilogue",
+    "white list": "conv2d einsum matmul matmul_v2 mul max_pool2d_with_index fused_gemm_epilogue flash_attn",
     "black list": """
-        tan acos asin sinh cosh atanh tanh_shrink cos_sim erfinv exp expm1 log log10 log2 reciprocal rsqrt pow square
+        tan acos asin sinh cosh atanh tanh_shrink erfinv exp expm1 log log10 log2 reciprocal rsqrt pow square
         reduce_sum mean reduce_mean reduce_prod cumprod cumsum dist pnorm frobenius_norm renorm group_norm layer_norm
         softmax softmin softplus log_softmax softmax_with_cross_entropy sigmoid_cross_entropy_with_logits
-        c_softmax_with_cross_entropy cross_entropy cross_entropy2 nll_loss huber_loss triplet_margin_loss log_loss
+        c_softmax_with_cross_entropy cross_entropy cross_entropy2 nll_loss huber_loss triplet_margin_loss log_loss""",
+    "extra black list": """
         linear_interp_v2 nearest_interp_v2 bilinear_interp_v2 bicubic_interp_v2 trilinear_interp_v2 lookup_table
         lookup_table_v2 scatter""",
 })  # fmt: skip
