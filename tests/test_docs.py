@@ -34,6 +34,22 @@ def test_snippets_run(code, tmp_path, monkeypatch):
     exec(compile(code, "snippet", "exec"), {"__name__": "__snippet__"})
 
 
+def test_what_the_migration_page_quotes_is_a_line_of_its_programs():
+    def bare(code):
+        return "".join(re.sub(r"#.*", "", code).split())
+
+    quoted = 0
+    for section in (ROOT / "docs" / "migrating.md").read_text().split("\n## ")[1:]:
+        programs = bare("\n".join(re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)))
+        for table in re.findall(r"^\| what .*?(?=\n\n|\Z)", section, re.DOTALL | re.MULTILINE):
+            heading, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
+            first = 0 if heading[0] == "what you wrote" else 1  # what else they wrote runs nowhere here
+            for code in (code for row in rows for code in re.findall(r"`([^`]+)`", " ".join(row[first:2]))):
+                quoted += 1
+                assert bare(code) in programs, f"{section.splitlines()[0]}: {code}"
+    assert quoted > 40
+
+
 #: Those for several processes run in tests/distributed.
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if "torchrun" not in path.read_text()]
 #: Arguments of those that take a minute without.
