@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 516,
-    "cast": 2_689,
+    "cast": 2_694,
     "cli": 942,
     "compat": 900,
     "distributed": 320,

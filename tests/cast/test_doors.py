@@ -322,3 +322,18 @@ def test_policies_without_low_weights_hook_nothing():
     model = Speech()
     mezzo.prepare(model, "O1,dtype=bfloat16,emulate=true")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_region_that_holds_inside_leaves_nothing_to_the_model_s_own_boundaries():
+    model, _ = speech("O2,dtype=bfloat16,emulate=true,fp32_module=head")
+    x, tokens = data()
+    outside = model(x, tokens)
+    region = mezzo.autocast("O1,dtype=bfloat16,emulate=true,promote=layer_norm", "cpu").region
+    for holds, dtype, out in ((False, torch.bfloat16, torch.float32), (True, torch.float32, torch.bfloat16)):
+        model.encoder.seen.clear()
+        with mezzo.autocast.of(dataclasses.replace(region, holds_inside=holds)):
+            found = model(x, tokens)
+            alone = model.head(torch.ones(2, 8))  # a rule of the model's keeps it in FP32
+        assert (model.encoder.seen[0], found.dtype) == (dtype, out)
+        assert alone.dtype == (torch.bfloat16 if holds else torch.float32)
+    assert torch.equal(model(x, tokens), outside)

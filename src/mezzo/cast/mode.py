@@ -39,9 +39,17 @@ _DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, tor
 class PolicyMode(RecomputedMode):
     """Handle the functions a policy treats differently, and open Python functions that call them."""
 
-    def __init__(self, per_device: Sequence[Differences], casts: WeightCasts, *, recomputing: bool = False) -> None:
+    def __init__(
+        self,
+        per_device: Sequence[Differences],
+        casts: WeightCasts,
+        *,
+        recomputing: bool = False,
+        holds_inside: bool = False,
+    ) -> None:
         super().__init__()
         self.casts = casts
+        self.holds_inside = holds_inside  # of models too, whose own boundaries then do nothing
         self.recomputing = recomputing  # in a backward pass
         self.per_device = {each.device_type: each for each in per_device}
         self.autocasts = [each.device_type for each in per_device if each.autocast]

@@ -45,11 +45,13 @@ class RecomputedMode(TorchFunctionMode):
         per_device: What it does on each device.
         casts: Where its weight casts are kept.
         shadows: How many regions inside this one are active.
+        holds_inside: Whether the region holds inside prepared models too.
     """
 
     per_device: dict[str, Differences]
     casts: WeightCasts
     shadows: int
+    holds_inside: bool = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +104,8 @@ class Again(contextlib.AbstractContextManager[None]):
     def __init__(self, mode: RecomputedMode) -> None:
         # The mode itself belongs to the region, and must not live longer.
         kind: Callable[..., RecomputedMode] = type(mode)
-        self._make = functools.partial(kind, list(mode.per_device.values()), mode.casts)
+        per_device = list(mode.per_device.values())
+        self._make = functools.partial(kind, per_device, mode.casts, holds_inside=mode.holds_inside)
         self._casts = mode.casts
         self._entered: list[contextlib.ExitStack] = []
 

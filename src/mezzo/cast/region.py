@@ -28,7 +28,9 @@ from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
-__all__ = ["Region", "accumulation", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here"]
+__all__ = [
+    "Region", "accumulation", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here", "holds_inside",
+]  # fmt: skip
 
 #: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.
 _OPENED_GRAD: Final = open_function(cast(types.FunctionType, torch.autograd.grad))
@@ -45,6 +47,8 @@ class Region:
             where there is none.
         on_entry: What is called whenever the region is entered.
         on_error: What is called with an exception that leaves the region; it may raise another one.
+        holds_inside: Whether it holds inside prepared models as well, whose boundaries then neither cast nor enter
+            regions of their own: the weights are the model's, and what is computed is this region's.
     """
 
     policy: Policy
@@ -52,6 +56,7 @@ class Region:
     casts: WeightCasts | None = None
     on_entry: Callable[[], object] | None = None
     on_error: Callable[[BaseException], object] | None = None
+    holds_inside: bool = False
 
     @classmethod
     def inside(
@@ -222,7 +227,7 @@ def _active(region: Region) -> Iterator[None]:
         casts = region.casts
         if casts is None:
             casts = around[-1].casts if around else WeightCasts()
-        with casts.region(), PolicyMode(region.per_device, casts):
+        with casts.region(), PolicyMode(region.per_device, casts, holds_inside=region.holds_inside):
             yield
 
 
@@ -285,6 +290,12 @@ def acting_keys() -> tuple[str, ...]:
     """Return what names the differences of the innermost active region, the same for regions that do the same."""
     modes = acting_modes()
     return modes[-1].keys if modes else ()
+
+
+def holds_inside() -> bool:
+    """Whether the innermost active region holds inside prepared models too."""
+    modes = acting_modes()
+    return bool(modes) and modes[-1].holds_inside
 
 
 def emulates_here(device_type: str) -> bool:

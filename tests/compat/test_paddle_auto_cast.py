@@ -1,0 +1,253 @@
+"""``paddle.auto_cast``: Paddle's own tests of it, regions inside regions, models that are stored low, and refusals."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo import Policy, PolicyError
+from mezzo.compat import paddle
+
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def _emulating(emulating):
+    """Products in FP16 are slow here."""
+
+
+@pytest.fixture
+def conv():
+    return nn.Conv2d(1, 6, 3, bias=False)
+
+
+image = torch.rand(1, 1, 6, 6)
+x = torch.rand(2, 3)
+
+
+# Paddle's own tests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_od_casts_what_is_on_the_white_list_alone(conv, dtype):
+    """``test_amp_api.py``, TestAutoCast; the bias apart, as Paddle adds it."""
+    weight, bias = torch.rand(4, 4), torch.rand(4)
+    with paddle.auto_cast(level="OD", dtype=dtype):
+        out1 = conv(image)
+        out2 = out1 + torch.rand(out1.shape).half()
+        out3 = out2 @ weight
+        out4 = out3 + bias
+    assert [out.dtype for out in (out1, out2, out3, out4)] == [
+        HALVES[dtype], torch.float32, HALVES[dtype], torch.float32,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("use_promote, last", [(True, torch.float32), (False, torch.float16)])
+def test_o2_with_and_without_promotion(conv, use_promote, last):
+    """``test_amp_promote.py``, TestEagerAmpPromoteSimple."""
+    weight, bias = torch.rand(4, 4), torch.rand(4)
+    with paddle.auto_cast(level="O2", use_promote=use_promote):
+        out1 = conv(image)
+        out2 = out1 + torch.rand(out1.shape).half()
+        out3 = out2 @ weight + bias
+    assert (out1.dtype, out2.dtype, out3.dtype) == (torch.float16, torch.float16, last)
+
+
+def test_a_custom_white_list_is_of_one_region():
+    """``test_amp_list.py``, test_eager."""
+    with paddle.auto_cast(custom_white_list={"elementwise_add"}):
+        out1 = x + x
+        out2 = out1.mean()
+        out3 = torch.log(out2)
+    with paddle.auto_cast():
+        out4 = x + x
+    assert [out.dtype for out in (out1, out2, out3, out4)] == [torch.float16, *[torch.float32] * 3]
+
+
+def test_the_examples_of_the_docstring(conv):
+    with paddle.auto_cast():
+        assert conv(image).dtype == torch.float16
+    with paddle.auto_cast(enable=False):
+        assert conv(image).dtype == torch.float32
+    with paddle.auto_cast(custom_black_list={"conv2d"}):
+        assert conv(image).dtype == torch.float32
+    for level in ("O1", "O2"):
+        with paddle.auto_cast(custom_white_list={"elementwise_add"}, level=level):
+            assert (x + x).dtype == torch.float16
+
+
+# Regions -----------------------------------------------------------------------------------------------
+
+
+def test_each_region_replaces_the_one_around_it(conv):
+    def dtypes():
+        return conv(image).dtype, functional.softmax(x.half(), 1).dtype
+
+    with paddle.auto_cast(custom_white_list=["softmax"]):
+        before = dtypes()
+        with paddle.auto_cast(enable=False):
+            assert dtypes() == (torch.float32, torch.float16)
+        with paddle.auto_cast(level="O0"):
+            assert dtypes() == (torch.float32, torch.float16)
+        with paddle.auto_cast(dtype="bfloat16"):
+            assert dtypes() == (torch.bfloat16, torch.float32)
+        with mezzo.autocast("O1,dtype=bfloat16"):
+            assert dtypes() == (torch.bfloat16, torch.float32)
+        assert dtypes() == before == (torch.float16, torch.float16)
+    assert dtypes() == (torch.float32, torch.float16)
+
+
+def test_it_decorates_functions_and_is_planned_once(conv):
+    @paddle.auto_cast(custom_white_list=("gelu", "softmax"))
+    def forward(each):
+        return functional.softmax(functional.gelu(each), 1)
+
+    assert forward(x).dtype == torch.float16
+    one = paddle.auto_cast(custom_white_list={"softmax", "gelu"})
+    assert one.region is paddle.auto_cast(custom_white_list={"gelu", "softmax"}).region
+    assert isinstance(one, mezzo.autocast)
+
+
+def test_levels_and_dtypes_are_read_as_paddle_reads_them(conv):
+    for level, dtype in (("o1", "FLOAT16"), ("O1", torch.float16)):
+        with paddle.auto_cast(level=level, dtype=dtype):
+            assert conv(image).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"level": "O4"}, ["unknown level 'O4'", "valid: O0, OD, O1, O2"]),
+        ({"level": 1}, ["unknown level 1"]),
+        ({"dtype": "float61"}, ["unknown dtype 'float61'", "did you mean 'float16'"]),
+        ({"dtype": torch.float32}, ["unknown dtype torch.float32"]),
+        ({"dtype": None}, ["unknown dtype None"]),
+        ({"enable": "yes"}, ["enable is 'yes'", "True or False"]),
+        ({"use_promote": None}, ["use_promote is None"]),
+        ({"custom_white_list": "softmax"}, ["'softmax', not a list of names"]),
+        ({"custom_black_list": ["sofmax"]}, ["unknown op 'paddle:sofmax'", "did you mean 'softmax'"]),
+        ({"custom_white_list": ["exp"], "custom_black_list": ["exp"]}, ["'exp' is in both lists"]),
+        ({"level": "O4", "dtype": "x", "custom_white_list": 3, "enable": 1}, ["4 problems"]),
+    ],
+)
+def test_refusals(given, words):
+    with pytest.raises(PolicyError) as raised:
+        paddle.auto_cast(**given)
+    for word in words:
+        assert word in str(raised.value)
+
+
+# Models whose weights are stored low -------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.out = nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+        self.inside = None
+
+    def forward(self, each):
+        hidden = functional.gelu(self.norm(self.fc(each)))
+        out = functional.softmax(self.out(hidden), 1)
+        self.inside = (hidden.dtype, out.dtype)
+        return out
+
+
+@pytest.fixture
+def block():
+    model = Block()
+    mezzo.prepare(model, Policy.O2("float16", output_dtype=None).keep_fp32(modules=["norm"]))
+    return model
+
+
+def test_a_region_holds_inside_a_prepared_model(block):
+    block(x)
+    assert block.inside == (torch.float16, torch.float16)  # mezzo's own O2
+    for level, custom, expected in (
+        ("O2", {}, (torch.float16, torch.float16)),
+        ("O2", {"custom_black_list": ["softmax"]}, (torch.float16, torch.float32)),
+        ("O2", {"custom_black_list": ["gelu"]}, (torch.float32, torch.float16)),
+        ("O1", {}, (torch.float32, torch.float32)),  # layer_norm and softmax are black there
+        ("OD", {}, (torch.float32, torch.float32)),
+    ):
+        with paddle.auto_cast(level=level, **custom):
+            out = block(x)
+        assert (level, custom, block.inside) == (level, custom, expected)
+        assert out.dtype == expected[1]  # nothing is cast on the way out
+    with paddle.auto_cast(level="O2"), paddle.auto_cast(enable=False):
+        assert block(x).dtype == torch.float16  # no region: the model's own casts again
+    with mezzo.autocast("O1,dtype=float16,fp32=softmax"):
+        assert block(x).dtype == torch.float16  # other regions do not hold inside
+
+
+def test_the_bits_are_those_of_casts_by_hand(block):
+    with paddle.auto_cast(level="O2", custom_black_list=["softmax"]):
+        out = block(x)
+    with mezzo.autocast("O1,dtype=float16,fp32_math=layer_norm,fp32=softmax"):
+        hidden = functional.linear(x, block.fc.weight, block.fc.bias)
+        hidden = functional.gelu(functional.layer_norm(hidden, (8,), block.norm.weight, block.norm.bias))
+        expected = functional.softmax(functional.linear(hidden, block.out.weight, block.out.bias), 1)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_is_under_the_same_region(block, use_reentrant):
+    gradients = []
+    for recomputes in (False, True):
+        block.zero_grad()
+        start = x.clone().requires_grad_()
+        with paddle.auto_cast(level="O2", custom_black_list=["softmax", "gelu"]):
+            out = checkpoint(block, start, use_reentrant=use_reentrant) if recomputes else block(start)
+            loss = out.square().sum()
+        loss.backward()
+        gradients.append([p.grad.clone() for p in block.parameters()])
+        assert block.inside == (torch.float32, torch.float32)
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_part_of_a_prepared_model_may_be_called_alone(block):
+    with paddle.auto_cast(level="O2", custom_black_list=["matmul"]):
+        assert block.out(torch.rand(2, 8)).dtype == torch.float32
+    assert block.out(torch.rand(2, 8)).dtype == torch.float16
+    assert not block.norm(torch.rand(2, 8)).isnan().any()
+
+
+def test_threads_have_regions_of_their_own(block):
+    found = {}
+
+    def run():
+        block(x)
+        found["inside"] = block.inside
+
+    with paddle.auto_cast(level="O1"):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert found["inside"] == (torch.float16, torch.float16)
+
+
+def test_an_exception_leaves_the_model_as_it_was(block):
+    with pytest.raises(RuntimeError, match="shapes"), paddle.auto_cast(level="O2"):
+        block(torch.rand(2, 5))
+    assert block(x).dtype == torch.float16
+    with pytest.raises(RuntimeError):
+        block(torch.rand(2, 5))
+    with paddle.auto_cast(level="O2", custom_black_list=["softmax"]):
+        assert block(x).dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what goes through a hook, read by Dynamo itself
+def test_compiled_models_compute_as_the_region_around_them_says(block):
+    torch.compiler.reset()
+    compiled = torch.compile(block, backend="aot_eager")
+    for custom in ([], ["softmax"]):
+        with paddle.auto_cast(level="O2", custom_black_list=custom):
+            expected, out = block(x), compiled(x)
+        assert torch.equal(out, expected)
+        assert out.dtype == expected.dtype
+    torch.compiler.reset()
