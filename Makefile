@@ -6,13 +6,14 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 VERSIONS := $(VENV)/constraints.txt
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VERSIONS) --editable
-# One environment, filled in two steps: what the demo needs, and the rest of what the tests and checks need.
+# One environment, filled in steps: what the demo needs, what the site needs, and the rest, which tests and checks need.
 DEMO := $(VENV)/.demo
+DOCS := $(VENV)/.docs
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all check lint format bench gpu clean
+.PHONY: help demo test test-all check lint format docs bench gpu clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -25,9 +26,13 @@ $(DEMO): pyproject.toml $(VERSIONS)
 	$(INSTALL) '.[demo]'
 	touch $(DEMO)
 
+$(DOCS): pyproject.toml $(VERSIONS)
+	$(INSTALL) '.[docs]'
+	touch $(DOCS)
+
 $(READY): pyproject.toml $(VERSIONS)
 	$(INSTALL) '.[dev]'
-	touch $(DEMO) $(READY)
+	touch $(DEMO) $(DOCS) $(READY)
 
 demo: $(DEMO)  ## train a real model in FP32 and in mixed precision, side by side
 	$(BIN)/mezzo compare digits-cnn --out runs/demo --overwrite
@@ -50,6 +55,10 @@ format: $(READY)  ## rewrite the code as ruff wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(DOCS)  ## build the documentation as a site, in docs/_build/html
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
 bench: $(DEMO)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/session.py
 	$(BIN)/python benchmarks/scaler.py
@@ -64,4 +73,4 @@ gpu:  ## measure what only a GPU can tell, and hold it against the goals; again 
 	PYTHONPATH=src:benchmarks $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m gpu $(if $(OUT),--out $(OUT)) $(GPU)
 
 clean:  ## remove the environment and run directories
-	rm -rf .venv .venv-torch-* runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* runs docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

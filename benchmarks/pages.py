@@ -1,4 +1,4 @@
-"""Fill the pages: between each pair of markers, what committed results, an example or the tests' first lines say."""
+"""Fill the pages: between each pair of markers, what results, an example, the code or the tests' first lines say."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import vocabulary
 from mezzo.explanation.words import counted
 from mezzo.report import to_markdown
 
@@ -142,6 +143,35 @@ def trainings() -> str:
     return "\n".join([*lines, "", f"{where(one)}; {what}; medians of {one['repetitions']} pairs."])
 
 
+def kept() -> str:
+    """What training keeps: of a parameter, each way, and for the backward pass, at each level."""
+    rows = newest("step-cpu-*.json")[0]["rows"]
+    lines = ["| of a parameter, gradient and optimizer state included | bytes |", "|---|---:|"]
+    for name in (
+        "torch.amp, fused AdamW",
+        *(f"mezzo O2, AdamW {each}" for each in ("full", "split", "split, BF16 moments")),
+    ):
+        lines.append(f"| {name} | {the(rows, name=name)['kept_bytes']:.3g} |")
+    lines += ["", "| for the backward pass | FP32 | O1 in BF16 | O2 in BF16 |", "|---|---:|---:|---:|"]
+    for name in ("digits-cnn", "docs-lm"):
+        rows = [the(compared(name)["rows"], policy=each) for each in ("O0", "O1,dtype=bfloat16", "O2,dtype=bfloat16")]
+        saved = [row["saved_bytes"] / 2**20 for row in rows]
+        lines.append(f"| {name} | {' | '.join(f'{each:.3g} MiB' for each in saved)} |")
+    return "\n".join(lines)
+
+
+def speed() -> str:
+    """Training steps beside torch.amp's, a row for each network."""
+    results = newest("train-cpu-*.json")
+    lines = ["| network | FP32 | mezzo O1 | mezzo O2 |", "|---|---:|---:|---:|"]
+    for result in results:
+        rows = [row for row in result["rows"] if not row["compiled"]]
+        found = [the(rows, way=way) for way in ("fp32", "mezzo O1", "mezzo O2")]
+        cells = [f"{row['ratio']:.2f} ({tenths(row)})" for row in found]
+        lines.append(f"| {result['net']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"{where(results[0])}; 80 % of the ratios in parentheses."])
+
+
 def ranks() -> str:
     """The table of the newest ``benchmarks/distributed.py``: what ranks send and keep, counted."""
     result = newest("distributed-cpu-*.json")
@@ -217,6 +247,16 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
         },
         "docs/figures.md": {"gradients": gradients},
         "docs/allow_list.md": {"allow-list": allow_list},
+        "docs/levels.md": {"levels": vocabulary.levels},
+        "docs/memory.md": {"memory": kept},
+        "docs/policy.md": {
+            "fields": vocabulary.policy_fields,
+            "treatments": vocabulary.treatments,
+            "scales": vocabulary.scale_fields,
+            "presets": vocabulary.presets,
+        },
+        "docs/recipes.md": {"recipes": vocabulary.tasks},
+        "docs/speed.md": {"speed": speed},
     }
 )
 

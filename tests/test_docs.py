@@ -22,10 +22,14 @@ SNIPPETS = [
 
 
 def test_the_pages_are_found():
-    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "guide.md", "benchmarks.md"} <= {
-        page.name for page in PAGES
-    }
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "index.md", "nan.md"} <= {page.name for page in PAGES}
     assert SNIPPETS
+
+
+def test_the_index_lists_every_page_and_no_other():
+    listed = re.findall(r"\]\(([\w/-]+\.(?:md|rst))\)", (ROOT / "docs" / "index.md").read_text())
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.[mr][ds]*")}
+    assert sorted(listed) == sorted(there - {"index.md", "guide.md"} - {each for each in there if "_build" in each})
 
 
 @pytest.mark.parametrize("code", SNIPPETS)
@@ -64,10 +68,29 @@ def test_examples_run(path, tmp_path, monkeypatch, capsys):
     assert "loss" in capsys.readouterr().out
 
 
-def test_relative_links_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def prose(page):
+    """The text of a page without its code."""
+    return re.sub(r"```.*?```|`[^`\n]*`", "code", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page):
+    """The anchors that GitHub and the site give the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page):
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", prose(page)):
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {path}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
+
+
+def test_anchors_are_spelled_as_on_github(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Weights, stored `once`\n```\n# no heading\n```\n## Where did it begin?\n")
+    assert anchors(page) == {"weights-stored-once", "where-did-it-begin"}
 
 
 def test_make_targets_named_in_the_readme_exist():
@@ -88,12 +111,13 @@ def test_make_installs_for_the_demo_what_it_needs_and_nothing_twice(tmp_path):
     assert {re.match(r"[\w-]+", needed)[0] for needed in extras["demo"]} == {
         "scikit-learn", "matplotlib", "plotly", "jinja2"
     }  # fmt: skip
-    assert (installed("demo"), installed("test")) == (["demo"], ["dev"])
+    assert (installed("demo"), installed("docs"), installed("test")) == (["demo"], ["docs"], ["dev"])
     (tmp_path / "constraints.txt").touch()
     (tmp_path / ".demo").touch()
     assert (installed("demo"), installed("test")) == ([], ["dev"])
     (tmp_path / ".ready").touch()
-    assert (installed("demo"), installed("test"), installed("lint")) == ([], [], [])
+    (tmp_path / ".docs").touch()
+    assert (installed("demo"), installed("docs"), installed("test"), installed("lint")) == ([], [], [], [])
 
 
 @pytest.mark.parametrize("page", pages.PAGES)

@@ -23,13 +23,14 @@ __all__ = ["MasterWeights", "masters_of"]
 
 
 class MasterWeights:
-    r"""Keep an FP32 master of each low-precision parameter that an optimizer updates.
+    """Keep an FP32 master of each low-precision parameter that an optimizer updates.
 
     The masters take the parameters' places in ``optimizer.param_groups``, so that schedulers, closures and
-    third-party optimizers go on as before, and ``optimizer.step()`` itself does the right thing:
+    third-party optimizers go on as before, and ``optimizer.step()`` itself does the right thing::
 
-    .. math:: g^{32} \leftarrow float32(g), \quad w^{32} \leftarrow update(w^{32}, g^{32}), \quad
-              w \leftarrow round(w^{32})
+        g32 = float32(g)
+        w32 = update(w32, g32)
+        w = round(w32)
 
     FP32 parameters stay where they are. A parameter changed in place under ``no_grad`` (a loaded state dict, weight
     clipping) or given other data is taken over at the next step; where its value is still what the master rounds to,

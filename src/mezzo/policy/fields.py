@@ -12,8 +12,8 @@ from mezzo.policy.rules import RULE_KEYS, Rule, format_rules, parse_rules
 from mezzo.scale import LossScale
 from mezzo.tensors import LOW, dtype_name
 
-__all__ = ["FIELDS", "LEVELS", "Level", "impossible_combinations", "level_fields", "read", "replaced", "resolved",
-           "text_of", "wrong_values"]  # fmt: skip
+__all__ = ["FIELDS", "LEVELS", "WORDS", "Level", "impossible_combinations", "level_fields", "read", "replaced",
+           "resolved", "text_of", "wrong_values"]  # fmt: skip
 
 Level = Literal["O0", "O1", "O2", "O3"]
 #: The optimisation levels, in the field's numbering (apex).
@@ -26,7 +26,7 @@ _DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 _BOOLEANS: Final[dict[str, Any]] = {"true": True, "false": False}
 #: What each field can be, by the words for it.
-_WORDS: Final[dict[str, dict[str, Any]]] = {
+WORDS: Final[dict[str, dict[str, Any]]] = {
     "level": {level: level for level in LEVELS},
     **dict.fromkeys(("dtype", "param_dtype"), _DTYPES),
     "output_dtype": {**_DTYPES, "none": None},
@@ -83,7 +83,7 @@ def _wrong_value(name: str, value: Any) -> PolicyError | None:
         if isinstance(value, tuple) and all(isinstance(rule, Rule) for rule in value):
             return _too_many(value)
         return PolicyError("rules must be a tuple of Rule", write='rules=(Rule("fp32", op="softmax"),)')
-    known = _WORDS[name].values()
+    known = WORDS[name].values()
     is_word = isinstance(value, str | torch.dtype | bool | None)  # 1 == True, and answers no yes-or-no question
     if is_word and value in known:
         return None
@@ -198,7 +198,7 @@ def _value(name: str, value: Any) -> Any:
         return LossScale.parse(value)
     if name == "rules":
         return tuple(value) if isinstance(value, list) else value
-    return _WORDS[name].get(value.removeprefix("torch.").lower(), value) if isinstance(value, str) else value
+    return WORDS[name].get(value.removeprefix("torch.").lower(), value) if isinstance(value, str) else value
 
 
 def text_of(value: Any) -> str:
