@@ -192,6 +192,22 @@ def test_ctrl_c_sums_up_what_there_is_and_exits_130(tmp_path):
     assert (tmp_path / "run" / "curves.png").exists()
 
 
+def test_training_that_goes_wrong_under_a_policy_exits_with_4_and_is_told_of(mezzo, tmp_path):
+    too_large = "O1,dtype=float16,loss_scale=constant(2**24)"  # every step is skipped
+    for number, words in enumerate(
+        (("compare", "digits-cnn", "--policies", f"O0; {too_large}"), ("train", "digits-cnn", "--policy", too_large))
+    ):
+        code, out, err = mezzo(*words, "--steps", "4", "--out", f"run{number}")
+        assert code == 4, words
+        assert f"1. 4 of 4 steps were skipped.\n  where  {too_large}\n" in out
+        assert out.index("1. 4 of 4") < out.index("emulated")  # the table is there all the same
+        assert err.splitlines()[-1] == f"run directory: run{number}"
+        assert (tmp_path / f"run{number}" / "report.html").exists()
+    code, out, _ = mezzo("train", "digits-cnn", "--policy", too_large, "--steps", "4", "--out", "again", "--json")
+    assert code == 4
+    assert json.loads(out)["rows"][0]["skipped_steps"] == 4
+
+
 def test_a_terminal_gets_bars_with_counts_and_the_time_left():
     console = Console(file=io.StringIO(), force_terminal=True, width=150, legacy_windows=False)
     recipe = get("digits-cnn")

@@ -75,3 +75,17 @@ def test_gradients_that_stay_far_from_fp32_are_an_alert(mezzo, monkeypatch):
     code, out, _ = mezzo(*QUICK, "--no-compare", "--out", "x.toml")
     assert code == 4
     assert "the worst gradient stays at 10 dB: no rule raises it by 3 dB" in out
+
+
+def test_training_that_goes_wrong_under_the_policy_that_was_found_is_an_alert(mezzo, monkeypatch):
+    real = recipes.tune
+
+    def too_large(*args, **kwargs):
+        found = real(*args, **kwargs)
+        return dataclasses.replace(found, policy=Policy.O1("float16", loss_scale=2.0**24))
+
+    monkeypatch.setattr(recipes, "tune", too_large)
+    code, out, _ = mezzo(*QUICK, "--compare-steps", "4")
+    assert code == 4
+    assert "all 23 ops run low" in out
+    assert "4 of 4 steps were skipped." in out

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mezzo import recipes, report
 from mezzo.cli.app import app
-from mezzo.cli.output import INTERRUPTED, console_for, note, run_directory, show_json, show_judgement
+from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
 from mezzo.recipes.parallel import Parallel, World, joined
@@ -57,7 +57,8 @@ def compare(
     [bold]torchrun --nproc-per-node 2 -m mezzo compare docs-lm --parallel ddp[/bold]   in two processes
 
     Ends with a verdict, a table, and a run directory with report.html, curves.png, summary.json and metrics.jsonl (one
-    line a step). Ctrl-C sums up what there is, and the exit code is 130.
+    line a step). The exit code is 4 where training goes wrong under a policy. Ctrl-C sums up what there is, and the
+    exit code is 130.
     """
     texts = [text.strip() for text in policies.split(";")]
     carry_out(recipe, [text for text in texts if text], steps, seed, out, overwrite, parallel, as_json)
@@ -79,18 +80,20 @@ def carry_out(
 
     Raises:
         MezzoError: As :func:`mezzo.recipes.compare`, before any training.
-        typer.Exit: With 130 after Ctrl-C.
+        typer.Exit: With 130 after Ctrl-C; of the first rank with 4, where training went wrong under a policy.
     """
+    alarms = False
     with joined(parallel) as world:
         comparison, directory = compared(recipe, policies, steps, seed, out, overwrite, world)
     if world.is_first:
+        run = report.read(directory)
+        alarms = report.judge(run).level == "bad"
         if as_json:
             show_json(comparison.to_dict())
         else:
-            show(comparison, directory)
+            show(comparison, run)
         note(f"run directory: {directory}")
-    if comparison.interrupted:
-        raise typer.Exit(INTERRUPTED)
+    leave(interrupted=comparison.interrupted, alarms=alarms)
 
 
 def compared(
@@ -124,11 +127,10 @@ def compared(
     return comparison, out
 
 
-def show(comparison: Comparison, directory: Path) -> None:
+def show(comparison: Comparison, run: report.Run) -> None:
     """Print a comparison: what it came to, and its table."""
     summary = comparison.to_dict()
     console = console_for(200)
-    run = report.read(directory)
     show_judgement(console, report.judge(run))
     console.print()
     for table in (*report.results_tables(summary, console.width), *report.rank_tables(run, console.width)):

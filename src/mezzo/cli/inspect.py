@@ -10,7 +10,7 @@ from rich.console import Console
 from mezzo import recipes, report
 from mezzo.cli.app import app
 from mezzo.cli.compare import Out, Overwrite, Seed
-from mezzo.cli.output import ALERT, INTERRUPTED, console_for, note, run_directory, show_json, show_judgement
+from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
 from mezzo.recipes.inspection import DEFAULT_POLICY
 
@@ -60,7 +60,4 @@ def inspect(
     else:
         show_judgement(console_for(200), judgement)
     note(f"run directory: {out}")
-    if inspection.run.interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if judgement.level == "bad":
-        raise typer.Exit(ALERT)
+    leave(interrupted=inspection.run.interrupted, alarms=judgement.level == "bad")

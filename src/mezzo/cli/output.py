@@ -15,12 +15,12 @@ from mezzo.errors import PolicyError, message, printable
 from mezzo.report import Judgement
 
 __all__ = [
-    "ALERT", "INTERRUPTED", "console_for", "note", "require_free", "run_directory", "show_json", "show_judgement",
+    "console_for", "leave", "note", "require_free", "run_directory", "show_json", "show_judgement",
 ]  # fmt: skip
 
 #: Exit codes besides those of errors: numbers that alarm; and Ctrl-C, as shells have it, 128 and the signal's number.
-ALERT: Final = 4
-INTERRUPTED: Final = 130
+_ALERT: Final = 4
+_INTERRUPTED: Final = 130
 
 
 def console_for(plain_width: int) -> Console:
@@ -53,6 +53,20 @@ def show_judgement(console: Console, judgement: Judgement) -> None:
     for number, alert in enumerate(judgement.alerts, start=1):
         text = message(alert.what, where=alert.where, why=alert.why, write=alert.write)
         console.print(f"\n{number}. {text}", highlight=False, markup=False, soft_wrap=folds)
+
+
+def leave(*, interrupted: bool, alarms: bool) -> None:
+    """Leave a run with the exit code that says how it went, where it did not go well.
+
+    Args:
+        interrupted: Whether it ended with Ctrl-C, whatever it came to until then.
+        alarms: Whether its numbers went wrong.
+
+    Raises:
+        typer.Exit: With 130, or with 4.
+    """
+    if interrupted or alarms:
+        raise typer.Exit(_INTERRUPTED if interrupted else _ALERT)
 
 
 def require_free(path: Path, option: str, overwrite: bool) -> None:

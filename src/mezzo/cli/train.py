@@ -34,7 +34,7 @@ def train(
 
     [bold]torchrun --nproc-per-node 2 -m mezzo train docs-lm --policy O2 --parallel ddp[/bold]   in two processes
 
-    Ends with one row of the table that [bold]mezzo compare[/bold] prints, and the same run directory. Ctrl-C
-    sums up what there is, and the exit code is 130.
+    Ends with one row of the table that [bold]mezzo compare[/bold] prints, and the same run directory. The exit code
+    is 4 where training goes wrong under the policy. Ctrl-C sums up what there is, and the exit code is 130.
     """
     carry_out(recipe, [policy], steps, seed, out, overwrite, parallel, as_json)

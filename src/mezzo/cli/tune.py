@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from mezzo import recipes
+from mezzo import recipes, report
 from mezzo.cli.app import app
 from mezzo.cli.compare import Seed, compared, show
-from mezzo.cli.output import ALERT, INTERRUPTED, note, require_free, show_json
+from mezzo.cli.output import leave, note, require_free, show_json
 from mezzo.numerics import Tuned
 from mezzo.recipes.parallel import World
 
@@ -49,7 +49,7 @@ def tune(
     [bold]mezzo train docs-lm --policy docs-lm-float16.toml[/bold]   what was found, used
 
     Every op starts low, those too that are FP32 in O1. The file says of each rule why it is there. The exit code is 4
-    where gradients stay far from FP32's and no rule helps.
+    where gradients stay far from FP32's and no rule helps, or where training goes wrong under one of the policies.
     """
     chosen = recipes.get(recipe)
     path = out or Path(f"{recipe}-{dtype}.toml")
@@ -69,22 +69,20 @@ def tune(
     if not as_json:
         typer.echo(str(tuned))
     note(f"policy file: {path}")
-    interrupted = False
+    interrupted, alarms = False, tuned.evidence.result.is_fault
     if compare:
         policies = ["O0", f"O1,dtype={dtype}", str(tuned.policy)]
         comparison, directory = compared(recipe, policies, compare_steps, seed, None, False, World())
-        interrupted = comparison.interrupted
+        run = report.read(directory)
+        interrupted, alarms = comparison.interrupted, alarms or report.judge(run).level == "bad"
         document["comparison"] = comparison.to_dict()
         if not as_json:
             typer.echo()
-            show(comparison, directory)
+            show(comparison, run)
         note(f"run directory: {directory}")
     if as_json:
         show_json(document)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if tuned.evidence.result.is_fault:
-        raise typer.Exit(ALERT)
+    leave(interrupted=interrupted, alarms=alarms)
 
 
 def _evidence(tuned: Tuned) -> dict[str, Any]:
