@@ -18,15 +18,6 @@ import torch.distributed as dist
 ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:  # where a rank finds the function that it is to run
     sys.path.append(ROOT)
-#: What a rank imports anyway, once for all of them: forked from there, it starts in a fifth of a second.
-PRELOADED = [
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch._dynamo",  # which DistributedDataParallel imports
-    "mezzo.session",
-    "mezzo.optim",
-]
 
 
 class RankError(AssertionError):
@@ -53,7 +44,7 @@ def on_ranks(count, function, *args, timeout=60, group_timeout=20, backend="gloo
         backend: Of the process group; ``None`` leaves it to the function to make one.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
     with tempfile.TemporaryDirectory() as folder:
         call = pickle.dumps((function.__module__, function.__qualname__, args))
         there, processes = {}, []

@@ -7,6 +7,8 @@ from torch._dynamo.utils import counters
 
 import mezzo
 
+from ..support.tables import thinned
+
 POLICIES = [
     "O0",
     "O1,dtype=bfloat16,emulate=true",
@@ -26,8 +28,7 @@ def region_maker(kind, model, policy):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
-@pytest.mark.parametrize("kind", ["session", "prepared", "plain"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, kind", thinned(POLICIES, ["session", "prepared", "plain"], every=2))
 def test_a_region_made_inside_a_whole_graph(policy, kind):
     torch.compiler.reset()
     torch.manual_seed(0)
