@@ -11,9 +11,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
-    "bench": 516,
+    "bench": 559,
     "cast": 2_694,
-    "cli": 940,
+    "cli": 1_028,
     "compat": 900,
     "distributed": 320,
     "explanation": 1_078,
@@ -25,10 +25,11 @@ MOST_CODE = {
     "recipes": 1_267,
     "report": 995,
     "scale": 614,
+    "selftest": 430,
     "session": 5_235,
     "step": 2_478,
     "trace": 998,
-    "the ground": 893,
+    "the ground": 892,
 }
 MOST_LINES = 400
 MOST_FILES = 14

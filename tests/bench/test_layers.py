@@ -1,14 +1,14 @@
 """For which layers a format pays: real steps under an injected clock, and a child that may die."""
 
+import importlib
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mezzo.bench import layers
+from mezzo.bench import children, layers
 from mezzo.bench.layers import LayerSteps, Spread, layer_steps, measured
 
 
@@ -74,46 +74,44 @@ def test_json_and_back():
 
 @pytest.fixture
 def child(monkeypatch):
-    """A child that says something of formats until one kills it, and every command that started one."""
-    commands = []
+    """A child that tells of formats until one kills it, and what each was asked."""
+    asked = []
 
-    def run(command, **options):
-        commands.append(command[-1 - command[::-1].index("cpu") :])
-        assert "PYTHONWARNINGS" not in options["env"]
-        lines = ["chatter of oneDNN's"]
-        for name in command[4:]:
+    def ask(module, arguments, told, *, timeout_s):
+        assert callable(importlib.import_module(module).main)
+        asked.append(arguments)
+        for name in arguments[1:]:
             if name == "float16":
-                return SimpleNamespace(returncode=-4, stdout="\n".join(lines).encode())
-            lines.append(layers._PREFIX + json.dumps([name, LayerSteps(speeds={128: speed(2.0)}).to_dict()]))
-        return SimpleNamespace(returncode=0, stdout="\n".join(lines).encode())
+                return "the process that tried it ended with exit code -4"
+            told([name, LayerSteps(speeds={128: speed(2.0)}).to_dict()])
+        return ""
 
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setenv("PYTHONWARNINGS", "error")
-    return commands
+    monkeypatch.setattr(layers, "ask", ask)
+    return asked
 
 
 def test_a_format_that_kills_its_process_is_named_and_the_others_are_timed(child):
     found = layer_steps("cpu", [torch.bfloat16, torch.float16, torch.float8_e5m2])
     assert found[torch.bfloat16] == found[torch.float8_e5m2] == LayerSteps(speeds={128: speed(2.0)})
     assert found[torch.float16] == LayerSteps(speeds={}, trouble="the process that tried it ended with exit code -4")
-    assert [command[1:] for command in child] == [["bfloat16", "float16", "float8_e5m2"], ["float8_e5m2"]]
+    assert child == [["cpu", "bfloat16", "float16", "float8_e5m2"], ["cpu", "float8_e5m2"]]
 
 
 def test_a_child_that_cannot_be_started(monkeypatch):
-    def run(*_, **__):
+    def popen(*_, **__):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     found = layer_steps("cpu", [torch.bfloat16, torch.float16])
     assert {each.trouble for each in found.values()} == {
-        "a child process could not be started or did not end: no more processes"
-    }
+        "a child process could not be started: no more processes"
+    }  # fmt: skip
 
 
 def test_what_mezzo_refuses_is_said(capsys, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     layers.main("cpu", "float64")
-    name, said = json.loads(capsys.readouterr().out.removeprefix(layers._PREFIX))
+    name, said = json.loads(capsys.readouterr().out.removeprefix(children._PREFIX))
     assert name == "float64"
     assert said["speeds"] == {}
     assert "float64" in said["trouble"]

@@ -21,5 +21,7 @@ def test_json_holds_the_facts_as_well(mezzo):
     assert found["machine"]["torch"] == torch.__version__
 
 
-def test_help_names_the_verb_that_judges(mezzo):
-    assert "mezzo doctor" in mezzo("env", "--help")[1]
+def test_help_names_the_verbs_that_judge(mezzo):
+    _, out, _ = mezzo("env", "--help")
+    assert "mezzo doctor" in out
+    assert "mezzo test" in out

@@ -8,10 +8,6 @@ process, and a format that kills one must not kill the caller.
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from mezzo.bench.children import ask, tell
 from mezzo.bench.timing import Spread, against, rounds, seconds
 from mezzo.errors import MezzoError
 from mezzo.session import MixedPrecision
@@ -35,8 +32,6 @@ _ROWS: Final = 128
 _REPETITIONS: Final = 9
 #: Some ten seconds on two cores; many times that on a busy machine.
 _TIMEOUT_S: Final = 180.0
-#: Begins the line that is meant for the parent.
-_PREFIX: Final = "mezzo-layers "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,21 +101,13 @@ def layer_steps(device_type: str, dtypes: Sequence[torch.dtype]) -> dict[torch.d
 
 def _ask_child(arguments: list[str]) -> tuple[dict[str, LayerSteps], str]:
     """Start a child; return its answers, in the order of the formats, and how it ended if some are missing."""
-    command = [sys.executable, "-c", "import sys; from mezzo.bench.layers import main; main(*sys.argv[1:])", *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-    environment.pop("PYTHONWARNINGS", None)  # a filter of the user's must not turn a deprecation into an end
-    try:
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.SubprocessError) as fault:
-        return {}, f"a child process could not be started or did not end: {fault}"
-    told = {}
-    for line in done.stdout.decode(errors="replace").splitlines():
-        if line.startswith(_PREFIX):
-            name, said = json.loads(line.removeprefix(_PREFIX))
-            told[name] = LayerSteps.from_dict(said)
-    return told, f"the process that tried it ended with exit code {done.returncode}"
+    told: dict[str, LayerSteps] = {}
+
+    def take(said: Any) -> None:
+        name, steps = said
+        told[name] = LayerSteps.from_dict(steps)
+
+    return told, ask(__name__, arguments, take, timeout_s=_TIMEOUT_S)
 
 
 def main(device_type: str, *names: str) -> None:
@@ -132,7 +119,7 @@ def main(device_type: str, *names: str) -> None:
             steps = LayerSteps(speeds=measured(device_type, getattr(torch, name)))
         except MezzoError as error:
             steps = LayerSteps(speeds={}, trouble=str(error).splitlines()[0])
-        print(_PREFIX + json.dumps([name, steps.to_dict()]), flush=True)
+        tell([name, steps.to_dict()])
 
 
 def measured(

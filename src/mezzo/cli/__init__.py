@@ -23,7 +23,7 @@ from mezzo.cli import (  # noqa: F401  (each verb registers itself)
     tune,
 )
 from mezzo.cli.app import app
-from mezzo.cli.machine import doctor, env  # noqa: F401
+from mezzo.cli.machine import check, doctor, env  # noqa: F401
 from mezzo.errors import MezzoError, NumericsError, PolicyError, UnsupportedError
 
 __all__ = ["app", "main"]

@@ -37,6 +37,7 @@ def _show_version(wanted: bool) -> None:
     mezzo ops softmax               what the lists say about an op
     mezzo formats float16           the numbers of a format
     mezzo doctor                    what this machine can do
+    mezzo test                      does mixed precision work on this machine
     mezzo env                       facts for a bug report
     mezzo bench step                optimizer steps against torch.amp
     """

@@ -18,10 +18,26 @@ from rich.progress import (
 from mezzo.policy import Policy
 from mezzo.recipes import Metric, RunResult, StepRecord, Watcher
 
-__all__ = ["watching"]
+__all__ = ["bars", "watching"]
 
 #: Ten steps a second are plenty to look at, and drawing takes time from training on two cores.
 REFRESH_PER_SECOND = 4
+
+
+def bars(console: Console) -> Progress:
+    """Return bars with the time left, and ``news`` behind it, that vanish in the end."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[news]}", markup=False),
+        console=console,
+        refresh_per_second=REFRESH_PER_SECOND,
+        transient=True,
+    )
 
 
 @contextmanager
@@ -36,18 +52,7 @@ def watching(console: Console, metric: Metric, num_policies: int) -> Iterator[Wa
     if not console.is_terminal:
         yield LogLines(console, metric)
         return
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[news]}", markup=False),
-        console=console,
-        refresh_per_second=REFRESH_PER_SECOND,
-        transient=True,
-    )
+    progress = bars(console)
     with progress:
         yield ProgressBars(progress, console, metric, num_policies)
 

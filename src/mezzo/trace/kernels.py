@@ -126,7 +126,7 @@ def flops(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
 
     name = str(kernel._schema.name).removeprefix("aten::")
     dtype = next((tensor.dtype for tensor in tensors(args) if tensor.dtype.is_floating_point), None)
-    if dtype is None or name.endswith("_backward"):
+    if dtype is None:
         return None
     if (own := _FLOPS.get(name)) is not None:
         return own(args), dtype

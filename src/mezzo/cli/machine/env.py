@@ -24,8 +24,9 @@ def env(
 
     [bold]mezzo env --json[/bold]   the same for a program
 
-    These are facts; what follows from them is [bold]mezzo doctor[/bold]'s to say. Of the environment only
-    variables by known names are printed, and the home folder as ~.
+    These are facts. What follows from them is [bold]mezzo doctor[/bold]'s to say, and whether training works,
+    [bold]mezzo test[/bold]'s. Of the environment only variables by known names are printed, and the home folder
+    as ~.
     """
     with Console(stderr=True).status("trying products in each format; the first time takes seconds"):
         found = environment()
