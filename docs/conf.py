@@ -20,6 +20,8 @@ autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints, autodoc_typehints_format = "description", "short"
 autodoc_typehints_description_target = "documented"
 default_role = "code"
+python_use_unqualified_type_names = True
+napoleon_use_ivar = True
 napoleon_numpy_docstring = napoleon_use_rtype = False
 napoleon_custom_sections = [("Cost", "notes_style")]
 

@@ -1,4 +1,8 @@
-"""mezzo trains PyTorch models in automatic mixed precision."""
+"""mezzo trains PyTorch models in automatic mixed precision.
+
+``MixedPrecision`` ties models, optimizers and a ``Policy`` into a training loop. The pages are in ``docs/`` of the
+repository: ``docs/start.md`` to begin, ``docs/nan.md`` where a loss is NaN, ``docs/index.md`` for all of them.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

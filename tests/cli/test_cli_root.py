@@ -1,6 +1,8 @@
 """The root command: help, version, and exit codes a shell can read."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,14 @@ def test_help_leads_with_examples(capsys):
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
     assert out.index("mezzo compare digits-cnn") < out.index("Commands")
+
+
+def test_pages_that_help_and_docstring_name_exist(capsys):
+    docs = Path(__file__).parents[2]
+    for text in (run(capsys, "--help")[1], mezzo.__doc__):
+        named = re.findall(r"docs/\w+\.md", text)
+        assert "docs/nan.md" in named
+        assert all((docs / name).is_file() for name in named)
 
 
 def test_version(capsys):

@@ -40,7 +40,8 @@ def _show_version(wanted: bool) -> None:
     mezzo test                      does mixed precision work on this machine
     mezzo env                       facts for a bug report
     mezzo bench step                optimizer steps against torch.amp
-    """
+    """,
+    epilog="Pages, in mezzo's repository: docs/start.md to begin, docs/nan.md if a loss is NaN, docs/index.md for all.",
 )
 def _root(
     version: Annotated[

@@ -250,7 +250,7 @@ class StepStats:
                 f"the loss was not finite for {failures} steps in a row",
                 where=f"step {step}{first}",
                 why="the forward pass or the data overflowed, which no loss scale can cure",
-                write='MixedPrecision(…, on_overflow="explain"), which says where it began',
+                write='MixedPrecision(…, on_overflow="explain"), which says where it began; docs/nan.md has the rest',
             )
         for loss_id, scale, floor_overflows in zip(outcome.after, rest[::2], rest[1::2], strict=True):
             if scale != (before := scales[loss_id].now):
