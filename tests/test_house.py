@@ -40,10 +40,15 @@ def sources() -> dict[str, str]:
     return {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def lines_of_code(source: str) -> int:
     """Count the lines that hold a token of code which is no docstring."""
     documented = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node
         ):
@@ -82,7 +87,7 @@ def test_no_file_is_long_and_no_folder_full():
 def test_no_class_has_the_name_of_another():
     places = defaultdict(list)
     for path, text in sources().items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path)
     twice = {name: files for name, files in places.items() if len(files) > 1}
@@ -93,7 +98,7 @@ def test_what_a_file_offers_is_in_it():
     missing = {}
     for path, text in sources().items():
         bound, offered = set(), []
-        for node in ast.parse(text).body:
+        for node in parsed(text).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ClassDef | ast.FunctionDef):

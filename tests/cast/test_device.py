@@ -621,26 +621,3 @@ def test_after_the_first_use_the_limit_is_known_to_be_too_late(tmp_path):
     # What oneDNN is switched off for is logged to stderr, by logging's last resort.
     program = program.replace("import os, signal, torch", "import logging, os, signal, torch\n    logging.disable()", 1)
     assert in_a_fresh_process(program, tmp_path) == [late, late, late, "native AVX2 False"]
-
-
-def test_importing_starts_nothing_sets_nothing_and_touches_no_device(tmp_path):
-    program = """
-        import os, subprocess, torch
-        def refuse(*arguments, **keywords):
-            raise SystemExit(f"called at import: {arguments}")
-        subprocess.Popen.__init__ = refuse
-        if hasattr(os, "fork"):
-            os.fork = refuse
-        torch.cuda.is_available = torch.accelerator.current_accelerator = refuse
-        environment, threads, state = dict(os.environ), torch.get_num_threads(), torch.get_rng_state()
-        import mezzo.cast.device
-        assert dict(os.environ) == environment
-        assert torch.get_num_threads() == threads
-        assert torch.equal(torch.get_rng_state(), state)
-        assert not torch.cuda.is_initialized()
-        # oneDNN has not looked at its environment either, else it would not obey now.
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "SSE41"
-        print(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    """
-    assert in_a_fresh_process(program, tmp_path) == ["False"]
-    assert list(tmp_path.iterdir()) == []

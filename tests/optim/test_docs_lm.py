@@ -29,6 +29,7 @@ def trained(split, master, steps, dtype="bfloat16"):
     recipe = dataclasses.replace(
         get("docs-lm"),
         optimizer=lambda model: optim.AdamW(decayed_groups(model, 0.1), lr=2.5e-3, betas=(0.9, 0.99), master=master),
+        evaluate=lambda model, split: 0.0,  # which says nothing here, and takes longer than six steps
     )
     policy = Policy.parse(f"O2,dtype={dtype},emulate=true")
     run = Training(recipe, policy, split, steps=steps, world=World(device=torch.device("cpu")))

@@ -107,16 +107,6 @@ def test_it_is_a_frozen_value():
         Overflow("range")
 
 
-def test_the_room_is_not_loaded_before_it_is_used():
-    import subprocess
-    import sys
-
-    rooms = ("mezzo.numerics", "mezzo.overflow", "mezzo.trace")
-    code = f"import sys, mezzo; sys.exit(any(name.startswith({rooms}) for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert mezzo.__version__
-
-
 def test_json_nested_without_end_is_refused():
     with pytest.raises(StateError, match="this is not an overflow"):
         Overflow.from_json("[" * 100_000)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import mezzo
 from mezzo import MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
 
 from .loops import assert_same
@@ -297,23 +296,3 @@ def test_fp16_emulation_is_reported():
 def test_policy_may_be_a_file(tmp_path):
     Policy.O2("bfloat16").save(tmp_path / "policy.toml")
     assert session(tmp_path / "policy.toml")[2].policy == Policy.O2("bfloat16")
-
-
-def test_import_is_light():
-    """Beside torch, which takes seconds, nothing but mezzo's own files and parts of the standard library is loaded."""
-    import os
-    import subprocess
-    import sys
-
-    code = (
-        "import os, sys, torch; before, modules = dict(os.environ), set(sys.modules); state = torch.get_rng_state(); "
-        "import mezzo; assert dict(os.environ) == before and torch.equal(state, torch.get_rng_state()); "
-        "print(*(set(sys.modules) - modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ)
-    added = set(done.stdout.split())
-    packages = {name.partition(".")[0] for name in added} - sys.stdlib_module_names
-    assert packages <= {"mezzo", "torch"}
-    heavy = ("torch._dynamo", "torch._inductor", "torch._export", "torch.export", "torch.onnx", "torch.distributed")
-    assert not [name for name in added if name.startswith(heavy)]
-    assert mezzo.__version__

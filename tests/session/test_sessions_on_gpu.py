@@ -140,7 +140,7 @@ def test_without_a_compiler_steps_go_block_by_block_and_wait_for_nothing(gpu, no
     assert "run block by block" in caplog.text
     losses = [loop.train_step(*loop.batch)[0] for _ in range(FIRST)]
     with gpu.unread():
-        losses += [loop.train_step(*loop.batch)[0] for _ in range(20)]
+        losses += [loop.train_step(*loop.batch)[0] for _ in range(20 if gpu.computes else 5)]
     if gpu.computes:
         assert losses[-1] < losses[0]
 

@@ -491,11 +491,6 @@ def test_whether_a_graph_is_captured_is_asked_on_the_tensors_device(monkeypatch,
     assert now == [current]
 
 
-def test_the_executor_s_modules_import_triton_only_for_a_kernel():
-    code = "import sys, mezzo.step.executors.triton.launch; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 # On a GPU alone ---------------------------------------------------------------------------------------------
 
 
