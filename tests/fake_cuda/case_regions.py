@@ -9,7 +9,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import mezzo
 from mezzo import UnsupportedError
-from mezzo.cast import differences, region
+from mezzo.cast import accumulation, differences, region
 from mezzo.cast.device import decide
 
 LOW = ["float16", "bfloat16"]
@@ -104,9 +104,9 @@ def test_what_a_region_covers_is_copied_with_the_model():
 
 @pytest.fixture
 def flags():
-    before = region._reductions()
-    yield lambda: (region._reductions()[0], region._reductions()[1])
-    region._set_reductions(before)
+    before = accumulation.reductions()
+    yield lambda: (accumulation.reductions()[0], accumulation.reductions()[1])
+    accumulation.set_reductions(before)
 
 
 SPLIT_K = [(True, True), (False, True), (False, False)]
@@ -115,7 +115,7 @@ SPLIT_K = [(True, True), (False, True), (False, False)]
 @pytest.mark.parametrize("fp16", SPLIT_K)
 @pytest.mark.parametrize("bf16", SPLIT_K)
 def test_a_region_forbids_reduced_accumulation_and_gives_back_what_the_user_set(flags, fp16, bf16):
-    region._set_reductions([fp16, bf16])
+    accumulation.set_reductions([fp16, bf16])
     with mezzo.autocast("O1,dtype=float16", "cuda"):
         assert flags() == ((False, fp16[1]), (False, bf16[1]))
     assert flags() == (fp16, bf16)
@@ -129,7 +129,7 @@ SEEN = []
 @torch.library.custom_op("mezzo_fake_cuda::look", mutates_args=())
 def look(x: torch.Tensor) -> torch.Tensor:
     """Write down torch's flags while compiled code runs."""
-    SEEN.append(tuple(reduced for reduced, _ in region._reductions()))
+    SEEN.append(tuple(reduced for reduced, _ in accumulation.reductions()))
     return x.clone()
 
 
@@ -154,7 +154,7 @@ def within(x):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_it_is_forbidden_in_compiled_code_that_a_region_is_around(flags, backend):
-    region._set_reductions([(True, True), (True, True)])
+    accumulation.set_reductions([(True, True), (True, True)])
     compiled = torch.compile(around, backend=backend, fullgraph=True)
     for _ in range(2):
         SEEN.clear()
@@ -170,14 +170,14 @@ def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already
     compiled = torch.compile(within, backend=backend, fullgraph=whole)
     SEEN.clear()
     for _ in range(2):
-        region._set_reductions([(True, True), (True, True)])
+        accumulation.set_reductions([(True, True), (True, True)])
         with pytest.raises(
             RuntimeError,
             match=r"(?s)UnsupportedError: accumulate=fp32 cannot .*allow_bf16_\w+ is True.*write  torch\.backends\."
             r"cuda\.matmul\.allow_bf16_reduced_precision_reduction = False .*around the compiled.*or accumulate=native",
         ):
             compiled(torch.ones(4, 4))
-        region._set_reductions([(True, True), (False, False)])  # of the dtype that is computed in
+        accumulation.set_reductions([(True, True), (False, False)])  # of the dtype that is computed in
         compiled(torch.ones(4, 4))
     assert {bf16 for _, bf16 in SEEN} == {False}
 
@@ -185,7 +185,7 @@ def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
 @pytest.mark.parametrize("way", ["called", "eager", "aot_eager"])
 def test_a_region_that_covers_no_gpu_leaves_its_flags_alone_and_may_be_compiled(flags, way):
-    region._set_reductions([(True, True), (True, True)])
+    accumulation.set_reductions([(True, True), (True, True)])
     run = elsewhere if way == "called" else torch.compile(elsewhere, backend=way)
     SEEN.clear()
     run(torch.ones(4, 4))
@@ -198,7 +198,7 @@ def test_a_compiled_region_may_leave_accumulation_to_torch(flags):
         with mezzo.autocast("O1,dtype=bfloat16,accumulate=native", "cuda"):
             return look(x) @ x
 
-    region._set_reductions([(True, True), (True, True)])
+    accumulation.set_reductions([(True, True), (True, True)])
     SEEN.clear()
     torch.compile(native, backend="eager", fullgraph=True)(torch.ones(4, 4))
     assert {*SEEN} == {(True, True)}

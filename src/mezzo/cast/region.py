@@ -18,18 +18,18 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
+from mezzo.cast.accumulation import accumulation
 from mezzo.cast.device import default_kinds
 from mezzo.cast.differences import Differences, Handler, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting_modes
 from mezzo.cast.recompute import Again, shadowed
 from mezzo.cast.weight_casts import WeightCasts
-from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
 __all__ = [
-    "Region", "accumulation", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here", "holds_inside",
+    "Region", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here", "holds_inside",
 ]  # fmt: skip
 
 #: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.
@@ -320,68 +320,3 @@ def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -
 # What torch._dynamo.assume_constant_result sets, without a second of imports: a region entered inside a compiled
 # function is resolved while it is traced.
 _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterator[None]:
-    """Forbid reduced-precision accumulation inside CUDA's GEMMs while ``policy.accumulate`` is ``fp32``.
-
-    The flags are torch's own and process-wide; they are put back on exit, with what the user said of split-k.
-
-    Args:
-        policy: What is asked for.
-        per_device: Of the devices that are covered: without CUDA among them nothing is touched.
-
-    Raises:
-        UnsupportedError: Entered inside a compiled function, which cannot set them, while they allow it.
-    """
-    covered = any(each.device_type == "cuda" for each in per_device)
-    if not covered or policy.accumulate != "fp32" or not torch.cuda.is_available():
-        yield
-        return
-    if torch.compiler.is_compiling():
-        _require_off(str(policy))
-        yield
-        return
-    before = _reductions()
-    _set_reductions([(False, split_k) for _, split_k in before])
-    try:
-        yield
-    finally:
-        _set_reductions(before)
-
-
-def _require_off(policy: str) -> bool:
-    """Refuse to be compiled where GEMMs may accumulate in reduced precision; Dynamo itself guards that it stays so."""
-    dtypes = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-    allowed = dict(zip(dtypes, _reductions(), strict=True))
-    dtype = Policy.parse(policy).dtype
-    if dtype in allowed and allowed[dtype][0]:
-        flag = f"torch.backends.cuda.matmul.allow_{dtypes[dtype]}_reduced_precision_reduction"
-        raise UnsupportedError(
-            "accumulate=fp32 cannot be carried out by a region inside a compiled function",
-            where=f"{flag} is True",
-            why="compiled code would set it to False only when all its GEMMs have run",
-            write=f"{flag} = False  # before the function is called\n"
-            "or the region around the compiled function, where it sets that itself\n"
-            "or accumulate=native in the policy, which leaves it to torch",
-        )
-    return True
-
-
-# As `_resolve`: it runs while the function is traced.
-_require_off._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _reductions() -> list[tuple[bool, bool]]:
-    """Return for FP16 and BF16 whether GEMMs may accumulate in reduced precision, and whether they may split k."""
-    # torch.backends has a name for the first half alone, and sets the second to True with it.
-    return [
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-    ]
-
-
-def _set_reductions(pairs: list[tuple[bool, bool]]) -> None:
-    torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*pairs[0])
-    torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*pairs[1])

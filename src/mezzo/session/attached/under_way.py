@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from mezzo.cast.region import accumulation
+from mezzo.cast.accumulation import accumulation
 from mezzo.errors import StateError
 from mezzo.scale.scaler import Scaler
 from mezzo.session.backward import WindowPass
