@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 559,
-    "cast": 2_702,
+    "cast": 2_715,
     "cli": 1_029,
     "compat": 900,
     "distributed": 320,
@@ -24,9 +24,9 @@ MOST_CODE = {
     "policy": 1_042,
     "recipes": 1_267,
     "report": 995,
-    "scale": 614,
+    "scale": 658,
     "selftest": 430,
-    "session": 5_235,
+    "session": 5_553,
     "step": 2_478,
     "trace": 998,
     "the ground": 892,

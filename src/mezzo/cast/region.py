@@ -49,6 +49,7 @@ class Region:
         on_error: What is called with an exception that leaves the region; it may raise another one.
         holds_inside: Whether it holds inside prepared models as well, whose boundaries then neither cast nor enter
             regions of their own: the weights are the model's, and what is computed is this region's.
+        caches: Whether torch's own autocast keeps casts of weights; as it is set around the region where it is None.
     """
 
     policy: Policy
@@ -57,6 +58,7 @@ class Region:
     on_entry: Callable[[], object] | None = None
     on_error: Callable[[BaseException], object] | None = None
     holds_inside: bool = False
+    caches: bool | None = None
 
     @classmethod
     def inside(
@@ -220,7 +222,8 @@ def _active(region: Region) -> Iterator[None]:
     """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
     if region.on_entry is not None:
         region.on_entry()
-    with accumulation(region.policy, region.per_device), _native(region.per_device), shadowed() as around:
+    flags, native = accumulation(region.policy, region.per_device), _native(region.per_device)
+    with flags, _caching(region.caches), native, shadowed() as around:
         if not region.has_differences:
             yield
             return
@@ -243,6 +246,20 @@ def _backward(region: Region) -> Iterator[bool]:
         casts = WeightCasts() if region.casts is None else region.casts
         with casts.region(continues=True), PolicyMode(own, casts, recomputing=True):
             yield True
+
+
+@contextlib.contextmanager
+def _caching(caches: bool | None) -> Iterator[None]:
+    """Let torch's autocast keep casts of weights, or not; a graph keeps none whatever it is told."""
+    if caches is None or torch.compiler.is_compiling():
+        yield
+        return
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(caches)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from mezzo.errors import DistributedError, PolicyError, UnsupportedError, shown, some_of
+from mezzo.scale.scaler import Scaler
 from mezzo.session.agreement import by_value
 from mezzo.session.core import Core
 from mezzo.session.refusals import beginning
@@ -35,6 +36,8 @@ def begun(
     max_grad_norm: float | None,
     on_overflow: Literal["skip", "explain", "raise"],
     restore_buffers: bool,
+    scaler: Scaler | None = None,
+    guards: bool = True,
     **options: Any,
 ) -> Core:
     """Check everything, carry the policy out, and return what a session is made of.
@@ -48,6 +51,8 @@ def begun(
         max_grad_norm: See there.
         on_overflow: See there.
         restore_buffers: See there.
+        scaler: As :class:`Core` takes it.
+        guards: As :class:`Core` takes it.
         **options: ``num_losses`` and ``device``; see there.
     """
     with _starting(consensus) as agree:
@@ -56,7 +61,8 @@ def begun(
             raise PolicyError(f"check_ranks is {shown(checks_ranks)}, not True or False", write="check_ranks=True")
         trained, options["handles"], policy = with_handles(subjects, policy)
         beginning.check_session(trained, given, policy, max_grad_norm=max_grad_norm, on_overflow=on_overflow, **options)
-        core = Core(trained, given, policy, **options, consensus=consensus, checks_ranks=checks_ranks)
+        options |= {"consensus": consensus, "checks_ranks": checks_ranks, "scaler": scaler, "guards": guards}
+        core = Core(trained, given, policy, **options)
         core.max_grad_norm, core.on_overflow = max_grad_norm, on_overflow
         core.buffers = NormBuffers(core.models) if restore_buffers else None
         if consensus is not None and on_overflow == "explain" and core.weights.shards is not None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mezzo.errors import PolicyError, StateError, UnsupportedError, some_of
 from mezzo.optim.hypers import changes_nothing
 from mezzo.policy import Policy
+from mezzo.scale.held import HeldScaler
 from mezzo.scale.scaler import Scaler
 from mezzo.session.agreement import Agreement
 from mezzo.session.scale import StepOutcome
@@ -45,6 +46,8 @@ class Core:
         num_losses: How many losses have a scale of their own.
         device: Where the loss scales live; the first parameter's when omitted.
         handles: The handles of those models that were prepared before.
+        scaler: What holds the scale of its one loss, where there is such a thing already.
+        guards: See below.
 
     Attributes:
         models: The models.
@@ -64,6 +67,8 @@ class Core:
         evaluating: The optimizer that evaluates a closure now.
         replay: What finds where an overflow began, with ``on_overflow="explain"``.
         has_begun: Whether there was a backward pass, before which the models were looked at again.
+        guards: Whether it refuses what is done with its optimizers and weights without it: steps, and training weights
+            of low precision. Where only an optimizer is known, and no model, that is their owner's business.
         consensus: What the ranks that step together share; ``None`` where there is one rank.
         agreement: What the ranks that step together decide in each step; ``None`` where there is one rank.
         is_closed: Whether the preparation was undone.
@@ -80,15 +85,20 @@ class Core:
         handles: Handles,
         consensus: Consensus | None = None,
         checks_ranks: bool = False,
+        scaler: Scaler | None = None,
+        guards: bool = True,
     ) -> None:
         self.models, self.optimizers, self.policy = models, optimizers, policy
+        self.guards = guards
         self.max_grad_norm: float | None = None
         self.on_overflow: Literal["skip", "explain", "raise"] = "skip"
         self.weights = Weights(models, optimizers, policy, handles)
+        self.weights.low.guards = guards
         self.groups: list[GradientGroup] = []
         self.num_param_groups = 0
         device = device or next(self.weights.updated()).device
-        self.scalers = [Scaler(policy.loss_scale, device, shared) for _ in range(num_losses)]
+        made = (Scaler(policy.loss_scale, device, shared) for _ in range(num_losses))
+        self.scalers = [*made] if scaler is None else [scaler]
         self.consensus = consensus
         self.agreement = None if consensus is None else Agreement(consensus, self.scalers, checks_ranks=checks_ranks)
         ranks = 1 if consensus is None else consensus.size
@@ -97,7 +107,9 @@ class Core:
         else:
             consensus.follow(self.weights.updated(), self.weights.name_of)
             consensus.require(self.device)
-        self.stats = StepStats(policy.loss_scale, self.scale_tensors(), self.weights.name_of, ranks=ranks)
+        is_held = isinstance(scaler, HeldScaler)
+        names = self.weights.name_of
+        self.stats = StepStats(policy.loss_scale, self.scale_tensors(), names, ranks=ranks, moves_later=is_held)
         self.buffers: NormBuffers | None = None
         self.edits = EditWatch()
         self.inner_overflows: dict[int, Tensor] = {}
@@ -269,7 +281,7 @@ class Core:
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuse a step of an optimizer's that is none of the session's: a hook before each of its steps."""
-        if self.writes.is_done and self.evaluating is not optimizer:
+        if self.guards and self.writes.is_done and self.evaluating is not optimizer:
             self._refuse_foreign_step(optimizer)
         self.writes.entering()  # the last line: what follows is the optimizer's own code
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, islice
 from operator import or_
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -118,6 +118,14 @@ class Step:
         :class:`mezzo.overflow.Changed` names inputs that were changed in place since, so that nothing could be rerun.
         """
         return self._overflow
+
+    @classmethod
+    def plain(cls) -> Self:
+        """Return the step of an optimizer by itself, which nothing has scaled or checked."""
+        verdict = Verdict.of_flags(None, None, torch.device("cpu"))
+        one, no = torch.ones(()), verdict.found_inf
+        outcome = StepOutcome(verdict=verdict, params=[], scale=one, next_scale=one, after={}, loss_failed=no)
+        return cls(outcome, lambda: None)
 
     def __repr__(self) -> str:
         made, verdict = self._outcome, self._outcome.verdict
@@ -259,6 +267,8 @@ def _one_or_all(scales: list[Tensor]) -> Tensor:
 
 def _one_of(losses: list[Tensor], device: torch.device) -> Tensor:
     """Return a 0-d tensor of a device that is finite where all losses are, without a sync."""
+    if not losses:  # those of gradients that were found are not known
+        return torch.zeros((), device=device)
     if len(losses) == 1:
         loss = losses[0].reshape(())
         return moved(loss, device, torch.float32 if loss.dtype in LOW else loss.dtype)

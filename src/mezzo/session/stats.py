@@ -98,11 +98,19 @@ class StepStats:
         name_of: Gives the name of a tensor that the optimizers update.
         ranks: How many ranks step together. Where there are several, each step's numbers travel at once: another rank's
             error may be among them.
+        moves_later: Whether the scale that a step leaves moves only before the next.
     """
 
     def __init__(
-        self, config: LossScale, scales: list[Tensor], name_of: Callable[[Tensor], str], *, ranks: int = 1
+        self,
+        config: LossScale,
+        scales: list[Tensor],
+        name_of: Callable[[Tensor], str],
+        *,
+        ranks: int = 1,
+        moves_later: bool = False,
     ) -> None:
+        self._moves_later = moves_later
         self._config, self._name_of, self._ranks = config, name_of, ranks
         self._steps = self._skipped = 0
         self._recent: deque[bool] = deque(maxlen=config.interval)
@@ -257,7 +265,17 @@ class StepStats:
                 what = f"loss scale of loss {loss_id}" if len(scales) > 1 else "loss scale"
                 at_floor = "; this is its floor" if scale == as_float32(self._config.floor) else ""
                 why = "" if scale > before else f", which overflowed{at_floor}"
-                says.append(partial(logger.info, "%s %.6g → %.6g after step %d%s", what, before, scale, step, why))
+                says.append(
+                    partial(
+                        logger.info,
+                        "%s %.6g → %.6g after step %d%s",
+                        what,
+                        before,
+                        scale,
+                        step - self._moves_later,
+                        why,
+                    )
+                )
                 scales[loss_id] = scales[loss_id].moved(scale)
             if floor_overflows >= patience:
                 loss = f"loss {loss_id}, " if len(scales) > 1 else ""

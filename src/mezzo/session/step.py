@@ -42,14 +42,14 @@ def take_together(core: Core, agreement: Agreement, optimizers: Any, closure: An
     """
     agreement.begin(core.stats.begun + 1)
     try:
-        step = take(core, optimizers, closure, scheduler)
+        taken = take(core, optimizers, closure, scheduler)
     except Exception as error:
         heard = agreement.refuse(error, core.device)
         if heard is None:
             raise
-        step = _abstained(core, heard)
+        taken = _abstained(core, heard)
     agreement.consensus.step += 1
-    return step
+    return taken
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ __all__ = [
     "listed",
     "listed_optimizers",
     "models_and_optimizers",
+    "owners",
     "unknown_reaction",
     "wrong_norm",
 ]
@@ -189,7 +190,7 @@ def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[Mez
                 where=kind,
                 write="model.to_empty(device=…), then initialise or load them; then the optimizer, then the session",
             )
-        if _is_held(optimizer):
+        if owners(optimizer):
             yield StateError(
                 "the optimizer belongs to a session or to MasterWeights already",
                 where=kind,
@@ -210,10 +211,10 @@ def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[Mez
             )
 
 
-def _is_held(optimizer: Optimizer) -> bool:
-    """Whether a session or ``MasterWeights`` holds the optimizer, which may have masters in its parameters' places."""
-    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    return any(type(owner).__module__.startswith("mezzo.") for owner in owners)
+def owners(optimizer: Optimizer) -> list[Any]:
+    """Return what holds an optimizer, a session or ``MasterWeights``; it may have masters in its parameters' places."""
+    found = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return [owner for owner in found if type(owner).__module__.startswith("mezzo.")]
 
 
 def _without_masters(

@@ -25,10 +25,14 @@ class LowWeights:
             arithmetic would have to take away, and where the policy stores FP32 no optimizer but mezzo's, which keep
             what rounding takes, may train weights that came in low precision.
         name_of: Gives a parameter's name.
+
+    Attributes:
+        guards: Whether :meth:`check` refuses anything.
     """
 
     def __init__(self, optimizers: list[Optimizer], policy: Policy, name_of: Callable[[Tensor], str]) -> None:
         self._optimizers, self._policy, self._name_of = optimizers, policy, name_of
+        self.guards = True
         self._num_groups = -1
         self._frozen: list[Tensor] = []
 
@@ -42,7 +46,7 @@ class LowWeights:
         Raises:
             UnsupportedError: There are such weights.
         """
-        if self._policy.master_weights:
+        if self._policy.master_weights or not self.guards:
             return
         if gradients is None:
             if self._count() == self._num_groups and not any(param.requires_grad for param in self._frozen):
@@ -51,14 +55,11 @@ class LowWeights:
             return
         frozen: list[Tensor] = []
         for optimizer in self._optimizers:
-            own = as_one_pass(optimizer)
-            low = [(p, g) for g in optimizer.param_groups for p in g["params"] if p.dtype in LOW]
-            frozen += [param for param, _ in low if not param.requires_grad]
-            training = [(param, group) for param, group in low if param.requires_grad]
-            bare = [param for param, group in training if own is None or group["master"] is None]
-            self._refuse_fp16_unscaling(optimizer, bare)
-            if own is None and self._policy.param_dtype == torch.float32:
-                self._refuse_lost_updates(optimizer, [param for param, _ in training])
+            low = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in LOW]
+            frozen += [param for param in low if not param.requires_grad]
+            self.refuse_unscaling(optimizer)
+            if as_one_pass(optimizer) is None and self._policy.param_dtype == torch.float32:
+                self._refuse_lost_updates(optimizer, [param for param in low if param.requires_grad])
         self._num_groups, self._frozen = self._count(), frozen
 
     def _keep_halves(self) -> bool:
@@ -68,8 +69,15 @@ class LowWeights:
     def _count(self) -> int:
         return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
 
-    def _refuse_fp16_unscaling(self, optimizer: Optimizer, params: list[Tensor]) -> None:
-        scale = self._policy.loss_scale
+    def refuse_unscaling(self, optimizer: Optimizer) -> None:
+        """Refuse FP16 weights whose gradients carry a loss scale, and have no FP32 value to be unscaled for.
+
+        Raises:
+            UnsupportedError: An optimizer has such weights.
+        """
+        scale, own = self._policy.loss_scale, as_one_pass(optimizer)
+        bare = (group for group in optimizer.param_groups if own is None or group["master"] is None)
+        params = [param for group in bare for param in group["params"] if param.requires_grad]
         half = [param for param in params if param.dtype == torch.float16]
         if half and scale.mode != "none" and not (scale.mode == "constant" and scale.init == 1.0):
             raise UnsupportedError(

@@ -125,6 +125,20 @@ class GradientGroup:
             loss_id, scale, scale._version, is_one=not scaler.changes_gradients, is_common=not scaler.keeps_apart
         )
 
+    def find(self, scaler: Scaler, scale: Tensor) -> None:
+        """Open a window for gradients that no backward pass of the session's has made, unless one is open.
+
+        Args:
+            scaler: What gave the scale that they carry.
+            scale: That scale.
+        """
+        if self.window is None:
+            self.wide.end()
+            self.waiting.start()
+            self.window = Window()
+            self.window.is_found, self.window.micro_batches = True, 1
+            self.window.carried = CarriedScale(0, scale, scale._version, is_one=not scaler.changes_gradients)
+
     def sets_aside(self, scaler: Scaler, scale: Tensor) -> bool:
         """Whether a backward pass with a scale would set earlier gradients aside, which carry another."""
         return self.window is not None and not self._can_be_added(self.window.carried, scaler, scale)

@@ -79,6 +79,8 @@ class Window:
         new_gradients: Where there are unscaled sums: each parameter that the last backward pass reached, with its
             gradient and that gradient's mark. Clearing or editing it later shows in these.
         losses: The losses, detached, with their ids.
+        is_found: Whether its gradients were there before it was opened. What was found of them once then counts,
+            whatever they are edited to be.
     """
 
     def __init__(self) -> None:
@@ -88,6 +90,7 @@ class Window:
         self.unscaled_sums: dict[Tensor, Tensor] = {}
         self.new_gradients: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
         self.losses: list[tuple[int, Tensor]] = []
+        self.is_found = False
 
     @property
     def is_plain(self) -> bool:

@@ -1,0 +1,38 @@
+"""``torch.cuda.amp``'s names, whose arguments begin after the device: for programs that still import these."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from mezzo import cast
+from mezzo.compat.torch import grad_scaler
+from mezzo.compat.torch.region import autocast as _autocast
+
+__all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
+
+custom_fwd = partial(torch.amp.custom_fwd, device_type="cuda")
+custom_bwd = partial(torch.amp.custom_bwd, device_type="cuda")
+
+
+def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> cast.autocast:
+    """Return :func:`mezzo.compat.torch.autocast` for CUDA."""
+    return _autocast("cuda", dtype, enabled, cache_enabled)
+
+
+class CudaGradScaler(grad_scaler.GradScaler):
+    """:class:`mezzo.compat.torch.GradScaler` for CUDA, with the arguments of ``torch.cuda.amp.GradScaler``."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+
+GradScaler = CudaGradScaler

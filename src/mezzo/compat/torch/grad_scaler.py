@@ -1,0 +1,165 @@
+"""``GradScaler`` with torch's signature, over mezzo's checks, steps and scales."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mezzo.compat.torch.region import has_no_cuda
+from mezzo.errors import StateError, shown
+from mezzo.scale import LossScale
+from mezzo.session.attached.calls import CallScaler
+
+__all__ = ["GradScaler"]
+
+logger = logging.getLogger(__name__)
+
+#: The keys of a GradScaler's state, and what they are in a LossScale.
+_RULES: Final = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
+
+
+class GradScaler(CallScaler, torch.amp.GradScaler):
+    """``torch.amp.GradScaler``, for which it also counts as an instance, without its faults.
+
+    The scale follows torch's rules step by step, but for these: it stops at 2^-126 and never becomes 0; gradients that
+    become infinite by unscaling count as an overflow; where several ranks are initialised, they take the same steps;
+    ``step(optimizer, closure)`` evaluates with unscaled gradients, each evaluation checked, and puts everything back if
+    one overflows; and :attr:`last_step` says whether the last step was skipped. Gradients are unscaled by the scale
+    that ``scale`` multiplied by, also when ``update`` has moved it since.
+
+    Args:
+        device: The device type, as for torch: ``"cuda"`` on a machine without disables the scaler, and the log says so.
+        init_scale: The first scale.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` updates without an overflow.
+        backoff_factor: What it is multiplied by after one with.
+        growth_interval: See there.
+        enabled: ``False`` for a scaler that scales nothing, and steps always.
+
+    Raises:
+        PolicyError: A number that is no scale's.
+
+    **Cost**: that of :meth:`mezzo.MixedPrecision.step`: no host sync with torch's fused optimizers and mezzo's.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.compat.torch import GradScaler
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = GradScaler("cpu")
+        >>> scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> bool(scaler.last_step.skipped), scaler.get_scale()
+        (False, 65536.0)
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        self._device = device
+        if enabled and device == "cuda" and has_no_cuda():
+            logger.warning("GradScaler is disabled: CUDA is not available")
+            enabled = False
+        rules = LossScale.like("torch")
+        if enabled:
+            given = {"growth": growth_factor, "backoff": backoff_factor, "interval": growth_interval}
+            rules = LossScale.like("torch", init=init_scale, **given)
+        super().__init__(rules, enabled=enabled)
+
+    def get_scale(self) -> float:
+        """Return the scale, 1.0 of a disabled scaler; waits for the device."""
+        return float(self._held.state.scale) if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        """Return what the scale grows by."""
+        return self._config.growth
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Grow by another factor from now on."""
+        self._follow(growth=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return what the scale backs off by."""
+        return self._config.backoff
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Back off by another factor from now on."""
+        self._follow(backoff=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return after how many updates without an overflow the scale grows."""
+        return self._config.interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Grow after another number of updates from now on."""
+        self._follow(interval=new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``torch.amp.GradScaler.load_state_dict`` loads; empty for a disabled scaler. A host sync."""
+        if not self._enabled:
+            return {}
+        state = self._held.state_dict()
+        rules = {theirs: getattr(self._config, ours) for theirs, ours in _RULES.items()}
+        return {"scale": state["scale"], **rules, "_growth_tracker": state["clean_steps"]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a ``GradScaler``'s state, mezzo's or torch's, rules included; a disabled scaler loads nothing.
+
+        Raises:
+            StateError: Not such a state, or a disabled scaler's. Nothing was loaded.
+            PolicyError: Rules that no scale follows. Nothing was loaded.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise StateError(
+                "the state is empty",
+                why="it is that of a disabled GradScaler",
+                write="GradScaler(enabled=False); or leave load_state_dict() out, and the scale starts afresh",
+            )
+        keys = ("scale", *_RULES, "_growth_tracker")
+        if not isinstance(state_dict, Mapping) or (missing := [key for key in keys if key not in state_dict]):
+            what = f"lacks {', '.join(missing)}" if isinstance(state_dict, Mapping) else f"is {shown(state_dict)}"
+            raise StateError(f"the state {what}", write="what scaler.state_dict() returned")
+        before = self._config
+        self._follow(**{ours: state_dict[theirs] for theirs, ours in _RULES.items()})
+        try:
+            self._load(state_dict["scale"], state_dict["_growth_tracker"])
+        except StateError:
+            self._held.config = before
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy begins with, between two iterations.
+
+        Raises:
+            StateError: Gradients were checked since the last ``update``, which a copy would not know of.
+        """
+        if self._known:
+            raise StateError("a GradScaler is copied in the middle of an iteration", write="after scaler.update()")
+        return {"device": self._device, "enabled": self._enabled, "state": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin as a copy."""
+        CallScaler.__init__(self, LossScale.like("torch"), enabled=state["enabled"])
+        self._device = state["device"]
+        if state["state"]:
+            self.load_state_dict(state["state"])
+
+    # What libraries ask of torch's scaler besides -------------------------------------------------------------
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._held.state.scale if self._enabled else None
+
+    def _get_growth_tracker(self) -> int:
+        return int(self._held.state.clean_steps) if self._enabled else 0

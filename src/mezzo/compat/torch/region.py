@@ -1,0 +1,78 @@
+"""``autocast`` with torch's signature: mezzo's region with torch's own lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Final
+
+import torch
+
+from mezzo import cast
+from mezzo.errors import PolicyError, nearest, shown
+
+__all__ = ["autocast", "has_no_cuda"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: Final = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_DEVICES: Final = ("cuda", "cpu", "xpu", "mps", "hpu", "mtia", "xla")
+
+
+def autocast(
+    device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
+) -> cast.autocast:
+    """Return the region that ``torch.autocast`` of these arguments is, for ``with`` and as a decorator.
+
+    torch's lists on this device, and nothing else: no mode and no Python for each op where the device computes in the
+    format. Where it does not, products are computed in FP32 from rounded operands, as a tensor core does.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"`` or another device that has an autocast in this torch.
+        dtype: float16 or bfloat16; torch's default for the device when omitted. Any other one disables the region, as
+            in torch, and so does ``"cuda"`` on a machine without; the log says so.
+        enabled: Whether ops are cast inside; ``False`` is for regions within others.
+        cache_enabled: Whether torch keeps casts of weights; as it is set outside when omitted.
+
+    Raises:
+        PolicyError: Not a device type, or one without autocast.
+
+    **Cost**: as :class:`mezzo.autocast`.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.compat.torch import autocast
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     y = torch.ones(4, 4) @ torch.ones(4, 4)
+        >>> y.dtype
+        torch.bfloat16
+    """
+    if not isinstance(device_type, str) or not torch.amp.is_autocast_available(device_type.lower().partition(":")[0]):
+        name = shown(device_type)
+        raise PolicyError(
+            f"torch has no autocast for device_type {name}", why=nearest(name, _DEVICES), write='autocast("cuda", …)'
+        )
+    if ":" in device_type:
+        write = f'autocast("{device_type.partition(":")[0]}", …), which covers all devices of that type'
+        raise PolicyError(f'device_type "{device_type}" is one device, not a type', write=write)
+    dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+    if enabled and (reason := _why_not(device_type, dtype)):
+        if not torch.compiler.is_compiling():
+            logger.warning("autocast is disabled: %s", reason)
+        enabled = False
+    policy = f"O1,dtype={_DTYPES[dtype]},lists=device" if enabled else "O0"
+    region = cast.autocast(f"{policy},accumulate=native", device_type)
+    if cache_enabled is None:
+        return region
+    return cast.autocast.of(dataclasses.replace(region.region, caches=cache_enabled))
+
+
+def _why_not(device_type: str, dtype: torch.dtype) -> str:
+    if device_type == "cuda" and has_no_cuda():
+        return "CUDA is not available"
+    return "" if dtype in _DTYPES else f"{dtype} is not a format that it casts to; float16 and bfloat16 are"
+
+
+def has_no_cuda() -> bool:
+    """Whether torch finds no CUDA device, so that what is for one is disabled, as in torch."""
+    return not torch.cuda.is_available()
