@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -21,7 +21,7 @@ _DEVICES: Final = ("cuda", "cpu", "xpu", "mps", "hpu", "mtia", "xla")
 
 def autocast(
     device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
-) -> cast.autocast:
+) -> cast.autocast | torch.autocast:
     """Return the region that ``torch.autocast`` of these arguments is, for ``with`` and as a decorator.
 
     torch's lists on this device, and nothing else: no mode and no Python for each op where the device computes in the
@@ -47,24 +47,35 @@ def autocast(
         >>> y.dtype
         torch.bfloat16
     """
-    if not isinstance(device_type, str) or not torch.amp.is_autocast_available(device_type.lower().partition(":")[0]):
-        name = shown(device_type)
-        raise PolicyError(
-            f"torch has no autocast for device_type {name}", why=nearest(name, _DEVICES), write='autocast("cuda", …)'
-        )
-    if ":" in device_type:
-        write = f'autocast("{device_type.partition(":")[0]}", …), which covers all devices of that type'
-        raise PolicyError(f'device_type "{device_type}" is one device, not a type', write=write)
+    _require_type(device_type)
     dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
     if enabled and (reason := _why_not(device_type, dtype)):
         if not torch.compiler.is_compiling():
             logger.warning("autocast is disabled: %s", reason)
         enabled = False
-    policy = f"O1,dtype={_DTYPES[dtype]},lists=device" if enabled else "O0"
-    region = cast.autocast(f"{policy},accumulate=native", device_type)
+    if not enabled:  # where it is off, mezzo's regions around it do nothing either
+        return torch.autocast(device_type, dtype, enabled=False, cache_enabled=cache_enabled)
+    region = cast.autocast(f"O1,dtype={_DTYPES[dtype]},lists=device,accumulate=native", device_type)
     if cache_enabled is None:
         return region
     return cast.autocast.of(dataclasses.replace(region.region, caches=cache_enabled))
+
+
+def _require_type(device_type: Any) -> None:
+    name = shown(device_type)
+    kind = device_type.partition(":")[0] if isinstance(device_type, str) else ""
+    try:
+        is_known = bool(kind) and torch.amp.is_autocast_available(kind)
+    except RuntimeError:  # no device of that name
+        is_known = False
+    if not is_known:
+        what = f"torch has no autocast for device_type {name}"
+        raise PolicyError(what, why=nearest(kind, _DEVICES), write='autocast("cuda", …)')
+    if kind != device_type:
+        raise PolicyError(
+            f"device_type {name} is one device, not a type",
+            write=f'autocast("{kind}", …), which covers all devices of that type',
+        )
 
 
 def _why_not(device_type: str, dtype: torch.dtype) -> str:

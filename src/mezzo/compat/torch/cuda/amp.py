@@ -16,7 +16,9 @@ custom_fwd = partial(torch.amp.custom_fwd, device_type="cuda")
 custom_bwd = partial(torch.amp.custom_bwd, device_type="cuda")
 
 
-def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> cast.autocast:
+def autocast(
+    enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+) -> cast.autocast | torch.autocast:
     """Return :func:`mezzo.compat.torch.autocast` for CUDA."""
     return _autocast("cuda", dtype, enabled, cache_enabled)
 

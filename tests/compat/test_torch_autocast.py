@@ -1,0 +1,250 @@
+"""`autocast` with torch's signature: the dtypes of torch's own region, whatever is nested, decorated or compiled."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mezzo
+from mezzo import PolicyError
+from mezzo.compat.torch import GradScaler, autocast, custom_bwd, custom_fwd
+from mezzo.compat.torch.cuda import amp
+
+from .beside_torch import batch, network, weights
+
+LOW = (torch.float16, torch.bfloat16)
+A, B, VECTOR = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
+#: Ops of every list of torch's, those that it does not list, and some that C++ composes.
+OPS = {
+    "linear": lambda: functional.linear(A, B, VECTOR),
+    "matmul": lambda: A @ B,
+    "addmm": lambda: torch.addmm(A, A, B),
+    "baddbmm": lambda: torch.baddbmm(A[None], A[None], B[None]),
+    "conv2d": lambda: functional.conv2d(A[None, None], B[None, None, :2, :2]),
+    "attention": lambda: functional.scaled_dot_product_attention(A[None], B[None], A[None]),
+    "softmax": lambda: functional.softmax(A @ B, 0),
+    "layer_norm": lambda: functional.layer_norm(A @ B, (4,)),
+    "rms_norm": lambda: functional.rms_norm(A @ B, (4,)),
+    "gelu": lambda: functional.gelu(A @ B),
+    "exp": lambda: torch.exp(A @ B),
+    "sum": lambda: (A @ B).sum(),
+    "cross_entropy": lambda: functional.cross_entropy(A @ B, torch.tensor([0, 1, 2, 3])),
+    "mse_loss": lambda: functional.mse_loss(A @ B, B),
+    "cat": lambda: torch.cat([A @ B, A]),
+    "stack": lambda: torch.stack([A @ B, A]),
+    "add": lambda: A @ B + A,
+    "pool": lambda: functional.avg_pool1d(A @ B, 2),
+    "interpolate": lambda: functional.interpolate((A @ B)[None, None], scale_factor=2.0),
+    "float64": lambda: A.double() @ B.double(),
+    "integers": lambda: torch.arange(4) @ torch.arange(4),
+}
+
+
+@pytest.mark.parametrize("dtype", [*LOW, None])
+def test_every_op_has_the_dtype_that_it_has_in_torchs_region(dtype):
+    for name, op in OPS.items():
+        with torch.autocast("cpu", dtype=dtype):
+            wanted = op()
+        with autocast("cpu", dtype=dtype):
+            found = op()
+        assert found.dtype == wanted.dtype, name
+        torch.testing.assert_close(found, wanted, msg=name)
+
+
+def test_the_signature_is_torchs():
+    theirs = inspect.signature(torch.amp.autocast_mode.autocast.__init__).parameters
+    mine = inspect.signature(autocast).parameters
+    assert [(p.name, p.default, p.kind) for p in mine.values()] == [
+        (p.name, p.default, p.kind) for p in list(theirs.values())[1:]
+    ]
+    for name in ("__init__", "scale", "unscale_", "step", "update", "get_scale", "set_growth_factor", "state_dict"):
+        theirs, mine = (
+            inspect.signature(getattr(each, name)).parameters for each in (torch.amp.GradScaler, GradScaler)
+        )
+        assert [(p.name, p.default, p.kind) for p in mine.values()] == [
+            (p.name, p.default, p.kind) for p in theirs.values()
+        ]
+    theirs, mine = (inspect.signature(each).parameters for each in (torch.cuda.amp.GradScaler, amp.GradScaler))
+    assert list(mine) == list(theirs)
+    public = {name for name in vars(torch.amp.GradScaler) if not name.startswith("_")}
+    assert public <= {*dir(GradScaler)}
+    assert (custom_fwd, custom_bwd) == (torch.amp.custom_fwd, torch.amp.custom_bwd)
+
+
+@pytest.mark.parametrize("outer", [torch.autocast, autocast])
+@pytest.mark.parametrize("inner", [torch.autocast, autocast])
+def test_regions_in_regions_of_either_kind(outer, inner):
+    with outer("cpu", dtype=torch.bfloat16):
+        assert (A @ B).dtype == torch.bfloat16
+        with inner("cpu", enabled=False):
+            assert (A @ B).dtype == torch.float32
+            assert not torch.is_autocast_enabled("cpu")
+            with outer("cpu", dtype=torch.float16):
+                assert (A @ B).dtype == torch.float16
+            assert (A @ B).dtype == torch.float32
+        with inner("cpu", dtype=torch.float16):
+            assert (A @ B).dtype == torch.float16
+        assert (A @ B).dtype == torch.bfloat16
+    assert (A @ B).dtype == torch.float32
+
+
+def test_it_decorates_functions_and_enters_again():
+    @autocast("cpu", dtype=torch.bfloat16)
+    def product(x, depth=0):
+        return product(x, depth + 1) if depth < 3 else x @ x
+
+    assert product(A).dtype == torch.bfloat16
+    assert (A @ B).dtype == torch.float32
+    region = autocast("cpu", torch.bfloat16)
+    for _ in range(2):
+        with region:
+            assert (A @ B).dtype == torch.bfloat16
+
+    class Net(nn.Linear):
+        @autocast("cpu", dtype=torch.bfloat16)
+        def forward(self, x):
+            return super().forward(x)
+
+    assert Net(4, 4)(A).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_it_is_compiled_whole(inside):
+    def product(x):
+        if not inside:
+            return (x @ x).exp()
+        with autocast("cpu", dtype=torch.bfloat16):
+            y = x @ x
+            with autocast("cpu", enabled=False):
+                return y.float().exp() + x @ x
+
+    compiled = torch.compile(product, backend="eager", fullgraph=True)
+    with autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = compiled(A), product(A)
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_torchs_cache_of_weights_is_on_or_off_as_asked(before):
+    weight = torch.randn(4, 4, requires_grad=True)
+    torch.set_autocast_cache_enabled(before)
+    try:
+        for wanted in (True, False, None):
+            with autocast("cpu", dtype=torch.bfloat16, cache_enabled=wanted):
+                assert torch.is_autocast_cache_enabled() == (before if wanted is None else wanted)
+                (A @ weight).sum().backward()
+            assert torch.is_autocast_cache_enabled() == before
+        with pytest.raises(KeyError), autocast("cpu", cache_enabled=not before):
+            raise KeyError
+        assert torch.is_autocast_cache_enabled() == before
+    finally:
+        torch.set_autocast_cache_enabled(True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_formats_that_torch_does_not_cast_to_disable_it_as_in_torch(dtype, caplog):
+    """Scripts choose among three dtypes by name, FP32 among them, and enter the region in any case."""
+    with autocast("cpu", dtype=dtype):
+        assert (A @ B).dtype == torch.float32
+    assert f"autocast is disabled: {dtype} is not a format that it casts to" in caplog.text
+    caplog.clear()
+    with autocast("cpu", dtype=dtype, enabled=False):
+        pass
+    assert not caplog.text
+
+
+def test_for_cuda_on_a_machine_without_it_is_disabled_and_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for region in (autocast("cuda"), amp.autocast(), amp.autocast(enabled=True, dtype=torch.bfloat16)):
+        with region:
+            assert (A @ B).dtype == torch.float32
+    assert caplog.text.count("autocast is disabled: CUDA is not available") == 3
+    assert not amp.GradScaler(2.0**8).is_enabled()
+    assert issubclass(amp.GradScaler, GradScaler)
+
+
+@pytest.mark.parametrize(
+    "device, says",
+    [
+        ("cpuu", "torch has no autocast for device_type 'cpuu'\n  why    did you mean 'cpu'?"),
+        ("cpu:0", "device_type 'cpu:0' is one device, not a type\n  write  autocast(\"cpu\", …)"),
+        (torch.float16, "torch has no autocast for device_type torch.float16"),
+        (None, "torch has no autocast for device_type None"),
+        (torch.device("cpu"), "torch has no autocast for device_type device(type='cpu')"),
+    ],
+)
+def test_what_is_no_device_type_is_refused(device, says):
+    with pytest.raises(PolicyError) as raised:
+        autocast(device)
+    assert says in str(raised.value)
+
+
+# Half of the pair ---------------------------------------------------------------------------------------------
+
+
+def trained(region_of, scaler_of, dtype):
+    model = network()
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01), scaler_of("cpu", init_scale=2.0**10)
+    for number in range(6):
+        with region_of("cpu", dtype=dtype):
+            loss = model(batch(number)).float().square().mean() * (torch.inf if number == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return weights(model), scaler.get_scale()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_either_half_works_with_torchs_other_half(dtype):
+    wanted, scale = trained(torch.autocast, torch.amp.GradScaler, dtype)
+    for region_of in (torch.autocast, autocast):
+        for scaler_of in (torch.amp.GradScaler, GradScaler):
+            found, now = trained(region_of, scaler_of, dtype)
+            assert now == scale == 2.0**9
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-2)
+
+
+def test_the_scaler_goes_with_a_policys_region():
+    model = network()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu")
+    with mezzo.autocast("O1,emulate=true,low=softmax"):
+        loss = functional.softmax(model(batch(0)), -1).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.last_step.skipped
+
+
+class Cube(torch.autograd.Function):
+    """torch's example of a function that needs FP32."""
+
+    @staticmethod
+    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        assert x.dtype == torch.float32
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        assert gradient.dtype == torch.float32
+        return 3 * x**2 * gradient
+
+
+def test_functions_with_casts_of_their_own():
+    weight = torch.randn(4, 4, requires_grad=True)
+    scaler = GradScaler("cpu")
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with autocast("cpu", dtype=torch.bfloat16):
+        loss = Cube.apply(A @ weight).sum()
+    assert loss.dtype == torch.float32
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
