@@ -100,7 +100,15 @@ class WeightCasts:
         finally:
             self._inside.pop()
             if not self._inside:
-                self._casts = {key: made for key, made in self._casts.items() if self.spans_regions and key[2]}
+                self._end()
+
+    def begin(self) -> None:
+        """Be as if the outermost region ended here and began anew: in one that is never left."""
+        self._end()
+        self._regions += 1
+
+    def _end(self) -> None:
+        self._casts = {key: made for key, made in self._casts.items() if self.spans_regions and key[2]}
 
     def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Return the parameter in another dtype, connected to it for gradients.

@@ -86,7 +86,7 @@ class Agreement:
             StateError: The scales of ranks differ, with ``check_ranks``.
         """
         consensus, device = self.consensus, judged.verdict.found_inf.device
-        parts = parts_of(self._scalers, judged, inner)
+        parts = parts_of(self._scalers, judged.shares, judged.losses, inner, device)
         losses: list[tuple[int, int] | None] = [None] * len(self._scalers)
         tensors = [judged.verdict.found_inf, judged.found_here]
         for part in parts:

@@ -25,7 +25,7 @@ from mezzo.tensors import LOW, moved
 if TYPE_CHECKING:
     from mezzo.overflow import Changed, Overflow
 
-__all__ = ["Part", "Step", "StepOutcome", "account", "adapt", "parts_of"]
+__all__ = ["Part", "Step", "StepOutcome", "account", "adapt", "adapt_at_once", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, T
         judged: The gradients.
         inner_overflows: Whether gradients that a loss was computed from had overflowed, by loss.
     """
-    parts = parts_of(scalers, judged, inner_overflows)
+    parts = parts_of(scalers, judged.shares, judged.losses, inner_overflows, judged.verdict.found_inf.device)
     is_simple = judged.verdict.found_inf.device.type != "cpu" and all(part.is_simple for part in parts)
     failed, before, after, told = _together(parts, judged.verdict.found_inf) if is_simple else _in_turn(parts)
     return StepOutcome(
@@ -158,13 +158,38 @@ def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, T
     )
 
 
-def parts_of(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, Tensor]) -> list[Part]:
-    """Return what a step tells the scale of each loss that took part; arguments as of :func:`adapt`."""
-    device, parts = judged.verdict.found_inf.device, []
-    for loss_id, verdicts in _by_loss(judged.shares).items():
+def adapt_at_once(scalers: list[Scaler], shares: list[LossShare], losses: list[tuple[int, Tensor]]) -> None:
+    """Move the scales of gradients before the step that takes them, which then moves no scale that has moved on.
+
+    Args:
+        scalers: The scale of each loss.
+        shares: What these gradients carried, and what was found of them.
+        losses: The losses that made them.
+    """
+    _in_turn(parts_of(scalers, shares, losses, {}, shares[0].found_inf.device))
+
+
+def parts_of(
+    scalers: list[Scaler],
+    shares: list[LossShare],
+    losses: list[tuple[int, Tensor]],
+    inner_overflows: Mapping[int, Tensor],
+    device: torch.device,
+) -> list[Part]:
+    """Return what gradients tell the scale of each loss that took part.
+
+    Args:
+        scalers: The scale of each loss.
+        shares: What each loss contributed.
+        losses: The losses themselves, with their ids.
+        inner_overflows: Whether gradients that a loss was computed from had overflowed, by loss.
+        device: Where these are.
+    """
+    parts = []
+    for loss_id, verdicts in _by_loss(shares).items():
         scaler = scalers[loss_id]
-        losses = [loss for number, loss in judged.losses if number == loss_id or not scaler.keeps_apart]
-        parts.append(Part(loss_id, scaler, _one_of(losses, device), inner_overflows.get(loss_id), list(verdicts)))
+        own = [loss for number, loss in losses if number == loss_id or not scaler.keeps_apart]
+        parts.append(Part(loss_id, scaler, _one_of(own, device), inner_overflows.get(loss_id), list(verdicts)))
     return parts
 
 

@@ -111,6 +111,9 @@ def check(
     if windows[0].is_found and windows[0].settled:
         known = (share.found_inf for window in windows for share in window.settled)
         verdict = verdict.flagged(reduce(or_, known, verdict.found_inf))
+    for window in windows:
+        if window.overflowed is not None:
+            verdict = verdict.flagged(verdict.found_inf | window.overflowed)
     if one is not None:
         shares = [LossShare(loss_id=one.loss_id, scale=one.scale, found_inf=verdict.found_inf)]
     elif not (shares := [share for window in windows for share in window.settled]):

@@ -4,5 +4,6 @@ No call style lives here: what its calls mean is said in ``compat/``.
 """
 
 from mezzo.session.attached.attached import Attached
+from mezzo.session.attached.standing import Standing
 
-__all__ = ["Attached"]
+__all__ = ["Attached", "Standing"]

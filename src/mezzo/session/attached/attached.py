@@ -6,18 +6,25 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from mezzo.errors import StateError
+from mezzo.scale import LossScale
+from mezzo.session.attached.fp32_states import save_in_fp32
 from mezzo.session.attached.under_way import Root, UnderWay
 from mezzo.session.backward import scaler_of
-from mezzo.session.refusals.calls import chosen
+from mezzo.session.refusals.calls import check_loss_id, chosen
+from mezzo.session.scale import adapt_at_once
 from mezzo.session.session import MixedPrecision
 from mezzo.step.whole import Call, at_once
+from mezzo.tensors import moved
 
 __all__ = ["Attached"]
 
@@ -113,6 +120,79 @@ class Attached:
             self._under_way = lambda: None
             raise
 
+    def judge(self, optimizers: Optimizer | Iterable[Optimizer] | None = None, *, adapts: bool = True) -> Tensor | None:
+        """Unscale the gradients now, and let the loss scale move now, by what the last passes have made.
+
+        What a pass was for steps together or not at all: where gradients of one optimizer overflowed, the next step of
+        each is skipped. Nothing happens where no pass has come. Ranks that step together judge in their step.
+
+        Args:
+            optimizers: Those that these passes were for; all when omitted.
+            adapts: Whether the scale moves now, and not with the step.
+
+        Returns:
+            0-d bool: whether these gradients are not finite; ``None`` where there are none.
+
+        **Cost**: that of ``unscale_``; no host sync.
+        """
+        core = self._core
+        wanted = set(chosen(optimizers, core.optimizers))
+        windows = {g: g.window for g in core.groups if g.window is not None and not wanted.isdisjoint(g.optimizers)}
+        known = {group: len(window.settled) for group, window in windows.items()}
+        if not windows:
+            return None
+        self.amp.unscale_([optimizer for group in windows for optimizer in group.optimizers])
+        shares = [share for group, window in windows.items() for share in window.settled[known[group] :]]
+        if not shares:
+            return None
+        device = shares[0].found_inf.device
+        found = torch.stack([moved(share.found_inf, device) for share in shares]).any()
+        if core.agreement is not None:
+            return found
+        first = next(iter(windows.values()))
+        losses = first.losses[first.judged_losses :]  # passes tell all windows alike
+        for window in windows.values():
+            window.overflowed = found if window.overflowed is None else window.overflowed | found
+            window.judged_losses = len(window.losses)
+        if adapts:
+            adapt_at_once(core.scalers, shares, losses)
+        return found
+
+    def set_scale(self, scale: float, loss_id: int = 0) -> None:
+        """Set a loss scale, between two steps; the steps counted towards its next growth are forgotten.
+
+        Args:
+            scale: The new one.
+            loss_id: Whose.
+
+        Raises:
+            StateError: Gradients that carry the scale of before wait for a step.
+            PolicyError: No loss scale.
+        """
+        core = self._core
+        if any(group.window for group in core.groups):
+            raise StateError(
+                "the loss scale cannot be set between a backward pass and its step",
+                why="the gradients carry the scale they were made with",
+                write="the new scale after optimizer.step()",
+            )
+        scaler = core.scalers[check_loss_id(loss_id, len(core.scalers))]
+        if scaler.config.mode != "dynamic":
+            scaler.config = LossScale.constant(scale)
+        fresh = replace(scaler.config, init=float(scale)) if scaler.config.mode == "dynamic" else scaler.config
+        scaler.hold(fresh.start(core.device), in_graph=False)
+
+    def save_in_fp32(self) -> None:
+        """Have the models' state dicts hold FP32 values, until the session is closed: :func:`save_in_fp32`."""
+        self._core.weights.load_hooks += save_in_fp32(self._core.weights)
+
+    def scales(self) -> list[dict[str, Any]]:
+        """Return the state of each loss scale as plain values, by the names of :class:`mezzo.scale.ScaleState`.
+
+        **Cost**: a host sync.
+        """
+        return [scaler.state_dict() for scaler in self._core.scalers]
+
     # Steps --------------------------------------------------------------------------------------------------
 
     def take_over(self, optimizer: Optimizer, step: Callable[[Optimizer, Callable[[], Any] | None], Any]) -> None:
@@ -143,6 +223,18 @@ class Attached:
     def plain_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return what ``optimizer.step`` was before it was taken over."""
         return self._core.writes.step_of(optimizer)
+
+    def gradients_of(self, optimizer: Optimizer) -> Literal["scaled", "none", "dropped", "foreign"]:
+        """Say what gradients a step of one optimizer would find.
+
+        Returns:
+            ``"scaled"`` for those that passes of the session have made, unscaled since or not; ``"none"``;
+            ``"dropped"`` for none, since passes that reached its parameters were not for it; ``"foreign"`` for others.
+        """
+        (group,) = (group for group in self._core.groups if optimizer in group.optimizers)
+        if not group.has_gradients() and (group.window is None or not group.window.unscaled_sums):
+            return "dropped" if optimizer in self.without_gradients else "none"
+        return "foreign" if group.window is None else "scaled"
 
     def give_back(self) -> None:
         """Undo :meth:`take_over`. Where others have wrapped it since, it stays inside theirs, and changes nothing."""

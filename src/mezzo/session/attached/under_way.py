@@ -83,6 +83,8 @@ class UnderWay:
         self._passes.append((made, root))
         mine = {optimizer for group in made.groups for optimizer in group.optimizers}
         self._release(mine)
+        for group in made.groups:
+            group.keep_unscaled()
         made.begin(root.scaler, root.scale, root.loss_id, root.loss)
         self._dropped -= mine
         self._hold(known | mine)

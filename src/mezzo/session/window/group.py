@@ -139,6 +139,18 @@ class GradientGroup:
             self.window.is_found, self.window.micro_batches = True, 1
             self.window.carried = CarriedScale(0, scale, scale._version, is_one=not scaler.changes_gradients)
 
+    def keep_unscaled(self) -> None:
+        """Begin a window, if there is none, with gradients that are there and carry no scale: they are added to.
+
+        Raises:
+            StateError: They are those of the last step.
+        """
+        if self.window is None and any(leaf.grad is not None for leaf in self.leaves()):
+            self._refuse_stale()
+            self.wide.end()
+            self.waiting.start()
+            self.window = Window()
+
     def sets_aside(self, scaler: Scaler, scale: Tensor) -> bool:
         """Whether a backward pass with a scale would set earlier gradients aside, which carry another."""
         return self.window is not None and not self._can_be_added(self.window.carried, scaler, scale)
@@ -175,7 +187,7 @@ class GradientGroup:
             raise StateError(
                 "the last step's gradients are still there",
                 why="they are unscaled by now, and the new ones would be added to them with the loss scale",
-                write="amp.zero_grad() after each amp.step()",
+                write="amp.zero_grad(), or optimizer.zero_grad(), after each step",
             )
         self.stale.clear()
 

@@ -81,6 +81,9 @@ class Window:
         losses: The losses, detached, with their ids.
         is_found: Whether its gradients were there before it was opened. What was found of them once then counts,
             whatever they are edited to be.
+        overflowed: 0-d bool: whether a pass that these gradients come from overflowed, here or in gradients of other
+            optimizers, where all that it was for step together or not at all; ``None`` where each is judged by its own.
+        judged_losses: For how many of the losses the scale has moved already, before the step.
     """
 
     def __init__(self) -> None:
@@ -91,6 +94,8 @@ class Window:
         self.new_gradients: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
         self.losses: list[tuple[int, Tensor]] = []
         self.is_found = False
+        self.overflowed: Tensor | None = None
+        self.judged_losses = 0
 
     @property
     def is_plain(self) -> bool:

@@ -1,0 +1,223 @@
+"""A session that stands between two calls of the user's, for call styles in which nothing holds a session."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.cast import fp32, prepare
+from mezzo.cast.held import HeldRegion
+from mezzo.errors import PolicyError, StateError
+from mezzo.policy import Policy
+from mezzo.session.attached.attached import Attached
+from mezzo.session.session import MixedPrecision
+
+__all__ = ["Standing"]
+
+
+class Standing:
+    """Train models as a policy says while ``optimizer.step()`` stays what the program calls, until :meth:`end`.
+
+    Where the policy casts at ops, that holds for the thread, inside modules and outside. State dicts of models whose
+    weights have masters hold FP32 values. Optimizers may update parameters that no model has, a criterion's for
+    instance: these stay FP32.
+
+    Args:
+        models: The models.
+        optimizers: The optimizers; none for inference.
+        policy: The policy.
+        backward: What a program writes for a backward pass, for errors.
+        num_losses: How many losses have a scale of their own.
+
+    Attributes:
+        policy: The policy.
+        optimizers: The optimizers.
+        attached: The session; ``None`` without optimizers.
+        unscales: Whether gradients are other than the optimizers need them until they are unscaled.
+
+    Raises:
+        MezzoError: As :class:`MixedPrecision`, or :func:`mezzo.prepare`. Nothing was changed.
+
+    **Cost**: that of the session.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        policy: Policy,
+        *,
+        backward: str,
+        num_losses: int = 1,
+    ) -> None:
+        self.policy, self.optimizers, self._backward = policy, optimizers, backward
+        self.attached: Attached | None = None
+        self._held: HeldRegion | None = None
+        scale = policy.loss_scale
+        self.unscales = policy.master_weights or scale.mode == "dynamic" or scale.init != 1.0
+        with contextlib.ExitStack() as undo:
+            if optimizers:
+                amp = MixedPrecision([*models, *_strays(models, optimizers)], optimizers, policy, num_losses=num_losses)
+                undo.callback(amp.close)
+                self.attached = Attached(amp)
+                undo.callback(self.attached.give_back)
+                for optimizer in optimizers:
+                    self.attached.take_over(optimizer, self.step)
+                if policy.master_weights:
+                    self.attached.save_in_fp32()
+                region = amp.autocast()
+            else:
+                handles = [undo.enter_context(_removed(prepare(model, policy))) for model in models]
+                region = handles[0].autocast(*handles[1:])
+            if policy.autocast:
+                self._held = HeldRegion(region, models)
+                undo.callback(self._held.leave)
+            self._undo = undo.pop_all()
+
+    @property
+    def casts(self) -> bool:
+        """Whether ops are cast now, in this thread."""
+        return self._held is not None and self._held.casts
+
+    def off(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which nothing is cast."""
+        return contextlib.nullcontext() if self._held is None else self._held.off()
+
+    def replace(self, place: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute of the user's, until the end.
+
+        Args:
+            place: The module or class that has it.
+            name: Its name.
+            make: Returns what replaces it.
+        """
+        plain = vars(place).get(name)  # as it is there: a static method is not what getattr returns
+        self._undo.callback(*((delattr, place, name) if plain is None else (setattr, place, name, plain)))
+        made = make(getattr(place, name))
+        setattr(place, name, staticmethod(made) if isinstance(plain, staticmethod) else made)
+
+    def end(self) -> None:
+        """Undo everything.
+
+        Raises:
+            StateError: In another thread than the one that casts hold for; nothing was undone.
+        """
+        if self._held is not None:
+            self._held.require_here()
+        self._undo.close()
+
+    # The loop -----------------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Any, loss_id: int, optimizers: list[Optimizer]) -> Tensor:
+        """Return a scaled loss; see :meth:`Attached.scaled`.
+
+        Raises:
+            PolicyError: No floating tensor, no such loss, or an optimizer of others.
+            StateError: There are no optimizers.
+        """
+        if self.attached is None:
+            raise StateError("a loss is scaled without optimizers", why="the models were given alone, for inference")
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            kind = str(loss.dtype) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise PolicyError(f"the loss is {kind}, and no floating tensor", write=self._backward)
+        return self.attached.scaled(loss, loss_id, optimizers)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with one optimizer, or skip: what ``optimizer.step()`` is meanwhile.
+
+        Args:
+            optimizer: The optimizer.
+            closure: Evaluates the loss.
+
+        Returns:
+            What the closure returned first.
+
+        Raises:
+            StateError: The gradients are none of the session's.
+        """
+        assert self.attached is not None, "which has taken it over"
+        with self.off():  # an optimizer's own products are not to be cast
+            if closure is not None:
+                evaluate = _Evaluations(closure, self._held)
+                self.attached.amp.step(optimizer, evaluate)
+                return evaluate.first
+            match self.attached.gradients_of(optimizer):
+                case "none":
+                    return self.attached.plain_step(optimizer)()
+                case "dropped":
+                    raise StateError(
+                        "an optimizer steps for which no loss was scaled",
+                        where=type(optimizer).__name__,
+                        why="losses reached its parameters, but were scaled for other optimizers only, and left "
+                        "its gradients as they were",
+                        write=f"{self._backward}\nwith all optimizers whose parameters the loss trains",
+                    )
+                case "foreign":
+                    raise StateError(
+                        "these gradients were made by a backward pass whose loss was not scaled",
+                        where=f"{type(optimizer).__name__}.step()",
+                        why="a plain loss.backward() made them, or an earlier step has taken them already",
+                        write=self._backward,
+                    )
+            self.attached.amp.step(optimizer)
+        return None
+
+
+class _Evaluations:
+    """A closure, which computes its losses where ops are cast.
+
+    Args:
+        closure: The user's.
+        held: The region.
+
+    Attributes:
+        first: What it returned first.
+    """
+
+    def __init__(self, closure: Callable[[], Any], held: HeldRegion | None) -> None:
+        self._closure, self._held, self._returned = closure, held, list[Any]()
+
+    def __call__(self) -> Any:
+        with contextlib.nullcontext() if self._held is None else self._held.on():
+            self._returned.append(self._closure())
+        return self._returned[-1]
+
+    @property
+    def first(self) -> Any:
+        return self._returned[0]
+
+
+@contextlib.contextmanager
+def _removed(handle: Any) -> Iterator[Any]:
+    try:
+        yield handle
+    finally:
+        handle.remove()
+
+
+@fp32
+class _StaysFP32(nn.Module):
+    """Parameters that stay in FP32 at every level.
+
+    Args:
+        params: The parameters.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+
+def _strays(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[nn.Module]:
+    """Yield what holds parameters that are no model's, if there are such."""
+    known = {id(param) for model in models for param in model.parameters()}
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    every = {id(param): param for group in groups for param in group["params"] if isinstance(param, nn.Parameter)}
+    if strays := [param for key, param in every.items() if key not in known]:
+        holder = nn.Module()
+        holder.no_model = _StaysFP32(strays)
+        yield holder
