@@ -13,6 +13,7 @@ myst_heading_anchors = 3  # as on GitHub: a link to page.md#a-heading leads to i
 html_theme, html_title = "furo", "mezzo"
 html_static_path, html_css_files = ["_static"], ["mezzo.css"]
 html_show_copyright = html_show_sourcelink = html_copy_source = False
+html_show_search_summary = False  # browsers let no page that is a file fetch another
 html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "friendly", "monokai"
 

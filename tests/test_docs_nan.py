@@ -146,9 +146,30 @@ def test_a_loop_of_torch_amp():
     assert locate(fn, model, loss_scale=float(re.search(r"init=(\d+)", found.cure)[1])) is None
 
 
+@pytest.mark.parametrize("factor, error", [(1e9, mezzo.ScaleCollapsed), (float("inf"), mezzo.NumericsError)])
+def test_patience_ends_a_run_that_only_skips(factor, error):
+    assert "loss_scale=dynamic(patience=20)" in PAGE
+    model = nn.Linear(4, 1)
+    policy = "O1,dtype=float16,emulate=true,loss_scale=dynamic(init=1,patience=20)"
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+
+    def run(steps):
+        for _ in range(steps):
+            with amp.autocast():
+                loss = model(torch.ones(2, 4)).float().sum() * factor
+            amp.backward(loss)
+            amp.step()
+            amp.zero_grad()
+
+    run(20)
+    with pytest.raises(error, match="20") as raised:
+        run(1)  # the step after, which knows
+    assert type(raised.value) is error
+
+
 def test_every_leaf_of_the_tree_is_a_call_that_exists():
     tree = PAGE.partition("## ")[0]
-    for name in ("mezzo.overflow.locate", "mezzo.numerics.diagnose", "mezzo.numerics.tune"):
+    for name in ("mezzo.overflow.locate", "mezzo.numerics.diagnose", "mezzo.numerics.tune", "mezzo.explain"):
         assert name in tree
         module, _, function = name.rpartition(".")
         assert callable(getattr(importlib.import_module(module), function))
