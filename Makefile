@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all check lint format docs bench gpu clean
+.PHONY: help demo test test-all check lint format docs dist bench gpu clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -59,6 +59,10 @@ docs: $(DOCS)  ## build the documentation as a site, in docs/_build/html
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
+dist: $(READY)  ## build the wheel and the source distribution, in dist/
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
 bench: $(DEMO)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/session.py
 	$(BIN)/python benchmarks/scaler.py
@@ -73,4 +77,4 @@ gpu:  ## measure what only a GPU can tell, and hold it against the goals; again 
 	PYTHONPATH=src:benchmarks $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m gpu $(if $(OUT),--out $(OUT)) $(GPU)
 
 clean:  ## remove the environment and run directories
-	rm -rf .venv .venv-torch-* runs docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* runs dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -190,7 +190,7 @@ def test_our_own_extras_are_found():
     """The environment of the tests is an installed mezzo."""
     extras = environment().extras
     assert extras["recipes"]["scikit-learn"] == metadata.version("scikit-learn")
-    assert not {"dev", "all", "demo"} & set(extras)
+    assert not {"dev", "all", "demo", "docs"} & set(extras)
 
 
 def test_a_mezzo_that_is_only_on_the_path_says_so(monkeypatch):

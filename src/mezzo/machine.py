@@ -35,7 +35,7 @@ VARIABLES: Final = tuple(
 #: Packages that mezzo computes with, whatever extras are there.
 _PACKAGES: Final = ("numpy", "triton", "typer", "rich")
 #: Extras that only repeat others, and those of mezzo's own developers.
-_NOT_SHOWN: Final = ("all", "demo", "dev")
+_NOT_SHOWN: Final = ("all", "demo", "dev", "docs")
 
 
 def default_device() -> torch.device:
