@@ -12,9 +12,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 559,
-    "cast": 2_797,
+    "cast": 2_851,
     "cli": 1_029,
-    "compat": 942,
+    "compat": 900,
     "distributed": 320,
     "explanation": 1_078,
     "integrations": 46,
@@ -26,7 +26,7 @@ MOST_CODE = {
     "report": 995,
     "scale": 658,
     "selftest": 430,
-    "session": 5_778,
+    "session": 5_828,
     "step": 2_478,
     "trace": 998,
     "the ground": 892,

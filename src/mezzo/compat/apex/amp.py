@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from mezzo.compat.apex import functions
+from mezzo.compat.apex.functions import FUNCTIONS
 from mezzo.compat.apex.options import policy_of
 from mezzo.compat.apex.running import NOW
-from mezzo.errors import MezzoError, PolicyError, StateError, shown, some_of
+from mezzo.errors import StateError, shown, some_of
 from mezzo.session.attached import Attached, Standing
-from mezzo.tensors import LOW, dtype_name
+from mezzo.session.refusals.standing import known, listed, unfit
 
 __all__ = [
     "deinitialize", "disable_casts", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict",
@@ -26,6 +25,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_BEGIN: Final = "amp.initialize"
 _SCALER: Final = "loss_scaler"
 _BACKWARD: Final = "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()"
 
@@ -105,19 +105,18 @@ def initialize(
     if not enabled:
         NOW.is_disabled = True
         return models if optimizers is None else (models, optimizers)
-    all_models, all_optimizers = _listed(models, nn.Module), _listed(optimizers, Optimizer)
+    all_models, all_optimizers = listed(models, nn.Module, _BEGIN), listed(optimizers, Optimizer, _BEGIN)
     policy = policy_of(
         opt_level, cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
         cast_model_outputs, min_loss_scale, max_loss_scale,
     )  # fmt: skip
-    problems = [problem for model in all_models for problem in _unfit(model, opt_level)]
-    if problems:
+    if problems := [problem for model in all_models for problem in unfit(model, _BEGIN, stores_low=opt_level > "O1")]:
         raise type(problems[0]).together(problems)
-    standing = Standing(
-        all_models, all_optimizers, functions.with_registered(policy), backward=_BACKWARD, num_losses=num_losses
-    )
+    policy = FUNCTIONS.rules(policy) if policy.autocast else policy
+    standing = Standing(all_models, all_optimizers, policy, backward=_BACKWARD, num_losses=num_losses)
     try:
-        functions.take_over(standing)
+        for each in FUNCTIONS.others() if policy.autocast else ():
+            standing.replace(*each)
     except BaseException:
         standing.end()
         raise
@@ -127,39 +126,6 @@ def initialize(
     shapes = [every if isinstance(given, list | tuple) else every[0] if every else None
               for given, every in ((models, all_models), (optimizers, all_optimizers))]  # fmt: skip
     return shapes[0] if optimizers is None else tuple(shapes)
-
-
-def _listed(given: Any, kind: type) -> list[Any]:
-    """Return what was given as a list, or refuse it."""
-    every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    wrong = [shown(each) for each in every if not isinstance(each, kind)]
-    if wrong or (given is None and kind is nn.Module):
-        raise PolicyError(
-            f"amp.initialize takes {kind.__name__}s, one or a list",
-            where=some_of(wrong) or "None",
-            why="an FP16_Optimizer keeps masters by itself" if "FP16_Optimizer" in str(wrong) else "",
-            write="model, optimizer = amp.initialize(model, optimizer, …)",
-        )
-    return every
-
-
-def _unfit(model: nn.Module, opt_level: str) -> Iterator[MezzoError]:
-    """Yield what stands against a model."""
-    if isinstance(model, DataParallel) or (opt_level in ("O2", "O3") and isinstance(model, DistributedDataParallel)):
-        yield StateError(
-            f"the model is wrapped in {type(model).__name__} already",
-            where=f"amp.initialize(opt_level={opt_level!r})",
-            why="the wrapper has looked at weights that would now change their dtype",
-            write=f"model, optimizer = amp.initialize(model, optimizer), then {type(model).__name__}(model)",
-        )
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    if low := [f"{name} ({dtype_name(tensor.dtype)})" for name, tensor in tensors if tensor.dtype in LOW]:
-        yield PolicyError(
-            "amp.initialize was given half-precision parameters",
-            where=some_of(low),
-            why="it converts what the level stores low by itself, and keeps the FP32 values",
-            write="the model without .half(), or model.float() first",
-        )
 
 
 def deinitialize() -> None:
@@ -173,7 +139,7 @@ def deinitialize() -> None:
     if NOW.standing is not None:
         NOW.standing.end()
     NOW.standing, NOW.is_disabled = None, False
-    functions.forget()
+    FUNCTIONS.clear()
 
 
 @contextlib.contextmanager
@@ -213,19 +179,12 @@ def scale_loss(
     if (standing := _standing("amp.scale_loss")) is None:
         yield loss
         return
-    known = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    if strangers := [type(each).__name__ for each in known if not any(each is own for own in standing.optimizers)]:
-        raise PolicyError(
-            "amp.scale_loss for an optimizer that amp.initialize does not know",
-            where=some_of(strangers),
-            why=f"it was given {some_of([type(own).__name__ for own in standing.optimizers]) or 'no optimizers'}",
-            write="models, optimizers = amp.initialize(models, [all optimizers], …), and one of these here",
-        )
-    scaled = standing.scaled(loss, loss_id, known)
+    named = known(optimizers, standing.optimizers, "amp.scale_loss", _BEGIN)
+    scaled = standing.scaled(loss, loss_id, named)
     with standing.off():
         yield scaled
     if standing.unscales and not delay_unscale and standing.attached is not None:
-        standing.attached.judge(known, adapts=not delay_overflow_check)
+        standing.attached.judge(named, adapts=not delay_overflow_check)
 
 
 @contextlib.contextmanager
@@ -259,8 +218,8 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
     **Cost**: a host sync.
     """
     found: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
-    for number, state in enumerate(attached.scales() if (attached := _attached("amp.state_dict")) is not None else ()):
-        found[f"{_SCALER}{number}"] = {"loss_scale": state["scale"], "unskipped": state["clean_steps"]}
+    attached = _attached("amp.state_dict")
+    found.update({} if attached is None else _scales(attached))
     return found
 
 
@@ -285,14 +244,20 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             why=f"its keys are {_SCALER}0, {_SCALER}1 and so on",
             write='amp.load_state_dict(checkpoint["amp"])',
         )
-    known = globals()["state_dict"]()
-    if len(state_dict) != len(known):
-        logger.warning("the state of amp has %d losses, and num_losses is %d", len(state_dict), len(known))
+    now = _scales(attached)
+    if len(state_dict) != len(now):
+        logger.warning("the state of amp has %d losses, and num_losses is %d", len(state_dict), len(now))
     config = attached.amp.policy.loss_scale
     if config.mode != "dynamic":
         logger.info("the state of amp is not loaded: the loss scale is %s", config)
         return
-    attached.amp.load_state_dict({key: state_dict.get(key, own) for key, own in known.items()})
+    attached.amp.load_state_dict({key: state_dict.get(key, own) for key, own in now.items()})
+
+
+def _scales(attached: Attached) -> dict[str, Any]:
+    """Return the loss scales in apex's form."""
+    pairs = enumerate(attached.scales())
+    return {f"{_SCALER}{n}": {"loss_scale": each["scale"], "unskipped": each["clean_steps"]} for n, each in pairs}
 
 
 def _standing(call: str) -> Standing | None:
