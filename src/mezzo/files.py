@@ -28,7 +28,9 @@ from mezzo.errors import message
 if sys.platform != "win32":  # which has no such locks: what a dead process left there stays
     import fcntl
 
-__all__ = ["cache_folder", "is_partial", "keep", "kept", "opened", "private_folder", "regular_or_new", "whole"]
+__all__ = [
+    "cache_folder", "growing", "is_partial", "keep", "kept", "opened", "private_folder", "regular_or_new", "whole",
+]  # fmt: skip
 
 #: A partial file's name is at most this long with its 18 characters around: file systems that encrypt names take 143.
 _LONGEST_NAME: Final = 100
@@ -136,11 +138,34 @@ def regular_or_new(path: str | os.PathLike[str]) -> tuple[Path, os.stat_result |
     mode = stat.S_IFDIR if os.fspath(path).endswith(os.sep) else facts.st_mode if facts else stat.S_IFREG
     what = f"a file is to be written, and this is {_kind(mode)}"
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(message(what, where=str(target), write=repr(str(target / "last.pt"))))
+        raise IsADirectoryError(
+            message(what, where=str(target), write=f"the path of a file in it, {str(target / 'NAME')!r}")
+        )
     if not stat.S_ISREG(mode):
         why = "a new file under its name would replace it"
         raise FileExistsError(message(what, where=str(target), why=why, write="the path of a regular file, or of none"))
     return target, facts
+
+
+def growing(path: Path) -> IO[str]:
+    """Open a file that one writer alone adds lines to, and empty it; each line is handed to the system at once.
+
+    Raises:
+        OSError: It cannot be written, or another writer has it open, in this process or another.
+    """
+    file = path.open("a", buffering=1, encoding="utf-8")
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            what, why = "a file is to be written, and another writer has it open", "their lines would be mixed"
+            raise FileExistsError(message(what, where=str(path), why=why, write="a path for each writer")) from None
+        except OSError:
+            pass  # a file system without locks
+    file.truncate(0)
+    file.seek(0)
+    return file
 
 
 def opened(path: str | os.PathLike[str]) -> io.BufferedReader:

@@ -91,6 +91,15 @@ def test_a_choice_that_means_nothing_is_refused(wrap, text):
         wrapped(Net(), wrap)
 
 
+def test_of_many_names_the_nearest_is_found_and_where_there_are_none_that_is_said():
+    with pytest.raises(PolicyError, match=r"did you mean '39'\? valid: 0, 1, .* and 20 more"):
+        wrapped(nn.Sequential(*(nn.Linear(2, 2) for _ in range(40))), "39x")
+    with pytest.raises(
+        PolicyError, match=r"wrap='blocks\.\*' matches no module\n  why    the model has no modules inside"
+    ):
+        wrapped(nn.Linear(2, 2), "blocks.*")
+
+
 def test_what_the_policy_keeps_in_fp32_is_gathered_apart():
     model = Net()
     norms = [("blocks.0.norm", FP32), ("blocks.1.norm", FP32)]

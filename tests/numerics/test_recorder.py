@@ -667,6 +667,23 @@ def test_the_newest_steps_are_kept_and_all_are_streamed(tmp_path):
     assert repr(recorder) == "Recorder(Net, every=2: 5 steps, 2 recorded)"
 
 
+def test_two_runs_at_a_time_need_a_stream_each(tmp_path):
+    """As ranks do, whose lines would be mixed."""
+    model = net()
+    optimizer = adamw(model)
+    with Recorder(model, optimizer, every=1, stream=tmp_path / "run.jsonl") as recorder:
+        train(recorder, model, optimizer, 1)
+        again = Recorder(net(), stream=tmp_path / "run.jsonl")
+        with pytest.raises(FileExistsError, match="another writer has it open") as caught, again:
+            pass
+        assert "run.jsonl.partial\n  why    their lines would be mixed\n" in str(caught.value)
+        train(recorder, model, optimizer, 1)
+    assert [step.step for step in read_evidence(tmp_path / "run.jsonl").steps] == [1, 2]
+    with pytest.raises(KeyboardInterrupt), again:  # it is free again, and nothing was recorded yet
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
+
+
 def test_an_interrupted_run_leaves_what_it_has_under_its_partial_name(tmp_path):
     model = net()
     optimizer = adamw(model)

@@ -70,7 +70,8 @@ def wrapped(model: nn.Module, wrap: Wrap) -> set[nn.Module]:
             classes = list(dict.fromkeys(type(module).__name__ for module in named.values()))
             known = [path for path in named if path] if isinstance(choice, str) else classes
             what = choice if isinstance(choice, str) else getattr(choice, "__name__", shown(choice))
-            problems.append(PolicyError(f"wrap={what!r} matches no module", why=nearest(what, known[:20])))
+            why = nearest(what, known) if known else "the model has no modules inside it: it is one unit without wrap"
+            problems.append(PolicyError(f"wrap={what!r} matches no module", why=why))
         chosen |= found
     if never := [path for module, path in chosen.items() if not has_forward(module)]:
         problems.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,15 @@ from mezzo.trace.calls import Decider
 from mezzo.trace.frames import here
 from mezzo.trace.kernels import Shape
 from mezzo.trace.modes import ModuleHooks, watching
-from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python
+from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python, require_scalar
 from mezzo.trace.trace import Trace
 from mezzo.trace.where import Where
 
 __all__ = ["explain"]
 
 Loss = Callable[[Any], Tensor]
+
+_NO_LOSS: Final = ("loss= must return one floating number", "loss=lambda output: criterion(output, target)")
 
 
 def explain(
@@ -109,7 +111,7 @@ def _traced(
     trace.learn(model, (args, kwargs))
     with region, watching(trace):
         output = model(*args, **kwargs)
-        value = None if loss is None else _checked_loss(loss(output))
+        value = None if loss is None else require_scalar(loss(output), *_NO_LOSS)
     starts = _starts(output) if value is None else [value]
     differentiable = [tensor for tensor in starts if tensor.requires_grad]
     if differentiable:
@@ -189,17 +191,6 @@ def _ruled(model: nn.Module, policy: Policy) -> dict[int, tuple[Rule, str]]:
 
 
 # The backward pass ------------------------------------------------------------------------------------
-
-
-def _checked_loss(value: Any) -> Tensor:
-    if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
-        return value
-    shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-    raise PolicyError(
-        "loss= must return one floating number",
-        where=f"it returned {shown}",
-        write="loss=lambda output: criterion(output, target)",
-    )
 
 
 def _starts(output: Any) -> list[Tensor]:

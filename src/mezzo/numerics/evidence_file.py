@@ -44,7 +44,7 @@ import torch
 
 from mezzo.documents import built, jsonable
 from mezzo.errors import StateError, shown
-from mezzo.files import opened, regular_or_new, whole
+from mezzo.files import growing, opened, regular_or_new, whole
 from mezzo.formats import by_name
 from mezzo.numerics.counting import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZEROS
 from mezzo.numerics.evidence import (
@@ -108,10 +108,18 @@ class EvidenceStream:
             regular_or_new(each)
         self._lines: IO[str] | None = None
 
+    def begin(self) -> None:
+        """Open the file, under its partial name.
+
+        Raises:
+            OSError: It cannot be written, or another stream, perhaps another rank's, has it open.
+        """
+        self._lines = growing(self._partial)
+
     def write(self, header: EvidenceHeader, step: RecordedStep | None = None) -> None:
         """Write a step, after the header if it is the first; the line is handed to the system at once."""
-        if self._lines is None:
-            self._lines = self._partial.open("w", buffering=1, encoding="utf-8")
+        assert self._lines is not None, "begin() has opened it"
+        if not self._lines.tell():
             self._lines.write(_header_line(header))
         if step is not None:
             self._lines.write(_step_line(step))
@@ -119,7 +127,7 @@ class EvidenceStream:
     def end(self, header: EvidenceHeader, num_steps: int) -> None:
         """Say that the run has ended, and give the file its name."""
         self.write(header)
-        assert self._lines is not None, "write() has opened it"
+        assert self._lines is not None, "begin() has opened it"
         self._lines.write(_end_line(num_steps))
         self.close()
         with whole(self._path) as file, self._partial.open("rb") as partial:
@@ -127,8 +135,10 @@ class EvidenceStream:
         self._partial.unlink()
 
     def close(self) -> None:
-        """Leave the file as it is, under its partial name."""
+        """Leave the file as it is, under its partial name, or none where nothing was written."""
         if self._lines is not None:
+            if not self._lines.tell():
+                self._partial.unlink(missing_ok=True)
             self._lines.close()
 
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mezzo.errors import UnsupportedError, some_of
+from mezzo.errors import PolicyError, UnsupportedError, some_of
 
 __all__ = [
-    "RandomStates", "as_training_runs", "copied", "devices_of", "gradients_aside", "require_python", "untouched",
+    "RandomStates", "as_training_runs", "copied", "devices_of", "gradients_aside", "require_python", "require_scalar",
+    "untouched",
 ]  # fmt: skip
 
 
@@ -176,3 +177,24 @@ def _buffers_restored(models: list[nn.Module]) -> Iterator[None]:
         for table, before in tables:
             table.clear()
             table.update(before)
+
+
+def require_scalar(loss: Any, what: str, write: str, *, trains: bool = False) -> Tensor:
+    """Return a loss, if it is one floating number.
+
+    Args:
+        loss: What a user's function returned.
+        what: The first line of the error.
+        write: What to write instead.
+        trains: Whether it must have a gradient as well.
+
+    Raises:
+        PolicyError: It is something else.
+    """
+    said = type(loss).__name__
+    if isinstance(loss, Tensor):
+        is_scalar = loss.numel() == 1 and loss.is_floating_point()
+        if is_scalar and (loss.requires_grad or not trains):
+            return loss
+        said = f"{tuple(loss.shape)} {loss.dtype}{', without a gradient' if is_scalar else ''}"
+    raise PolicyError(what, where=f"it returned {said}", write=write)

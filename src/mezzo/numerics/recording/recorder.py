@@ -61,7 +61,8 @@ class Recorder:
     Raises:
         PolicyError: Arguments that make no sense, all of them together; from ``optimizer.step()``, a scaler's scale
             that the recorder does not know.
-        OSError: The stream cannot be written.
+        OSError: The stream cannot be written; where the run begins, that another recorder writes to it, as on another
+            rank.
 
     **Cost**: on recorded steps a pass over everything that is recorded, one transfer from the device, and with
     ``updates`` a copy of the weights while the step runs. On others nothing: there are hooks only in recorded steps.
@@ -119,10 +120,14 @@ class Recorder:
             raise StateError(
                 "a recorder records one run", where=repr(self), write="with Recorder(model, optimizer) as recorder: …"
             )
+        if self._stream is not None:
+            self._stream.begin()
         try:
             self._arm()
         except BaseException:
             self._disarm()
+            if self._stream is not None:
+                self._stream.close()
             raise
         self._session.outer = current()
         self._opened.enter_context(under_way(self._session))

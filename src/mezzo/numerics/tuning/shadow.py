@@ -21,7 +21,7 @@ from mezzo.numerics.tuning.measures import sqnr, together
 from mezzo.overflow import locate
 from mezzo.policy import Policy
 from mezzo.tensors import LOW
-from mezzo.trace.sandbox import RandomStates, copied, devices_of, gradients_aside
+from mezzo.trace.sandbox import RandomStates, copied, devices_of, gradients_aside, require_scalar
 
 __all__ = ["Gradients", "LossFunction", "Pass", "Shadow"]
 
@@ -37,6 +37,11 @@ _MILLIONTH: Final = 2.0**-20
 #: The rate of torch's SGD, and the share of a tensor that its first step may move it by.
 _RATE: Final = 1e-3
 _MOVED: Final = 0.01
+
+_NO_LOSS: Final = (
+    "loss_fn must return one floating number to differentiate",
+    "def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])   # a scalar",
+)
 
 
 @dataclass(slots=True)
@@ -249,7 +254,7 @@ class Shadow:
 
     def _gradients(self, step: int) -> Gradients:
         with self.forward(Policy.O0(), step) as run:
-            _check_loss(run.loss)
+            require_scalar(run.loss, *_NO_LOSS, trains=True)
             gradients = run.gradients(1.0)
             is_finite = math.isfinite(run.loss.item()) and all(bool(g.isfinite().all()) for g in gradients.values())
         if not is_finite:
@@ -321,18 +326,6 @@ class Shadow:
             why="precision is chosen by comparing with FP32, and there is nothing to compare with",
             write="what the first non-finite tensor's report says, and then tune again",
         )
-
-
-def _check_loss(loss: Any) -> None:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() and loss.requires_grad:
-        return
-    said = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-    detached = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
-    raise PolicyError(
-        "loss_fn must return one floating number to differentiate",
-        where=f"it returned {said}{', without a gradient' if detached else ''}",
-        write="def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])   # a scalar",
-    )
 
 
 def _leaves(loss: Any) -> Iterator[Tensor]:
