@@ -18,7 +18,7 @@ def programs(section):
 
 
 def trained(program):
-    """Run a program from seed 0: the FP32 weights that it began with and how far they went, its last loss, its stats."""
+    """Run a program from seed 0: its FP32 weights at the start, how far they went, its last loss, its stats."""
     torch.manual_seed(0)
     names = {"__name__": "__snippet__"}
     first, rest = program.split("\nbatches = ")
