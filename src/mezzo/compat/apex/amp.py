@@ -48,12 +48,14 @@ def initialize(
 ) -> Any:
     """Begin mixed precision training of some models and optimizers, in place.
 
-    | opt_level | weights | casts at ops | batch norm | masters | loss scale |
-    |---|---|---|---|---|---|
-    | ``O0`` | FP32 | no | FP32 | no | 1.0 |
-    | ``O1`` | FP32 | yes | FP32 | no | dynamic |
-    | ``O2`` | FP16 | no | FP32 | yes | dynamic |
-    | ``O3`` | FP16 | no | FP16 | no | 1.0 |
+    =========  =======  ============  ==========  =======  ==========
+    opt_level  weights  casts at ops  batch norm  masters  loss scale
+    =========  =======  ============  ==========  =======  ==========
+    ``O0``     FP32     no            FP32        no       1.0
+    ``O1``     FP32     yes           FP32        no       dynamic
+    ``O2``     FP16     no            FP32        yes      dynamic
+    ``O3``     FP16     no            FP16        no       1.0
+    =========  =======  ============  ==========  =======  ==========
 
     Args:
         models: A model, or a list of models; with FP32 weights, and not yet wrapped for several GPUs.
