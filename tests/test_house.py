@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 559,
-    "cast": 2_851,
+    "cast": 2_859,
     "cli": 1_029,
     "compat": 900,
     "distributed": 321,
@@ -26,7 +26,7 @@ MOST_CODE = {
     "report": 995,
     "scale": 658,
     "selftest": 430,
-    "session": 5_828,
+    "session": 5_834,
     "step": 2_478,
     "trace": 1_007,
     "the ground": 910,

@@ -9,14 +9,15 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import CASTABLE
 
-__all__ = ["cast_floating", "widest"]
+__all__ = ["cast_batches", "cast_floating", "widest"]
 
 T = TypeVar("T")  # Python 3.11 has no `def f[T]`
 
@@ -80,3 +81,26 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
             mapping[key] = cast_floating(item, dtype)
         return mapping
     return leaf
+
+
+def cast_batches(model: nn.Module, dtype: torch.dtype) -> RemovableHandle:
+    """Have what enters a model cast by its own ``to(dtype)``, where it is of a class that :func:`cast_floating` leaves.
+
+    Not for everybody: a class whose ``to`` casts indices as well, or takes a device alone, would fail.
+
+    Args:
+        model: The model.
+        dtype: The target.
+
+    Returns:
+        What ends it.
+    """
+    return model.register_forward_pre_hook(functools.partial(_cast_batches, dtype), with_kwargs=True)
+
+
+def _cast_batches(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast_leaf(leaf: Any) -> Any:
+        known = isinstance(leaf, Tensor | PackedSequence | MutableMapping | nn.Module) or dataclasses.is_dataclass(leaf)
+        return leaf if known or not callable(getattr(leaf, "to", None)) else leaf.to(dtype)
+
+    return pytree.tree_map(cast_leaf, (args, kwargs))

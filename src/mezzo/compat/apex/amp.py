@@ -115,7 +115,7 @@ def initialize(
     if problems := [problem for model in all_models for problem in unfit(model, _BEGIN, stores_low=opt_level > "O1")]:
         raise type(problems[0]).together(problems)
     policy = FUNCTIONS.rules(policy) if policy.autocast else policy
-    standing = Standing(all_models, all_optimizers, policy, backward=_BACKWARD, num_losses=num_losses)
+    standing = Standing(all_models, all_optimizers, policy, backward=_BACKWARD, num_losses=num_losses, own_batches=True)
     try:
         for each in FUNCTIONS.others() if policy.autocast else ():
             standing.replace(*each)

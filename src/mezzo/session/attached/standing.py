@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 
 from mezzo.cast import fp32, prepare
 from mezzo.cast.held import HeldRegion
+from mezzo.cast.nested import cast_batches
 from mezzo.errors import PolicyError, StateError
 from mezzo.policy import Policy
 from mezzo.session.attached.attached import Attached
 from mezzo.session.session import MixedPrecision
+from mezzo.tensors import LOW
 
 __all__ = ["Standing"]
 
@@ -32,6 +34,7 @@ class Standing:
         policy: The policy.
         backward: What a program writes for a backward pass, for errors.
         num_losses: How many losses have a scale of their own.
+        own_batches: Whether models with low weights cast batches of the user's own classes, by their ``to(dtype)``.
 
     Attributes:
         policy: The policy.
@@ -53,6 +56,7 @@ class Standing:
         *,
         backward: str,
         num_losses: int = 1,
+        own_batches: bool = False,
     ) -> None:
         self.policy, self.optimizers, self._backward = policy, optimizers, backward
         self.attached: Attached | None = None
@@ -73,6 +77,9 @@ class Standing:
             else:
                 handles = [undo.enter_context(_removed(prepare(model, policy))) for model in models]
                 region = handles[0].autocast(*handles[1:])
+            if own_batches and policy.param_dtype in LOW:
+                for model in models:
+                    undo.callback(cast_batches(model, policy.param_dtype).remove)
             if policy.autocast:
                 self._held = HeldRegion(region, models)
                 undo.callback(self._held.leave)
