@@ -7,7 +7,7 @@ import mezzo
 
 project, author, release = "mezzo", "the mezzo developers", mezzo.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "guide.md"]
+exclude_patterns = ["_build"]
 myst_heading_anchors = 3  # as on GitHub: a link to page.md#a-heading leads to it in both places
 
 html_theme, html_title = "furo", "mezzo"

@@ -29,7 +29,7 @@ def test_the_pages_are_found():
 def test_the_index_lists_every_page_and_no_other():
     listed = re.findall(r"\]\(([\w/-]+\.(?:md|rst))\)", (ROOT / "docs" / "index.md").read_text())
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.[mr][ds]*")}
-    assert sorted(listed) == sorted(there - {"index.md", "guide.md"} - {each for each in there if "_build" in each})
+    assert sorted(listed) == sorted(there - {"index.md"} - {each for each in there if "_build" in each})
 
 
 @pytest.mark.parametrize("code", SNIPPETS)

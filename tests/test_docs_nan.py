@@ -175,3 +175,15 @@ def test_every_leaf_of_the_tree_is_a_call_that_exists():
         assert callable(getattr(importlib.import_module(module), function))
     assert 'on_overflow="explain"' in tree
     assert "mezzo inspect digits-cnn" in tree
+
+
+@pytest.mark.parametrize("policy", ["O2,dtype=float16,loss_scale=none", "O3,dtype=float16", "O2,dtype=bfloat16"])
+def test_what_is_said_of_weights_holds(policy):
+    assert "from an update beyond 65504 where FP16 weights are stored, under O2 and O3" in PAGE
+    model = nn.Linear(4, 1)
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=5e4), f"{policy},emulate=true")
+    with amp.autocast():
+        loss = model(torch.ones(2, 4)).float().sum()
+    amp.backward(loss)
+    assert not amp.step().skipped
+    assert bool(model.weight.isfinite().all()) == ("bfloat16" in policy)

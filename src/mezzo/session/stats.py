@@ -305,7 +305,7 @@ class StepStats:
             f"the loss scale collapsed: {overflows} overflows in a row at its floor, {scale:.6g}",
             where=f"{where}, {guilty if bad else 'finite as they stand, infinite once unscaled'}",
             why="no scale makes these gradients finite: the overflow comes from the model, the loss or the data",
-            write='MixedPrecision(…, on_overflow="explain"), which says where; or dtype=bfloat16, with FP32\'s range',
+            write='MixedPrecision(…, on_overflow="explain"), which says where (docs/nan.md); or dtype=bfloat16',
         )
 
     # State ---------------------------------------------------------------------------------------------
