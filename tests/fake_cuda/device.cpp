@@ -1,6 +1,8 @@
 // What torch's CPU build lacks to take tensors for those of a GPU: one device, whose streams and events do nothing.
-// Tensors on it are FakeTensors; torch's own autograd engine and its CUDA autocast key then run as on a GPU.
+// Tensors on it are FakeTensors, or those of operations.cpp; torch's own autograd engine and its CUDA autocast key then
+// run as on a GPU.
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Registry.h>
 
@@ -43,6 +45,8 @@ struct CUDAHooks : public CUDAHooksInterface {
   DeviceIndex current_device() const override { return 0; }
   DeviceIndex getCurrentDevice() const override { return 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  bool isPinnedPtr(const void*) const override { return false; }
+  Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
 
 using at::CUDAHooksRegistry;

@@ -59,36 +59,19 @@ class Record:
         return name.startswith("triton.") and name.removeprefix("triton.") not in SHARED
 
 
-def plug_in(library: Path, capability: int = 90) -> None:
+def plug_in(library: Path, capability: int = 90, *, has_memory: bool = False) -> None:
     """Let this process have a CUDA device; before anything has asked torch whether there is one.
 
     Args:
         library: ``device.cpp``, compiled.
         capability: What Triton compiles for.
+        has_memory: Whether tensors have addresses, as with ``operations.cpp``; FakeTensors are given theirs here.
     """
     ctypes.CDLL(str(library))
     import torch
-    from torch._subclasses.fake_tensor import FakeTensor
 
-    addresses: dict[int, int] = {}
-    real_address = torch.Tensor.data_ptr
-
-    def data_ptr(tensor: Any) -> int:
-        if not isinstance(tensor, FakeTensor):
-            return real_address(tensor)
-        if not tensor.numel():
-            return 0
-        return storage_data_ptr(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
-
-    def storage_data_ptr(storage: Any) -> int:
-        """Addresses of storages of their own, which are aligned as the allocator aligns."""
-        if storage.device.type == "cpu":
-            return real_data_ptr(storage)
-        return addresses.setdefault(storage._cdata, _ADDRESSES + (len(addresses) << 24))
-
-    torch.Tensor.data_ptr = data_ptr
-    real_data_ptr = torch.UntypedStorage.data_ptr
-    torch.UntypedStorage.data_ptr = storage_data_ptr  # type: ignore[method-assign]
+    if not has_memory:
+        _give_addresses()
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
     cuda.is_available = lambda: True
@@ -109,6 +92,31 @@ def plug_in(library: Path, capability: int = 90) -> None:
     torch.Event = _Event  # type: ignore[misc]
     torch.version.cuda = "13.0"
     _plug_in_triton(capability)
+
+
+def _give_addresses() -> None:
+    """Let FakeTensors lie somewhere, each storage by itself, aligned as the allocator aligns."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    addresses: dict[int, int] = {}
+    real_address = torch.Tensor.data_ptr
+    real_data_ptr = torch.UntypedStorage.data_ptr
+
+    def data_ptr(tensor: Any) -> int:
+        if not isinstance(tensor, FakeTensor):
+            return real_address(tensor)
+        if not tensor.numel():
+            return 0
+        return storage_data_ptr(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+
+    def storage_data_ptr(storage: Any) -> int:
+        if storage.device.type == "cpu":
+            return real_data_ptr(storage)
+        return addresses.setdefault(storage._cdata, _ADDRESSES + (len(addresses) << 24))
+
+    torch.Tensor.data_ptr = data_ptr
+    torch.UntypedStorage.data_ptr = storage_data_ptr  # type: ignore[method-assign]
 
 
 class _Event:
@@ -251,7 +259,10 @@ def _mode() -> Any:
 
     aten = torch.ops.aten
     allocating = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-    nothing = {aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten.set_, aten.resize_, aten.record_stream}
+    nothing = {
+        aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten.unflatten_dense_tensors, aten.set_,
+        aten.resize_, aten.record_stream,
+    }  # fmt: skip
 
     class Device(TorchDispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:

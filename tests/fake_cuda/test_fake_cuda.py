@@ -10,15 +10,14 @@ torch can be told of such a device only while a process begins (:mod:`.machine`)
 ``<library>`` is what :func:`library` has compiled, ``$XDG_CACHE_HOME/mezzo/fake_cuda-*.so``.
 """
 
-import hashlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
+
+from . import building
 
 HERE = Path(__file__).parent
 #: What runs together: torch is imported, and the device set up, once in each process.
@@ -26,30 +25,10 @@ CASES = {"cases": sorted(HERE.glob("case_*.py")), "rooms": sorted(HERE.parent.gl
 
 
 def library() -> Path:
-    """Compile ``device.cpp`` against the installed torch, once for each of its versions."""
-    import torch
-
-    compiler = shutil.which("g++")
-    if sys.platform != "linux" or compiler is None:
-        pytest.skip("needs g++ on Linux, to compile a CUDA device that computes nothing")
-    if torch.backends.cuda.is_built():
-        pytest.skip("needs torch's CPU build, which has no CUDA device of its own")
-    source = HERE / "device.cpp"
-    of = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {torch.__file__}".encode()).hexdigest()
-    made = Path(os.environ["XDG_CACHE_HOME"], "mezzo", f"fake_cuda-{of[:16]}.so")
-    if made.exists():
-        return made
-    made.parent.mkdir(parents=True, exist_ok=True)
-    torch_root = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-        fresh = Path(folder, "made.so")
-        command = [
-            compiler, "-std=c++20", "-shared", "-fPIC", f"-I{torch_root / 'include'}", str(source), "-o", str(fresh),
-            f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_root / 'lib'}",
-        ]  # fmt: skip
-        subprocess.run(command, check=True, capture_output=True)
-        os.replace(fresh, made)
-    return made
+    """Compile ``device.cpp``, or skip."""
+    if (reason := building.obstacle()) is not None:
+        pytest.skip(reason)
+    return building.library(Path(os.environ["XDG_CACHE_HOME"], "mezzo"), "device.cpp")
 
 
 @pytest.mark.parametrize("case", CASES)
