@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "CASTABLE", "LOW", "described", "dtype_name", "each_tensor", "flat", "has_fraction", "is_distributed", "local",
-    "mark", "marks", "moved", "overflows", "tensors",
+    "CASTABLE", "LOW", "addresses", "described", "dtype_name", "each_tensor", "flat", "has_fraction", "is_distributed",
+    "local", "mark", "marks", "moved", "overflows", "tensors", "versions",
 ]  # fmt: skip
 
 #: The dtypes of low-precision weights and arithmetic.
 LOW: Final = (torch.float16, torch.bfloat16)
 #: The dtypes that a policy converts. FP64, integers and complex numbers stay what they are.
 CASTABLE: Final = (torch.float32, *LOW)
+
+_VERSION: Final = attrgetter("_version")
 
 
 # Dtypes -----------------------------------------------------------------------------------------------
@@ -133,9 +136,25 @@ def mark(tensor: Tensor) -> tuple[int, int]:
 def marks(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return the :func:`mark` of each of many tensors."""
     try:
-        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+        return list(zip(map(_VERSION, tensors), map(Tensor.data_ptr, tensors), strict=True))
     except RuntimeError:
         return [mark(tensor) for tensor in tensors]
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the first half of many tensors' marks: what changes when one is written in place."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return [mark(tensor)[0] for tensor in tensors]
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the other half: what changes when one is given other memory."""
+    try:
+        return list(map(Tensor.data_ptr, tensors))
+    except RuntimeError:
+        return [mark(tensor)[1] for tensor in tensors]
 
 
 def flat(*tensors: Tensor) -> tuple[Tensor, ...] | None:

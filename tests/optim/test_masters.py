@@ -1,6 +1,7 @@
 """MasterWeights around any torch optimizer, against the same optimizer on FP32 weights."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -140,6 +141,7 @@ def test_gradients_cast_together_are_those_cast_one_by_one(monkeypatch, room):
         param.grad = (torch.randn(param.shape, generator=generator) * 2.0**-14).to(param.dtype)  # FP16: subnormals too
     params[0].grad.view(-1)[:4] = torch.tensor([float("inf"), float("-inf"), -0.0, 2.0**-133])
     params[6].grad = params[6].grad.t()  # goes alone: not contiguous
+    params[8].grad = torch._neg_view(-params[8].grad)  # its memory holds other values than it has
     expected = [param.grad.float() for param in params]
     copies = []
     plain = torch._foreach_copy_
@@ -154,8 +156,8 @@ def test_gradients_cast_together_are_those_cast_one_by_one(monkeypatch, room):
         assert (gradient.dtype, gradient.shape, gradient.stride()) == (torch.float32, wanted.shape, wanted.stride())
         assert torch.equal(gradient.view(torch.int32), wanted.view(torch.int32))
         assert gradient.storage_offset() % 64 == 0
-    assert sum(copies) == len(params) - 1
-    assert (len(copies) == len(params) - 1) == (room == 1)
+    assert sum(copies) == len(params) - 2  # one without elements has nothing to copy
+    assert (len(copies) == len(params) - 2) == (room == 1)
     # Each is a tensor of its own: autograd would refuse neighbours of one version.
     versions = [gradient._version for gradient in found]
     found[1].add_(1)
@@ -166,6 +168,38 @@ def test_gradients_cast_together_are_those_cast_one_by_one(monkeypatch, room):
         param.grad = torch.ones_like(param)
     masters.gather()
     assert torch.equal(found[4], expected[4] + 1)
+
+
+ODD, EVEN = [(5, 4), (7,), (), (65,)], [(8, 8), (64,), (2, 32), (4, 4, 4)]
+
+
+@pytest.mark.parametrize(
+    "shapes, room, launches",
+    [(ODD, 1, 4), (ODD, 21, 2), (ODD, 1 << 24, 1), (EVEN, 1, 4), (EVEN, 65, 2), (EVEN, 1 << 24, 1)],
+)
+def test_gradients_of_one_kind_are_cast_in_few_launches_that_free_them(monkeypatch, shapes, room, launches):
+    params = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in shapes]
+    for place, param in enumerate(params):
+        param.grad = torch.full_like(param, 1.0 + place)
+    held = [weakref.ref(param.grad) for param in params]
+    left = []
+    plain = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *given: left.append(sum(each() is not None for each in held)) or plain(*given)
+    )
+    monkeypatch.setattr("mezzo.optim.gathering._LAUNCHING", "cpu")
+    monkeypatch.setattr("mezzo.optim.gathering._TOGETHER", room)
+    masters = MasterWeights(torch.optim.SGD(params, lr=0.1), grad_dtype="param")
+    masters.gather()
+    found = [masters.master_of(param).grad for param in params]
+    for place, (param, gradient) in enumerate(zip(params, found, strict=True)):
+        assert param.grad is None
+        assert torch.equal(gradient, torch.full(param.shape, 1.0 + place))
+        assert gradient.data_ptr() % 64 == found[0].data_ptr() % 64
+        gradient.add_(1)
+        assert gradient._version == 2
+    assert len(left) == launches
+    assert left == sorted(set(left), reverse=True)  # none waits for all
 
 
 def test_gradients_in_fp32_move_without_a_copy(monkeypatch):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, chain, repeat
-from operator import attrgetter
-from typing import Final
+from operator import attrgetter, is_not, sub
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,11 @@ _LAUNCHING: Final = "cuda"
 _TOGETHER: Final = 1 << 24
 #: Elements of FP32 in 256 bytes.
 _ALIGNED: Final = 64
+_GRADIENT: Final = attrgetter("grad")
+_NONE: Final = repeat(None)
 _KIND: Final = attrgetter("device", "dtype")
+#: What gradients of one launch have in common.
+_ALIKE: Final = (type, Tensor.get_device, attrgetter("dtype"), attrgetter("layout"))
 
 
 def gather(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
@@ -34,7 +38,25 @@ def gather(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
         masters: By parameter.
         accumulate: Add to what the master already holds, instead of replacing it.
     """
-    together: list[tuple[Tensor, nn.Parameter, Tensor]] = []
+    params = list[Any](masters)
+    gradients: list[Any] = list(map(_GRADIENT, params))
+    launches = bool(params) and params[0].device.type == _LAUNCHING
+    if not (launches and _are_cast_together(gradients)) or (
+        accumulate and any(map(is_not, map(_GRADIENT, masters.values()), _NONE))
+    ):
+        del gradients  # or none would be freed until all are copied
+        _gather_each(masters, accumulate=accumulate)
+        return
+    own = list[Any](masters.values())
+    while params:
+        end = _fitting(gradients)
+        _cast_together(params[:end], own[:end], gradients[:end])
+        del params[:end], own[:end], gradients[:end]
+
+
+def _gather_each(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
+    """Look at each gradient by itself: some are cast together, and some are missing, or move in another way."""
+    waiting: list[tuple[Tensor, nn.Parameter, Tensor]] = []
     elements = 0
     for param, master in masters.items():
         if (gradient := param.grad) is None:
@@ -42,44 +64,62 @@ def gather(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
         move: Call
         if accumulate and master.grad is not None:
             move = partial(master.grad.add_, gradient)
-        elif gradient.device.type == _LAUNCHING and _is_cast_together(gradient):
-            if together and (elements >= _TOGETHER or _KIND(together[0][2]) != _KIND(gradient)):
-                _cast_together(together)
-                together, elements = [], 0
-            together.append((param, master, gradient))
+        elif gradient.device.type == _LAUNCHING and _are_cast_together([gradient]):
+            if waiting and (elements >= _TOGETHER or _KIND(waiting[0][2]) != _KIND(gradient)):
+                _cast_together(*map(list, zip(*waiting, strict=True)))
+                waiting, elements = [], 0
+            waiting.append((param, master, gradient))
             elements += gradient.numel()
             continue
         else:
             move = partial(setattr, master, "grad", gradient.to(torch.float32))
         at_once(move, partial(setattr, param, "grad", None))  # or an interrupt would lose it, or count it twice
-    if together:
-        _cast_together(together)
+    if waiting:
+        _cast_together(*map(list, zip(*waiting, strict=True)))
 
 
-def _is_cast_together(gradient: Tensor) -> bool:
-    """Whether a gradient is one of many that one launch casts, which reads memory as it is."""
+def _are_cast_together(gradients: list[Any]) -> bool:
+    """Whether one launch can cast some gradients, the first of which is where there are launches."""
+    first = gradients[0]
     return (
-        gradient.dtype in LOW  # FP32 moves without a copy
-        and gradient.layout == torch.strided
-        and gradient.is_contiguous()
-        and not gradient.is_neg()
-        and not is_traceable_wrapper_subclass(gradient)
+        first is not None
+        and first.dtype in LOW  # FP32 moves without a copy
+        and first.layout == torch.strided
+        and not is_traceable_wrapper_subclass(first)
+        and all(len({*map(what, gradients)}) == 1 for what in _ALIKE)
+        and all(map(Tensor.is_contiguous, gradients))
+        and all(map(Tensor.numel, gradients))
     )
 
 
+def _fitting(gradients: list[Tensor]) -> int:
+    """Return how many gradients, from the first on, are cast together."""
+    ends = accumulate(map(Tensor.numel, gradients))
+    return next((place for place, end in enumerate(ends, start=1) if end >= _TOGETHER), len(gradients))
+
+
 @torch.no_grad()
-def _cast_together(moving: list[tuple[Tensor, nn.Parameter, Tensor]]) -> None:
+def _cast_together(params: list[Any], masters: list[Any], gradients: list[Any]) -> None:
     """Move the gradients of parameters to their masters in FP32, with one launch, into one buffer.
 
     Each begins at a multiple of 256 bytes, as the allocator's own tensors do, and has a version of its own.
     """
-    params, masters, gradients = zip(*moving, strict=True)
-    ends = list(accumulate([-(-gradient.numel() // _ALIGNED) * _ALIGNED for gradient in gradients]))
-    buffer = torch.empty(ends[-1], dtype=torch.float32, device=gradients[0].device)
-    wide = [
-        buffer.as_strided(gradient.shape, gradient.stride(), start).data
-        for start, gradient in zip([0, *ends], gradients, strict=False)
-    ]
+    sizes = list(map(Tensor.numel, gradients))
+    rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    buffer = torch.empty(sum(rooms), dtype=torch.float32, device=gradients[0].device)
+    shapes, step = gradients, 1
+    if rooms != sizes:
+        gaps = map(_gap, map(sub, rooms, sizes))
+        shapes, step = list(chain.from_iterable(zip(gradients, gaps, strict=True))), 2
+    # Below what keeps account of views, which would give all of them one version, and takes as long as all the rest.
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        wide = torch._C._nn.unflatten_dense_tensors(buffer, shapes)[::step]
     torch._foreach_copy_(wide, gradients)
     given = map(setattr, masters, repeat("grad"), wide)
-    at_once(partial(deque, chain(given, map(setattr, params, repeat("grad"), repeat(None))), 0))
+    at_once(partial(deque, chain(given, map(setattr, params, repeat("grad"), _NONE)), 0))
+
+
+@cache
+def _gap(elements: int) -> Tensor:
+    """Return a tensor of so many elements, for its shape alone."""
+    return torch.empty(elements, device="meta")

@@ -17,7 +17,7 @@ from mezzo.optim.checks import ordered
 from mezzo.optim.gathering import gather
 from mezzo.optim.keeper import in_fp32
 from mezzo.shards import locals_of, placed
-from mezzo.tensors import LOW, mark, marks
+from mezzo.tensors import LOW, addresses, mark, versions
 
 __all__ = ["MasterWeights", "masters_of"]
 
@@ -90,7 +90,8 @@ class MasterWeights:
             )
         self.optimizer, self.grad_dtype = optimizer, grad_dtype
         self._master: dict[Tensor, nn.Parameter] = {}  # model parameter → master
-        self._seen: dict[int, tuple[int, int]] = {}  # by id of a parameter: as it was when its master was rounded in
+        self._places: dict[int, int] = {}  # of parameters among their masters, by id: hashing a tensor is a Python call
+        self._versions, self._addresses = list[int](), list[int]()  # as they were when their masters were rounded in
         self._plain_add = optimizer.add_param_group
         self._plain_zero = optimizer.zero_grad
         self._hooks: list[RemovableHandle] = []
@@ -120,7 +121,9 @@ class MasterWeights:
                 made.append((place, param, nn.Parameter(source, requires_grad=param.requires_grad)))
         for place, param, master in made:
             params[place] = self._master[param] = master
-            self._seen[id(param)] = mark(param)
+            self._places[id(param)] = len(self._places)
+            self._versions += versions([param])
+            self._addresses += addresses([param])
             if param in self.optimizer.state:
                 self.optimizer.state[master] = _widen_state(self.optimizer.state[param])
                 del self.optimizer.state[param]
@@ -190,7 +193,8 @@ class MasterWeights:
                 increment_version(params)
                 masters = locals_of(masters)
             torch._foreach_copy_(shards, masters)
-            self._seen = dict(zip(map(id, params), marks(params), strict=True))
+            # Copies leave addresses as they were: one that has changed since is looked at in the next step.
+            self._versions = versions(params)
 
     @torch.no_grad()
     def take_edits(self, params: Iterable[Tensor] | None = None) -> None:
@@ -203,14 +207,21 @@ class MasterWeights:
                 both were changed, and disagree, the parameter's value counts.
         """
         looked_at = list(self._master) if params is None else [param for param in params if param in self._master]
-        for param, now in zip(looked_at, marks(looked_at), strict=True):
-            if now != self._seen[id(param)]:
+        if params is None and versions(looked_at) == self._versions and addresses(looked_at) == self._addresses:
+            return
+        for param in looked_at:
+            place = self._places[id(param)]
+            if mark(param) != (self._versions[place], self._addresses[place]):
                 kept = (master := self._master[param]).to(param.dtype) == param
                 master.copy_(torch.where(kept, master, param.float()))
-                self._seen[id(param)] = mark(param)
+                self._see(param)
             elif params is not None:
                 # Its own bits, unless the master was changed. Through .data, for autograd sees no change then.
                 param.data.copy_(self._master[param])
+
+    def _see(self, param: Tensor) -> None:
+        place = self._places[id(param)]
+        self._versions[place], self._addresses[place] = mark(param)
 
     def stored(self, *, in_fp32: bool = False) -> list[Tensor]:
         """Return the parameters that have masters.
@@ -233,7 +244,7 @@ class MasterWeights:
             value = torch.where(master.to(param.dtype) == value, master, value.float())
         master.copy_(value)
         param.copy_(master)
-        self._seen[id(param)] = mark(param)
+        self._see(param)
 
     def leave(self) -> None:
         """See :meth:`remove`."""
@@ -368,8 +379,8 @@ class MasterWeights:
                 param.data = master.data
             if master in self.optimizer.state:
                 self.optimizer.state[param] = self.optimizer.state.pop(master)
-        self._master.clear()
-        self._seen.clear()
+        for known in (self._master, self._places, self._versions, self._addresses):
+            known.clear()
 
 
 def masters_of(optimizer: Optimizer) -> MasterWeights | None:
