@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import mezzo
 from mezzo import PolicyError
-from mezzo.compat.torch import GradScaler, autocast, custom_bwd, custom_fwd
+from mezzo.compat.torch import GradScaler, autocast, custom_bwd, custom_fwd, region
 from mezzo.compat.torch.cuda import amp
 
 from .beside_torch import batch, network, weights
@@ -97,9 +97,9 @@ def test_it_decorates_functions_and_enters_again():
 
     assert product(A).dtype == torch.bfloat16
     assert (A @ B).dtype == torch.float32
-    region = autocast("cpu", torch.bfloat16)
+    entered = autocast("cpu", torch.bfloat16)
     for _ in range(2):
-        with region:
+        with entered:
             assert (A @ B).dtype == torch.bfloat16
 
     class Net(nn.Linear):
@@ -147,8 +147,11 @@ def test_torchs_cache_of_weights_is_on_or_off_as_asked(before):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_formats_that_torch_does_not_cast_to_disable_it_as_in_torch(dtype, caplog):
     """Scripts choose among three dtypes by name, FP32 among them, and enter the region in any case."""
-    with autocast("cpu", dtype=dtype):
-        assert (A @ B).dtype == torch.float32
+    region._say.cache_clear()
+    for _ in range(2):
+        with autocast("cpu", dtype=dtype):
+            assert (A @ B).dtype == torch.float32
+    assert caplog.text.count("disabled") == 1
     assert f"autocast is disabled: {dtype} is not a format that it casts to" in caplog.text
     caplog.clear()
     with autocast("cpu", dtype=dtype, enabled=False):
@@ -158,10 +161,11 @@ def test_formats_that_torch_does_not_cast_to_disable_it_as_in_torch(dtype, caplo
 
 def test_for_cuda_on_a_machine_without_it_is_disabled_and_says_so(caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for region in (autocast("cuda"), amp.autocast(), amp.autocast(enabled=True, dtype=torch.bfloat16)):
-        with region:
+    region._say.cache_clear()
+    for disabled in (autocast("cuda"), amp.autocast(), amp.autocast(enabled=True, dtype=torch.bfloat16)):
+        with disabled:
             assert (A @ B).dtype == torch.float32
-    assert caplog.text.count("autocast is disabled: CUDA is not available") == 3
+    assert caplog.text.count("autocast is disabled: CUDA is not available") == 1
     assert not amp.GradScaler(2.0**8).is_enabled()
     assert issubclass(amp.GradScaler, GradScaler)
 
@@ -171,6 +175,8 @@ def test_for_cuda_on_a_machine_without_it_is_disabled_and_says_so(caplog, monkey
     [
         ("cpuu", "torch has no autocast for device_type 'cpuu'\n  why    did you mean 'cpu'?"),
         ("cpu:0", "device_type 'cpu:0' is one device, not a type\n  write  autocast(\"cpu\", …)"),
+        (True, "from mezzo.compat.torch.cuda.amp import autocast"),
+        (len, "a decorator that is not called takes the function for its argument"),
         (torch.float16, "torch has no autocast for device_type torch.float16"),
         (None, "torch has no autocast for device_type None"),
         (torch.device("cpu"), "torch has no autocast for device_type device(type='cpu')"),
@@ -180,6 +186,11 @@ def test_what_is_no_device_type_is_refused(device, says):
     with pytest.raises(PolicyError) as raised:
         autocast(device)
     assert says in str(raised.value)
+
+
+def test_a_dtype_that_is_none_is_refused():
+    with pytest.raises(PolicyError, match=r"dtype is 'float16', not a torch\.dtype"):
+        autocast("cpu", "float16")
 
 
 # Half of the pair ---------------------------------------------------------------------------------------------

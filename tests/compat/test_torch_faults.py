@@ -303,6 +303,15 @@ def unscaled_without_gradient(model, optimizer, scaler):
     scaler.step(optimizer)
 
 
+class Asks(torch.optim.SGD):
+    """An optimizer of the older contract, which is handed the scaler."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, grad_scaler=None):
+        raise AssertionError
+
+
 def held(model, optimizer, scaler):
     model.zero_grad()
     MixedPrecision(model, optimizer, "O1,emulate=true")
@@ -324,6 +333,12 @@ def held(model, optimizer, scaler):
         (unscaled_without_gradient, StateError, "no parameter of the optimizer has a gradient that was scaled"),
         (lambda m, o, s: s.step(m), PolicyError, "an optimizer must be a torch.optim.Optimizer, not Sequential"),
         (lambda m, o, s: s.unscale_(m), PolicyError, "an optimizer must be a torch.optim.Optimizer, not Sequential"),
+        (
+            lambda m, o, s: s.step([o]),
+            PolicyError,
+            "not list\n  write  scaler.step(optimizer), for one after the other",
+        ),
+        (lambda m, o, s: s.step(Asks(m.parameters(), lr=1.0)), UnsupportedError, "whose step takes the scaler itself"),
         (lambda m, o, s: s.step(o, 3), PolicyError, "step() takes a closure after the optimizer, not int"),
         (lambda m, o, s: s.scale("loss"), PolicyError, "scale() takes tensors, not str"),
         (lambda m, o, s: s.scale([3.0]), PolicyError, "scale() takes tensors, not float"),
@@ -331,18 +346,28 @@ def held(model, optimizer, scaler):
         (lambda m, o, s: s.update(torch.ones(2)), PolicyError, "new_scale is a tensor of shape (2,)"),
         (lambda m, o, s: s.update(0.0), PolicyError, "0"),
         (lambda m, o, s: s.update(-1.0), PolicyError, "-1"),
-        (lambda m, o, s: s.set_growth_factor(0.5), PolicyError, "growth"),
-        (lambda m, o, s: s.set_backoff_factor(2.0), PolicyError, "backoff"),
-        (lambda m, o, s: s.set_growth_interval(0), PolicyError, "interval"),
+        (lambda m, o, s: s.set_growth_factor(0.5), PolicyError, "growth_factor is 0.5"),
+        (lambda m, o, s: s.set_backoff_factor(2.0), PolicyError, "backoff_factor is 2.0"),
+        (lambda m, o, s: s.set_growth_interval(0), PolicyError, "growth_interval is 0"),
         (lambda m, o, s: s.load_state_dict({}), StateError, "the state is empty\n  why    it is that of a disabled"),
         (lambda m, o, s: s.load_state_dict({"scale": 1.0}), StateError, "the state lacks growth_factor, backoff_fac"),
         (lambda m, o, s: s.load_state_dict([1]), StateError, "the state is "),
         (lambda m, o, s: s.load_state_dict(s.state_dict() | {"scale": "x"}), StateError, "scale"),
-        (lambda m, o, s: s.load_state_dict(s.state_dict() | {"growth_factor": 0.1}), PolicyError, "growth"),
+        (
+            lambda m, o, s: s.load_state_dict(s.state_dict() | {"growth_factor": 0.1}),
+            PolicyError,
+            "growth_factor is 0.1",
+        ),
         (lambda m, o, s: s.unscale_(o) or s.__getstate__(), StateError, "copied in the middle of an iteration"),
-        (lambda m, o, s: GradScaler("cpu", growth_factor=1.0), PolicyError, "growth"),
-        (lambda m, o, s: GradScaler("cpu", backoff_factor=1.5), PolicyError, "backoff"),
-        (lambda m, o, s: GradScaler("cpu", init_scale=0.0), PolicyError, "init"),
+        (
+            lambda m, o, s: GradScaler("cpu", growth_factor=1.0),
+            PolicyError,
+            "growth_factor is 1.0\n  where  GradScaler",
+        ),
+        (lambda m, o, s: GradScaler("cpu", backoff_factor=1.5), PolicyError, "backoff_factor is 1.5"),
+        (lambda m, o, s: GradScaler("cpu", init_scale=0.0), PolicyError, "init_scale is 0.0"),
+        (lambda m, o, s: GradScaler(2.0**8), PolicyError, 'write  GradScaler("cuda", init_scale=…)'),
+        (lambda m, o, s: GradScaler("gpu"), PolicyError, "the device is 'gpu'"),
         (held, StateError, "the optimizer belongs to a session or to MasterWeights already"),
     ],
 )
@@ -369,6 +394,54 @@ def test_what_is_refused_leaves_a_scaler_that_goes_on(use, error, says):
     scaler.step(optimizer)
     scaler.update()
     assert not scaler.last_step.skipped
+
+
+def test_a_session_takes_over_an_optimizer_that_a_scaler_had_and_another_scaler_too():
+    model, optimizer, scaler = ready()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    other = GradScaler("cpu", init_scale=16.0)
+    for each in (other, scaler, other):
+        each.scale(loss_of(model, 1)).backward()
+        each.step(optimizer)
+        each.update()
+        optimizer.zero_grad()
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    amp = MixedPrecision(model, optimizer, "O1,emulate=true")
+    amp.backward(loss_of(model, 2))
+    assert not amp.step().skipped
+    amp.zero_grad()
+    amp.close()
+    assert not optimizer._optimizer_step_pre_hooks
+    scaler.scale(loss_of(model, 1)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.last_step.skipped
+
+
+def test_an_optimizer_that_raises_leaves_a_scaler_that_goes_on():
+    class Raises(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure=None):
+            if self.fails:
+                raise KeyError("of its own")
+            super().step(closure)
+
+    model, scaler = network(), GradScaler("cpu")
+    optimizer = Raises(model.parameters(), lr=0.1)
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(KeyError, match="of its own"):
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    optimizer.fails = False
+    before = weights(model)
+    scaler.scale(loss_of(model, 1)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(model[0].weight, before[0])
 
 
 def test_for_cuda_on_a_machine_without_the_scaler_is_disabled_and_says_so(caplog, monkeypatch):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 
 from mezzo.errors import DistributedError, PolicyError, UnsupportedError, shown, some_of
 from mezzo.scale.scaler import Scaler
@@ -74,6 +75,7 @@ def begun(
                 "mezzo.numerics.locate with its batch and a model that is not sharded",
             )
         agree(core.alike())
+        _take_over(given)
         with core.weights.converted(core.before_step, core.writes.leaving):
             core.group_optimizers()
             if policy.dtype != torch.float32:
@@ -100,6 +102,7 @@ def add(core: Core, optimizers: Any) -> None:
         given = beginning.listed_optimizers(optimizers, "amp.add(torch.optim.AdamW(model.head.parameters()))")
         beginning.check_added(given, core)
         agree(core.alike())
+        _take_over(given)
         groups, num_param_groups = core.groups, core.num_param_groups
         try:
             with core.weights.joined(given, core.before_step, core.writes.leaving):
@@ -108,6 +111,14 @@ def add(core: Core, optimizers: Any) -> None:
         except BaseException:
             core.groups, core.num_param_groups = groups, num_param_groups
             raise
+
+
+def _take_over(optimizers: list[Optimizer]) -> None:
+    """End the sessions that scalers by themselves have with optimizers; they begin another when they need one."""
+    for owner in {id(owner): owner for each in optimizers for owner in beginning.owners(each)}.values():
+        if isinstance(owner, Core):
+            owner.weights.undo()
+            owner.is_closed = True
 
 
 @contextmanager

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mezzo.compat.torch.region import has_no_cuda
-from mezzo.errors import StateError, shown
+from mezzo.errors import PolicyError, StateError, shown
 from mezzo.scale import LossScale
 from mezzo.session.attached.calls import CallScaler
 
@@ -66,14 +67,13 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        self._device = device
-        if enabled and device == "cuda" and has_no_cuda():
+        self._device = _type_of(device)
+        if enabled and self._device == "cuda" and not torch.cuda.is_available():
             logger.warning("GradScaler is disabled: CUDA is not available")
             enabled = False
-        rules = LossScale.like("torch")
-        if enabled:
-            given = {"growth": growth_factor, "backoff": backoff_factor, "interval": growth_interval}
-            rules = LossScale.like("torch", init=init_scale, **given)
+        given = {"growth": growth_factor, "backoff": backoff_factor, "interval": growth_interval}
+        with _in_torchs_words():  # a disabled scaler follows none
+            rules = LossScale.like("torch", **({"init": init_scale, **given} if enabled else {}))
         super().__init__(rules, enabled=enabled)
 
     def get_scale(self) -> float:
@@ -86,7 +86,8 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Grow by another factor from now on."""
-        self._follow(growth=new_factor)
+        with _in_torchs_words():
+            self._follow(growth=new_factor)
 
     def get_backoff_factor(self) -> float:
         """Return what the scale backs off by."""
@@ -94,7 +95,8 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Back off by another factor from now on."""
-        self._follow(backoff=new_factor)
+        with _in_torchs_words():
+            self._follow(backoff=new_factor)
 
     def get_growth_interval(self) -> int:
         """Return after how many updates without an overflow the scale grows."""
@@ -102,7 +104,8 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Grow after another number of updates from now on."""
-        self._follow(interval=new_interval)
+        with _in_torchs_words():
+            self._follow(interval=new_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``torch.amp.GradScaler.load_state_dict`` loads; empty for a disabled scaler. A host sync."""
@@ -132,7 +135,8 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
             what = f"lacks {', '.join(missing)}" if isinstance(state_dict, Mapping) else f"is {shown(state_dict)}"
             raise StateError(f"the state {what}", write="what scaler.state_dict() returned")
         before = self._config
-        self._follow(**{ours: state_dict[theirs] for theirs, ours in _RULES.items()})
+        with _in_torchs_words():
+            self._follow(**{ours: state_dict[theirs] for theirs, ours in _RULES.items()})
         try:
             self._load(state_dict["scale"], state_dict["_growth_tracker"])
         except StateError:
@@ -163,3 +167,23 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
 
     def _get_growth_tracker(self) -> int:
         return int(self._held.state.clean_steps) if self._enabled else 0
+
+
+def _type_of(device: Any) -> str:
+    try:
+        return torch.device(str(device)).type
+    except RuntimeError:
+        what, why = f"the device is {shown(device)}", "the first argument of GradScaler is a device type"
+        raise PolicyError(what, why=why, write='GradScaler("cuda", init_scale=…)') from None
+
+
+@contextmanager
+def _in_torchs_words() -> Iterator[None]:
+    """Let errors about rules name torch's arguments."""
+    try:
+        yield
+    except PolicyError as problem:
+        text = str(problem).replace("LossScale", "GradScaler")
+        for theirs, ours in (_RULES | {"init_scale": "init"}).items():
+            text = re.sub(rf"\b{ours}(?==| is )", theirs, text)
+        raise PolicyError(text) from None

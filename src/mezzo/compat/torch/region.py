@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ import torch
 from mezzo import cast
 from mezzo.errors import PolicyError, nearest, shown
 
-__all__ = ["autocast", "has_no_cuda"]
+__all__ = ["autocast"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +49,28 @@ def autocast(
         torch.bfloat16
     """
     _require_type(device_type)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise PolicyError(
+            f"dtype is {shown(dtype)}, not a torch.dtype", write=f'autocast("{device_type}", torch.float16)'
+        )
     dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
-    if enabled and (reason := _why_not(device_type, dtype)):
-        if not torch.compiler.is_compiling():
-            logger.warning("autocast is disabled: %s", reason)
-        enabled = False
+    reason = "" if dtype in _DTYPES else f"{dtype} is not a format that it casts to; float16 and bfloat16 are"
+    if device_type == "cuda" and not torch.cuda.is_available():
+        reason = "CUDA is not available"
+    if enabled and reason and not torch.compiler.is_compiling():
+        _say(f"autocast is disabled: {reason}")
+    enabled = enabled and not reason
     if not enabled:  # where it is off, mezzo's regions around it do nothing either
         return torch.autocast(device_type, dtype, enabled=False, cache_enabled=cache_enabled)
     region = cast.autocast(f"O1,dtype={_DTYPES[dtype]},lists=device,accumulate=native", device_type)
     if cache_enabled is None:
         return region
     return cast.autocast.of(dataclasses.replace(region.region, caches=cache_enabled))
+
+
+@functools.cache  # once: loops enter a region in each step
+def _say(what: str) -> None:
+    logger.warning("%s", what)
 
 
 def _require_type(device_type: Any) -> None:
@@ -70,20 +82,14 @@ def _require_type(device_type: Any) -> None:
         is_known = False
     if not is_known:
         what = f"torch has no autocast for device_type {name}"
-        raise PolicyError(what, why=nearest(kind, _DEVICES), write='autocast("cuda", …)')
+        why, write = nearest(kind, _DEVICES), 'autocast("cuda", …)'
+        if isinstance(device_type, bool):  # the first argument of torch.cuda.amp.autocast
+            why, write = "", f'autocast("cuda", enabled={name}); or from mezzo.compat.torch.cuda.amp import autocast'
+        elif callable(device_type):
+            why, write = "a decorator that is not called takes the function for its argument", '@autocast("cuda")'
+        raise PolicyError(what, why=why, write=write)
     if kind != device_type:
         raise PolicyError(
             f"device_type {name} is one device, not a type",
             write=f'autocast("{kind}", …), which covers all devices of that type',
         )
-
-
-def _why_not(device_type: str, dtype: torch.dtype) -> str:
-    if device_type == "cuda" and has_no_cuda():
-        return "CUDA is not available"
-    return "" if dtype in _DTYPES else f"{dtype} is not a format that it casts to; float16 and bfloat16 are"
-
-
-def has_no_cuda() -> bool:
-    """Whether torch finds no CUDA device, so that what is for one is disabled, as in torch."""
-    return not torch.cuda.is_available()

@@ -15,7 +15,6 @@ from mezzo.scale import LossScale
 from mezzo.scale.held import HeldScaler
 from mezzo.session import Step
 from mezzo.session.attached.scaling import ScaledOptimizer
-from mezzo.session.refusals.beginning import listed_optimizers
 from mezzo.session.window.window import NoGradient
 
 __all__ = ["CallScaler"]
@@ -72,7 +71,6 @@ class CallScaler:
         if not self._enabled:
             return
         given, name = self._require_scaled("unscale_"), type(optimizer).__name__
-        listed_optimizers(optimizer, "scaler.unscale_(optimizer)")
         if id(optimizer) in self._stepped:
             raise StateError(
                 "unscale_() after step()",
@@ -110,7 +108,6 @@ class CallScaler:
         if not self._enabled:
             self._last_step = Step.plain()
             return optimizer.step(*args, **kwargs)
-        listed_optimizers(optimizer, "scaler.step(optimizer)")
         if id(optimizer) in self._stepped:
             raise StateError(
                 "step() was called already since the last update()",
@@ -156,7 +153,7 @@ class CallScaler:
             self._held.set(_checked(new_scale))
         else:
             flags = [flag for each in self._known.values() for flag in each.overflows()]
-            if not flags and not self._stepped:
+            if not self._known:
                 raise StateError(
                     "update() has nothing to go by",
                     why="no gradients were checked since the last one",
@@ -193,8 +190,11 @@ class CallScaler:
         for known in (self._known, self._unscaled, self._stepped):
             known.clear()
 
-    def _of(self, optimizer: Optimizer) -> ScaledOptimizer:
+    def _of(self, optimizer: Any) -> ScaledOptimizer:
         if (known := self._known.get(id(optimizer))) is None:
+            if not isinstance(optimizer, Optimizer):
+                what = f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+                raise PolicyError(what, write="scaler.step(optimizer), for one after the other")
             known = self._known[id(optimizer)] = ScaledOptimizer(optimizer, self._held)
         return known
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, reduce
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy
 from mezzo.scale.held import HeldScaler
 from mezzo.session.begin import begun
@@ -37,20 +39,26 @@ class ScaledOptimizer:
         scaler: What holds the scale, for all optimizers of a scaler.
 
     Raises:
-        MezzoError: The optimizer has a session already that is no scaler's, or has no parameter; another rank refuses.
+        MezzoError: The optimizer has a session already that is no scaler's, has no parameter, or asks for the scaler
+            itself; another rank refuses.
 
     **Cost**: the first time for an optimizer, two exchanges where there are several ranks.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: HeldScaler) -> None:
         self.optimizer, self._scaler = optimizer, scaler
-        cores = [owner for owner in owners(optimizer) if isinstance(owner, Core) and not owner.guards]
-        self._core = next((core for core in cores if core.scalers[0] is scaler), None) or self._begun(cores)
+        cores = (owner for owner in owners(optimizer) if isinstance(owner, Core) and not owner.guards)
+        self._core = next((core for core in cores if core.scalers[0] is scaler), None) or self._begun()
 
-    def _begun(self, others: list[Core]) -> Core:
-        for core in others:
-            core.weights.undo()
-            core.is_closed = True
+    def _begun(self) -> Core:
+        if "grad_scaler" in inspect.signature(self.optimizer.step).parameters:
+            raise UnsupportedError(
+                "an optimizer whose step takes the scaler itself",
+                where=type(self.optimizer).__name__,
+                why="torch is about to stop passing it: what such a step needs are its attributes found_inf and "
+                "grad_scale, two tensors",
+                write="self.found_inf and self.grad_scale in its step, without grad_scaler=",
+            )
         holder = nn.Module()
         # By hand: an optimizer takes tensors that are no nn.Parameter, and all of them are to have names in errors.
         holder._parameters = {

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_added",
     "check_session",
+    "guards",
     "listed",
     "listed_optimizers",
     "models_and_optimizers",
@@ -190,7 +191,7 @@ def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[Mez
                 where=kind,
                 write="model.to_empty(device=…), then initialise or load them; then the optimizer, then the session",
             )
-        if owners(optimizer):
+        if any(guards(owner) for owner in owners(optimizer)):
             yield StateError(
                 "the optimizer belongs to a session or to MasterWeights already",
                 where=kind,
@@ -209,6 +210,11 @@ def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[Mez
                 "after the optimizer?",
                 write=f"{kind}(model.parameters(), …) after the model is final",
             )
+
+
+def guards(owner: Any) -> bool:
+    """Whether what holds an optimizer lets nothing else have it: a scaler by itself does."""
+    return getattr(owner, "guards", True)
 
 
 def owners(optimizer: Optimizer) -> list[Any]:
