@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer.main
 
 import pages
+from mezzo.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -91,6 +93,32 @@ def test_anchors_are_spelled_as_on_github(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Weights, stored `once`\n```\n# no heading\n```\n## Where did it begin?\n")
     assert anchors(page) == {"weights-stored-once", "where-did-it-begin"}
+
+
+COMMANDS = sorted(
+    {
+        command
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for code in re.findall(r"```\n(.*?)```|`([^`\n]+)`", page.read_text(), re.DOTALL)
+        for command in re.findall(r"^(?:torchrun .* -m )?mezzo ([a-z].*)", "\n".join(code), re.MULTILINE)
+    }
+)
+
+
+def test_commands_are_found():
+    assert {"inspect digits-cnn", "doctor", "explain digits-cnn --policy O1 --against O2"} <= {*COMMANDS}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_that_pages_name_exist(command):
+    words = command.partition("#")[0].split()
+    found = typer.main.get_command(app)
+    while hasattr(found, "commands") and words:
+        found = found.commands.get(words.pop(0))
+        assert found is not None, command
+    known = {option for param in found.params for option in param.opts}
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known | {"--help"}
 
 
 def test_make_targets_named_in_the_readme_exist():
