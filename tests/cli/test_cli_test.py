@@ -14,8 +14,8 @@ def measured(trial, **fields):
     standard = {
         "trial": trial, "arithmetic": "emulated", "low_share": 1.0, "loss": 0.131, "fp32_loss": 0.1311,
         "gradient_error": 6.1e-4, "skipped": True, "scale": 65536.0, "next_scale": 32768.0, "backoff": 0.5,
-        "resumed": "bit for bit", "notes": ("optimizer steps on cpu run block by block, since no compiler",),
-        "seconds": 1.0,
+        "resumed": "bit for bit", "seconds": 1.0,
+        "notes": ("steps run block by block, since no compiler\n  write  apt install g++\x1b",),
     }  # fmt: skip
     return Measured(**standard | fields)
 
@@ -49,7 +49,7 @@ def test_the_verdict_comes_first(mezzo, told):
     rows = [" ".join(line.split()) for line in lines if line.startswith("  O")]
     assert len(rows) == 8
     assert rows[1] == "O1,dtype=float16 mezzo's 100 % emulated 0.1310 0.061 % skipped 65536 → 32768 bit for bit"
-    assert out.count("cpu: optimizer steps on cpu run block by block") == 1
+    assert out.count("\ncpu: steps run block by block, since no compiler\n  write  apt install g++") == 1
     assert max(len(line) for line in lines[3:]) <= 120
     assert "\x1b" not in out + err
 

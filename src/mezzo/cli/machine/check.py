@@ -91,7 +91,7 @@ def _show(found: SelfTest) -> None:
             console.print()
             console.print(_table(f"{device}: {found.data}, FP32's loss {measured[0].fp32_loss:.4f}", measured))
         for said in dict.fromkeys(said for each in measured for said in each.notes):
-            console.print(f"{device}: {printable(said)}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"\n{device}: {printable(said, keep=chr(10))}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(title: str, measured: list[Measured]) -> Table:
