@@ -5,17 +5,29 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from mezzo import LossScale, Policy, recipes
+from mezzo import LossScale, Policy, Rule, recipes
 from mezzo.policy import fields
 from mezzo.policy.ops import OPS, TREATMENTS
 from mezzo.scale.config import PRESETS
 
-__all__ = ["TREATED", "described", "levels", "policy_fields", "presets", "scale_fields", "tasks", "treatments"]
+__all__ = [
+    "TREATED",
+    "described",
+    "levels",
+    "policy_fields",
+    "policy_file",
+    "presets",
+    "scale_fields",
+    "tasks",
+    "treatments",
+]
 
 #: What a treatment does, for a table; an op's entry in the op table says which one it gets without a rule.
 TREATED: Final[Mapping[str, str]] = {
@@ -71,6 +83,14 @@ def _words(name: str) -> str:
     if name not in fields.WORDS:
         return "[below](#the-loss-scale)"
     return ", ".join(f"`{fields.text_of(value)}`" for value in dict.fromkeys(fields.WORDS[name].values()))
+
+
+def policy_file() -> str:
+    """What a policy's file holds."""
+    policy = Policy.O2("bfloat16", rules=[Rule("fp32", module="head", reason="its logits pass 65504")])
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save(path := Path(folder) / "policy.toml")
+        return f"```toml\n{path.read_text().strip()}\n```"
 
 
 def treatments() -> str:
