@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mezzo.compat import apex as amp
+from mezzo.compat.apex import amp
 
 INF = float("inf")
 

@@ -184,7 +184,7 @@ def test_its_state_goes_on_bit_for_bit():
 def test_what_it_refuses():
     model = perceptron().half()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(mezzo.PolicyError, match="wraps an optimizer"):
+    with pytest.raises(mezzo.PolicyError, match="an optimizer must be a"):
         FP16_Optimizer(model)
     with pytest.raises(mezzo.PolicyError, match="unknown dynamic_loss_args 'window'"):
         FP16_Optimizer(plain, dynamic_loss_scale=True, dynamic_loss_args={"window": 3})
@@ -198,13 +198,25 @@ def test_what_it_refuses():
         optimizer.step()
     assert "optimizer.backward(loss)" in str(raised.value)
     state = optimizer.state_dict()
-    for wrong, words in (({}, "it lacks loss_scaler"), ({**state, "fp32_from_fp16": [[]]}, "other masters")):
-        with pytest.raises(mezzo.StateError, match="no state of this FP16_Optimizer") as raised:
-            optimizer.load_state_dict(wrong)
-        assert words in str(raised.value)
+    with pytest.raises(mezzo.StateError, match="no state of an FP16_Optimizer") as raised:
+        optimizer.load_state_dict({})
+    assert "it lacks loss_scaler" in str(raised.value)
+    with pytest.raises(mezzo.StateError, match="masters of other parameters"):
+        optimizer.load_state_dict({**state, "fp32_from_fp16": [[]]})
     optimizer.close()
     assert {param.dtype for param in plain.param_groups[0]["params"]} == {torch.float16}
     assert "step" not in vars(plain)
+
+
+def test_a_model_in_bfloat16():
+    model = perceptron().bfloat16()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=2.0**-10))
+    start = optimizer.state_dict()["fp32_from_fp16"][0]
+    optimizer.backward(sum(param.float().sum() for param in model.parameters()))
+    optimizer.step()
+    for master, before in zip(optimizer.state_dict()["fp32_from_fp16"][0], start, strict=True):
+        assert torch.equal(master, before - 2.0**-10)
+    optimizer.close()
 
 
 def test_a_model_in_fp32_needs_no_masters():

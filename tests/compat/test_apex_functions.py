@@ -10,7 +10,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.compat import apex as amp
+from mezzo.compat.apex import amp
+from mezzo.compat.apex.running import NOW
 from mezzo.policy.ops.lists import APEX
 
 from .apex import initialized, loss_of, perceptron, values
@@ -82,7 +83,7 @@ def test_what_overflows_or_sums_is_float():
 def test_every_op_of_apexs_lists_has_apexs_treatment():
     wanted = {"half list": "low", "float list": "fp32", "promote list": "promote", "ban": "ban"}
     o1()
-    policy = amp.amp.NOW.standing.policy
+    policy = NOW.standing.policy
     for title, ops in APEX.items():
         for op in ops:
             found = policy.explain(op)
@@ -165,7 +166,7 @@ def test_casts_of_weights_follow_the_weights():
                         right = plain(torch.ones(2, 8))
                     torch.testing.assert_close(seen, right, rtol=4e-3, atol=4e-3)
             if level == "O1":
-                assert len(amp.amp.NOW.standing.attached._core.weights.prepared[0].casts) <= 8
+                assert len(NOW.standing.attached._core.weights.prepared[0].casts) <= 8
 
 
 def test_checkpointed_parts_are_recomputed_as_they_ran():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import mezzo
-from mezzo.compat import apex as amp
+from mezzo.compat.apex import amp
 
 from .apex import INF, initialized, perceptron, points, scales, values
 

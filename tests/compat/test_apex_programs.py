@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo.compat import apex as amp
+from mezzo.compat.apex import amp
 
 from .apex import convolutions, digits, initialized, loss_of, perceptron, scales, values
 
@@ -380,6 +380,13 @@ def test_a_criterion_with_parameters_of_its_own():
             optimizer.step()
             assert centre.dtype == torch.float32
         assert (centre != 0).all()
+
+
+def test_it_can_be_imported_as_apex_was():
+    from mezzo.compat import apex
+
+    assert apex.amp is apex is amp
+    assert apex.fp16_optimizer.FP16_Optimizer is amp.FP16_Optimizer
 
 
 def test_casts_see_weights_that_are_written_between_two_calls():

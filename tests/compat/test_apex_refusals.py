@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch import nn
 
 import mezzo
-from mezzo.compat import apex as amp
+from mezzo.compat.apex import amp
 
 from .apex import initialized, loss_of, perceptron, scales
 

@@ -1,4 +1,4 @@
-"""``apex.amp``, as NVIDIA's documentation taught it, over a session: ``from mezzo.compat import apex as amp``.
+"""``apex.amp``, as NVIDIA's documentation taught it, over a session: ``from mezzo.compat.apex import amp``.
 
 One module-level session lives from :func:`initialize` to :func:`deinitialize`. At O1 casts hold for the thread between
 the two, inside modules and outside; a backward pass goes through :func:`scale_loss`; ``optimizer.step()`` is the
@@ -19,6 +19,7 @@ What differs from apex, since it was a fault of apex's:
 - A function that is pinned to FP32 has what it calls run in FP32 as well; no function of torch's is replaced, but
   what is registered by name where no rule of a policy can say it.
 - The optimizer's own products (Shampoo, Muon) are never cast. Nothing needs a GPU.
+- On several ranks the scale moves with the step, on all of them alike, and not with each block.
 
 Refused with what to write instead: float16 gradients that would have to be unscaled in float16, so a loss scale at O3,
 and O2 without masters but with a scale.
@@ -27,7 +28,10 @@ References:
     NVIDIA/apex, ``apex/amp`` and ``apex/fp16_utils``, until its removal in 2025.
 """
 
-from mezzo.compat.apex.amp import (
+import sys
+
+from mezzo.compat.apex.fp16_optimizer import FP16_Optimizer
+from mezzo.compat.apex.frontend import (
     deinitialize,
     disable_casts,
     initialize,
@@ -36,7 +40,6 @@ from mezzo.compat.apex.amp import (
     scale_loss,
     state_dict,
 )  # fmt: skip
-from mezzo.compat.apex.fp16_optimizer import FP16_Optimizer
 from mezzo.compat.apex.functions import (
     bfloat16_function,
     float_function,
@@ -49,7 +52,9 @@ from mezzo.compat.apex.functions import (
 )  # fmt: skip
 
 __all__ = [
-    "FP16_Optimizer", "bfloat16_function", "deinitialize", "disable_casts", "float_function", "half_function",
+    "FP16_Optimizer", "amp", "bfloat16_function", "deinitialize", "disable_casts", "float_function", "half_function",
     "initialize", "load_state_dict", "master_params", "promote_function", "register_bfloat16_function",
     "register_float_function", "register_half_function", "register_promote_function", "scale_loss", "state_dict",
 ]  # fmt: skip
+
+amp = sys.modules[__name__]  # as programs import it: from apex import amp

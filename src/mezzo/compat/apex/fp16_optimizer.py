@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError, nearest, shown
-from mezzo.policy import Policy
 from mezzo.scale import LossScale
-from mezzo.session.attached import Standing
-from mezzo.tensors import LOW
+from mezzo.session.attached import AroundOptimizer
 
 __all__ = ["FP16_Optimizer"]
 
 _KEYS: Final = ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16")
+_DYNAMIC: Final = {"init_scale": 2.0**32, "scale_factor": 2.0, "scale_window": 1000}
 
 
 class FP16_Optimizer:  # noqa: N801 - apex's name
@@ -62,27 +61,10 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        if not isinstance(init_optimizer, Optimizer):
-            raise PolicyError(
-                f"FP16_Optimizer wraps an optimizer, not {shown(init_optimizer)}",
-                write="FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))",
-            )
+        scale = _dynamic(dynamic_loss_args or {}) if dynamic_loss_scale else LossScale.constant(static_loss_scale)
         self.optimizer, self.dynamic_loss_scale = init_optimizer, dynamic_loss_scale
-        scale = LossScale.constant(static_loss_scale)
-        if dynamic_loss_scale:
-            scale = _dynamic(**_known(dynamic_loss_args or {}))
-        params: list[Tensor] = [param for group in init_optimizer.param_groups for param in group["params"]]
-        self._model = nn.ParameterList(params)
-        self._low = [
-            [param for param in group["params"] if param.dtype in LOW] for group in init_optimizer.param_groups
-        ]
-        wide = [name for name, param in self._model.named_parameters() if param.dtype not in LOW]
-        policy = Policy.O2(loss_scale=scale) if any(self._low) else Policy.O0(loss_scale=scale)
-        if any(self._low) and wide:
-            policy = policy.keep_fp32(params=wide)
-        self._standing = Standing([self._model], [init_optimizer], policy, backward="optimizer.backward(loss)")
-        assert self._standing.attached is not None, "there is an optimizer"
-        self._attached, self._amp = self._standing.attached, self._standing.attached.amp
+        self._around = AroundOptimizer(init_optimizer, scale, backward="optimizer.backward(loss)")
+        self._attached, self._amp = self._around.attached, self._around.attached.amp
         self._found: Tensor | None = None
 
     def __getstate__(self) -> Any:
@@ -120,7 +102,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             update_master_grads: Whether to unscale at once; with several losses the last call may do it for all.
             retain_graph: As ``Tensor.backward`` takes it.
         """
-        self._standing.scaled(loss, 0, [self.optimizer]).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._around.standing.scaled(loss, 0, [self.optimizer]).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if update_master_grads:
             self.update_master_grads()
 
@@ -168,14 +150,13 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
     def state_dict(self) -> dict[str, Any]:
         """Return scale, optimizer and masters under apex's names, as plain containers and tensors."""
         (scale,) = self._attached.scales()
-        of = self._masters()
         return {
             "loss_scaler": {"loss_scale": scale["scale"], "unskipped": scale["clean_steps"]},
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": True,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": [[of[param].clone() for param in params] for params in self._low],
+            "fp32_from_fp16": self._around.masters(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -184,48 +165,27 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         Raises:
             StateError: No such state, or one of other parameters. Nothing was loaded.
         """
-        shapes = [[param.shape for param in params] for params in self._low]
-        saved = state_dict.get("fp32_from_fp16") or []
-        missing = [key for key in _KEYS if key not in state_dict]
-        if missing or [[tensor.shape for tensor in group] for group in saved] != shapes:
-            raise StateError(
-                "this is no state of this FP16_Optimizer",
-                where=f"it lacks {', '.join(missing)}" if missing else "fp32_from_fp16: other masters",
-                write="optimizer.load_state_dict(checkpoint['optimizer']), over the same parameters",
-            )
+        if missing := [key for key in _KEYS if key not in state_dict]:
+            raise StateError("this is no state of an FP16_Optimizer", where=f"it lacks {', '.join(missing)}")
         scaler = state_dict["loss_scaler"]
         fields = scaler if isinstance(scaler, Mapping) else {"loss_scale": scaler.cur_scale, "unskipped": 0}
-        names = {param: name for name, param in self._model.named_parameters()}
-        values = {names[p]: m for ps, ms in zip(self._low, saved, strict=True) for p, m in zip(ps, ms, strict=True)}
+        self._around.load_masters(state_dict["fp32_from_fp16"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self._model.load_state_dict(values, strict=False)
         self._attached.set_scale(fields["loss_scale"])
         if self.dynamic_loss_scale:
             self._amp.load_state_dict({"loss_scaler0": dict(fields)})
 
-    def _masters(self) -> dict[Tensor, Tensor]:
-        """Return the FP32 value of each FP16 parameter."""
-        in_order = zip(self._model.parameters(), self._amp.master_params(), strict=True)
-        return {param: master.detach() for param, master in in_order}
-
     def close(self) -> None:
         """End it: the optimizer is as it was, over the model's FP16 parameters."""
-        self._standing.end()
+        self._around.standing.end()
 
 
-def _known(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = ("init_scale", "scale_factor", "scale_window")
-    if unknown := [key for key in args if key not in known]:
-        raise PolicyError(
-            f"unknown dynamic_loss_args {shown(unknown[0])}",
-            where="FP16_Optimizer",
-            why=nearest(str(unknown[0]), known),
-            write='dynamic_loss_args={"scale_window": 500}',
-        )
-    return args
-
-
-def _dynamic(init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> LossScale:
+def _dynamic(args: Mapping[str, Any]) -> LossScale:
+    if unknown := [key for key in args if key not in _DYNAMIC]:
+        why = nearest(str(unknown[0]), _DYNAMIC)
+        what = f"unknown dynamic_loss_args {shown(unknown[0])}"
+        raise PolicyError(what, where="FP16_Optimizer", why=why, write='dynamic_loss_args={"scale_window": 500}')
+    init, factor, window = {**_DYNAMIC, **args}.values()
     return LossScale.dynamic(
-        init=init_scale, growth=scale_factor, backoff=1 / scale_factor, interval=scale_window, floor=1.0, ceiling=None
+        init=init, growth=factor, backoff=1 / factor, interval=int(window), floor=1.0, ceiling=None
     )

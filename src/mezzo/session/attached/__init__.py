@@ -3,7 +3,8 @@
 No call style lives here: what its calls mean is said in ``compat/``.
 """
 
+from mezzo.session.attached.around import AroundOptimizer
 from mezzo.session.attached.attached import Attached
 from mezzo.session.attached.standing import Standing
 
-__all__ = ["Attached", "Standing"]
+__all__ = ["AroundOptimizer", "Attached", "Standing"]

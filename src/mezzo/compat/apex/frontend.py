@@ -87,7 +87,7 @@ def initialize(
 
     Example:
         >>> import torch
-        >>> from mezzo.compat import apex as amp
+        >>> from mezzo.compat.apex import amp
         >>> model = torch.nn.Linear(8, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0)
