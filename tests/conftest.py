@@ -13,6 +13,8 @@ from pathlib import Path
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # The device probe's cache: shared by the workers of a run, apart from the user's own.
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"mezzo-tests-{os.getuid()}")
+# torch.compile by itself keeps a pool of processes for C++ and Triton; the few kernels here are compiled one by one.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # In the processes that tests/fake_cuda starts: torch looks for devices only once.
 if "MEZZO_FAKE_CUDA" in os.environ:
     ctypes.CDLL(os.environ["MEZZO_FAKE_CUDA"])
