@@ -204,7 +204,9 @@ def test_a_state_shares_no_memory_with_the_session(bits):
 def test_every_field_of_a_window_is_saved():
     saved = Window().state_dict(name_of=lambda tensor: "", number_of=lambda scale: 0)
     named = {"unscaled_sums": "aside", "new_gradients": "beside"}  # as states have called them from the first
-    assert saved.keys() == {named.get(field, field) for field in vars(Window())}
+    # What sessions behind the call styles of older systems note, whose states hold scales, and no window.
+    noted = {"is_found", "overflowed", "judged_losses"}
+    assert saved.keys() == {named.get(field, field) for field in vars(Window()) if field not in noted}
 
 
 def test_an_edited_weight_is_not_overwritten():
