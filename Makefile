@@ -70,6 +70,7 @@ bench: $(DEMO)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/recorder.py
+	$(BIN)/python benchmarks/host.py
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/distributed.py
 
 # With this environment's Python, or where there is none, as on a machine where nothing can be installed, with any.

@@ -185,6 +185,24 @@ def ranks() -> str:
     return "\n".join([*lines, "", f"torch {result['torch']}, {result['date']}; {what}."])
 
 
+def hosts() -> str:
+    """The table of the newest ``benchmarks/host.py``: the host's time of a step, and how it grows with tensors."""
+    result = newest("host-cpu-*.json")
+    largest = result["tensors"][-1]
+    lines = [f"| step | of torch.amp's time, {largest} tensors | 10–90 % | any step | each tensor | torch.amp's |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
+    lines += [
+        f"| {row['name']} | {row['ratio']:.2f} | {tenths(row)} | {row['base_ms']:.2f} ms | {row['tensor_us']:.1f} µs | "
+        f"{row['rival_base_ms']:.2f} ms, {row['rival_tensor_us']:.1f} µs |"
+        for row in result["rows"]
+    ]
+    each = (
+        f"ratios are medians of {result['rounds']} rounds of {result['steps']} steps, lines go through the least times"
+    )
+    shared = f"the machine was shared, with a load of {result['load']:g}"
+    return "\n".join([*lines, "", f"{where(result)}; {each}; {shared}."])
+
+
 def gradients() -> str:
     """The table of the newest ``benchmarks/figures.py``: what FP16 makes of a detector's activation gradients."""
     result = newest("figures-cpu-*.json")
@@ -244,6 +262,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "train": trainings,
             "ranks": ranks,
             "engine": lambda: ratios("engine-cpu-*.json"),
+            "host": hosts,
         },
         "docs/figures.md": {"gradients": gradients},
         "docs/allow_list.md": {"allow-list": allow_list},

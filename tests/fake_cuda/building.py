@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,13 +15,15 @@ HERE = Path(__file__).parent
 
 
 def obstacle() -> str | None:
-    """What the device cannot be built for, in words."""
+    """What the device lacks here, in words."""
     import torch
 
     if sys.platform != "linux" or shutil.which("g++") is None:
         return "needs g++ on Linux, to compile a CUDA device that computes nothing"
     if torch.backends.cuda.is_built():
         return "needs torch's CPU build, which has no CUDA device of its own"
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton"
     return None
 
 

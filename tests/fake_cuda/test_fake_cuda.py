@@ -33,7 +33,6 @@ def library() -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_device_that_computes_nothing(case, request):
-    pytest.importorskip("triton", reason="needs Triton")
     asked = request.config.getoption("markexpr")
     slow = asked if asked in ("", "slow") else "not slow"
     command = [
