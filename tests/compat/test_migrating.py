@@ -1,4 +1,4 @@
-"""The migration page's programs: as their systems teach them and by hand they train alike."""
+"""The migration page: programs as their systems teach them train as those by hand, and scales of checkpoints go on."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import mezzo
+from mezzo.compat.apex import amp
+from mezzo.compat.torch import GradScaler, autocast
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 
@@ -26,9 +28,9 @@ def trained(program):
     before = flat(names["model"])
     exec(compile(f"batches = {rest}", "snippet", "exec"), names)
     stats = None
-    if isinstance(amp := names.get("amp"), mezzo.MixedPrecision):
-        stats = amp.stats()
-        amp.close()  # the masters' values
+    if isinstance(session := names.get("amp"), mezzo.MixedPrecision):
+        stats = session.stats()
+        session.close()  # the masters' values
     return before, flat(names["model"]) - before, names["loss"].item(), stats
 
 
@@ -46,3 +48,93 @@ def test_both_programs_of_a_section_take_the_same_steps(section):
     assert moved.norm() > 0.01
     assert (moved - mine).norm() < 0.02 * moved.norm()  # FP16 has 11 bits, and sums are taken in other orders
     assert loss == pytest.approx(own_loss, rel=2e-3)
+
+
+# Checkpoints of the three systems, each one step from a change of its scale -----------------------------------------
+
+TORCH = {"scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 1999}
+APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 1999}}
+
+
+class Session:
+    """The five-line loop."""
+
+    def __init__(self, loss_scale):
+        self.model, optimizer = fresh()
+        self.amp = mezzo.MixedPrecision(self.model, optimizer, f"O1,dtype=bfloat16,loss_scale={loss_scale}")
+        self.load = self.amp.load_state_dict
+
+    def scale_after(self, overflow):
+        with self.amp.autocast():
+            loss = loss_of(self.model)
+        self.amp.backward(loss)
+        plant(self.model, overflow)
+        return float(self.amp.step().next_scale)
+
+
+class TorchStyle:
+    def __init__(self, scaler, autocast):
+        (self.model, self.optimizer), self.scaler, self.autocast = fresh(), scaler, autocast
+        self.load = scaler.load_state_dict
+
+    def scale_after(self, overflow):
+        with self.autocast():
+            loss = loss_of(self.model)
+        self.scaler.scale(loss).backward()
+        plant(self.model, overflow)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return float(self.scaler.state_dict()["scale"])
+
+
+class ApexStyle:
+    def __init__(self):
+        self.model, self.optimizer = amp.initialize(*fresh(), opt_level="O1", verbosity=0)
+        self.load = amp.load_state_dict
+
+    def scale_after(self, overflow):
+        with amp.scale_loss(loss_of(self.model), self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+            plant(self.model, overflow)
+        self.optimizer.step()
+        return amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+def fresh():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def loss_of(model):
+    model.zero_grad()
+    return model(torch.ones(1, 2)).float().sum()
+
+
+def plant(model, overflow):
+    if overflow:
+        model.weight.grad.fill_(float("inf"))
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    yield
+    amp.deinitialize()
+
+
+LOOPS = {
+    "torch, import changed": (TORCH, lambda: TorchStyle(GradScaler("cpu"), lambda: autocast("cpu", torch.bfloat16))),
+    "torch, by hand": (TORCH, lambda: Session(mezzo.LossScale.like("torch"))),
+    "apex, import changed": (APEX, ApexStyle),
+    "apex, by hand": (APEX, lambda: Session(mezzo.LossScale.like("apex"))),
+}
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_checkpoint_s_scale_goes_on(name, overflow):
+    state, make = LOOPS[name]
+    loop = make()
+    loop.load(state)
+    assert loop.scale_after(overflow) == (256.0 if overflow else 1024.0)
+    assert loop.scale_after(False) == (256.0 if overflow else 1024.0)
