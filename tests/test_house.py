@@ -26,7 +26,7 @@ MOST_CODE = {
     "report": 995,
     "scale": 658,
     "selftest": 430,
-    "session": 5_898,
+    "session": 5_903,
     "step": 2_482,
     "trace": 1_007,
     "the ground": 922,

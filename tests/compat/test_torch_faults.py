@@ -444,6 +444,79 @@ def test_an_optimizer_that_raises_leaves_a_scaler_that_goes_on():
     assert not torch.equal(model[0].weight, before[0])
 
 
+def test_an_interval_that_is_shorter_than_the_count_is_over():
+    """torch compares for equality, and the scale would not grow again before the next overflow."""
+    found = {}
+    for name, scaler_of in SCALERS.items():
+        weight, optimizer = one_weight()
+        scaler = scaler_of("cpu", init_scale=8.0, growth_interval=10)
+        for number in range(5):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if number == 2:
+                scaler.set_growth_interval(2)
+        found[name] = scaler.get_scale()
+    assert found == {"torch": 8.0, "mezzo": 16.0}
+
+
+class Interrupted(torch.optim.SGD):
+    """An optimizer in whose step Ctrl-C comes once, after its first weight."""
+
+    interrupts = False
+
+    def step(self, closure=None):
+        if self.interrupts:
+            self.interrupts = False
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise KeyboardInterrupt
+        super().step(closure)
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_step_that_was_interrupted_half_way_is_known_until_a_checkpoint_is_loaded(updates):
+    model, scaler = network(), GradScaler("cpu")
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    scaler.scale(loss_of(model, 0)).backward()
+    saved = [each.state_dict() for each in (model, optimizer, scaler)]
+    optimizer.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    if updates:
+        scaler.update()
+    with pytest.raises(StateError) as raised:
+        scaler.step(optimizer)
+    assert "an update was interrupted half-way\n  where  Interrupted.step()" in str(raised.value)
+    for each, state in zip((model, optimizer, scaler), saved, strict=True):
+        each.load_state_dict(state)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 1)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.last_step.skipped
+
+
+def invalidated(scaler_of, value):
+    """torch's test: gradients that become infinite after they were unscaled are not looked at again."""
+    model = network()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), scaler_of("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.unscale_(optimizer)
+    for param in model.parameters():
+        param.grad.mul_(value)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), all(weight.isfinite().all() for weight in weights(model))
+
+
+def test_gradients_that_an_edit_makes_infinite_are_not_written():
+    assert invalidated(SCALERS["torch"], torch.inf) == (65536.0, False)
+    assert invalidated(GradScaler, torch.inf) == (65536.0, True)
+    assert invalidated(GradScaler, 2.0) == invalidated(SCALERS["torch"], 2.0) == (65536.0, True)
+
+
 def test_for_cuda_on_a_machine_without_the_scaler_is_disabled_and_says_so(caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     scaler = GradScaler()

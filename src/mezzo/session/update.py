@@ -254,9 +254,10 @@ class Writes(Work):
         if self.is_half_way:
             raise StateError(
                 "an update was interrupted half-way",
-                where=f"{type(self._at).__name__}.step(), called by amp.step()",
+                where=f"{type(self._at).__name__}.step()",
                 why="some weights and moments are those of the next step, and some are not",
-                write="load_state_dict(…) of the model, the optimizer and then amp, from the last checkpoint",
+                write="load_state_dict(…) of the model, the optimizer, and then of what steps (amp, or a scaler), "
+                "from the last checkpoint",
             )
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from mezzo.scale import LossScale
 from mezzo.scale.held import HeldScaler
 from mezzo.session import Step
 from mezzo.session.attached.scaling import ScaledOptimizer
+from mezzo.session.update import Writes
 from mezzo.session.window.window import NoGradient
 
 __all__ = ["CallScaler"]
@@ -38,6 +40,7 @@ class CallScaler:
         self._given: Tensor | None = None  # the scale that losses were last multiplied by
         self._last_step: Step | None = None
         self._known: dict[int, ScaledOptimizer] = {}  # by id, since the last update
+        self._writes: WeakSet[Writes] = WeakSet()
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
 
@@ -180,8 +183,8 @@ class CallScaler:
         """Go on with another scale, and another count of clean steps."""
         fresh = self._config.start().state_dict()
         self._held.load_state_dict(fresh | {"scale": scale, "clean_steps": clean_steps})
-        for each in self._known.values():
-            each.begin_anew()
+        for writes in self._writes:  # what a step that was left half-way has written was loaded anew
+            writes.drop()
         self._forget()
 
     def _forget(self) -> None:
@@ -196,6 +199,7 @@ class CallScaler:
                 what = f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
                 raise PolicyError(what, write="scaler.step(optimizer), for one after the other")
             known = self._known[id(optimizer)] = ScaledOptimizer(optimizer, self._held)
+            self._writes.add(known.writes)
         return known
 
     def _evaluating(self, closure: Callable[[], Any], optimizer: Optimizer, scaled: ScaledOptimizer) -> Any:

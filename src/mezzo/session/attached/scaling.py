@@ -22,7 +22,7 @@ from mezzo.session.core import Core
 from mezzo.session.refusals.beginning import owners
 from mezzo.session.scale import Step
 from mezzo.session.step import take, take_together
-from mezzo.session.update import takes_flag
+from mezzo.session.update import Writes, takes_flag
 from mezzo.step.consensus import Consensus
 
 __all__ = ["ScaledOptimizer"]
@@ -162,7 +162,7 @@ class ScaledOptimizer:
         for group in self._core.groups:
             group.forget()
 
-    def begin_anew(self) -> None:
-        """Forget a step that was left half-way: what it wrote was loaded anew."""
-        self._core.writes.drop()
-        self.forget()
+    @property
+    def writes(self) -> Writes:
+        """What does its steps, for as long as the optimizer lives."""
+        return self._core.writes
