@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 559,
-    "cast": 2_859,
+    "cast": 2_908,
     "cli": 1_029,
     "compat": 900,
     "distributed": 321,
@@ -21,15 +21,15 @@ MOST_CODE = {
     "numerics": 3_731,
     "optim": 1_373,
     "overflow": 825,
-    "policy": 1_042,
+    "policy": 1_173,
     "recipes": 1_267,
     "report": 995,
-    "scale": 658,
+    "scale": 682,
     "selftest": 430,
-    "session": 5_903,
+    "session": 5_997,
     "step": 2_482,
     "trace": 1_007,
-    "the ground": 922,
+    "the ground": 929,
 }
 MOST_LINES = 400
 MOST_FILES = 14

@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 __all__ = [
     "MOST_PROBLEMS", "DistributedError", "MezzoError", "NumericsError", "PolicyError", "ScaleCollapsed", "StateError",
-    "UnsupportedError", "message", "nearest", "printable", "require_extra", "shown", "some_of",
+    "UnsupportedError", "message", "nearest", "not_switches", "printable", "require_extra", "shown", "some_of",
+    "unknown_word",
 ]  # fmt: skip
 
 #: Characters of a line, beyond which its middle is left out, and problems of one input, beyond which they are counted.
@@ -173,6 +174,25 @@ def nearest(name: str, vocabulary: Iterable[str]) -> str:
     match = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
     question = f"did you mean {lowered[match[0]]!r}? " if match else ""
     return f"{question}valid: {some_of(words, _MOST_WORDS)}"
+
+
+def unknown_word(name: str, value: object, known: Collection[str]) -> PolicyError:
+    """Return the error of an argument that is none of the words that are known.
+
+    Example:
+        >>> print(unknown_word("level", "O4", ["O1", "O2"]))
+        unknown level 'O4'
+          why    did you mean 'O2'? valid: O1, O2
+          write  level="O1"
+    """
+    why = nearest(value if isinstance(value, str) else shown(value), known)
+    return PolicyError(f"unknown {name} {shown(value)}", why=why, write=f'{name}="{next(iter(known))}"')
+
+
+def not_switches(**switches: object) -> list[PolicyError]:
+    """Return an error for each argument that is neither True nor False."""
+    odd = {name: value for name, value in switches.items() if not isinstance(value, bool)}
+    return [PolicyError(f"{n} is {shown(v)}", why="it is True or False", write=f"{n}=True") for n, v in odd.items()]
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:

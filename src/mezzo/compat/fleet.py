@@ -11,30 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from mezzo.compat.paddle_lists import checked_names, rules
-from mezzo.errors import PolicyError, nearest, shown
+from mezzo.errors import PolicyError, nearest, not_switches, shown
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops.lists import FLEET, PADDLE
+from mezzo.policy.paddle import checked_names, rules
 from mezzo.scale import LossScale
+from mezzo.scale.words import PADDLES_WORDS, from_paddles_words
 
 __all__ = ["policy"]
 
-#: Fleet's words for a loss scale, and mezzo's.
-_SCALE: Final = {
-    "init_loss_scaling": "init", "incr_every_n_steps": "interval", "decr_every_n_nan_or_inf": "hysteresis",
-    "incr_ratio": "growth", "decr_ratio": "backoff",
-}  # fmt: skip
 _LISTS: Final = ("custom_white_list", "custom_black_list")
 _SWITCHES: Final = (
     "use_dynamic_loss_scaling", "use_pure_fp16", "use_pure_bf16", "use_fp16_guard", "use_optimizer_fp16",
 )  # fmt: skip
-_KEYS: Final = (*_SCALE, *_LISTS, "custom_black_varnames", *_SWITCHES)
+_KEYS: Final = (*PADDLES_WORDS, *_LISTS, "custom_black_varnames", *_SWITCHES)
 #: Keys of Paddle's other configurations, and what says the same here.
 _ELSEWHERE: Final = {
     "level": '"use_pure_fp16": True is Fleet\'s O2, and without it there is O1',
     "dtype": '"use_pure_bf16": True; or policy.evolve(dtype="bfloat16", loss_scale=None)',
-    "use_bf16": '"use_pure_bf16": True; or policy.evolve(dtype="bfloat16", loss_scale=None)',
-    "enable": "Policy.O0() where it was False",
 }
 
 
@@ -72,64 +66,41 @@ def policy(amp_configs: Mapping[str, Any] | None = None) -> Policy:
     """
     given = {} if amp_configs is None else amp_configs
     if not isinstance(given, Mapping):
-        raise PolicyError(
-            f"amp_configs is {shown(given)}, not a mapping", write='fleet.policy({"init_loss_scaling": 1024})'
-        )
+        raise PolicyError(f"amp_configs is {shown(given)}, not a mapping", write='fleet.policy({"incr_ratio": 2})')
     if problems := [*_problems(given)]:
         raise PolicyError.together(problems)
     pure = "float16" if given.get("use_pure_fp16") else "bfloat16" if given.get("use_pure_bf16") else None
     black = PADDLE["extra black list"] | (set() if pure else FLEET["black list"])
-    ops = rules(FLEET["white list"], black, "promote", level="O2" if pure else "O1", **_custom(given))
+    custom = {key: given.get(key) for key in _LISTS}
+    ops = rules(FLEET["white list"], black, "promote", level="O2" if pure else "O1", **custom)
     scale = None if pure == "bfloat16" else _scale(given)
     return (Policy.O2 if pure else Policy.O1)(pure or "float16", loss_scale=scale, rules=(*_kept(given), *ops))
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[PolicyError]:
-    for key, value in given.items():
-        if key not in _KEYS:
-            word = key if isinstance(key, str) else shown(key)
-            yield PolicyError(
-                f"unknown key {shown(key)} in amp_configs",
-                why=nearest(word, _KEYS),
-                write=_ELSEWHERE.get(word, ""),
-            )
-        elif key in _SWITCHES and not isinstance(value, bool):
-            yield PolicyError(f"amp_configs[{key!r}] is {shown(value)}", why="it is True or False", write=f"{key}=True")
-        elif key in _SCALE:
-            try:
-                LossScale.like("fleet", **{_SCALE[key]: value})
-            except PolicyError as problem:  # in Fleet's words
-                yield PolicyError(str(problem).replace(_SCALE[key], key).replace("LossScale", "amp_configs"))
-    if given.get("use_pure_fp16") and given.get("use_pure_bf16"):
-        yield PolicyError(
-            "use_pure_fp16 and use_pure_bf16 are both True",
-            where="amp_configs",
-            why="weights are stored in one of the two formats",
-            write="one of them",
-        )
-    if given.get("use_fp16_guard") and given.get("use_pure_fp16"):
-        yield PolicyError(
-            "use_fp16_guard has no meaning here",
-            where="amp_configs",
-            why="it confines FP16 to what a static program builds under fp16_guard(); there is no program here",
-            write='nothing: "with amp.autocast():" is where FP16 is; or custom_black_varnames for what stays FP32',
-        )
-    if given.get("use_optimizer_fp16"):
-        yield PolicyError(
-            "use_optimizer_fp16 has no meaning here",
-            where="amp_configs",
-            why="the optimizer decides what its own state is kept in",
-            write='mezzo.optim.AdamW(…, state_dtype="bfloat16")',
-        )
-    for of in (_kept, lambda given: rules((), (), "promote", **_custom(given))):
+    for key in (key for key in given if key not in _KEYS):
+        word = key if isinstance(key, str) else shown(key)
+        what = f"unknown key {shown(key)} in amp_configs"
+        yield PolicyError(what, why=nearest(word, _KEYS), write=_ELSEWHERE.get(word, ""))
+    yield from not_switches(**{key: given[key] for key in _SWITCHES if key in given})
+    yield from from_paddles_words("fleet", given, "amp_configs")[1]
+    is_pure, guard = given.get("use_pure_fp16"), given.get("use_fp16_guard")
+    for is_there, what, why, write in (
+        (is_pure and given.get("use_pure_bf16"), "use_pure_fp16 and use_pure_bf16 are both True",
+         "weights are stored in one of the two formats", "one of them"),
+        (is_pure and guard, "use_fp16_guard has no meaning here",
+         "it confines FP16 to what a static program builds under fp16_guard(); there is no program here",
+         'nothing: "with amp.autocast():" is where FP16 is; or custom_black_varnames for what stays FP32'),
+        (given.get("use_optimizer_fp16"), "use_optimizer_fp16 has no meaning here",
+         "the optimizer decides what its own state is kept in", 'mezzo.optim.AdamW(…, state_dtype="bfloat16")'),
+    ):  # fmt: skip
+        if is_there:
+            yield PolicyError(what, where="amp_configs", why=why, write=write)
+    for of in (_kept, lambda given: rules((), (), "promote", **{key: given.get(key) for key in _LISTS})):
         try:
             of(given)
         except PolicyError as problem:
             yield problem
-
-
-def _custom(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: given.get(key) for key in _LISTS}
 
 
 def _kept(given: Mapping[str, Any]) -> tuple[Rule, ...]:
@@ -138,7 +109,5 @@ def _kept(given: Mapping[str, Any]) -> tuple[Rule, ...]:
 
 
 def _scale(given: Mapping[str, Any]) -> LossScale:
-    fields = {ours: given[theirs] for theirs, ours in _SCALE.items() if theirs in given}
-    if given.get("use_dynamic_loss_scaling") is False:
-        return LossScale.constant(fields.get("init", LossScale.like("fleet").init))
-    return LossScale.like("fleet", **fields)
+    scale, _ = from_paddles_words("fleet", given, "amp_configs")
+    return LossScale.constant(scale.init) if given.get("use_dynamic_loss_scaling") is False else scale

@@ -71,6 +71,8 @@ class Core:
             of low precision. Where only an optimizer is known, and no model, that is their owner's business.
         consensus: What the ranks that step together share; ``None`` where there is one rank.
         agreement: What the ranks that step together decide in each step; ``None`` where there is one rank.
+        is_lent: Whether scalers that come from outside may have it, one after the other, instead of its own.
+        sums_wide: Whether the first gradients of a window are FP32 already, where a parameter has an FP32 value.
         is_closed: Whether the preparation was undone.
     """
 
@@ -116,7 +118,11 @@ class Core:
         self.writes = Writes()
         self.evaluating: Optimizer | None = None
         self.replay: Replay | None = None
-        self.has_begun = self.is_closed = False
+        self.has_begun = self.is_closed = self.is_lent = self.sums_wide = False
+
+    def take_scaler(self, scaler: Scaler) -> None:
+        """Go on with the scale of another scaler, between two windows."""
+        self.scalers[0] = scaler  # in place: what ranks agree on is this list's
 
     @property
     def device(self) -> torch.device:
@@ -160,6 +166,8 @@ class Core:
         if count != self.num_param_groups and not any(group.window for group in self.groups):
             self.groups = grouped(self.groups, self.optimizers, self.weights.masters, self.weights.name_of)
             self.num_param_groups = count
+            for group in self.groups if self.sums_wide else ():
+                group.wide.stay_on()
             if self.consensus is not None:
                 self.consensus.follow(self.weights.updated(), self.weights.name_of)
 

@@ -5,6 +5,7 @@ No call style lives here: what its calls mean is said in ``compat/``.
 
 from mezzo.session.attached.around import AroundOptimizer
 from mezzo.session.attached.attached import Attached
+from mezzo.session.attached.lent import lend, store_low
 from mezzo.session.attached.standing import Standing
 
-__all__ = ["AroundOptimizer", "Attached", "Standing"]
+__all__ = ["AroundOptimizer", "Attached", "Standing", "lend", "store_low"]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mezzo.errors import StateError
 from mezzo.scale import LossScale
-from mezzo.session.attached.fp32_states import save_in_fp32
+from mezzo.session.attached.saved_as import save_as
 from mezzo.session.attached.under_way import Root, UnderWay
 from mezzo.session.backward import scaler_of
 from mezzo.session.refusals.calls import check_loss_id, chosen
@@ -182,9 +182,9 @@ class Attached:
         fresh = replace(scaler.config, init=float(scale)) if scaler.config.mode == "dynamic" else scaler.config
         scaler.hold(fresh.start(core.device), in_graph=False)
 
-    def save_in_fp32(self) -> None:
-        """Have the models' state dicts hold FP32 values, until the session is closed: :func:`save_in_fp32`."""
-        self._core.weights.load_hooks += save_in_fp32(self._core.weights)
+    def save_as(self, dtype: torch.dtype) -> None:
+        """Have the models' state dicts hold values of a dtype, until the session is closed: :func:`save_as`."""
+        self._core.weights.load_hooks += save_as(self._core.models, dtype, self._core.weights)
 
     def scales(self) -> list[dict[str, Any]]:
         """Return the state of each loss scale as plain values, by the names of :class:`mezzo.scale.ScaleState`.

@@ -34,6 +34,9 @@ class CallScaler:
         enabled: Whether it does anything.
     """
 
+    #: What a user of this style writes to have FP32 masters.
+    _masters = ""
+
     def __init__(self, config: LossScale, *, enabled: bool) -> None:
         self._enabled = enabled
         self._held = HeldScaler(config, "cpu")
@@ -141,6 +144,9 @@ class CallScaler:
                 write=_ORDER,
             ) from error
         self._stepped.add(id(optimizer))
+        if self._config.mode == "constant":  # nothing moves, and an update may be left out
+            self._held.set(self._held.state.scale)
+            self._forget()
         return found
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -149,7 +155,7 @@ class CallScaler:
         Args:
             new_scale: The scale from now on; what was found is forgotten.
         """
-        if not self._enabled:
+        if not self._enabled or self._config.mode == "constant":
             return
         self._require_scaled("update")
         if new_scale is not None:
@@ -179,10 +185,10 @@ class CallScaler:
         """Go on by other rules."""
         self._held.config = replace(self._held.config, **fields)
 
-    def _load(self, scale: Any, clean_steps: Any) -> None:
-        """Go on with another scale, and another count of clean steps."""
+    def _load(self, scale: Any, clean_steps: Any, **counted: Any) -> None:
+        """Go on with another scale, another count of clean steps, and whatever else was counted."""
         fresh = self._config.start().state_dict()
-        self._held.load_state_dict(fresh | {"scale": scale, "clean_steps": clean_steps})
+        self._held.load_state_dict(fresh | {"scale": scale, "clean_steps": clean_steps, **counted})
         for writes in self._writes:  # what a step that was left half-way has written was loaded anew
             writes.drop()
         self._forget()
@@ -198,7 +204,7 @@ class CallScaler:
             if not isinstance(optimizer, Optimizer):
                 what = f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
                 raise PolicyError(what, write="scaler.step(optimizer), for one after the other")
-            known = self._known[id(optimizer)] = ScaledOptimizer(optimizer, self._held)
+            known = self._known[id(optimizer)] = ScaledOptimizer(optimizer, self._held, self._masters)
             self._writes.add(known.writes)
         return known
 

@@ -23,6 +23,7 @@ from mezzo.session.refusals.beginning import owners
 from mezzo.session.scale import Step
 from mezzo.session.step import take, take_together
 from mezzo.session.update import Writes, takes_flag
+from mezzo.session.window.group import GradientGroup
 from mezzo.step.consensus import Consensus
 
 __all__ = ["ScaledOptimizer"]
@@ -32,11 +33,14 @@ class ScaledOptimizer:
     """An optimizer as a scaler has it: a session over its parameters, with windows over gradients that are there.
 
     The session belongs to the optimizer, which it ends with: a scaler that finds one made by another ends that one. It
-    has no say in what else is done with optimizer and weights, and its loss scale moves when the scaler says so.
+    has no say in what else is done with optimizer and weights, and its loss scale moves when the scaler says so. An
+    optimizer whose session is lent (:func:`lend`) keeps that one, with its models and masters, and others of its
+    optimizers may come with other scalers.
 
     Args:
         optimizer: The optimizer.
         scaler: What holds the scale, for all optimizers of a scaler.
+        masters: What a user writes to have FP32 masters, for errors.
 
     Raises:
         MezzoError: The optimizer has a session already that is no scaler's, has no parameter, or asks for the scaler
@@ -45,10 +49,15 @@ class ScaledOptimizer:
     **Cost**: the first time for an optimizer, two exchanges where there are several ranks.
     """
 
-    def __init__(self, optimizer: Optimizer, scaler: HeldScaler) -> None:
-        self.optimizer, self._scaler = optimizer, scaler
-        cores = (owner for owner in owners(optimizer) if isinstance(owner, Core) and not owner.guards)
-        self._core = next((core for core in cores if core.scalers[0] is scaler), None) or self._begun()
+    def __init__(self, optimizer: Optimizer, scaler: HeldScaler, masters: str = "") -> None:
+        self.optimizer, self._scaler, self._masters = optimizer, scaler, masters
+        cores = [owner for owner in owners(optimizer) if isinstance(owner, Core)]
+        if (lent := next((core for core in cores if core.is_lent), None)) is not None:
+            lent.take_scaler(scaler)
+            self._core = lent
+            return
+        known = (core for core in cores if not core.guards and core.scalers[0] is scaler)
+        self._core = next(known, None) or self._begun()
 
     def _begun(self) -> Core:
         if "grad_scaler" in inspect.signature(self.optimizer.step).parameters:
@@ -90,7 +99,7 @@ class ScaledOptimizer:
             scale: What they carry, unless they are unscaled by now.
         """
         self._core.group_optimizers()
-        for group in self._core.groups:
+        for group in self._groups():
             group.find(self._scaler, scale)
 
     def unscale_(self) -> None:
@@ -100,10 +109,12 @@ class ScaledOptimizer:
             UnsupportedError: They are FP16, and have no FP32 value to be unscaled for.
         """
         self._core.require_open("unscale_")
-        self._core.weights.low.refuse_unscaling(self.optimizer)
+        self._core.weights.low.refuse_unscaling(self.optimizer, self._scaler.config, self._masters)
         with torch.no_grad():
-            for group in self._core.groups:
+            for group in self._groups():
                 group.settle()
+                if self._core.is_lent:  # users look at the model's parameters, and what they edit has masters
+                    group.wide.show()
 
     @_disable_dynamo
     @torch.no_grad()
@@ -125,14 +136,15 @@ class ScaledOptimizer:
         """
         core, optimizer = self._core, self.optimizer
         if closure is not None or not takes_flag(optimizer):
-            core.weights.low.refuse_unscaling(optimizer)
+            core.weights.low.refuse_unscaling(optimizer, self._scaler.config, self._masters)
+        plain, plain_steps = core.writes.step_of(optimizer), core.writes.plain_steps
+        taken_over = plain_steps.get(optimizer)
         # A dict that C fills: were it a function of Python's, an interrupt could come between the step and its note.
-        found = defaultdict[str, Any](partial(optimizer.step, *args, **kwargs))
+        found = defaultdict[str, Any](partial(plain, *args, **kwargs))
 
         def evaluated(closure: Callable[[], Any]) -> None:
-            found["value"] = optimizer.step(closure, *args, **kwargs)
+            found["value"] = plain(closure, *args, **kwargs)
 
-        plain_steps = core.writes.plain_steps
         plain_steps[optimizer] = partial(found.__getitem__, "value") if closure is None else evaluated
         try:
             core.require_open("step")
@@ -146,12 +158,15 @@ class ScaledOptimizer:
             self.forget()
             raise
         finally:
-            plain_steps.pop(optimizer, None)
+            if taken_over is None:
+                plain_steps.pop(optimizer, None)
+            else:
+                plain_steps[optimizer] = taken_over
         return taken, found.get("value")
 
     def overflows(self) -> list[Tensor]:
         """Return whether gradients that were unscaled, without a step after it, are not finite, on any rank."""
-        windows = [group.window for group in self._core.groups if group.window is not None]
+        windows = [group.window for group in self._groups() if group.window is not None]
         flags = [share.found_inf for window in windows for share in window.settled]
         if flags and self._core.consensus is not None:
             flags = [self._core.consensus.largest(reduce(or_, flags).float().reshape(1)).ne(0).reshape(())]
@@ -159,10 +174,13 @@ class ScaledOptimizer:
 
     def forget(self) -> None:
         """Know of no gradients any more; they are not touched."""
-        for group in self._core.groups:
+        for group in self._groups():
             group.forget()
 
     @property
     def writes(self) -> Writes:
         """What does its steps, for as long as the optimizer lives."""
         return self._core.writes
+
+    def _groups(self) -> list[GradientGroup]:
+        return [group for group in self._core.groups if self.optimizer in group.optimizers]

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -72,7 +73,7 @@ class Standing:
                 for optimizer in optimizers:
                     self.attached.take_over(optimizer, self.step)
                 if policy.master_weights:
-                    self.attached.save_in_fp32()
+                    self.attached.save_as(torch.float32)
                 region = amp.autocast()
             else:
                 handles = [undo.enter_context(_removed(prepare(model, policy))) for model in models]

@@ -12,7 +12,7 @@ from mezzo.errors import StateError, shown
 from mezzo.policy import Policy
 from mezzo.scale import LossScale, ScaleState
 
-__all__ = ["loss_scales"]
+__all__ = ["loss_scales", "one_number"]
 
 logger = logging.getLogger(__name__)
 
@@ -126,10 +126,7 @@ def _apex(state: Mapping[str, Any], config: LossScale, num_losses: int) -> list[
 
 
 def _paddle(state: Mapping[str, Any], config: LossScale) -> ScaleState:
-    scale: Any = state.get("scale")
-    scale = scale.tolist() if hasattr(scale, "tolist") else scale
-    if isinstance(scale, list) and len(scale) == 1:  # Paddle keeps it in an array
-        (scale,) = scale
+    scale = one_number(state.get("scale"))
     if state.get("use_dynamic_loss_scaling") is False:
         if config.mode == "dynamic" or scale != config.init:
             raise StateError(
@@ -144,6 +141,12 @@ def _paddle(state: Mapping[str, Any], config: LossScale) -> ScaleState:
     made = _state(config, _PADDLE.name, scale=scale, clean_steps=state[_PADDLE.clean], budget=left)
     _log_other_rules(_PADDLE, state, scale, config)
     return made
+
+
+def one_number(scale: Any) -> Any:
+    """Return the one number of an array of it, as Paddle keeps a scale; what is no such array as it is."""
+    values = scale.tolist() if hasattr(scale, "tolist") else scale
+    return values[0] if isinstance(values, list) and len(values) == 1 else values
 
 
 def _state(config: LossScale, library: str, **saved: Any) -> ScaleState:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from mezzo.errors import UnsupportedError, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
+from mezzo.scale import LossScale
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["LowWeights"]
@@ -69,13 +70,18 @@ class LowWeights:
     def _count(self) -> int:
         return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
 
-    def refuse_unscaling(self, optimizer: Optimizer) -> None:
+    def refuse_unscaling(self, optimizer: Optimizer, config: LossScale | None = None, write: str = "") -> None:
         """Refuse FP16 weights whose gradients carry a loss scale, and have no FP32 value to be unscaled for.
+
+        Args:
+            optimizer: Whose weights.
+            config: The loss scale; the policy's when omitted.
+            write: What gives them FP32 values, where that is no session of the user's.
 
         Raises:
             UnsupportedError: An optimizer has such weights.
         """
-        scale, own = self._policy.loss_scale, as_one_pass(optimizer)
+        scale, own = config or self._policy.loss_scale, as_one_pass(optimizer)
         bare = (group for group in optimizer.param_groups if own is None or group["master"] is None)
         params = [param for group in bare for param in group["params"] if param.requires_grad]
         half = [param for param in params if param.dtype == torch.float16]
@@ -84,7 +90,8 @@ class LowWeights:
                 "fp16 gradients cannot be unscaled in fp16",
                 where=self._where(half, optimizer),
                 why="dividing them by the loss scale in float16 flushes small ones to zero",
-                write='MixedPrecision(model, optimizer, policy="O2")   # keeps FP32 masters; or model.float() first',
+                write=(write or 'MixedPrecision(model, optimizer, policy="O2")')
+                + "   # keeps FP32 masters; or model.float() first",
             )
 
     def _refuse_lost_updates(self, optimizer: Optimizer, params: list[Tensor]) -> None:

@@ -47,7 +47,7 @@ class WideGradients:
         self, optimizers: list[Optimizer], masters: list[MasterWeights], name_of: Callable[[Tensor], str]
     ) -> None:
         self._optimizers, self._masters, self._name_of = optimizers, masters, name_of
-        self.is_on = False
+        self.is_on = self._stays_on = False
         self.shown: list[tuple[Any, Any, Tensor | None]] | None = None
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
@@ -79,6 +79,11 @@ class WideGradients:
                 if param.grad_dtype != wide or (param.grad is not None and param.grad.dtype != wide):
                     self._give(param, None if param.grad is None else param.grad.float(), wide)
 
+    def stay_on(self) -> None:
+        """Sum in FP32 from the first backward pass of each window on, where a parameter's FP32 value is kept."""
+        self._stays_on = True
+        self.begin()
+
     def allow_any(self) -> None:
         """Let users assign gradients of any dtype, since they write ``p.grad = torch.zeros_like(p)``."""
         for param in self.params() if self.is_on else ():
@@ -92,12 +97,13 @@ class WideGradients:
             Whether gradients that users were shown, and that are still there, were rounded to their parameters' dtype.
         """
         was_shown, self.shown = self.shown is not None, None
-        still = False
+        still = self._stays_on
         for param in self.params() if self.is_on else ():
+            first = torch.float32 if self._stays_on else param.dtype
             if param.grad is None:
-                param.grad_dtype = param.dtype
+                param.grad_dtype = first
             elif was_shown:
-                self._give(param, param.grad.to(param.dtype), param.dtype)
+                self._give(param, param.grad.to(first), first)
             else:  # cleared to zeros, which have the dtype that they had
                 still = True
         self.is_on = still

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
-from mezzo.errors import PolicyError, shown
-from mezzo.policy import Rule
-from mezzo.policy.ops import OPS, VIEWS, Op, Treatment, resolve
+import torch
 
-__all__ = ["Gray", "checked_names", "rules"]
+from mezzo.errors import PolicyError, shown
+from mezzo.policy.ops import OPS, VIEWS, Op, Treatment, resolve
+from mezzo.policy.ops.lists import PADDLE
+from mezzo.policy.policy import Policy
+from mezzo.policy.rules import Rule
+
+__all__ = ["PADDLES_LEVELS", "Gray", "checked_names", "policy_of", "rules"]
 
 #: What an op on neither list gets: the widest of its inputs' dtypes, FP32, or the low dtype.
 Gray = Literal["promote", "fp32", "low"]
@@ -54,6 +58,35 @@ _MADE_OF: Final[Mapping[str, str]] = {
 _NEITHER: Final = "on neither of Paddle's lists"
 #: On neither list these follow their input alone, whatever their weights are; Paddle's kernels compute them in FP32.
 _INPUT_ALONE: Final = frozenset({"layer_norm", "native_layer_norm", "cross_entropy"})
+
+_EXTRA: Final = PADDLE["extra black list"]
+#: What is computed in FP32 at each of Paddle's levels, and what ops on neither list get; nothing is cast in O0.
+_LISTS: Final[Mapping[str, tuple[frozenset[str], Gray]]] = {
+    "O0": (frozenset(), "promote"), "OD": (frozenset(), "fp32"), "O1": (PADDLE["black list"] | _EXTRA, "promote"),
+    "O2": (_EXTRA, "promote"),
+}  # fmt: skip
+PADDLES_LEVELS: Final = tuple(_LISTS)
+
+
+def policy_of(level: str, dtype: torch.dtype, *, use_promote: bool = True, **custom: Any) -> Policy:
+    """Return the policy that gives each op what a region of ``paddle.amp.auto_cast`` gives it.
+
+    Args:
+        level: ``O0``, ``OD``, ``O1`` or ``O2``.
+        dtype: The low one.
+        use_promote: Whether, in O2, an op with an FP32 input computes in FP32.
+        **custom: The user's lists, as of :func:`rules`.
+
+    Raises:
+        PolicyError: As :func:`rules` does.
+
+    Example:
+        >>> policy_of("O1", torch.bfloat16, custom_white_list=["softmax"]).explain("softmax").treatment
+        'low'
+    """
+    black, gray = _LISTS[level]
+    made = rules(PADDLE["white list"], black, "low" if level == "O2" and not use_promote else gray, **custom)
+    return Policy.O0() if level == "O0" else Policy.O1(dtype, rules=made)
 
 
 def rules(

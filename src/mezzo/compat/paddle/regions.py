@@ -1,38 +1,26 @@
-"""``paddle.amp`` as its programs call it: ``auto_cast``, ``decorate`` and ``GradScaler``, over sessions of mezzo's.
-
-``from mezzo.compat import paddle`` stands for ``paddle.amp``: models and optimizers are torch's, or mezzo's.
-"""
+"""``auto_cast``: regions with Paddle's levels and lists."""
 
 from __future__ import annotations
 
 import contextvars
 import dataclasses
 import functools
-from typing import Any, Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
 from mezzo.cast import autocast
 from mezzo.cast.device import default_kinds
 from mezzo.cast.region import Region
-from mezzo.compat.paddle_lists import Gray, checked_names, rules
-from mezzo.errors import PolicyError, nearest, shown
-from mezzo.policy import Policy
-from mezzo.policy.ops.lists import PADDLE
+from mezzo.errors import PolicyError, not_switches, unknown_word
+from mezzo.policy.paddle import PADDLES_LEVELS, checked_names, policy_of
 
-__all__ = ["auto_cast"]
+__all__ = ["LOW", "auto_cast", "last_dtype", "word_of", "wrong_dtype", "wrong_words"]
 
-Level = Literal["O0", "OD", "O1", "O2"]
-
-_LEVELS: Final[tuple[Level, ...]] = ("O0", "OD", "O1", "O2")
-_DTYPES: Final = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-_EXTRA: Final = PADDLE["extra black list"]
-#: What is computed in FP32 at each level, and what ops on neither list get.
-_LISTS: Final[dict[str, tuple[frozenset[str], Gray]]] = {
-    "OD": (frozenset(), "fp32"), "O1": (PADDLE["black list"] | _EXTRA, "promote"), "O2": (_EXTRA, "promote"),
-}  # fmt: skip
+LOW: Final = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 #: The dtype of this thread's last ``auto_cast``, by which a ``GradScaler`` knows whether there is anything to scale.
-_last_dtype: Final = contextvars.ContextVar[torch.dtype]("_last_dtype", default=torch.float16)
+last_dtype: Final = contextvars.ContextVar[torch.dtype]("last_dtype", default=torch.float16)
 
 
 def auto_cast(
@@ -80,19 +68,18 @@ def auto_cast(
         ...     torch.softmax(x, 0).dtype, x.mean().dtype, (x + x).dtype
         (torch.bfloat16, torch.float32, torch.float32)
     """
-    lists = {"custom_white_list": custom_white_list, "custom_black_list": custom_black_list}
-    problems = [*_wrong_words(level, dtype), *_no_switches(enable=enable, use_promote=use_promote)]
+    problems = [*wrong_words(level, dtype), *not_switches(enable=enable, use_promote=use_promote)]
     names = []
-    for key, given in lists.items():
+    for key, given in (("custom_white_list", custom_white_list), ("custom_black_list", custom_black_list)):
         try:
             names.append(checked_names(key, given))
         except PolicyError as problem:
             problems.append(problem)
     if problems:
         raise PolicyError.together(problems)
-    low = _dtype(dtype)
+    low = LOW[word_of(dtype)]
     if enable:
-        _last_dtype.set(low)
+        last_dtype.set(low)
     return autocast.of(_region(level.upper() if enable else "O0", low, use_promote, *names, default_kinds()))
 
 
@@ -101,38 +88,21 @@ def _region(
     level: str, dtype: torch.dtype, use_promote: bool, white: tuple[str, ...], black: tuple[str, ...], _: Any
 ) -> Region:
     """Plan a region; once for the same arguments and devices, as a loop asks for it in every iteration."""
-    if level == "O0":
-        return autocast(Policy.O0()).region
-    listed, gray = _LISTS[level]
-    made = rules(
-        PADDLE["white list"],
-        listed,
-        gray if use_promote or level != "O2" else "low",
-        custom_white_list=white,
-        custom_black_list=black,
-    )
-    return dataclasses.replace(autocast(Policy.O1(dtype, rules=made)).region, holds_inside=True)
+    policy = policy_of(level, dtype, use_promote=use_promote, custom_white_list=white, custom_black_list=black)
+    return dataclasses.replace(autocast(policy).region, holds_inside=level != "O0")
 
 
-def _wrong_words(level: Any, dtype: Any, levels: tuple[str, ...] = _LEVELS) -> list[PolicyError]:
-    problems = []
-    if not isinstance(level, str) or level.upper() not in levels:
-        why = nearest(level if isinstance(level, str) else shown(level), levels)
-        problems.append(PolicyError(f"unknown level {shown(level)}", why=why, write='level="O1"'))
-    if _dtype(dtype) is None:
-        why = nearest(dtype if isinstance(dtype, str) else shown(dtype), _DTYPES)
-        problems.append(PolicyError(f"unknown dtype {shown(dtype)}", why=why, write='dtype="bfloat16"'))
-    return problems
+def wrong_words(level: Any, dtype: Any, levels: tuple[str, ...] = PADDLES_LEVELS) -> list[PolicyError]:
+    """Return the problems of a level and a dtype, if there are any."""
+    level_is_known = isinstance(level, str) and level.upper() in levels
+    return [*([] if level_is_known else [unknown_word("level", level, levels)]), *wrong_dtype("dtype", dtype)]
 
 
-def _dtype(dtype: Any) -> Any:
-    word = str(dtype).removeprefix("torch.").lower() if isinstance(dtype, str | torch.dtype) else ""
-    return _DTYPES.get(word)
+def wrong_dtype(name: str, dtype: Any, known: Mapping[str, torch.dtype] = LOW) -> list[PolicyError]:
+    """Return the problem of a dtype, if there is one: it is neither one of some words nor what torch has for one."""
+    return [] if word_of(dtype) in known else [unknown_word(name, dtype, known)]
 
 
-def _no_switches(**switches: Any) -> list[PolicyError]:
-    return [
-        PolicyError(f"{name} is {shown(value)}", why="it is True or False", write=f"{name}=True")
-        for name, value in switches.items()
-        if not isinstance(value, bool)
-    ]
+def word_of(dtype: Any) -> str:
+    """Return Paddle's word for a dtype that is given by it, or as torch's own; nothing for anything else."""
+    return str(dtype).removeprefix("torch.").lower() if isinstance(dtype, str | torch.dtype) else ""

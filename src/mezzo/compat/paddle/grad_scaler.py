@@ -1,0 +1,223 @@
+"""``GradScaler`` with Paddle's parameters, methods and state, over mezzo's checks, steps and scales."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.compat.paddle.regions import last_dtype
+from mezzo.errors import PolicyError, StateError, not_switches, shown
+from mezzo.scale import LossScale
+from mezzo.scale.words import PADDLES_WORDS, from_paddles_words
+from mezzo.session.attached.calls import CallScaler
+from mezzo.session.state.other_scalers import one_number
+from mezzo.tensors import LOW
+
+__all__ = ["GradScaler"]
+
+logger = logging.getLogger(__name__)
+
+_RULES: Final = {word: field for word, field in PADDLES_WORDS.items() if field != "init"}
+_COUNTS: Final = ("incr_count", "decr_count")
+_KEYS: Final = ("scale", *_RULES, *_COUNTS, "use_dynamic_loss_scaling")
+
+
+class PaddleGradScaler(CallScaler):
+    """``paddle.amp.GradScaler``: the scale follows Paddle's rule step by step, with the same state.
+
+    What is mended: several optimizers between two updates are one step, which overflowed where one of them did; a
+    constant scale skips a step that is not finite, and counts none; nothing waits for the device but an optimizer that
+    cannot skip by itself; and :attr:`last_step` says whether the last step was skipped.
+
+    Args:
+        enable: ``False`` for a scaler that scales nothing, and steps always. One that is asked to scale a loss after an
+            ``auto_cast`` in bfloat16 disables itself, as Paddle's does, and the log says so.
+        init_loss_scaling: The first scale.
+        incr_ratio: What the scale is multiplied by after ``incr_every_n_steps`` clean steps.
+        decr_ratio: What it is multiplied by after ``decr_every_n_nan_or_inf`` overflows without a clean step between.
+        incr_every_n_steps: See there.
+        decr_every_n_nan_or_inf: See there.
+        use_dynamic_loss_scaling: Whether the scale moves.
+
+    Raises:
+        PolicyError: Numbers that no scale follows, in Paddle's words.
+
+    **Cost**: that of :meth:`mezzo.MixedPrecision.step`.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.compat import paddle
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = paddle.GradScaler(init_loss_scaling=1024)
+        >>> with paddle.auto_cast():
+        ...     loss = model(torch.ones(2, 4)).mean()
+        >>> scaled = scaler.scale(loss)
+        >>> scaled.backward()
+        >>> scaler.minimize(optimizer, scaled)
+        (None, None)
+        >>> optimizer.zero_grad()
+        >>> scaler.state_dict()["incr_count"]
+        1
+    """
+
+    _masters = 'decorate(models=model, optimizers=optimizer, level="O2")'
+
+    def __init__(
+        self,
+        enable: bool = True,
+        init_loss_scaling: float = 2.0**16,
+        incr_ratio: float = 2.0,
+        decr_ratio: float = 0.5,
+        incr_every_n_steps: int = 2000,
+        decr_every_n_nan_or_inf: int = 1,
+        use_dynamic_loss_scaling: bool = True,
+    ) -> None:
+        given = {
+            "init_loss_scaling": init_loss_scaling, "incr_ratio": incr_ratio, "decr_ratio": decr_ratio,
+            "incr_every_n_steps": incr_every_n_steps, "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
+        }  # fmt: skip
+        self._rules, wrong = from_paddles_words("paddle", given, "GradScaler")
+        if problems := not_switches(enable=enable, use_dynamic_loss_scaling=use_dynamic_loss_scaling) + wrong:
+            raise PolicyError.together(problems)
+        self._is_dynamic = use_dynamic_loss_scaling and enable
+        super().__init__(self._in_force(), enabled=enable)
+
+    def scale(self, var: Any) -> Any:
+        """Multiply a loss by the scale; in FP32, so that the product itself does not overflow."""
+        dtype = last_dtype.get()
+        if self._enabled and self._is_dynamic and dtype != torch.float16:
+            self._enabled = self._is_dynamic = False
+            logger.warning("GradScaler is disabled: %s needs no loss scale, and the last auto_cast was in it", dtype)
+        return super().scale(var.float() if isinstance(var, Tensor) and var.dtype in LOW else var)
+
+    def minimize(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[None, None]:
+        """Step, and move the scale: :meth:`step` and :meth:`update` in one.
+
+        Args:
+            optimizer: The optimizer.
+            *args: What Paddle's ``Optimizer.minimize`` takes, the scaled loss first: its gradients are there already.
+            **kwargs: By name.
+
+        Returns:
+            Paddle's pair of operators and gradients, which are of static programs: ``(None, None)``.
+        """
+        self.step(optimizer)
+        self.update()
+        return None, None
+
+    def is_enable(self) -> bool:
+        """Return whether it scales at all."""
+        return self._enabled
+
+    def is_use_dynamic_loss_scaling(self) -> bool:
+        """Return whether the scale moves."""
+        return self._is_dynamic
+
+    def get_init_loss_scaling(self) -> float:
+        """Return the first scale, or the one that was set or loaded last; 1.0 of a disabled scaler."""
+        return self._rules.init if self._enabled else 1.0
+
+    def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
+        """Go on with another scale."""
+        self._rule(init_loss_scaling=new_init_loss_scaling)
+        self._held.set(float(new_init_loss_scaling))
+
+    def get_incr_ratio(self) -> float:
+        """Return what the scale is multiplied by when it grows."""
+        return self._rules.growth
+
+    def set_incr_ratio(self, new_incr_ratio: float) -> None:
+        """Grow by another factor from now on."""
+        self._rule(incr_ratio=new_incr_ratio)
+
+    def get_decr_ratio(self) -> float:
+        """Return what the scale is multiplied by when it backs off."""
+        return self._rules.backoff
+
+    def set_decr_ratio(self, new_decr_ratio: float) -> None:
+        """Back off by another factor from now on."""
+        self._rule(decr_ratio=new_decr_ratio)
+
+    def get_incr_every_n_steps(self) -> int:
+        """Return after how many clean steps the scale grows."""
+        return self._rules.interval
+
+    def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
+        """Grow after another number of clean steps."""
+        self._rule(incr_every_n_steps=new_incr_every_n_steps)
+
+    def get_decr_every_n_nan_or_inf(self) -> int:
+        """Return after how many overflows the scale backs off."""
+        return self._rules.hysteresis
+
+    def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
+        """Back off after another number of overflows; those since a clean step count."""
+        before = self.state_dict()
+        self._rule(decr_every_n_nan_or_inf=new_decr_every_n_nan_or_inf)
+        if before:
+            self._go_on(before)
+
+    # State ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``paddle.amp.GradScaler.load_state_dict`` loads; empty for a disabled scaler. A host sync."""
+        if not self._enabled:
+            return {}
+        state = self._held.state_dict()
+        return {
+            "scale": np.array([state["scale"]], dtype=np.float32),
+            **{theirs: getattr(self._rules, ours) for theirs, ours in _RULES.items()},
+            "incr_count": state["clean_steps"],
+            "decr_count": self._held.config.hysteresis - state["budget"],
+            "use_dynamic_loss_scaling": self._is_dynamic,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a ``GradScaler``'s state, mezzo's or Paddle's, rules included; a disabled scaler loads nothing.
+
+        Raises:
+            StateError: Not such a state, or a disabled scaler's, or rules that no scale follows. Nothing was loaded.
+        """
+        if not self._enabled:
+            return
+        missing = [key for key in _KEYS if not isinstance(state_dict, Mapping) or key not in state_dict]
+        if missing:
+            where = f"it lacks {', '.join(missing)}" if state_dict else "it is empty, as a disabled GradScaler's is"
+            write = "what state_dict() of an enabled scaler returned; or nothing, and the scale starts afresh"
+            raise StateError("this is not the state of a GradScaler", where=where, write=write)
+        given = {"init_loss_scaling": one_number(state_dict["scale"]), **{word: state_dict[word] for word in _RULES}}
+        rules, problems = from_paddles_words("paddle", given, "the state of a GradScaler")
+        counts, is_dynamic = [state_dict[key] for key in _COUNTS], state_dict["use_dynamic_loss_scaling"]
+        problems += not_switches(use_dynamic_loss_scaling=is_dynamic)
+        if problems or not all(isinstance(count, int) and count >= 0 for count in counts):
+            wrong = "\n".join(map(str, problems)) or f"{' and '.join(_COUNTS)} are {shown(counts)}, not counts"
+            raise StateError("the state has wrong values", where=wrong)
+        self._rules, self._is_dynamic = rules, is_dynamic
+        self._held.config = self._in_force()
+        self._go_on(state_dict)
+
+    def _in_force(self) -> LossScale:
+        return self._rules if self._is_dynamic else LossScale.constant(self._rules.init)
+
+    def _rule(self, **given: Any) -> None:
+        """Go on by other rules."""
+        rules, problems = from_paddles_words("paddle", given, "GradScaler", self._rules)
+        if problems:
+            raise problems[0]
+        self._rules = rules
+        self._held.config = self._in_force()
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Take over the scale and what was counted."""
+        left = max(1, self._rules.hysteresis - state["decr_count"])
+        self._load(one_number(state["scale"]), state["incr_count"], budget=left)
+
+
+GradScaler = PaddleGradScaler

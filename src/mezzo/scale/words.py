@@ -1,0 +1,51 @@
+"""The fields of a loss scale by the words that Paddle and Fleet have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from mezzo.errors import PolicyError
+from mezzo.scale.config import LossScale
+
+__all__ = ["PADDLES_WORDS", "from_paddles_words"]
+
+#: Paddle's words, and the fields that they are.
+PADDLES_WORDS: Final = MappingProxyType({
+    "init_loss_scaling": "init", "incr_ratio": "growth", "decr_ratio": "backoff", "incr_every_n_steps": "interval",
+    "decr_every_n_nan_or_inf": "hysteresis",
+})  # fmt: skip
+
+
+def from_paddles_words(
+    system: Literal["paddle", "fleet"], given: Mapping[str, Any], where: str, base: LossScale | None = None
+) -> tuple[LossScale, list[PolicyError]]:
+    """Return the rule of a system with some of its values, or what is wrong with them in its own words.
+
+    Args:
+        system: Whose rule, and whose defaults.
+        given: Values by Paddle's words; others are left out.
+        where: What they were given to.
+        base: A rule of that system's to begin with, instead of its defaults.
+
+    Example:
+        >>> scale, problems = from_paddles_words("fleet", {"decr_ratio": 0.8}, "amp_configs")
+        >>> scale.backoff, problems
+        (0.8, [])
+        >>> print(from_paddles_words("paddle", {"decr_ratio": 2}, "GradScaler")[1][0])
+        decr_ratio is 2
+          where  GradScaler
+          why    only a factor between 0 and 1 lowers the scale
+          write  decr_ratio=0.5
+    """
+    values = {PADDLES_WORDS[word]: value for word, value in given.items() if word in PADDLES_WORDS}
+    problems = []
+    for word, field in PADDLES_WORDS.items():
+        try:
+            LossScale.like(system, **({field: values[field]} if field in values else {}))
+        except PolicyError as problem:
+            problems.append(PolicyError(str(problem).replace(field, word).replace("LossScale", where)))
+    scale = LossScale.like(system) if base is None else base
+    return scale if problems else replace(scale, **values), problems
