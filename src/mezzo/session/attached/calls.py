@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 from weakref import WeakSet
 
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError
@@ -21,9 +21,7 @@ from mezzo.session.window.window import NoGradient
 
 __all__ = ["CallScaler"]
 
-logger = logging.getLogger(__name__)
-
-_ORDER = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
+_ORDER: Final = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
 
 
 class CallScaler:
@@ -72,6 +70,7 @@ class CallScaler:
             f"scale() takes tensors, not {type(outputs).__name__}", write="scaler.scale(loss), or scaler.scale([a, b])"
         )
 
+    @_disable_dynamo  # as a session's step; scale() is compiled with the loss
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale now, so that they can be looked at or clipped; no host sync."""
         if not self._enabled:
@@ -100,6 +99,7 @@ class CallScaler:
             raise
         self._unscaled.add(id(optimizer))
 
+    @_disable_dynamo
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients unless they are, and step with the optimizer unless they are not finite.
 
@@ -149,6 +149,7 @@ class CallScaler:
             self._forget()
         return found
 
+    @_disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by what was found since the last call, once for all optimizers, or set another one.
 

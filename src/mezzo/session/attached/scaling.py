@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from mezzo.errors import UnsupportedError
@@ -116,7 +115,6 @@ class ScaledOptimizer:
                 if self._core.is_lent:  # users look at the model's parameters, and what they edit has masters
                     group.wide.show()
 
-    @_disable_dynamo
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
