@@ -1,0 +1,317 @@
+"""Mixed precision for Lightning's Trainer: one plugin, and behind it a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from mezzo.cast import Prepared, prepare
+from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
+from mezzo.policy import Policy
+from mezzo.session import MixedPrecision, Step
+
+require_extra("lightning", "the precision plugin for Lightning needs lightning", "lightning.pytorch")
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.plugins.precision import Precision  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
+from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
+
+__all__ = ["MezzoPrecision"]
+
+
+class MezzoPrecision(Precision):
+    """Train under a policy in Lightning's Trainer: ``Trainer(plugins=[MezzoPrecision("O2,dtype=bfloat16")])``.
+
+    The Trainer's accumulation, clipping, hooks, validation and checkpoints stay as they are, with automatic and manual
+    optimization, and with ``strategy="ddp"``. The module is converted in place for each of the Trainer's runs, and FP32
+    again after it. Gradients are unscaled before ``on_before_optimizer_step`` and ``configure_gradient_clipping`` where
+    these are overridden; else ``gradient_clip_val`` is folded into the step. A checkpoint of the Trainer's goes on
+    bit for bit. Its logger gets ``mezzo/scale``, the next loss scale, and ``mezzo/skipped``, a count of steps.
+    In manual optimization a step clears its optimizer's gradients, as ``optimizer.zero_grad()`` before the next would.
+    Modules that ``training_step`` calls are entered from outside each: under O2 and O3 a network is best one attribute.
+
+    Args:
+        policy: A policy, its text, or the path of a policy file.
+        on_overflow: ``"skip"``, or ``"raise"``, which ends the run with a :class:`mezzo.NumericsError`.
+        restore_buffers: As for :class:`mezzo.MixedPrecision`.
+        hold_schedulers: Whether a scheduler that steps with the optimizer (``interval="step"``) waits where the step
+            was skipped; those that a module steps by itself, in manual optimization, do not.
+
+    Attributes:
+        session: The session, from the Trainer's ``on_fit_start`` to its ``on_fit_end``; ``None`` at other times.
+        last_step: What the last step of the optimizer found out, as device tensors.
+
+    Raises:
+        PolicyError: A wrong policy or option; when fitting begins, a module that overrides ``backward``.
+        UnsupportedError: lightning is not installed; or ``on_overflow="explain"``.
+
+    **Cost**: that of the session. ``hold_schedulers`` costs one host sync a step where there are such schedulers, and
+    each checkpoint one. When fitting ends, the session's state is copied, for checkpoints that are saved after.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str | os.PathLike[str] = "O1",
+        *,
+        on_overflow: Literal["skip", "raise"] = "skip",
+        restore_buffers: bool = False,
+        hold_schedulers: bool = True,
+    ) -> None:
+        super().__init__()
+        if not isinstance(hold_schedulers, bool):
+            raise PolicyError(
+                f"hold_schedulers is {shown(hold_schedulers)}, not True or False", write="hold_schedulers=True"
+            )
+        if on_overflow not in ("skip", "raise"):
+            raise UnsupportedError(
+                f"on_overflow is {shown(on_overflow)}, and Lightning's runs know skip and raise",
+                why="training_step is no call of a model, which could be run again",
+                write="mezzo.overflow.locate(lambda: loss of one batch, module), after the run",
+            )
+        self.policy = Policy.of(policy)
+        self.session: MixedPrecision | None = None
+        self.last_step: Step | None = None
+        self._options: dict[str, Any] = {"on_overflow": on_overflow, "restore_buffers": restore_buffers}
+        self._hold_schedulers = hold_schedulers
+        self._prepared: Prepared | None = None
+        self._module: LightningModule | None = None
+        self._observer = _Observer(self)
+        self._saved: dict[str, Any] = {}
+
+    # A run begins and ends ----------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Prepare a module, before it is moved, wrapped, and given optimizers."""
+        self.end()
+        self._prepared = prepare(_parts_of(module), self.policy)
+        self._module = module if isinstance(module, LightningModule) else None
+        return module
+
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        """Make the session, if the Trainer is about to fit."""
+        module = self._module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING and optimizers:
+            if is_overridden("backward", module):
+                raise PolicyError(
+                    "the module has a backward pass of its own",
+                    where=f"{type(module).__name__}.backward",
+                    why="what it calls would know nothing of the loss scale",
+                    write="on_before_backward, on_after_backward; or automatic_optimization = False, and "
+                    "self.manual_backward(loss)",
+                )
+            wrapped = model if isinstance(model, DistributedDataParallel) else self._prepared
+            assert wrapped is not None
+            self.session = MixedPrecision(wrapped, [_bare(each) for each in optimizers], **self._options)
+            self._saved = {}
+            _callbacks(module).append(self._observer)
+            if self._hold_schedulers:
+                module.lr_scheduler_step = partial(self._step_scheduler, module.lr_scheduler_step)  # type: ignore[method-assign]
+        return model, optimizers, lr_schedulers
+
+    def end(self) -> None:
+        """Close the session, and give the module its FP32 weights back; the Trainer asks for it after each run."""
+        module, self._module = self._module, None
+        if self.session is not None:
+            self._saved = self.session.state_dict()
+            self.session.close()
+            self.session = None
+        if module is not None:
+            if self._observer in (callbacks := _callbacks(module)):
+                callbacks.remove(self._observer)
+            vars(module).pop("lr_scheduler_step", None)
+        if self._prepared is not None:
+            self._prepared.remove()
+            self._prepared = None
+
+    def teardown(self) -> None:
+        """End what has not ended by itself."""
+        self.end()
+
+    # A step -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Enter the policy's region."""
+        owner = self.session or self._prepared
+        assert owner is not None
+        with owner.autocast():
+            yield
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run the backward pass of the scaled loss."""
+        if args:
+            raise PolicyError(
+                "a backward pass takes one loss here",
+                why="it is scaled as a whole",
+                write="self.manual_backward(loss, retain_graph=True)",
+            )
+        self._open().backward(tensor, **kwargs)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Evaluate the closure, then check, unscale, clip, and update or skip."""
+        session, bare = self._open(), _bare(optimizer)
+        if kwargs:
+            raise PolicyError(
+                f"optimizer.step got {', '.join(kwargs)}",
+                why="a checked step takes a closure alone",
+                write="opt.step()",
+            )
+        if isinstance(bare, LBFGS):
+            results: list[Any] = []
+
+            def evaluated() -> Any:
+                results.append(self._wrap_closure(model, optimizer, closure))
+                return results[-1]
+
+            step = session.step(bare, closure=evaluated)
+            result = results[0]
+        else:
+            result = closure()
+            if result is None and model.automatic_optimization:
+                return None  # training_step has returned no loss
+            self._after_closure(model, optimizer)
+            step = session.step(bare)
+        session.max_grad_norm = None
+        if not model.automatic_optimization:
+            bare.zero_grad()  # else they would be in the way of another optimizer's loss, which they are no part of
+        self.last_step = step
+        self._observer.stepped(step)
+        return result
+
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        if _looks_at_gradients(model):
+            self._open().unscale_(_bare(optimizer))
+        super()._after_closure(model, optimizer)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Have the next step clip the norm of its gradients; or clip their values now."""
+        session, bare = self._open(), _bare(optimizer)
+        if clip_val <= 0:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            session.unscale_(bare)
+            nn.utils.clip_grad_value_(session.master_params(bare), clip_val)
+        else:
+            session.max_grad_norm = float(clip_val)
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[Any]:
+        """Yield what an optimizer updates: FP32 masters, or the parameters themselves."""
+        return self._open().master_params(_bare(optimizer))
+
+    def _step_scheduler(self, step: Callable[[Any, Any], None], scheduler: Any, metric: Any) -> None:
+        """Step a scheduler, unless it steps with the optimizer, and that has just skipped."""
+        module = self._module
+        configs = [] if module is None else module.trainer.strategy.lr_scheduler_configs
+        waits = any(each.scheduler is scheduler and each.interval == "step" and each.frequency == 1 for each in configs)
+        if not (waits and self.last_step is not None and bool(self.last_step.skipped)):
+            step(scheduler, metric)
+
+    # Checkpoints --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the session's state, for the Trainer's checkpoint; after a run that of its end."""
+        return self._saved if self.session is None else self.session.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from the state in a checkpoint of the Trainer's."""
+        if self.session is not None and state_dict:
+            self.session.load_state_dict(state_dict)
+
+    def _open(self) -> MixedPrecision:
+        if self.session is None:
+            raise PolicyError(
+                "there is no session yet",
+                why="it is made when the Trainer begins to fit",
+                write="trainer.fit(module), with MezzoPrecision among its plugins",
+            )
+        return self.session
+
+
+class _Observer(Callback):
+    """What the Trainer tells the plugin of: the end of each batch, and of the run."""
+
+    def __init__(self, plugin: MezzoPrecision) -> None:
+        self._plugin = plugin
+        self._skipped: Tensor | None = None
+
+    def stepped(self, step: Step) -> None:
+        """Count a skipped step, on the device."""
+        if self._skipped is not None:
+            self._skipped = self._skipped + step.skipped
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with what a checkpoint has counted."""
+        session = self._plugin.session
+        assert session is not None
+        self._skipped = torch.tensor(float(session.stats().skipped), device=session.loss_scale.device)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Log the loss scale and the count."""
+        step = self._plugin.last_step
+        if step is not None and self._skipped is not None:
+            values = {"mezzo/scale": step.next_scale.float(), "mezzo/skipped": self._skipped}
+            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run while everything is still on its device."""
+        self._plugin.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End a run that has failed."""
+        self._plugin.end()
+
+
+def _parts_of(module: nn.Module) -> nn.Module:
+    """Return a module with the same parts under the same names, which is never called itself.
+
+    The wrapper of ``strategy="ddp"`` calls ``training_step`` as if it were the module's ``forward``: casts at its door
+    would give it batches, and losses, in low precision. The parts are called from within it.
+    """
+    parts = nn.Module()
+    for name, child in module.named_children():
+        parts.add_module(name, child)
+    for name, param in module.named_parameters(recurse=False):
+        parts.register_parameter(name, param)
+    for name, buffer in module.named_buffers(recurse=False):
+        parts.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+    return parts
+
+
+def _bare(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside Lightning's wrapper."""
+    found: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return found
+
+
+def _callbacks(module: LightningModule) -> list[Callback]:
+    """Return the list that the Trainer keeps of its callbacks; one that is gone has none."""
+    trainer: Any = module._trainer
+    found: list[Callback] = [] if trainer is None else trainer.callbacks
+    return found
+
+
+def _looks_at_gradients(module: LightningModule) -> bool:
+    """Whether a hook of the module's, or of a callback, sees the gradients before the step."""
+    hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
+    return any(is_overridden(hook, module) for hook in hooks) or any(
+        is_overridden(hooks[0], callback, Callback) for callback in _callbacks(module)
+    )

@@ -1,0 +1,453 @@
+"""`MezzoPrecision` in Lightning's Trainer: FP32's losses with low kernels, and all that a Trainer does around them."""
+
+import copy
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+import mezzo
+from mezzo.errors import NumericsError, PolicyError, UnsupportedError
+from mezzo.tensors import dtype_name, tensors
+
+L = pytest.importorskip("lightning", reason="needs lightning")
+from mezzo.integrations.lightning import MezzoPrecision  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("emulating")
+
+POLICIES = [f"{level},dtype={dtype}" for level in ("O1", "O2") for dtype in ("float16", "bfloat16")]
+OPTIMIZERS = {
+    "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "mezzo": lambda params: mezzo.optim.AdamW(params, lr=0.01),
+}
+
+
+def data(rows=64):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 8, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=8)
+
+
+class Module(L.LightningModule):
+    """A classifier that keeps what it sees."""
+
+    def __init__(self, optimizer="torch", overflow_at=()):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+        self.make, self.overflow_at = OPTIMIZERS[optimizer], set(overflow_at)
+        self.losses, self.rates, self.seen, self.logged = [], [], Counter(), []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self.net(x)
+        if batch_idx in self.overflow_at:
+            scores.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+        loss = nn.functional.cross_entropy(scores.float(), y)
+        self.seen[f"x {dtype_name(x.dtype)}, loss {dtype_name(loss.dtype)}"] += 1
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1]))
+
+    def on_train_batch_end(self, *_):
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.logged.append({k: float(v) for k, v in self.trainer.callback_metrics.items() if k.startswith("mezzo")})
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+class Scheduled(Module):
+    def configure_optimizers(self):
+        optimizer = self.make(self.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def trainer(policy=None, epochs=2, **options):
+    options = {
+        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0,
+        "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": epochs,
+        "plugins": [] if policy is None else [policy if isinstance(policy, MezzoPrecision) else MezzoPrecision(policy)],
+    } | options  # fmt: skip
+    return L.Trainer(**options)
+
+
+def fitted(policy=None, optimizer="torch", module=None, **options):
+    module = Module(optimizer) if module is None else module
+    run = trainer(policy, **options)
+    run.fit(module, data())
+    return module, run
+
+
+class Products(TorchDispatchMode):
+    """Count matrix products by the dtype of what they compute with, casts of emulation taken back."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm):
+            self.dtypes[dtype_name(args[-1].dtype)] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture(scope="module")
+def fp32():
+    return fitted(gradient_clip_val=1.0, accumulate_grad_batches=2)[0].losses
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_losses_are_fp32s_and_steps_the_trainers(fp32, policy, optimizer):
+    plugin = MezzoPrecision(policy)
+    steps = []
+    plain = plugin._observer.stepped
+    plugin._observer.stepped = lambda step: (steps.append(step), plain(step))
+    module, run = fitted(plugin, optimizer, gradient_clip_val=1.0, accumulate_grad_batches=2)
+    assert sum(module.losses[-4:]) == pytest.approx(sum(fp32[-4:]), rel=0.01)
+    assert len(steps) == run.global_step == 8
+    assert not any(step.skipped for step in steps)
+    assert module.seen == {"x float32, loss float32": 16}
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
+    assert plugin.session is None
+    assert plugin._observer not in run.callbacks
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_kernels_run_low(policy):
+    """On a device that computes natively; all products of a training step, forward and backward."""
+    module = Module()
+    products = Products()
+    plain = module.training_step
+    module.training_step = lambda *args: plain(*args)
+    with products:
+        fitted(f"{policy},emulate=false", module=module, epochs=1, limit_train_batches=2)
+    low = policy.partition("=")[2]
+    assert products.dtypes == {low: products.dtypes[low]}
+    assert products.dtypes[low] >= 2 * (2 + 3)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_checkpoint_of_the_trainers_goes_on_bit_for_bit(tmp_path, policy, optimizer):
+    path = tmp_path / "half.ckpt"
+
+    class Saving(L.Callback):
+        def on_train_epoch_end(self, run, module):
+            if run.current_epoch == 0:
+                run.save_checkpoint(path)
+
+    def whole(module):
+        return [
+            *module.state_dict().values(),
+            *tensors(list(module.trainer.optimizers[0].state_dict()["state"].values())),
+        ]
+
+    options = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
+    straight, _ = fitted(policy, module=Scheduled(optimizer, overflow_at=[2]), callbacks=[Saving()], **options)
+    module = Scheduled(optimizer, overflow_at=[2])
+    with torch.no_grad():
+        for param in module.parameters():
+            param.add_(1.0)
+    run = trainer(policy, **options)
+    run.fit(module, data(), ckpt_path=path)
+    assert (run.global_step, len(module.losses)) == (8, 8)
+    assert module.losses == straight.losses[8:]
+    assert module.logged[-1] == straight.logged[-1]
+    assert all(map(torch.equal, whole(straight), whole(module)))
+
+
+def test_a_checkpoint_after_the_run_has_its_state(tmp_path):
+    module, run = fitted("O2,dtype=float16", module=Module(overflow_at=[1]))
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    further = Module()
+    again = trainer("O2,dtype=float16", epochs=3)
+    again.fit(further, data(), ckpt_path=tmp_path / "end.ckpt")
+    straight, _ = fitted("O2,dtype=float16", module=Module(overflow_at=[1]), epochs=2)
+    assert all(map(torch.equal, straight.parameters(), module.parameters()))
+    assert further.logged[0]["mezzo/skipped"] == 2.0
+    assert torch.load(tmp_path / "end.ckpt", weights_only=True)["MezzoPrecision"]
+
+
+def test_a_skipped_step_writes_nothing_holds_the_scheduler_and_is_logged():
+    module, _ = fitted("O1,dtype=float16", module=Scheduled(overflow_at=[2]), epochs=1)
+    assert module.rates == [0.01 * 0.5**steps for steps in (1, 2, 2, 3, 4, 5, 6, 7)]
+    assert [each["mezzo/scale"] for each in module.logged] == [65536.0] * 2 + [32768.0] * 6
+    assert [each["mezzo/skipped"] for each in module.logged] == [0.0] * 2 + [1.0] * 6
+
+
+def test_schedulers_go_on_where_they_are_not_held():
+    plugin = MezzoPrecision("O1,dtype=float16", hold_schedulers=False)
+    module, _ = fitted(plugin, module=Scheduled(overflow_at=[2]), epochs=1)
+    assert module.rates == [0.01 * 0.5**steps for steps in range(1, 9)]
+
+
+def test_a_scheduler_of_epochs_does_not_wait():
+    class Epochs(Module):
+        def configure_optimizers(self):
+            optimizer = self.make(self.parameters())
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+    module, _ = fitted("O1,dtype=float16", module=Epochs(overflow_at=[7]))
+    assert module.rates[8] == 0.005
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("policy", ["O1,dtype=float16", "O2,dtype=float16"])
+def test_clipping_is_of_unscaled_gradients(policy, optimizer, algorithm):
+    """By so little that every step is decided by it: SGD's weights are FP32's, within rounding of the gradients."""
+
+    class Plain(Module):
+        def configure_optimizers(self):
+            kind = (
+                mezzo.optim.SGD
+                if optimizer == "mezzo" and self.trainer.precision_plugin.__class__ is MezzoPrecision
+                else torch.optim.SGD
+            )
+            return kind(self.parameters(), lr=1.0)
+
+    options = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm, "epochs": 1}
+    reference, _ = fitted(module=Plain(), **options)
+    module, _ = fitted(policy, module=Plain(), **options)
+    start = nn.utils.parameters_to_vector(Plain().parameters())
+    moved, expected = (nn.utils.parameters_to_vector(each.parameters()) - start for each in (module, reference))
+    assert (moved - expected).norm() < 0.02 * expected.norm()
+
+
+def test_hooks_see_unscaled_gradients():
+    norms = {}
+
+    class Looking(L.Callback):
+        def on_before_optimizer_step(self, run, module, optimizer):
+            norm = torch.stack([param.grad.float().norm() for param in module.parameters()]).norm()
+            norms.setdefault(type(run.precision_plugin).__name__, []).append(float(norm))
+
+    for policy in (None, "O1,dtype=float16", "O2,dtype=float16"):
+        fitted(policy, epochs=1, callbacks=[Looking()], limit_train_batches=3)
+    expected, found = norms["Precision"], norms["MezzoPrecision"]
+    assert found == pytest.approx(expected * 2, rel=0.01)
+
+
+class Manual(Module):
+    """Two optimizers in Lightning's own order: each clears its gradients before its loss; the first's reaches both."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(4, 4)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            scores = self.net(batch[0])
+            loss = nn.functional.cross_entropy(
+                self.other(scores if optimizer is first else scores.detach()).float(), batch[1]
+            )
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self):
+        return self.make(self.net.parameters()), self.make(self.other.parameters())
+
+
+def test_manual_optimization_with_two_optimizers():
+    reference, run = fitted(module=Manual())
+    for policy in ("O0", *POLICIES):
+        module, low = fitted(policy, module=Manual())
+        assert low.global_step == run.global_step == 32
+        assert module.losses == pytest.approx(reference.losses, rel=1e-6 if policy == "O0" else 0.02)
+
+
+def test_a_step_without_a_loss_steps_nothing():
+    class Sometimes(Module):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    module, _ = fitted("O2,dtype=float16", module=Sometimes(), epochs=1)
+    assert len(module.losses) == 7
+
+
+@pytest.mark.parametrize("policy, within", [("O0", 0.0), ("O1,dtype=bfloat16", 0.02)])
+def test_lbfgs_evaluates_its_closure_again(policy, within):
+    class Closing(Module):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    module, _ = fitted(policy, module=Closing(), epochs=1, limit_train_batches=2)
+    reference, _ = fitted(module=Closing(), epochs=1, limit_train_batches=2)
+    assert len(module.losses) == len(reference.losses) > 2
+    assert module.losses == pytest.approx(reference.losses, rel=within, abs=0.0)
+
+
+def test_an_overflow_can_end_the_run():
+    plugin = MezzoPrecision("O1,dtype=float16", on_overflow="raise")
+    with pytest.raises(NumericsError):
+        fitted(plugin, module=Module(overflow_at=[1]))
+    assert plugin.session is None
+
+
+def test_batch_norm_forgets_a_skipped_step():
+    class Normed(Module):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+
+    plugin = MezzoPrecision("O1,dtype=float16", restore_buffers=True)
+    module, _ = fitted(plugin, module=Normed(overflow_at=[1, 3]), epochs=1)
+    assert module.net[1].num_batches_tracked == 6
+
+
+def test_validation_and_a_second_run():
+    plugin = MezzoPrecision("O2,dtype=bfloat16")
+    module = Module()
+    run = trainer(plugin)
+    run.validate(module, data(), verbose=False)
+    before = float(run.callback_metrics["val"])
+    run.fit(module, data(), data())
+    after = float(run.callback_metrics["val"])
+    assert after < 0.8 * before
+    (again,) = run.validate(module, data(), verbose=False)
+    assert again["val"] == pytest.approx(after, rel=0.02)
+    run.fit_loop.max_epochs = 3
+    run.fit(module, data())
+    assert run.global_step == 24
+    copied = copy.deepcopy(module.net)
+    assert not any(each._forward_pre_hooks for each in copied.modules())
+
+
+def test_a_run_that_fails_leaves_an_fp32_module():
+    class Failing(Module):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise RuntimeError("no more data")
+            return super().training_step(batch, batch_idx)
+
+    module, plugin = Failing(), MezzoPrecision("O2,dtype=float16")
+    run = trainer(plugin)
+    with pytest.raises(RuntimeError, match="no more data"):
+        run.fit(module, data())
+    assert plugin.session is None
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
+    assert "lr_scheduler_step" not in vars(module)
+    assert not any(each._forward_pre_hooks for each in module.modules())
+
+
+def test_the_door_of_the_module_itself_casts_nothing():
+    """As the wrapper of `strategy="ddp"` calls it, with `training_step` in place of `forward`."""
+    plugin, module, x = MezzoPrecision("O2,dtype=bfloat16"), Module(), torch.randn(2, 8)
+    plugin.convert_module(module)
+    assert module.net[0].weight.dtype == torch.bfloat16
+    given = []
+
+    def forward(batch):
+        given.append(batch.dtype)
+        return module.net(batch)
+
+    module.forward = forward
+    assert module(x).dtype == torch.float32
+    assert given == [torch.float32]
+    plugin.end()
+    assert module.net[0].weight.dtype == torch.float32
+
+
+@pytest.mark.slow  # two processes that import Lightning, and train four times
+def test_two_ranks_step_together(tmp_path):
+    """An overflow on one is both's; batches and losses are FP32 there as well; weights are equal bit for bit."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    program = Path(__file__).with_name("lightning_ranks.py")
+    done = subprocess.run(
+        [sys.executable, program, tmp_path], env=environment, cwd=tmp_path, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    for policy, found in first.items():
+        assert found["weights"] == second[policy]["weights"], policy
+        assert found["seen"] == second[policy]["seen"] == {"x float32, loss float32": 16}, policy
+        assert (found["steps"], found["skipped"]) == (8, 1.0), policy
+        assert sum(found["losses"][-4:]) == pytest.approx(sum(first["O0"]["losses"][-4:]), rel=0.01), policy
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def test_precision_set_besides_is_refused():
+    with pytest.raises(ValueError, match="Received both `precision"):
+        trainer("O1,dtype=bfloat16", precision="bf16-mixed")
+
+
+def test_fsdp_of_the_first_kind_is_refused():
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    with pytest.raises(TypeError, match="can only work with the `FSDPPrecision` plugin"):
+        FSDPStrategy(precision_plugin=MezzoPrecision("O1"))
+
+
+def test_what_cannot_be_meant():
+    with pytest.raises(PolicyError, match="unknown level 'O4'"):
+        MezzoPrecision("O4")
+    with pytest.raises(PolicyError, match="hold_schedulers is 1, not True or False"):
+        MezzoPrecision(hold_schedulers=1)
+    with pytest.raises(UnsupportedError, match="on_overflow is 'explain', and Lightning's runs know skip and raise"):
+        MezzoPrecision(on_overflow="explain")
+    with pytest.raises(PolicyError, match="there is no session yet"):
+        MezzoPrecision().clip_gradients(None, 1.0)
+
+
+def test_an_absent_lightning_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name == "lightning" or name.startswith("lightning.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.delitem(sys.modules, "mezzo.integrations.lightning")
+    with pytest.raises(UnsupportedError, match=r'pip install "mezzo\[lightning\]"'):
+        importlib.import_module("mezzo.integrations.lightning")
+
+
+def test_a_backward_of_the_modules_own_is_refused():
+    class Own(Module):
+        def backward(self, loss):
+            loss.backward()
+
+    module = Own()
+    with pytest.raises(PolicyError, match="the module has a backward pass of its own"):
+        fitted("O2,dtype=float16", module=module)
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
+
+
+def test_arguments_that_a_checked_step_lacks_are_refused():
+    class Manual(Module):
+        def __init__(self, call):
+            super().__init__()
+            self.automatic_optimization = False
+            self.call = call
+
+        def training_step(self, batch, batch_idx):
+            self.call(self, nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1]))
+
+    with pytest.raises(PolicyError, match="a backward pass takes one loss here"):
+        fitted("O1,dtype=float16", module=Manual(lambda self, loss: self.manual_backward(loss, torch.ones(()))))
+
+    def stepped(self, loss):
+        self.manual_backward(loss)
+        self.optimizers().step(grad_scaler=None)
+
+    with pytest.raises(PolicyError, match=r"optimizer\.step got grad_scaler"):
+        fitted("O1,dtype=float16", module=Manual(stepped))
