@@ -26,7 +26,7 @@ MOST_CODE = {
     "report": 995,
     "scale": 682,
     "selftest": 430,
-    "session": 5_997,
+    "session": 5_998,
     "step": 2_482,
     "trace": 1_007,
     "the ground": 929,

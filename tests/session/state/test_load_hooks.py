@@ -1,6 +1,7 @@
 """Weights that a session's model loads in another precision keep all their bits."""
 
 import copy
+import itertools
 import logging
 import pickle
 import subprocess
@@ -164,6 +165,32 @@ def test_an_o1_model_pickles_without_mezzo():
     read = "import sys, pickle; pickle.load(sys.stdin.buffer); assert 'mezzo' not in sys.modules"
     subprocess.run([sys.executable, "-c", read], input=pickle.dumps(model), check=True)
     amp.close()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("model", "optimizer", "session"))), ids="-".join)
+def test_a_master_that_is_edited_after_loading_is_saved_as_it_was_edited(order):
+    states = {name: copy.deepcopy(part.state_dict()) for name, part in parts_of_o2().items()}
+    parts = parts_of_o2()
+    for name in order:
+        parts[name].load_state_dict(states[name])
+    (master,) = parts["session"].master_params()
+    with torch.no_grad():
+        expected = master.mul_(0.5).clone()
+    saved = parts["model"].state_dict()["weight"]
+    parts["session"].state_dict()
+    assert torch.equal(master, expected)
+    assert torch.equal(saved, expected.half())
+
+
+def parts_of_o2():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "session": mezzo.MixedPrecision(model, optimizer, "O2,emulate=true"),
+    }
 
 
 # Edits, copies ------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ def watch(weights: Weights) -> None:
         for module in {module: None for model in weights.models for module in model.modules() if module._parameters}:
             weights.load_hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
             weights.load_hooks.append(module.register_state_dict_pre_hook(hook.show))  # type: ignore[no-untyped-call]
+            # What torch has copied by then is no edit, and does not count more than one of a master that follows.
+            weights.load_hooks.append(module.register_load_state_dict_post_hook(hook.show))  # type: ignore[no-untyped-call]
 
 
 class LoadHook:
