@@ -284,6 +284,39 @@ def test_a_step_without_a_loss_steps_nothing():
     assert len(module.losses) == 7
 
 
+def test_what_was_accumulated_before_a_batch_without_a_loss_is_stepped():
+    class Sometimes(Module):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    options = {"accumulate_grad_batches": 2, "epochs": 1}
+    reference, _ = fitted(module=Sometimes(), **options)
+    module, _ = fitted("O0", module=Sometimes(), **options)
+    assert module.losses == reference.losses
+    assert all(map(torch.equal, module.parameters(), reference.parameters()))
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=float16", "O2,dtype=bfloat16"])
+def test_averaged_weights_and_their_statistics(policy):
+    """Lightning's average ends with an epoch of forward passes alone, and a step of the optimizer after them.
+
+    No bias before the norm, whose gradient is rounding alone: Adam makes whole steps of it.
+    """
+
+    class Normed(Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+    def averaged(policy):
+        average = L.pytorch.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=2)
+        module, _ = fitted(policy, module=Normed(), epochs=4, callbacks=[average])
+        return nn.utils.parameters_to_vector(module.parameters()), module.net[1].running_var
+
+    for found, expected in zip(averaged(policy), averaged(None), strict=True):
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
 @pytest.mark.parametrize("policy, within", [("O0", 0.0), ("O1,dtype=bfloat16", 0.02)])
 def test_lbfgs_evaluates_its_closure_again(policy, within):
     class Closing(Module):

@@ -82,7 +82,7 @@ class MezzoPrecision(Precision):
         self.session: MixedPrecision | None = None
         self.last_step: Step | None = None
         self._options: dict[str, Any] = {"on_overflow": on_overflow, "restore_buffers": restore_buffers}
-        self._hold_schedulers = hold_schedulers
+        self._hold_schedulers, self._has_gradients = hold_schedulers, False
         self._prepared: Prepared | None = None
         self._module: LightningModule | None = None
         self._observer = _Observer(self)
@@ -158,6 +158,7 @@ class MezzoPrecision(Precision):
                 write="self.manual_backward(loss, retain_graph=True)",
             )
         self._open().backward(tensor, **kwargs)
+        self._has_gradients = True
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -181,11 +182,11 @@ class MezzoPrecision(Precision):
             result = results[0]
         else:
             result = closure()
-            if result is None and model.automatic_optimization:
-                return None  # training_step has returned no loss
+            if model.automatic_optimization and not self._has_gradients:
+                return result  # no loss was returned, or a callback has only forward passes run
             self._after_closure(model, optimizer)
             step = session.step(bare)
-        session.max_grad_norm = None
+        session.max_grad_norm, self._has_gradients = None, False
         if not model.automatic_optimization:
             bare.zero_grad()  # else they would be in the way of another optimizer's loss, which they are no part of
         self.last_step = step
