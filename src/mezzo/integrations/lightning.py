@@ -178,8 +178,7 @@ class MezzoPrecision(Precision):
                 results.append(self._wrap_closure(model, optimizer, closure))
                 return results[-1]
 
-            step = session.step(bare, closure=evaluated)
-            result = results[0]
+            step, result = session.step(bare, closure=evaluated), results[0]
         else:
             result = closure()
             if model.automatic_optimization and not self._has_gradients:
