@@ -24,7 +24,7 @@ MOST_CODE = {
     "policy": 1_173,
     "recipes": 1_267,
     "report": 995,
-    "scale": 682,
+    "scale": 686,
     "selftest": 430,
     "session": 5_998,
     "step": 2_482,

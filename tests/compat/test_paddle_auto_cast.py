@@ -121,7 +121,7 @@ def test_levels_and_dtypes_are_read_as_paddle_reads_them(conv):
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"level": "O4"}, ["unknown level 'O4'", "valid: O0, OD, O1, O2"]),
+        ({"level": "O4"}, ["unknown level 'O4'", "valid: O1, O2, OD, O0", 'level="O1"']),
         ({"level": 1}, ["unknown level 1"]),
         ({"dtype": "float61"}, ["unknown dtype 'float61'", "did you mean 'float16'"]),
         ({"dtype": torch.float32}, ["unknown dtype torch.float32"]),

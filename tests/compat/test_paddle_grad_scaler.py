@@ -1,7 +1,9 @@
 """``paddle.GradScaler``: Paddle's rule, parameters and state, step by step, and what is refused."""
 
+import copy
 import itertools
 import logging
+import pickle
 
 import numpy as np
 import pytest
@@ -254,6 +256,7 @@ def test_what_is_set_counts_from_there_on():
         ({"incr_ratio": 1.0}, ["incr_ratio is 1.0"]),
         ({"decr_ratio": 1.0}, ["decr_ratio is 1.0", "decr_ratio=0.5"]),
         ({"init_loss_scaling": 0}, ["init_loss_scaling is 0"]),
+        ({"init_loss_scaling": 0.5}, ["init_loss_scaling is 0.5", "lets no scale go below 1"]),
         ({"init_loss_scaling": "big"}, ["init_loss_scaling is 'big'"]),
         ({"incr_every_n_steps": 0}, ["incr_every_n_steps is 0"]),
         ({"decr_every_n_nan_or_inf": 1.5}, ["decr_every_n_nan_or_inf is 1.5"]),
@@ -332,6 +335,18 @@ def test_a_damaged_state_changes_nothing(change, error, words):
     for word in words:
         assert word in str(raised.value)
     assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_copies_go_on_by_themselves(copied):
+    scaler = paddle.GradScaler(init_loss_scaling=64.0, incr_every_n_steps=3)
+    model, optimizer = net()
+    step(scaler, model, optimizer)
+    other = copied(scaler)
+    assert other.state_dict() == scaler.state_dict()
+    step(other, model, optimizer, overflows=True)
+    assert (counted(other), counted(scaler)) == ((32.0, 0, 0), (64.0, 1, 0))
+    assert not copied(paddle.GradScaler(enable=False)).is_enable()
 
 
 # Order of calls ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from mezzo.compat import paddle as amp
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 OPTIMIZERS = {
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.03),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.03, fused=True),
     "mezzo": lambda params: mezzo.optim.AdamW(params, lr=0.03),
@@ -130,9 +130,9 @@ def crossed(optimizers, steps):
         for (level, master_weight, master_grad), dtype, optimizer, accumulate, overflows in itertools.product(
             levels, HALVES, optimizers, steps, [(), (2,)]
         )
-        if (dtype, master_weight, optimizer) not in {("float16", False, "momentum"), ("float16", False, "adamw")}
+        if not (dtype == "float16" and master_weight is False and optimizer != "mezzo")
         and (dtype == "float16" or not overflows)
-    ]  # FP16 weights without masters cannot be unscaled; without a scaler an infinity is taken
+    ]  # FP16 weights of torch's without masters are not unscaled, or learn little; no scaler looks for an infinity
 
 
 def run_crossed(cases):
@@ -153,6 +153,7 @@ def test_options_crossed(emulating):
     assert run_crossed(cases) == []
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")  # a schedule moves though the first step is skipped
 @pytest.mark.slow
 def test_all_options_crossed(emulating):
     assert run_crossed(crossed(OPTIMIZERS, [1, 2, 3])) == []

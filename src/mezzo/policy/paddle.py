@@ -62,8 +62,8 @@ _INPUT_ALONE: Final = frozenset({"layer_norm", "native_layer_norm", "cross_entro
 _EXTRA: Final = PADDLE["extra black list"]
 #: What is computed in FP32 at each of Paddle's levels, and what ops on neither list get; nothing is cast in O0.
 _LISTS: Final[Mapping[str, tuple[frozenset[str], Gray]]] = {
-    "O0": (frozenset(), "promote"), "OD": (frozenset(), "fp32"), "O1": (PADDLE["black list"] | _EXTRA, "promote"),
-    "O2": (_EXTRA, "promote"),
+    "O1": (PADDLE["black list"] | _EXTRA, "promote"), "O2": (_EXTRA, "promote"), "OD": (frozenset(), "fp32"),
+    "O0": (frozenset(), "promote"),
 }  # fmt: skip
 PADDLES_LEVELS: Final = tuple(_LISTS)
 

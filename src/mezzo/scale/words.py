@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale
+from mezzo.scale.fields import LOWEST
 
 __all__ = ["PADDLES_WORDS", "from_paddles_words"]
 
@@ -44,8 +45,11 @@ def from_paddles_words(
     problems = []
     for word, field in PADDLES_WORDS.items():
         try:
-            LossScale.like(system, **({field: values[field]} if field in values else {}))
+            LossScale.like(system, floor=LOWEST, **({field: values[field]} if field in values else {}))
         except PolicyError as problem:
             problems.append(PolicyError(str(problem).replace(field, word).replace("LossScale", where)))
+    if not problems and values.get("init", 1.0) < LossScale.like(system).floor:
+        why = "Paddle's kernel lets no scale go below 1"
+        problems = [PolicyError(f"init_loss_scaling is {values['init']}", where=where, why=why, write="1.0")]
     scale = LossScale.like(system) if base is None else base
     return scale if problems else replace(scale, **values), problems

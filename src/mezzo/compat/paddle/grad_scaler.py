@@ -203,6 +203,9 @@ class PaddleGradScaler(CallScaler):
         self._held.config = self._in_force()
         self._go_on(state_dict)
 
+    def __reduce__(self) -> Any:
+        return _copied, (self._enabled, self.state_dict())
+
     def _in_force(self) -> LossScale:
         return self._rules if self._is_dynamic else LossScale.constant(self._rules.init)
 
@@ -218,6 +221,12 @@ class PaddleGradScaler(CallScaler):
         """Take over the scale and what was counted."""
         left = max(1, self._rules.hysteresis - state["decr_count"])
         self._load(one_number(state["scale"]), state["incr_count"], budget=left)
+
+
+def _copied(enable: bool, state: dict[str, Any]) -> PaddleGradScaler:
+    made = PaddleGradScaler(enable)
+    made.load_state_dict(state)
+    return made
 
 
 GradScaler = PaddleGradScaler
