@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mezzo.errors import MezzoError, NumericsError
+from mezzo.session.attached import Attached
 
 from .near import rounded, spacing
 from .subject import LOW, Config, Subject, array, fresh_weights
@@ -116,8 +117,9 @@ class Loop(RuleBasedStateMachine):
         return max((group.window.calls for group in self.oracle.groups if group.window), default=0)
 
     @precondition(lambda self: self.window_calls() < MOST_CALLS)
-    @rule(batch=passes, number=some, loss=st.integers(0, 1))
-    def backward(self, batch, number, loss):
+    @rule(batch=passes, number=some, loss=st.integers(0, 1), own=st.booleans())
+    def backward(self, batch, number, loss, own=False):
+        """By the session's call, or by one of the user's own on the scaled loss."""
         loss %= self.config.losses
         groups, optimizers = self.chosen(number)
         value, gradients, finite = self.loss(batch, loss)
@@ -125,7 +127,10 @@ class Loop(RuleBasedStateMachine):
         if not value.requires_grad or (len(groups) < len(self.oracle.groups) and not trains):
             self.refused(lambda: self.amp.backward(value, optimizers, loss_id=loss), "gradient")
             return
-        self.amp.backward(value, optimizers, loss_id=loss)
+        if own:
+            Attached(self.amp).scaled(value, loss, optimizers).backward()
+        else:
+            self.amp.backward(value, optimizers, loss_id=loss)
         self.oracle.begin(loss, groups, finite=finite)
         self.oracle.accumulate(groups, gradients)
 

@@ -41,6 +41,8 @@ class Attached:
 
     Args:
         amp: The session.
+        keeps_plain: Whether gradients that were there before, by a plain backward pass, are summed apart from those
+            that carry a scale; otherwise they count as scaled, as in the session's own passes.
 
     Attributes:
         amp: The session.
@@ -63,8 +65,8 @@ class Attached:
         (False, 1)
     """
 
-    def __init__(self, amp: MixedPrecision) -> None:
-        self.amp, self._core = amp, amp._core
+    def __init__(self, amp: MixedPrecision, *, keeps_plain: bool = False) -> None:
+        self.amp, self._core, self._keeps_plain = amp, amp._core, keeps_plain
         self.without_gradients: set[Optimizer] = set()
         self._under_way: Callable[[], UnderWay | None] = lambda: None
         self._taken: dict[Optimizer, tuple[Any, types.MethodType]] = {}  # what was there before on the instance, ours
@@ -109,7 +111,7 @@ class Attached:
         under_way = self._under_way()
         if under_way is None:
             self._core.require_open("backward")
-            under_way = UnderWay(self._core, self.without_gradients)
+            under_way = UnderWay(self._core, self.without_gradients, keeps_plain=self._keeps_plain)
             self._under_way = weakref.ref(under_way)
             # The engine alone holds it: should the pass fail, it is dropped with all that the pass was.
             Variable._execution_engine.queue_callback(under_way)

@@ -68,7 +68,7 @@ class Standing:
             if optimizers:
                 amp = MixedPrecision([*models, *_strays(models, optimizers)], optimizers, policy, num_losses=num_losses)
                 undo.callback(amp.close)
-                self.attached = Attached(amp)
+                self.attached = Attached(amp, keeps_plain=True)
                 undo.callback(self.attached.give_back)
                 for optimizer in optimizers:
                     self.attached.take_over(optimizer, self.step)

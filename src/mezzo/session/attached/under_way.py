@@ -45,10 +45,11 @@ class UnderWay:
     Args:
         core: The session.
         dropped: Gets the optimizers whose gradients were dropped.
+        keeps_plain: Whether gradients that were there before are summed apart.
     """
 
-    def __init__(self, core: Core, dropped: set[Optimizer]) -> None:
-        self._core, self._dropped = core, dropped
+    def __init__(self, core: Core, dropped: set[Optimizer], *, keeps_plain: bool) -> None:
+        self._core, self._dropped, self._keeps_plain = core, dropped, keeps_plain
         self._passes: list[tuple[WindowPass, Root]] = []
         self._held: dict[Tensor, Tensor | None] = {}
         self._stack = contextlib.ExitStack()  # of flags that are torch's own
@@ -83,7 +84,7 @@ class UnderWay:
         self._passes.append((made, root))
         mine = {optimizer for group in made.groups for optimizer in group.optimizers}
         self._release(mine)
-        for group in made.groups:
+        for group in made.groups if self._keeps_plain and root.scaler.changes_gradients else ():
             group.keep_unscaled()
         made.begin(root.scaler, root.scale, root.loss_id, root.loss)
         self._dropped -= mine
