@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import pkgutil
 import subprocess
 import sys
 import zlib
@@ -19,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 #: What has public names beside ``mezzo`` itself; other rooms are reached through these.
 MODULES = (
     *("formats", "numerics", "optim", "overflow", "scale", "explanation", "recipes", "bench", "integrations"),
+    *(["integrations.lightning"] if find_spec("lightning") else []),
     *("selftest", "compat.torch", "compat.apex", "compat.paddle", "compat.fleet"),
 )
 
@@ -66,10 +66,14 @@ def documented(folder):
 
 def named(name):
     """What a dotted name means; None for a field that only instances have."""
-    try:
-        return pkgutil.resolve_name(name)
-    except AttributeError:
-        return None
+    found, path, *parts = mezzo, *name.split(".")
+    for part in parts:  # a package's function may have the name of the file that it is in
+        path = f"{path}.{part}"
+        try:
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+        except ImportError:
+            return None
+    return found
 
 
 def public():
