@@ -260,6 +260,9 @@ class Loop(RuleBasedStateMachine):
             self.subject.model.zero_grad(set_to_none=not zeros)
         for group in self.oracle.groups:
             group.clear([name for name in group.members if zeros and self.grads(name)])
+            if group.window is not None and group.window.carried is None and not zeros:
+                # After unscale_ a parameter and its master have one gradient: cleared on one side, and the step sees it.
+                group.window.assigned |= {name for name in group.members if self.grads(name)}
 
     def grads(self, name):
         """The gradients of a parameter and of its master, each tensor once."""
