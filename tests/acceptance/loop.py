@@ -261,7 +261,7 @@ class Loop(RuleBasedStateMachine):
         for group in self.oracle.groups:
             group.clear([name for name in group.members if zeros and self.grads(name)])
             if group.window is not None and group.window.carried is None and not zeros:
-                # After unscale_ a parameter and its master have one gradient: cleared on one side, and the step sees it.
+                # After unscale_ a parameter and its master have one gradient: the step sees what one side has cleared.
                 group.window.assigned |= {name for name in group.members if self.grads(name)}
 
     def grads(self, name):
