@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from mezzo.compat.apex.functions import FUNCTIONS
 from mezzo.compat.apex.options import policy_of
 from mezzo.compat.apex.running import NOW
-from mezzo.errors import StateError, shown, some_of
+from mezzo.errors import StateError, not_switches, shown, some_of
 from mezzo.session.attached import Attached, Standing
 from mezzo.session.refusals.standing import known, listed, unfit
 
@@ -104,6 +104,8 @@ def initialize(
             why="one call of amp.initialize takes all models and optimizers, which share the loss scales",
             write="amp.initialize([model, other], [optimizer, another], …); or amp.deinitialize() first",
         )
+    if wrong := not_switches(enabled=enabled):  # "False", as a command line may say it, would be true
+        raise wrong[0]
     if not enabled:
         NOW.is_disabled = True
         return models if optimizers is None else (models, optimizers)

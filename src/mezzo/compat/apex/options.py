@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from mezzo.errors import PolicyError, nearest, shown
+from mezzo.errors import PolicyError, nearest, not_switches, shown
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
 from mezzo.policy.ops.lists import APEX
@@ -43,6 +43,7 @@ def policy_of(
     problems = [
         *_conflicts(opt_level, cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights),
         *_wrong_dtype("cast_model_outputs", cast_model_outputs),
+        *([] if patch_torch_functions is None else not_switches(patch_torch_functions=patch_torch_functions)),
     ]
     if not _is_known(keep_batchnorm_fp32):
         what = f"keep_batchnorm_fp32 is {shown(keep_batchnorm_fp32)}"
@@ -105,7 +106,7 @@ def _loss_scale(level: str, value: Any, least: Any, most: Any) -> LossScale:
         value = "dynamic" if level in ("O1", "O2") else 1.0
     if value != "dynamic":
         try:
-            number = float(value)
+            number = float("" if isinstance(value, bool) else value)
         except (TypeError, ValueError):
             raise PolicyError(
                 f"loss_scale is {shown(value)}", where="amp.initialize", write='loss_scale="dynamic", 128.0 or "128.0"'
