@@ -12,14 +12,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 559,
-    "cast": 2_908,
+    "cast": 2_911,
     "cli": 1_029,
     "compat": 900,
     "distributed": 321,
     "explanation": 1_070,
     "integrations": 260,
     "numerics": 3_731,
-    "optim": 1_373,
+    "optim": 1_377,
     "overflow": 825,
     "policy": 1_173,
     "recipes": 1_267,

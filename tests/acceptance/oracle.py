@@ -286,7 +286,8 @@ class Oracle:
         return self
 
     def loaded(self, present):
-        """What a checkpoint makes of a session: neither ``requires_grad`` nor gradients outside a window are in it."""
+        """What a checkpoint makes of a session: it has no ``requires_grad``, clipping, or gradients outside a window."""
+        self.clip = present.clip
         for name, weight in self.weights.items():
             weight.trains = present.weights[name].trains
         if not self.is_open:

@@ -313,3 +313,26 @@ def test_a_region_follows_what_is_known_of_the_device_by_now(emulated, monkeypat
     assert not mezzo.autocast("O1,dtype=bfloat16", "cpu").region.emulated
     monkeypatch.setitem(decide._reports, "cpu", emulated)  # as after a refreshed probe
     assert mezzo.autocast("O1,dtype=bfloat16", "cpu").region.emulated
+
+
+@pytest.mark.parametrize("outer, inner", [("float16", torch.bfloat16), ("bfloat16", torch.float16)])
+def test_torchs_autocast_with_another_dtype_is_torchs_inside_a_region(outer, inner):
+    x, weight = torch.randn(4, 4), torch.nn.Parameter(torch.randn(4, 4))
+    calls = {"product": lambda: x @ weight, "softmax": lambda: x.softmax(0), "sum": lambda: (x @ weight).sum()}
+    with torch.autocast("cpu", dtype=inner):
+        torchs = {name: call() for name, call in calls.items()}
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled():
+        with torch.autocast("cpu", dtype=inner):
+            return x @ weight
+
+    with mezzo.autocast(f"O1,dtype={outer},emulate=true", "cpu"):
+        before = x @ weight
+        with torch.autocast("cpu", dtype=inner):
+            found = {name: call() for name, call in calls.items()}
+        assert before.dtype == (x @ weight).dtype == getattr(torch, outer)
+        assert compiled().dtype == inner
+    for name, value in found.items():
+        assert value.dtype == torchs[name].dtype, name
+        torch.testing.assert_close(value, torchs[name], rtol=0, atol=0, msg=name)

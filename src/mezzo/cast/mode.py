@@ -81,8 +81,7 @@ class PolicyMode(RecomputedMode):
             self.outlive_reentrant()
         # A graph depends on the key of the differences and on no table of theirs.
         here = traced(self.key, func) if compiling and self.key else self.differences(args, kwargs)
-        # With autocast switched off inside the region, or in the functions of a backward pass, nothing is cast.
-        if here is None or (here.autocast and not torch.is_autocast_enabled(here.device_type)):
+        if here is None or not _acts(here):
             return func(*args, **kwargs)
         if isinstance(here, Traced):
             handler, opened = here.handler, OPENED_BY_NAME[here.opened] if here.opened else None
@@ -119,8 +118,17 @@ def acting_differences(args: Any, kwargs: Any) -> Differences | None:
     """Return the differences of the innermost region for a call, where it acts."""
     modes = acting_modes()
     here = modes[-1].differences(args, kwargs) if modes else None
-    acts = here is not None and (not here.autocast or torch.is_autocast_enabled(here.device_type))
-    return here if acts else None
+    return here if here is not None and _acts(here) else None
+
+
+def _acts(here: Differences | Traced) -> bool:
+    """Whether differences hold now.
+
+    Nothing is cast where autocast is switched off inside the region, or in the functions of a backward pass; and
+    ``torch.autocast`` with another dtype, entered inside, is torch's own, as on devices where regions have no mode.
+    """
+    kind = here.device_type
+    return not here.autocast or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == here.dtype)
 
 
 def _carry_out(

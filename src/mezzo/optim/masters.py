@@ -266,7 +266,12 @@ class MasterWeights:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the masters *and* of the model: ``optimizer.zero_grad`` is this too."""
         self._plain_zero(set_to_none)
+        # After unscale_ a parameter and its master show one gradient, and go on to when it is filled with zeros.
+        shown = [m for param, m in self._master.items() if not set_to_none and m.grad is param.grad is not None]
+        zeros = [master.grad for master in shown]
         self.drop_gradients()
+        for master, gradient in zip(shown, zeros, strict=True):
+            master.grad = gradient
         for param in self._master:
             if set_to_none or param.grad is None:
                 param.grad = None

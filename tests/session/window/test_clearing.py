@@ -220,3 +220,19 @@ def test_a_window_that_keeps_earlier_passes_with_the_masters_still_loads(cleared
     other.step()
     assert other.agrees()
     assert all(p.grad_dtype == p.dtype for p in other.model.parameters())
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=["torch", "mezzo"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_filled_with_zeros_after_unscale_are_zeros_on_both_sides(make, policy):
+    for way in WAYS:
+        loop = Loop(make, policy)
+        loop.backward(1)
+        loop.amp.unscale_()
+        loop.clear(way)
+        if "zero" in way:  # a gradient of zeros is one, and steps
+            loop.step()
+        else:
+            with pytest.raises(StateError, match="no parameter has a gradient"):
+                loop.amp.step()
+        assert loop.model.weight.tolist() == [[1.0, 1.0]], way
