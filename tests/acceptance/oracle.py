@@ -286,7 +286,7 @@ class Oracle:
         return self
 
     def loaded(self, present):
-        """What a checkpoint makes of a session: it has no ``requires_grad``, no clipping, no gradients but a window's."""
+        """What a checkpoint makes of a session: no ``requires_grad``, no clipping, and gradients of windows alone."""
         self.clip = present.clip
         for name, weight in self.weights.items():
             weight.trains = present.weights[name].trains
