@@ -1,5 +1,6 @@
 """Functions run as the ranks of a process group, each in a process of its own, over gloo."""
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -90,6 +91,7 @@ def _rank(answer, rank, count, store, backend, group_timeout, call):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MEZZO_CHECK_RANKS": "1"}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    faulthandler.enable()  # a rank that a signal kills leaves the stacks of all its threads on standard error
     try:
         importlib.import_module("tests.processor").tell()
         if backend is not None:
