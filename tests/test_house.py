@@ -26,7 +26,7 @@ MOST_CODE = {
     "report": 995,
     "scale": 686,
     "selftest": 430,
-    "session": 5_998,
+    "session": 6_011,
     "step": 2_482,
     "trace": 1_007,
     "the ground": 929,

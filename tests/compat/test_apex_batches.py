@@ -1,5 +1,6 @@
-"""Batches of the user's own classes, which ``apex.amp`` casts by their ``to(dtype)`` as they enter a model."""
+"""Batches as they enter a model: float64 is cast, and a class of the user's own by its ``to(dtype)``, as by apex."""
 
+import collections
 import copy
 import dataclasses
 import io
@@ -72,11 +73,45 @@ def test_a_batch_is_cast_by_its_own_to(opt_level):
     assert model.seen[0].tensor.dtype == torch.float16
 
 
-@pytest.mark.parametrize("opt_level", ["O0", "O1"])
-def test_levels_that_keep_fp32_weights_ask_no_batch(opt_level):
-    model, _ = begun(opt_level)
-    model(CustomData(torch.randn(8, 4)))
-    assert model.seen[0].asked == ()
+def test_o0_asks_a_batch_as_well_and_o1_does_not():
+    for level, asked in (("O0", (torch.float32,)), ("O1", ())):
+        model, _ = begun(level)
+        model(CustomData(torch.randn(8, 4)))
+        assert model.seen[0].asked == asked, level
+        amp.deinitialize()
+
+
+def test_batches_in_float64_enter_every_model():
+    wide = torch.randn(8, 4, dtype=torch.float64)
+    for level in ("O0", "O1", "O2", "O3"):
+        for given in (
+            (CustomData(wide), [wide, {"a": wide}, torch.arange(3)]),
+            (Fields(wide), collections.UserDict(a=wide)),
+        ):
+            if level == "O1" and isinstance(given[0], CustomData):
+                given = (Fields(wide), given[1])
+            model, optimizer = begun(level)
+            out = model(*given, named=wide)
+            batch, others, named = model.seen
+            low = torch.float16 if level > "O1" else torch.float32
+            assert batch.tensor.dtype == named["named"].dtype == low, level
+            inside = others["a"] if isinstance(others, collections.UserDict) else others[1]["a"]
+            assert (inside.dtype, given[0].tensor.dtype) == (low, torch.float64), level
+            assert out.dtype == (torch.float16 if level == "O1" else torch.float32), level
+            with amp.scale_loss(out.float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            amp.deinitialize()
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(*given)
+
+
+def test_at_o0_other_floating_inputs_are_cast_too_and_at_o1_not():
+    for level, expected in (("O0", torch.float32), ("O1", torch.bfloat16)):
+        model, _ = begun(level)
+        model(Fields(torch.randn(8, 4)), torch.ones(2, dtype=torch.bfloat16))
+        assert model.seen[1].dtype == expected, level
+        amp.deinitialize()
 
 
 def test_it_ends_with_amp_and_travels_with_the_model():

@@ -1,6 +1,7 @@
 """What apex's calls refuse, with what to write instead, and nothing half-converted."""
 
 import contextlib
+import copy
 import inspect
 
 import pytest
@@ -191,7 +192,12 @@ def test_scale_loss_in_the_wrong_place():
         cases = (
             (mezzo.PolicyError, "an optimizer that amp.initialize does not know", (torch.ones(()), stranger), {}),
             (mezzo.PolicyError, "an optimizer that amp.initialize does not know", (torch.ones(()), "SGD"), {}),
-            (mezzo.PolicyError, "there is no loss 1", (torch.ones(()), optimizer), {"loss_id": 1}),
+            (
+                mezzo.PolicyError,
+                r"there is no loss 1(.|\n)*write  amp\.initialize\(…, num_losses=2\)",
+                (torch.ones(()), optimizer),
+                {"loss_id": 1},
+            ),
             (mezzo.PolicyError, "the loss is a float", (1.0, optimizer), {}),
             (mezzo.PolicyError, "the loss is torch.int64", (torch.ones((), dtype=torch.int64), optimizer), {}),
         )
@@ -201,6 +207,41 @@ def test_scale_loss_in_the_wrong_place():
         with amp.scale_loss(loss_of(model, 0), optimizer):
             pass  # without a backward pass nothing is unscaled
         assert scales() == [2.0**16]
+
+
+def test_scale_loss_without_with():
+    model, optimizer = whole()
+    with initialized(model, optimizer, opt_level="O1"):
+        block = amp.scale_loss(loss_of(model, 0), optimizer)
+        for use in (lambda: block.backward(), lambda: block.item(), lambda: block / 2):
+            with pytest.raises((mezzo.StateError, TypeError)) as raised:
+                use()
+        with pytest.raises(mezzo.StateError) as raised:
+            block.backward()
+        assert str(raised.value).splitlines() == [
+            "amp.scale_loss is called without with",
+            "  where  .backward",
+            "  write  with amp.scale_loss(loss, optimizer) as scaled_loss:",
+            "             scaled_loss.backward()",
+        ]
+        assert not hasattr(block, "no_attribute")
+        with block as scaled:  # it is as good as ever
+            scaled.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, mezzo.optim.SGD])
+def test_a_copy_of_a_model_whose_weights_have_masters(optimizer_of, caplog):
+    model = perceptron()
+    optimizer, averaged = optimizer_of(model.parameters(), lr=0.1), torch.optim.swa_utils.AveragedModel(model)
+    with initialized(model, optimizer, opt_level="O2"):
+        copied = copy.deepcopy(model)
+        advice = caplog.messages[-1].partition("averaged.update_parameters(")[2].removesuffix(")")
+        assert "write  AveragedModel(model) before amp.initialize(model, …), and after each step" in caplog.text
+        averaged.update_parameters(eval(advice, {"nn": nn, "amp": amp, "optimizer": optimizer}))
+    assert all(map(torch.equal, averaged.module.parameters(), model.parameters()))
+    assert {param.dtype for param in copied.parameters()} == {torch.float16}
+    refused(mezzo.PolicyError, "half-precision parameters", says=["model.float() first"], models=copied)
 
 
 def test_backward_outside_scale_loss():

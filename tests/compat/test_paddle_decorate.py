@@ -387,6 +387,18 @@ def test_what_cannot_be_decorated_is_as_it_was():
     optimizer.step()
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "mezzo"])
+def test_a_copy_of_a_decorated_model_is_said_to_be_low_in_paddles_words(optimizer, caplog):
+    model, _ = pair()
+    averaged, optimizer = torch.optim.swa_utils.AveragedModel(model), OPTIMIZERS[optimizer](model.parameters())
+    paddle.decorate(model, optimizer, level="O2", save_dtype="float32")
+    copy.deepcopy(model)
+    assert "write  AveragedModel(model) before decorate(model, …), and after each step" in caplog.text
+    advice = caplog.messages[-1].partition("averaged.update_parameters(")[2].removesuffix(")")
+    averaged.update_parameters(eval(advice, {"nn": nn, "optimizer": optimizer}))
+    assert all(map(torch.equal, averaged.module.state_dict().values(), model.state_dict().values()))
+
+
 def test_fp16_weights_without_masters_are_not_unscaled():
     model, optimizer = pair()
     paddle.decorate(model, optimizer, level="O2", master_weight=False)

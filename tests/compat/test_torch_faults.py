@@ -176,7 +176,8 @@ def test_fp16_gradients_are_refused_with_parameter_cause_and_cure():
         "fp16 gradients cannot be unscaled in fp16",
         "  where  group 0, parameter 0 (float16, 8×4) and 3 more, optimizer SGD",
         "  why    dividing them by the loss scale in float16 flushes small ones to zero",
-        '  write  MixedPrecision(model, optimizer, policy="O2")   # keeps FP32 masters; or model.float() first',
+        "  write  model.float(), and autocast(device_type, torch.float16) around its forward pass;",
+        '         or mezzo.MixedPrecision(model, optimizer, "O2"), which keeps FP32 masters of a model given in FP32',
     ]
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import LOW, tensors
 
-__all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_dtypes_of_states", "without_autocast"]
+__all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_autocast", "with_dtypes_of_states", "without_autocast"]
 
 
 def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,20 +50,25 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 @contextlib.contextmanager
-def without_autocast(device_types: Iterable[str]) -> Iterator[None]:
+def with_autocast(device_types: Iterable[str], enabled: bool) -> Iterator[None]:
+    """Switch native autocast on or off where it is not, and back."""
+    others = [each for each in device_types if torch.is_autocast_enabled(each) is not enabled]
+    for each in others:
+        torch.set_autocast_enabled(each, enabled)
+    try:
+        yield
+    finally:
+        for each in others:
+            torch.set_autocast_enabled(each, not enabled)
+
+
+def without_autocast(device_types: Iterable[str]) -> contextlib.AbstractContextManager[None]:
     """Switch native autocast off where it is on, for a backward pass.
 
     Under it C++ would cast FP32 operands of the backward pass to low precision: those of products that a policy keeps
     in FP32, and those of emulated ones.
     """
-    on = [each for each in device_types if torch.is_autocast_enabled(each)]
-    for each in on:
-        torch.set_autocast_enabled(each, False)
-    try:
-        yield
-    finally:
-        for each in on:
-            torch.set_autocast_enabled(each, True)
+    return with_autocast(device_types, False)
 
 
 def _emulated(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast.emulate import without_autocast
+from mezzo.cast.emulate import with_autocast
 from mezzo.cast.region import autocast
 from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import StateError
@@ -56,23 +56,13 @@ class HeldRegion:
         """Whether ops are cast now: in its thread, and not where that is off."""
         return self.is_here and any(map(torch.is_autocast_enabled, self._region.device_types))
 
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> contextlib.AbstractContextManager[None]:
         """Cast nothing in here: for backward passes and optimizers' steps, which bring their own precision."""
-        with without_autocast(self._region.device_types if self.is_here else ()):
-            yield
+        return with_autocast(self._region.device_types if self.is_here else (), False)
 
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self) -> contextlib.AbstractContextManager[None]:
         """Cast again, inside :meth:`off`: for a function of the user's that computes a loss there."""
-        kinds = [kind for kind in self._region.device_types if self.is_here and not torch.is_autocast_enabled(kind)]
-        for kind in kinds:
-            torch.set_autocast_enabled(kind, True)
-        try:
-            yield
-        finally:
-            for kind in kinds:
-                torch.set_autocast_enabled(kind, False)
+        return with_autocast(self._region.device_types if self.is_here else (), True)
 
     def require_here(self) -> None:
         """Refuse another thread than the one that it holds for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Container, Iterable, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -28,12 +28,13 @@ def widest(each: Iterable[Tensor]) -> torch.dtype | None:
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-def cast_floating(value: T, dtype: torch.dtype) -> T:
+def cast_floating(value: T, dtype: torch.dtype, of: Container[torch.dtype] = CASTABLE) -> T:
     """Cast every floating tensor in nested containers; other leaves stay the same objects.
 
     Args:
         value: Tensors in tuples, lists, dicts, named tuples, dataclasses, mappings and packed sequences, nested.
-        dtype: The target. float64, complex, integer and bool tensors are never cast.
+        dtype: The target.
+        of: The dtypes that are cast; without float64, which is left alone where nobody asks for more.
 
     Returns:
         The same structure, of the same types.
@@ -43,8 +44,8 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
     made: list[tuple[Tensor, Tensor]] = []
 
     def cast_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dtype not in CASTABLE or leaf.dtype == dtype:
-            return _cast_leaf(leaf, dtype)
+        if not isinstance(leaf, Tensor) or leaf.dtype not in of or leaf.dtype == dtype:
+            return _cast_leaf(leaf, dtype, of)
         for seen, cast in made:
             if seen is leaf:
                 return cast
@@ -59,14 +60,14 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
     return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
 
 
-def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
+def _cast_leaf(leaf: Any, dtype: torch.dtype, of: Container[torch.dtype]) -> Any:
     if isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, PackedSequence):
-        return _to(leaf, dtype) if leaf.data.dtype in CASTABLE else leaf
+        return _to(leaf, dtype) if leaf.data.dtype in of else leaf
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         names = [field.name for field in dataclasses.fields(leaf)]
-        cast = {name: cast_floating(getattr(leaf, name), dtype) for name in names if hasattr(leaf, name)}
+        cast = {name: cast_floating(getattr(leaf, name), dtype, of) for name in names if hasattr(leaf, name)}
         changed = {name: new for name, new in cast.items() if new is not getattr(leaf, name)}
         if not changed:
             return leaf
@@ -78,24 +79,31 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
     if isinstance(leaf, MutableMapping):
         mapping = copy.copy(leaf)
         for key, item in leaf.items():
-            mapping[key] = cast_floating(item, dtype)
+            mapping[key] = cast_floating(item, dtype, of)
         return mapping
     return leaf
 
 
-def cast_batches(model: nn.Module, dtype: torch.dtype) -> RemovableHandle:
-    """Have what enters a model cast by its own ``to(dtype)``, where it is of a class that :func:`cast_floating` leaves.
+def cast_batches(model: nn.Module, dtype: torch.dtype, *, float64_alone: bool = False) -> RemovableHandle:
+    """Have whatever is floating cast as it enters a model: float64 too, and batches of the user's own classes.
 
-    Not for everybody: a class whose ``to`` casts indices as well, or takes a device alone, would fail.
+    Such a batch, which :func:`cast_floating` leaves alone, is cast by its ``to(dtype)``. Not for everybody: a class
+    whose ``to`` casts indices as well, or takes a device alone, would fail.
 
     Args:
         model: The model.
         dtype: The target.
+        float64_alone: Whether nothing else than float64 tensors is cast: what ops that are cast cannot take.
 
     Returns:
         What ends it.
     """
-    return model.register_forward_pre_hook(functools.partial(_cast_batches, dtype), with_kwargs=True)
+    hook = functools.partial(_cast_float64 if float64_alone else _cast_batches, dtype)
+    return model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _cast_float64(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_floating((args, kwargs), dtype, (torch.float64,))
 
 
 def _cast_batches(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -103,4 +111,4 @@ def _cast_batches(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> A
         known = isinstance(leaf, Tensor | PackedSequence | MutableMapping | nn.Module) or dataclasses.is_dataclass(leaf)
         return leaf if known or not callable(getattr(leaf, "to", None)) else leaf.to(dtype)
 
-    return pytree.tree_map(cast_leaf, (args, kwargs))
+    return pytree.tree_map(cast_leaf, cast_floating((args, kwargs), dtype, (*CASTABLE, torch.float64)))

@@ -153,7 +153,7 @@ def differentiate(
 
 def scaler_of(core: Core, loss_id: int) -> Scaler:
     """Return the scaler whose scale gradients are about to carry."""
-    scaler = core.scalers[check_loss_id(loss_id, len(core.scalers))]
+    scaler = core.scalers[check_loss_id(loss_id, len(core.scalers), core.weights.words.begin)]
     current().begin(scaler)
     return scaler
 

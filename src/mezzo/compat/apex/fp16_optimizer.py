@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError, nearest, shown
 from mezzo.scale import LossScale
-from mezzo.session.attached import AroundOptimizer
+from mezzo.session.attached import AroundOptimizer, Words
 
 __all__ = ["FP16_Optimizer"]
 
@@ -63,7 +63,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
     ) -> None:
         scale = _dynamic(dynamic_loss_args or {}) if dynamic_loss_scale else LossScale.constant(static_loss_scale)
         self.optimizer, self.dynamic_loss_scale = init_optimizer, dynamic_loss_scale
-        self._around = AroundOptimizer(init_optimizer, scale, backward="optimizer.backward(loss)")
+        self._around = AroundOptimizer(init_optimizer, scale, Words(backward="optimizer.backward(loss)"))
         self._attached, self._amp = self._around.attached, self._around.attached.amp
         self._found: Tensor | None = None
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Final, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,23 @@ from mezzo.compat.apex.functions import FUNCTIONS
 from mezzo.compat.apex.options import policy_of
 from mezzo.compat.apex.running import NOW
 from mezzo.errors import StateError, not_switches, shown, some_of
-from mezzo.session.attached import Attached, Standing
+from mezzo.session.attached import Attached, Standing, Words
 from mezzo.session.refusals.standing import known, listed, unfit
 
 __all__ = [
     "deinitialize", "disable_casts", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict",
 ]  # fmt: skip
 
+P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 
 _BEGIN: Final = "amp.initialize"
 _SCALER: Final = "loss_scaler"
-_BACKWARD: Final = "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()"
+_WORDS: Final = Words(
+    begin=_BEGIN,
+    updated="amp.master_params(optimizer)",
+    backward="with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()",
+)
 
 
 def initialize(
@@ -117,7 +123,7 @@ def initialize(
     if problems := [problem for model in all_models for problem in unfit(model, _BEGIN, stores_low=opt_level > "O1")]:
         raise type(problems[0]).together(problems)
     policy = FUNCTIONS.rules(policy) if policy.autocast else policy
-    standing = Standing(all_models, all_optimizers, policy, backward=_BACKWARD, num_losses=num_losses, own_batches=True)
+    standing = Standing(all_models, all_optimizers, policy, words=_WORDS, num_losses=num_losses, casts_batches=True)
     try:
         for each in FUNCTIONS.others() if policy.autocast else ():
             standing.replace(*each)
@@ -146,6 +152,33 @@ def deinitialize() -> None:
     FUNCTIONS.clear()
 
 
+class _Block:
+    """A context that says so where it is taken for the loss that it gives.
+
+    Args:
+        context: The context.
+    """
+
+    def __init__(self, context: contextlib.AbstractContextManager[Tensor]) -> None:
+        self._context = context
+
+    def __enter__(self) -> Tensor:
+        return self._context.__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        return self._context.__exit__(*raised)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        raise StateError("amp.scale_loss is called without with", where=f".{name}", write=_WORDS.backward)
+
+
+def _block(make: Callable[P, contextlib.AbstractContextManager[Tensor]]) -> Callable[P, _Block]:
+    return functools.wraps(make)(lambda *args, **kwargs: _Block(make(*args, **kwargs)))
+
+
+@_block
 @contextlib.contextmanager
 def scale_loss(
     loss: Tensor,

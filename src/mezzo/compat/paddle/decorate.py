@@ -13,11 +13,12 @@ from mezzo.cast.model.keeping import keeping
 from mezzo.compat.paddle.regions import LOW, word_of, wrong_dtype, wrong_words
 from mezzo.errors import PolicyError, not_switches, some_of
 from mezzo.policy import Policy
-from mezzo.session.attached import store_low
+from mezzo.session.attached import Words, store_low
 from mezzo.session.refusals.beginning import owners
 
 __all__ = ["decorate"]
 
+_WORDS: Final = Words(begin="decorate", updated='[p for group in optimizer.param_groups for p in group["params"]]')
 _SAVED: Final = {**LOW, "float32": torch.float32, "float64": torch.float64}
 #: What Paddle keeps in FP32 besides batch norm, in float16 alone.
 _NORMS: Final = (nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -84,7 +85,7 @@ def decorate(
         saved = None if save_dtype is None else _SAVED[word_of(save_dtype)]
         kept = keeping(given, _listed(excluded_layers), _NORMS if low == torch.float16 else (), name="excluded_layers")
         policy = Policy.O2(low, output_dtype=None, loss_scale=None, master_weights=masters, rules=kept)
-        store_low(given, made, policy, sums_wide=master_grad, saved_as=saved)
+        store_low(given, made, policy, _WORDS, sums_wide=master_grad, saved_as=saved)
     return models if optimizers is None else (models, optimizers)
 
 

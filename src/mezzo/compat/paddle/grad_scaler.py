@@ -67,7 +67,7 @@ class PaddleGradScaler(CallScaler):
         1
     """
 
-    _masters = 'decorate(models=model, optimizers=optimizer, level="O2")'
+    _masters = 'decorate(models=model, optimizers=optimizer, level="O2")   # keeps FP32 masters; or model.float() first'
 
     def __init__(
         self,

@@ -59,6 +59,11 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
         (False, 65536.0)
     """
 
+    _masters = (
+        "model.float(), and autocast(device_type, torch.float16) around its forward pass;\n"
+        'or mezzo.MixedPrecision(model, optimizer, "O2"), which keeps FP32 masters of a model given in FP32'
+    )
+
     def __init__(
         self,
         device: str = "cuda",

@@ -13,6 +13,7 @@ from mezzo.errors import PolicyError, StateError, shown
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.session.attached.standing import Standing
+from mezzo.session.weights.words import Words
 from mezzo.tensors import LOW
 
 __all__ = ["AroundOptimizer"]
@@ -24,7 +25,7 @@ class AroundOptimizer:
     Args:
         optimizer: The optimizer; its ``step()`` is taken over.
         loss_scale: The loss scale.
-        backward: What a program writes for a backward pass, for errors.
+        words: What a program writes, for errors and warnings.
 
     Attributes:
         standing: The session that stands.
@@ -35,7 +36,7 @@ class AroundOptimizer:
         StateError: It has masters already.
     """
 
-    def __init__(self, optimizer: Optimizer, loss_scale: LossScale, *, backward: str) -> None:
+    def __init__(self, optimizer: Optimizer, loss_scale: LossScale, words: Words) -> None:
         if not isinstance(optimizer, Optimizer):
             raise PolicyError(f"an optimizer must be a torch.optim.Optimizer, not {shown(optimizer)}")
         groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
@@ -48,7 +49,7 @@ class AroundOptimizer:
             dtype = torch.bfloat16 if kinds == {torch.bfloat16} else torch.float16  # both are refused, by name
             policy = Policy.O2(dtype, loss_scale=loss_scale)
         self.standing = Standing(
-            [self._model], [optimizer], policy.keep_fp32(params=wide) if kinds and wide else policy, backward=backward
+            [self._model], [optimizer], policy.keep_fp32(params=wide) if kinds and wide else policy, words=words
         )
         assert self.standing.attached is not None, "there is an optimizer"
         self.attached = self.standing.attached

@@ -18,6 +18,7 @@ from mezzo.session.attached.attached import Attached
 from mezzo.session.attached.saved_as import save_as
 from mezzo.session.attached.scaling import ScaledOptimizer
 from mezzo.session.session import MixedPrecision
+from mezzo.session.weights.words import Words
 from mezzo.session.window.window import NoGradient
 
 __all__ = ["lend", "store_low"]
@@ -27,6 +28,7 @@ def store_low(
     models: list[nn.Module],
     optimizers: list[Optimizer],
     policy: Policy,
+    words: Words,
     *,
     sums_wide: bool = False,
     saved_as: torch.dtype | None = None,
@@ -37,6 +39,7 @@ def store_low(
         models: The models.
         optimizers: The optimizers over their parameters, if there are any yet.
         policy: The policy, without a loss scale.
+        words: What a program writes, for warnings.
         sums_wide: As of :func:`lend`.
         saved_as: What floating tensors of the models' state dicts are; as they are stored when omitted.
 
@@ -45,6 +48,7 @@ def store_low(
     """
     if optimizers:
         attached = lend(MixedPrecision(models, optimizers, policy), sums_wide=sums_wide)
+        attached.amp._core.weights.words = words
         if saved_as is not None:
             attached.save_as(saved_as)
         return

@@ -17,7 +17,7 @@ from mezzo.errors import PolicyError, StateError
 from mezzo.policy import Policy
 from mezzo.session.attached.attached import Attached
 from mezzo.session.session import MixedPrecision
-from mezzo.tensors import LOW
+from mezzo.session.weights.words import Words
 
 __all__ = ["Standing"]
 
@@ -33,9 +33,10 @@ class Standing:
         models: The models.
         optimizers: The optimizers; none for inference.
         policy: The policy.
-        backward: What a program writes for a backward pass, for errors.
+        words: What a program writes, for errors and warnings.
         num_losses: How many losses have a scale of their own.
-        own_batches: Whether models with low weights cast batches of the user's own classes, by their ``to(dtype)``.
+        casts_batches: Whether models cast whatever is floating in their inputs, float64 and batches of the user's own
+            classes included; where the policy casts at ops, float64 alone.
 
     Attributes:
         policy: The policy.
@@ -55,11 +56,11 @@ class Standing:
         optimizers: list[Optimizer],
         policy: Policy,
         *,
-        backward: str,
+        words: Words,
         num_losses: int = 1,
-        own_batches: bool = False,
+        casts_batches: bool = False,
     ) -> None:
-        self.policy, self.optimizers, self._backward = policy, optimizers, backward
+        self.policy, self.optimizers, self._words = policy, optimizers, words
         self.attached: Attached | None = None
         self._held: HeldRegion | None = None
         scale = policy.loss_scale
@@ -69,6 +70,7 @@ class Standing:
                 amp = MixedPrecision([*models, *_strays(models, optimizers)], optimizers, policy, num_losses=num_losses)
                 undo.callback(amp.close)
                 self.attached = Attached(amp, keeps_plain=True)
+                amp._core.weights.words = words
                 undo.callback(self.attached.give_back)
                 for optimizer in optimizers:
                     self.attached.take_over(optimizer, self.step)
@@ -78,9 +80,8 @@ class Standing:
             else:
                 handles = [undo.enter_context(_removed(prepare(model, policy))) for model in models]
                 region = handles[0].autocast(*handles[1:])
-            if own_batches and policy.param_dtype in LOW:
-                for model in models:
-                    undo.callback(cast_batches(model, policy.param_dtype).remove)
+            for model in models if casts_batches else ():
+                undo.callback(cast_batches(model, policy.param_dtype, float64_alone=policy.autocast).remove)
             if policy.autocast:
                 self._held = HeldRegion(region, models)
                 undo.callback(self._held.leave)
@@ -131,7 +132,7 @@ class Standing:
             raise StateError("a loss is scaled without optimizers", why="the models were given alone, for inference")
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             kind = str(loss.dtype) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise PolicyError(f"the loss is {kind}, and no floating tensor", write=self._backward)
+            raise PolicyError(f"the loss is {kind}, and no floating tensor", write=self._words.backward)
         return self.attached.scaled(loss, loss_id, optimizers)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -162,14 +163,14 @@ class Standing:
                         where=type(optimizer).__name__,
                         why="losses reached its parameters, but were scaled for other optimizers only, and left "
                         "its gradients as they were",
-                        write=f"{self._backward}\nwith all optimizers whose parameters the loss trains",
+                        write=f"{self._words.backward}\nwith all optimizers whose parameters the loss trains",
                     )
                 case "foreign":
                     raise StateError(
                         "these gradients were made by a backward pass whose loss was not scaled",
                         where=f"{type(optimizer).__name__}.step()",
                         why="a plain loss.backward() made them, or an earlier step has taken them already",
-                        write=self._backward,
+                        write=self._words.backward,
                     )
             self.attached.amp.step(optimizer)
         return None

@@ -65,13 +65,19 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_loss_id(loss_id: Any, num_losses: int) -> int:
-    """Return the number of a loss, or refuse one that the session has no scale for."""
+def check_loss_id(loss_id: Any, num_losses: int, begin: str = "MixedPrecision") -> int:
+    """Return the number of a loss, or refuse one that the session has no scale for.
+
+    Args:
+        loss_id: The number.
+        num_losses: How many there are.
+        begin: What began the session, for errors.
+    """
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < num_losses:
         raise PolicyError(
             f"there is no loss {loss_id!r}",
             why=f"the session has num_losses={num_losses}, so loss_id is from 0 to {num_losses - 1}",
-            write=f"MixedPrecision(…, num_losses={loss_id + 1})"
+            write=f"{begin}(…, num_losses={loss_id + 1})"
             if isinstance(loss_id, int) and loss_id >= num_losses
             else "loss_id=0",
         )

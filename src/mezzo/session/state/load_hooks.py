@@ -53,15 +53,13 @@ class LoadHook:
         weights = self._weights()
         if weights is not None and weights.policy.master_weights and not self._has_warned:
             self._has_warned = True
-            dtype = dtype_name(weights.policy.dtype)
-            masters = (
-                "amp.master_params()" if weights.masters else "optimizer.master_of(p) for p in amp.master_params()"
-            )
+            dtype, words = dtype_name(weights.policy.dtype), weights.words
+            masters = words.updated if weights.masters else f"optimizer.master_of(p) for p in {words.updated}"
             text = message(
                 f"the weights of a copied model are {dtype}",
                 where="copy.deepcopy(model), which AveragedModel(model) and other averages of weights begin with",
                 why=f"their FP32 values are kept by the session; an average in {dtype} swallows what each step adds",
-                write="AveragedModel(model) before MixedPrecision(model, …), and after each step\n"
+                write=f"AveragedModel(model) before {words.begin}(model, …), and after each step\n"
                 f"averaged.update_parameters(nn.ParameterList({masters}))",
             )
             logger.warning("%s", text)

@@ -90,8 +90,8 @@ class LowWeights:
                 "fp16 gradients cannot be unscaled in fp16",
                 where=self._where(half, optimizer),
                 why="dividing them by the loss scale in float16 flushes small ones to zero",
-                write=(write or 'MixedPrecision(model, optimizer, policy="O2")')
-                + "   # keeps FP32 masters; or model.float() first",
+                write=write
+                or 'MixedPrecision(model, optimizer, policy="O2")   # keeps FP32 masters; or model.float() first',
             )
 
     def _refuse_lost_updates(self, optimizer: Optimizer, params: list[Tensor]) -> None:

@@ -23,6 +23,7 @@ from mezzo.session.weights.halving import halved
 from mezzo.session.weights.low import LowWeights
 from mezzo.session.weights.phases import Handles
 from mezzo.session.weights.shards import Shards
+from mezzo.session.weights.words import Words
 from mezzo.session.window.wrappers import Wrappers
 from mezzo.step.consensus import Consensus
 
@@ -45,6 +46,7 @@ class Weights:
         low: What refuses weights that would lose gradients or updates.
         shards: What ``fully_shard`` has sharded of the models; ``None`` without.
         load_hooks: What watches the models while they load and save weights; empty where nothing has to.
+        words: What the program writes that the session is behind.
         wrappers: The models' data-parallel wrappers; ``None`` without a process group, where there are none.
     """
 
@@ -65,6 +67,7 @@ class Weights:
         self.low = LowWeights(optimizers, policy, self.name_of)
         self.shards = Shards.of(models)
         self.wrappers: Wrappers | None = None
+        self.words = Words()
 
     @contextlib.contextmanager
     def converted(self, before_step: Callable[..., None], after_step: Callable[..., None]) -> Iterator[None]:
