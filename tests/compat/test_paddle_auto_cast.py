@@ -129,7 +129,7 @@ def test_levels_and_dtypes_are_read_as_paddle_reads_them(conv):
         ({"enable": "yes"}, ["enable is 'yes'", "True or False"]),
         ({"use_promote": None}, ["use_promote is None"]),
         ({"custom_white_list": "softmax"}, ["'softmax', not a list of names"]),
-        ({"custom_black_list": ["sofmax"]}, ["unknown op 'paddle:sofmax'", "did you mean 'softmax'"]),
+        ({"custom_black_list": ["sofmax"]}, ["unknown op 'sofmax'", "did you mean 'softmax'"]),
         ({"custom_white_list": ["exp"], "custom_black_list": ["exp"]}, ["'exp' is in both lists"]),
         ({"level": "O4", "dtype": "x", "custom_white_list": 3, "enable": 1}, ["4 problems"]),
     ],

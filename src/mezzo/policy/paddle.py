@@ -11,9 +11,9 @@ from typing import Any, Final, Literal
 
 import torch
 
-from mezzo.errors import PolicyError, shown
+from mezzo.errors import PolicyError, nearest, shown
 from mezzo.policy.ops import OPS, VIEWS, Op, Treatment, resolve
-from mezzo.policy.ops.lists import PADDLE
+from mezzo.policy.ops.lists import PADDLE, PADDLE_ALIASES
 from mezzo.policy.policy import Policy
 from mezzo.policy.rules import Rule
 
@@ -65,6 +65,8 @@ _LISTS: Final[Mapping[str, tuple[frozenset[str], Gray]]] = {
     "O1": (PADDLE["black list"] | _EXTRA, "promote"), "O2": (_EXTRA, "promote"), "OD": (frozenset(), "fp32"),
     "O0": (frozenset(), "promote"),
 }  # fmt: skip
+#: What a misspelt name may have meant.
+_WORDS: Final = (*PADDLE_ALIASES, *_SEVERAL, *OPS)
 PADDLES_LEVELS: Final = tuple(_LISTS)
 
 
@@ -208,4 +210,17 @@ def _in_both(first: str, second: str, op: str) -> PolicyError:
 
 def _reached(name: str) -> Iterator[str]:
     """Yield the ops of torch's behind a name of Paddle's."""
-    yield from _SEVERAL[name] if name in _SEVERAL else [resolve(name if ":" in name else f"paddle:{name}")]
+    if name in _SEVERAL:
+        yield from _SEVERAL[name]
+        return
+    try:
+        yield resolve(name if ":" in name else f"paddle:{name}")
+    except PolicyError as problem:
+        if not str(problem).startswith("unknown op"):
+            raise PolicyError(str(problem).replace("'paddle:", "'")) from None
+        question, _, _ = nearest(name, _WORDS).partition("valid:")  # all of them would be too long to read
+        raise PolicyError(
+            f"unknown op {shown(name)}",
+            why=f"{question}neither Paddle's names nor torch's have it",
+            write="the name of an op in Paddle's spelling, or in torch's",
+        ) from None

@@ -1,4 +1,4 @@
-"""The fields of a loss scale by the words that Paddle and Fleet have for them."""
+"""The fields of a loss scale by the words that torch, Paddle and Fleet have for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale
 from mezzo.scale.fields import LOWEST
 
-__all__ = ["PADDLES_WORDS", "from_paddles_words"]
+__all__ = ["PADDLES_RULES", "PADDLES_WORDS", "TORCHS_RULES", "from_paddles_words"]
 
-#: Paddle's words, and the fields that they are.
-PADDLES_WORDS: Final = MappingProxyType({
-    "init_loss_scaling": "init", "incr_ratio": "growth", "decr_ratio": "backoff", "incr_every_n_steps": "interval",
+#: The rules in the state of torch's ``GradScaler``, and in that of Paddle's: by word the field that it is.
+TORCHS_RULES: Final = MappingProxyType(
+    {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
+)
+PADDLES_RULES: Final = MappingProxyType({
+    "incr_ratio": "growth", "decr_ratio": "backoff", "incr_every_n_steps": "interval",
     "decr_every_n_nan_or_inf": "hysteresis",
 })  # fmt: skip
+#: What Paddle's scaler is made with.
+PADDLES_WORDS: Final = MappingProxyType({"init_loss_scaling": "init", **PADDLES_RULES})
 
 
 def from_paddles_words(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mezzo.compat.paddle.regions import last_dtype
 from mezzo.errors import PolicyError, StateError, not_switches, shown
 from mezzo.scale import LossScale
-from mezzo.scale.words import PADDLES_WORDS, from_paddles_words
+from mezzo.scale.words import PADDLES_RULES, from_paddles_words
 from mezzo.session.attached.calls import CallScaler
 from mezzo.session.state.other_scalers import one_number
 from mezzo.tensors import LOW
@@ -23,9 +23,8 @@ __all__ = ["GradScaler"]
 
 logger = logging.getLogger(__name__)
 
-_RULES: Final = {word: field for word, field in PADDLES_WORDS.items() if field != "init"}
 _COUNTS: Final = ("incr_count", "decr_count")
-_KEYS: Final = ("scale", *_RULES, *_COUNTS, "use_dynamic_loss_scaling")
+_KEYS: Final = ("scale", *PADDLES_RULES, *_COUNTS, "use_dynamic_loss_scaling")
 
 
 class PaddleGradScaler(CallScaler):
@@ -173,7 +172,7 @@ class PaddleGradScaler(CallScaler):
         state = self._held.state_dict()
         return {
             "scale": np.array([state["scale"]], dtype=np.float32),
-            **{theirs: getattr(self._rules, ours) for theirs, ours in _RULES.items()},
+            **{theirs: getattr(self._rules, ours) for theirs, ours in PADDLES_RULES.items()},
             "incr_count": state["clean_steps"],
             "decr_count": self._held.config.hysteresis - state["budget"],
             "use_dynamic_loss_scaling": self._is_dynamic,
@@ -192,7 +191,10 @@ class PaddleGradScaler(CallScaler):
             where = f"it lacks {', '.join(missing)}" if state_dict else "it is empty, as a disabled GradScaler's is"
             write = "what state_dict() of an enabled scaler returned; or nothing, and the scale starts afresh"
             raise StateError("this is not the state of a GradScaler", where=where, write=write)
-        given = {"init_loss_scaling": one_number(state_dict["scale"]), **{word: state_dict[word] for word in _RULES}}
+        given = {
+            "init_loss_scaling": one_number(state_dict["scale"]),
+            **{word: state_dict[word] for word in PADDLES_RULES},
+        }
         rules, problems = from_paddles_words("paddle", given, "the state of a GradScaler")
         counts, is_dynamic = [state_dict[key] for key in _COUNTS], state_dict["use_dynamic_loss_scaling"]
         problems += not_switches(use_dynamic_loss_scaling=is_dynamic)

@@ -6,21 +6,19 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError, StateError, shown
 from mezzo.scale import LossScale
+from mezzo.scale.words import TORCHS_RULES
 from mezzo.session.attached.calls import CallScaler
 
 __all__ = ["GradScaler"]
 
 logger = logging.getLogger(__name__)
-
-#: The keys of a GradScaler's state, and what they are in a LossScale.
-_RULES: Final = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
 
 
 class GradScaler(CallScaler, torch.amp.GradScaler):
@@ -118,7 +116,7 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._held.state_dict()
-        rules = {theirs: getattr(self._config, ours) for theirs, ours in _RULES.items()}
+        rules = {theirs: getattr(self._config, ours) for theirs, ours in TORCHS_RULES.items()}
         return {"scale": state["scale"], **rules, "_growth_tracker": state["clean_steps"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -136,13 +134,13 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
                 why="it is that of a disabled GradScaler",
                 write="GradScaler(enabled=False); or leave load_state_dict() out, and the scale starts afresh",
             )
-        keys = ("scale", *_RULES, "_growth_tracker")
+        keys = ("scale", *TORCHS_RULES, "_growth_tracker")
         if not isinstance(state_dict, Mapping) or (missing := [key for key in keys if key not in state_dict]):
             what = f"lacks {', '.join(missing)}" if isinstance(state_dict, Mapping) else f"is {shown(state_dict)}"
             raise StateError(f"the state {what}", write="what scaler.state_dict() returned")
         before = self._config
         with _in_torchs_words():
-            self._follow(**{ours: state_dict[theirs] for theirs, ours in _RULES.items()})
+            self._follow(**{ours: state_dict[theirs] for theirs, ours in TORCHS_RULES.items()})
         try:
             self._load(state_dict["scale"], state_dict["_growth_tracker"])
         except StateError:
@@ -190,6 +188,6 @@ def _in_torchs_words() -> Iterator[None]:
         yield
     except PolicyError as problem:
         text = str(problem).replace("LossScale", "GradScaler")
-        for theirs, ours in (_RULES | {"init_scale": "init"}).items():
+        for theirs, ours in {**TORCHS_RULES, "init_scale": "init"}.items():
             text = re.sub(rf"\b{ours}(?==| is )", theirs, text)
         raise PolicyError(text) from None

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from mezzo.errors import StateError, shown
 from mezzo.policy import Policy
 from mezzo.scale import LossScale, ScaleState
+from mezzo.scale.words import PADDLES_RULES, TORCHS_RULES
 
 __all__ = ["loss_scales", "one_number"]
 
@@ -43,19 +44,16 @@ class _Scaler(NamedTuple):
 _TORCH: Final = _Scaler(
     "torch.amp.GradScaler",
     clean="_growth_tracker",
-    rules={"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"},
+    rules=TORCHS_RULES,
     fixed={"hysteresis": 1, "growth_offset": 0, "skip_rate_limit": None},
 )
 _PADDLE: Final = _Scaler(
     "paddle.amp.GradScaler",
     clean="incr_count",
-    rules={
-        "incr_ratio": "growth", "decr_ratio": "backoff", "incr_every_n_steps": "interval",
-        "decr_every_n_nan_or_inf": "hysteresis",
-    },
+    rules=PADDLES_RULES,
     fixed={"growth_offset": 0, "skip_rate_limit": None},
     more=("decr_count", "use_dynamic_loss_scaling"),
-)  # fmt: skip
+)
 _APEX: Final = "loss_scaler"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, partialmethod
 
 import torch
 
@@ -26,15 +26,7 @@ def autocast(
 class CudaGradScaler(grad_scaler.GradScaler):
     """:class:`mezzo.compat.torch.GradScaler` for CUDA, with the arguments of ``torch.cuda.amp.GradScaler``."""
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    __init__ = partialmethod(grad_scaler.GradScaler.__init__, "cuda")  # type: ignore[assignment]
 
 
 GradScaler = CudaGradScaler
