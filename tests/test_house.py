@@ -26,7 +26,7 @@ MOST_CODE = {
     "report": 995,
     "scale": 690,
     "selftest": 430,
-    "session": 6_011,
+    "session": 6_039,
     "step": 2_482,
     "trace": 1_007,
     "the ground": 929,

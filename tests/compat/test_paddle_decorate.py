@@ -171,6 +171,65 @@ def test_a_decorated_program_is_a_session_of_o2_bit_for_bit(dtype, optimizer):
     assert all(p.isfinite().all() for p in results[1])
 
 
+@pytest.mark.parametrize("overflows_at", [0, 5])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_model_decorated_alone_gets_masters_with_the_scalers_first_step(optimizer, overflows_at):
+    """As Paddle's guide has it: ``model = decorate(models=model, level="O2")`` and a scaler."""
+    results = []
+    for optimizers, unscales in ((True, False), (False, False), (False, True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+        made = OPTIMIZERS[optimizer](model.parameters())
+        paddle.decorate(model, made if optimizers else None, level="O2", save_dtype="float32")
+        scaler = paddle.GradScaler(init_loss_scaling=2.0**12, incr_every_n_steps=3)
+        for number in range(8):
+            x, y = torch.randn(5, 4, generator=torch.Generator().manual_seed(number)), torch.tensor([0, 1, 2, 0, 1])
+            with paddle.auto_cast(level="O2"):
+                loss = functional.cross_entropy(model(x), y) * (torch.inf if number == overflows_at else 1)
+            scaled = scaler.scale(loss)
+            scaled.backward()
+            if unscales:
+                scaler.unscale_(made)
+            scaler.minimize(made, scaled)
+            made.zero_grad()
+        results.append([*model.state_dict().values()])
+    assert all(torch.equal(*pair) for each in results[1:] for pair in zip(results[0], each, strict=True))
+    assert any((value.half() != value).any() for value in results[1])  # the masters' own values are saved
+
+
+def test_an_optimizer_made_after_its_model_was_decorated_gets_masters_too():
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    paddle.decorate(models, level="O2", master_grad=True)
+    both = torch.optim.SGD([param for each in models for param in each.parameters()], lr=2.0**-14)
+    scaler = paddle.GradScaler(init_loss_scaling=8.0)
+    before = [param.detach().float() for each in models for param in each.parameters()]
+    for _ in range(3):
+        scaled = scaler.scale(sum(each(torch.ones(1, 3)).float().sum() for each in models))
+        scaled.backward()
+        scaler.minimize(both, scaled)
+        both.zero_grad()
+    assert [group["params"][0].dtype for group in both.param_groups] == [torch.float32]
+    exact = [value - 3 * 2.0**-14 for value in before]
+    # The FP32 values are those that the models had before they were stored in FP16, of which these are roundings.
+    for master, value, given in zip(both.param_groups[0]["params"], exact, before, strict=True):
+        assert torch.equal((master + 3 * 2.0**-14).half(), given.half()), value
+    assert {param.grad_dtype for each in models for param in each.parameters()} == {torch.float32}
+
+
+def test_a_second_optimizer_of_a_model_decorated_alone_is_refused():
+    model = nn.Linear(3, 2)
+    paddle.decorate(model, level="O2")
+    first, second = (torch.optim.SGD([param], lr=0.1) for param in (model.weight, model.bias))
+    scaler = paddle.GradScaler(init_loss_scaling=8.0)
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    gradients = [param.grad.clone() for param in model.parameters()]
+    scaler.unscale_(first)
+    with pytest.raises(UnsupportedError, match="fp16 gradients cannot be unscaled") as raised:
+        scaler.unscale_(second)
+    assert "decorate(models=model, optimizers=optimizer" in str(raised.value)
+    assert torch.equal(model.bias.grad, gradients[1])
+
+
 def test_optimizers_step_by_themselves_and_with_closures():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)

@@ -42,7 +42,9 @@ def decorate(
 
     Args:
         models: A model, or a list of models.
-        optimizers: An optimizer over their parameters, or a list of them; torch's, mezzo's or any other.
+        optimizers: An optimizer over their parameters, or a list of them; torch's, mezzo's or any other. Without, the
+            models get masters with the first optimizer that a :class:`GradScaler` unscales for or steps with; one that
+            steps by itself, as in bfloat16, has none.
         level: ``"O1"`` or ``"O2"``.
         dtype: ``"float16"`` or ``"bfloat16"``.
         master_weight: False keeps no FP32 masters; what such an optimizer adds to a weight may round away.

@@ -15,7 +15,9 @@ from mezzo.compat.paddle.regions import last_dtype
 from mezzo.errors import PolicyError, StateError, not_switches, shown
 from mezzo.scale import LossScale
 from mezzo.scale.words import PADDLES_RULES, from_paddles_words
+from mezzo.session.attached import adopt
 from mezzo.session.attached.calls import CallScaler
+from mezzo.session.attached.scaling import ScaledOptimizer
 from mezzo.session.state.other_scalers import one_number
 from mezzo.tensors import LOW
 
@@ -95,6 +97,11 @@ class PaddleGradScaler(CallScaler):
             self._enabled = self._is_dynamic = False
             logger.warning("GradScaler is disabled: %s needs no loss scale, and the last auto_cast was in it", dtype)
         return super().scale(var.float() if isinstance(var, Tensor) and var.dtype in LOW else var)
+
+    def _of(self, optimizer: Any) -> ScaledOptimizer:
+        if isinstance(optimizer, Optimizer):
+            adopt(optimizer)
+        return super()._of(optimizer)
 
     def minimize(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[None, None]:
         """Step, and move the scale: :meth:`step` and :meth:`update` in one.

@@ -5,8 +5,8 @@ No call style lives here: what its calls mean is said in ``compat/``.
 
 from mezzo.session.attached.around import AroundOptimizer
 from mezzo.session.attached.attached import Attached
-from mezzo.session.attached.lent import lend, store_low
+from mezzo.session.attached.lent import adopt, lend, store_low
 from mezzo.session.attached.standing import Standing
 from mezzo.session.weights.words import Words
 
-__all__ = ["AroundOptimizer", "Attached", "Standing", "Words", "lend", "store_low"]
+__all__ = ["AroundOptimizer", "Attached", "Standing", "Words", "adopt", "lend", "store_low"]

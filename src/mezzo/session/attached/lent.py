@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, MutableMapping
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo.cast import prepare
+from mezzo.cast import Prepared, prepare
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.scale.held import HeldScaler
 from mezzo.session.attached.attached import Attached
 from mezzo.session.attached.saved_as import save_as
 from mezzo.session.attached.scaling import ScaledOptimizer
+from mezzo.session.refusals.beginning import owners
 from mezzo.session.session import MixedPrecision
 from mezzo.session.weights.words import Words
 from mezzo.session.window.window import NoGradient
 
-__all__ = ["lend", "store_low"]
+__all__ = ["adopt", "lend", "store_low"]
 
 
 def store_low(
@@ -35,6 +38,8 @@ def store_low(
 ) -> None:
     """Store models as a policy says, with a session that is lent where there are optimizers; all of it or nothing.
 
+    Without any the first one that :func:`adopt` is told of gets the models, and FP32 masters with them.
+
     Args:
         models: The models.
         optimizers: The optimizers over their parameters, if there are any yet.
@@ -47,26 +52,71 @@ def store_low(
         MezzoError: As :class:`MixedPrecision`, or :func:`mezzo.prepare`. Nothing was changed.
     """
     if optimizers:
-        attached = lend(MixedPrecision(models, optimizers, policy), sums_wide=sums_wide)
-        attached.amp._core.weights.words = words
+        attached = lend(MixedPrecision(models, optimizers, policy), words, sums_wide=sums_wide)
         if saved_as is not None:
             attached.save_as(saved_as)
         return
     with contextlib.ExitStack() as undo:
         for model in models:
-            undo.callback(prepare(model, policy).remove)
+            prepared = prepare(model, policy)
+            undo.callback(prepared.remove)
+            waiting = _Waiting(weakref.ref(prepared), words, sums_wide, saved_as)
+            _WAITING.update({param: waiting for param in model.parameters() if policy.master_weights})
         undo.pop_all()
     if saved_as is not None:
         save_as(models, saved_as)
 
 
-def lend(amp: MixedPrecision, *, sums_wide: bool = False) -> Attached:
+class _Waiting(NamedTuple):
+    """A model that was stored low, and what its session will be lent with."""
+
+    prepared: Callable[[], Prepared | None]  # which its model alone holds
+    words: Words
+    sums_wide: bool
+    saved_as: torch.dtype | None
+
+
+_WAITING: Final[MutableMapping[Any, _Waiting]] = WeakIdKeyDictionary()
+
+
+def adopt(optimizer: Optimizer) -> None:
+    """Lend a session to an optimizer of models that :func:`store_low` has stored without one, if it is such.
+
+    Their gradients stay; they may carry a loss scale already.
+
+    Args:
+        optimizer: Any that no session has yet.
+
+    Raises:
+        MezzoError: As :class:`MixedPrecision`. Nothing was changed.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = {id(each): each for param in params if (each := _WAITING.get(param)) is not None}
+    alive = (waiting.prepared() for waiting in found.values())
+    prepared = [each for each in alive if each is not None and not each.in_session]
+    if not prepared or owners(optimizer):
+        return
+    gradients = {param: param.grad for each in prepared for param in each.model.parameters()}
+    try:
+        for param in gradients:
+            param.grad = None
+        first = next(iter(found.values()))
+        attached = lend(MixedPrecision(prepared, optimizer), first.words, sums_wide=first.sums_wide)
+        if first.saved_as is not None:
+            attached.save_as(first.saved_as)
+    finally:
+        for param, gradient in gradients.items():
+            param.grad = None if gradient is None else gradient.to(param.grad_dtype or gradient.dtype)
+
+
+def lend(amp: MixedPrecision, words: Words | None = None, *, sums_wide: bool = False) -> Attached:
     """Let a session's optimizers step by themselves, and scalers have the session: until it is closed.
 
     ``optimizer.step()`` takes the gradients that are there for unscaled ones; a scaler for those that carry its scale.
 
     Args:
         amp: A session without a loss scale of its own.
+        words: What a program writes, for warnings.
         sums_wide: Whether gradients of low-precision parameters are FP32 from the first backward pass on.
 
     Returns:
@@ -86,6 +136,7 @@ def lend(amp: MixedPrecision, *, sums_wide: bool = False) -> Attached:
         torch.float32
     """
     attached, core = Attached(amp), amp._core
+    core.weights.words = words or core.weights.words
     core.is_lent, core.sums_wide, core.num_param_groups = True, sums_wide, 0
     core.group_optimizers()
     unscaled = HeldScaler(LossScale.none(), core.device)
