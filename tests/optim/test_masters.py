@@ -170,6 +170,19 @@ def test_gradients_cast_together_are_those_cast_one_by_one(monkeypatch, room):
     assert torch.equal(found[4], expected[4] + 1)
 
 
+def test_a_sparse_gradient_goes_alone_and_stays_sparse(monkeypatch):
+    params = [nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)) for _ in range(3)]
+    for number, param in enumerate(params):
+        param.grad = torch.full_like(param, 2.0**-number)
+    params[1].grad = params[1].grad.to_sparse()
+    monkeypatch.setattr("mezzo.optim.gathering._LAUNCHING", "cpu")
+    masters = MasterWeights(torch.optim.SGD(params, lr=0.1), grad_dtype="param")
+    masters.gather()
+    found = [masters.master_of(param).grad for param in params]
+    assert [(each.is_sparse, each.dtype) for each in found] == [(i == 1, torch.float32) for i in range(3)]
+    assert [each.to_dense().unique().tolist() for each in found] == [[1.0], [0.5], [0.25]]
+
+
 ODD, EVEN = [(5, 4), (7,), (), (65,)], [(8, 8), (64,), (2, 32), (4, 4, 4)]
 
 

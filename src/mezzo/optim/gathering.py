@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from functools import cache, partial
 from itertools import accumulate, chain, repeat
-from operator import attrgetter, is_not, sub
+from operator import attrgetter, is_not
 from typing import Any, Final
 
 import torch
@@ -28,7 +29,7 @@ _GRADIENT: Final = attrgetter("grad")
 _NONE: Final = repeat(None)
 _KIND: Final = attrgetter("device", "dtype")
 #: What gradients of one launch have in common.
-_ALIKE: Final = (type, Tensor.get_device, attrgetter("dtype"), attrgetter("layout"))
+_ALIKE: Final = (type, Tensor.get_device, attrgetter("dtype"))
 
 
 def gather(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
@@ -40,23 +41,21 @@ def gather(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
     """
     params = list[Any](masters)
     gradients: list[Any] = list(map(_GRADIENT, params))
-    launches = bool(params) and params[0].device.type == _LAUNCHING
-    if not (launches and _are_cast_together(gradients)) or (
-        accumulate and any(map(is_not, map(_GRADIENT, masters.values()), _NONE))
-    ):
+    sizes = _sizes_of_alike(gradients) if params and params[0].device.type == _LAUNCHING else []
+    if not sizes or (accumulate and any(map(is_not, map(_GRADIENT, masters.values()), _NONE))):
         del gradients  # or none would be freed until all are copied
         _gather_each(masters, accumulate=accumulate)
         return
     own = list[Any](masters.values())
     while params:
-        end = _fitting(gradients)
-        _cast_together(params[:end], own[:end], gradients[:end])
-        del params[:end], own[:end], gradients[:end]
+        end = _fitting(sizes)
+        _cast_together(params[:end], own[:end], gradients[:end], sizes[:end])
+        del params[:end], own[:end], gradients[:end], sizes[:end]
 
 
 def _gather_each(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) -> None:
     """Look at each gradient by itself: some are cast together, and some are missing, or move in another way."""
-    waiting: list[tuple[Tensor, nn.Parameter, Tensor]] = []
+    waiting: list[tuple[Tensor, nn.Parameter, Tensor, int]] = []
     elements = 0
     for param, master in masters.items():
         if (gradient := param.grad) is None:
@@ -64,12 +63,12 @@ def _gather_each(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) ->
         move: Call
         if accumulate and master.grad is not None:
             move = partial(master.grad.add_, gradient)
-        elif gradient.device.type == _LAUNCHING and _are_cast_together([gradient]):
+        elif gradient.device.type == _LAUNCHING and (sizes := _sizes_of_alike([gradient])):
             if waiting and (elements >= _TOGETHER or _KIND(waiting[0][2]) != _KIND(gradient)):
                 _cast_together(*map(list, zip(*waiting, strict=True)))
                 waiting, elements = [], 0
-            waiting.append((param, master, gradient))
-            elements += gradient.numel()
+            waiting.append((param, master, gradient, sizes[0]))
+            elements += sizes[0]
             continue
         else:
             move = partial(setattr, master, "grad", gradient.to(torch.float32))
@@ -78,39 +77,36 @@ def _gather_each(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) ->
         _cast_together(*map(list, zip(*waiting, strict=True)))
 
 
-def _are_cast_together(gradients: list[Any]) -> bool:
-    """Whether one launch can cast some gradients, the first of which is where there are launches."""
+def _sizes_of_alike(gradients: list[Any]) -> list[int]:
+    """Return how many elements gradients have, if one launch can cast all of them; the first is where launches are."""
     first = gradients[0]
-    return (
+    are_alike = (
         first is not None
         and first.dtype in LOW  # FP32 moves without a copy
-        and first.layout == torch.strided
         and not is_traceable_wrapper_subclass(first)
         and all(len({*map(what, gradients)}) == 1 for what in _ALIKE)
-        and all(map(Tensor.is_contiguous, gradients))
-        and all(map(Tensor.numel, gradients))
+        and all(map(Tensor.is_contiguous, gradients))  # as no sparse one is
     )
+    sizes = list(map(Tensor.numel, gradients)) if are_alike else []
+    return sizes if all(sizes) else []
 
 
-def _fitting(gradients: list[Tensor]) -> int:
+def _fitting(sizes: list[int]) -> int:
     """Return how many gradients, from the first on, are cast together."""
-    ends = accumulate(map(Tensor.numel, gradients))
-    return next((place for place, end in enumerate(ends, start=1) if end >= _TOGETHER), len(gradients))
+    return min(bisect_left(list(accumulate(sizes)), _TOGETHER) + 1, len(sizes))
 
 
 @torch.no_grad()
-def _cast_together(params: list[Any], masters: list[Any], gradients: list[Any]) -> None:
+def _cast_together(params: list[Any], masters: list[Any], gradients: list[Any], sizes: list[int]) -> None:
     """Move the gradients of parameters to their masters in FP32, with one launch, into one buffer.
 
     Each begins at a multiple of 256 bytes, as the allocator's own tensors do, and has a version of its own.
     """
-    sizes = list(map(Tensor.numel, gradients))
-    rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-    buffer = torch.empty(sum(rooms), dtype=torch.float32, device=gradients[0].device)
+    gaps = [-size % _ALIGNED for size in sizes]
+    buffer = torch.empty(sum(sizes) + sum(gaps), dtype=torch.float32, device=gradients[0].device)
     shapes, step = gradients, 1
-    if rooms != sizes:
-        gaps = map(_gap, map(sub, rooms, sizes))
-        shapes, step = list(chain.from_iterable(zip(gradients, gaps, strict=True))), 2
+    if any(gaps):
+        shapes, step = list(chain.from_iterable(zip(gradients, map(_gap, gaps), strict=True))), 2
     # Below what keeps account of views, which would give all of them one version, and takes as long as all the rest.
     with torch._C._AutoDispatchBelowADInplaceOrView():
         wide = torch._C._nn.unflatten_dense_tensors(buffer, shapes)[::step]
