@@ -27,15 +27,17 @@ if TYPE_CHECKING:
     from mezzo import numerics, optim, overflow
     from mezzo.distributed import fully_shard
     from mezzo.explanation import Explanation, explain
+    from mezzo.session.attached.own_loop import AttachedPrecision, attach
     from mezzo.session.capture import Captured, capture
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Captured", "Decision", "DistributedError", "Explanation", "LossScale", "MasterWeights", "MezzoError",
-    "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed", "StateError",
-    "Stats", "Step", "UnsupportedError", "__version__", "autocast", "capture", "checkpoint_contexts", "explain",
-    "formats", "fp32", "fully_shard", "load", "low", "numerics", "optim", "overflow", "prepare", "promote", "save",
+    "AttachedPrecision", "Captured", "Decision", "DistributedError", "Explanation", "LossScale", "MasterWeights",
+    "MezzoError", "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed",
+    "StateError", "Stats", "Step", "UnsupportedError", "__version__", "attach", "autocast", "capture",
+    "checkpoint_contexts", "explain", "formats", "fp32", "fully_shard", "load", "low", "numerics", "optim",
+    "overflow", "prepare", "promote", "save",
 ]  # fmt: skip
 
 
@@ -49,6 +51,10 @@ def __getattr__(name: str) -> Any:
         from mezzo.session import capture as module
 
         return getattr(module, name)
+    if name in ("AttachedPrecision", "attach"):
+        from mezzo.session.attached import own_loop
+
+        return getattr(own_loop, name)
     if name == "fully_shard":
         from mezzo.distributed import fully_shard
 

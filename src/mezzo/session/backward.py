@@ -40,12 +40,15 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
         options["inputs"] = core.weights.shards.summed_at([inputs] if isinstance(inputs, Tensor) else list(inputs))
     try:
         around.begin(scaler, scaler.state.scale, loss_id, loss)
+        core.runs_backward = True
         with nullcontext() if core.consensus is None else core.consensus.naming("a backward pass"):
             core.weights.region().run_backward(scaler.scaled(loss), **options)
         around.end()
     except BaseException:
         around.come_back()
         raise
+    finally:
+        core.runs_backward = False
 
 
 class WindowPass:

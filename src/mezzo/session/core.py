@@ -74,6 +74,8 @@ class Core:
         is_lent: Whether scalers that come from outside may have it, one after the other, instead of its own.
         sums_wide: Whether the first gradients of a window are FP32 already, where a parameter has an FP32 value.
         is_closed: Whether the preparation was undone.
+        runs_backward: Whether a backward pass of its own runs now.
+        keeps_left: Whether gradients that a step has left are added to, as in plain loops, and not refused.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Core:
         self.evaluating: Optimizer | None = None
         self.replay: Replay | None = None
         self.has_begun = self.is_closed = self.is_lent = self.sums_wide = False
+        self.runs_backward = self.keeps_left = False
 
     def take_scaler(self, scaler: Scaler) -> None:
         """Go on with the scale of another scaler, between two windows."""
@@ -168,8 +171,15 @@ class Core:
             self.num_param_groups = count
             for group in self.groups if self.sums_wide else ():
                 group.wide.stay_on()
+            for group in self.groups:
+                group.keeps_left = self.keeps_left
             if self.consensus is not None:
                 self.consensus.follow(self.weights.updated(), self.weights.name_of)
+
+    def keep_left(self) -> None:
+        """Let gradients that a step has left be added to."""
+        self.keeps_left, self.num_param_groups = True, 0
+        self.group_optimizers()
 
     def open_groups(self, optimizers: list[Optimizer], call: str) -> list[GradientGroup]:
         """Return the groups of some optimizers that have gradients to step with.

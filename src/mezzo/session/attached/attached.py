@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from mezzo.errors import StateError
 from mezzo.scale import LossScale
+from mezzo.scale.held import HeldScaler
 from mezzo.session.attached.saved_as import save_as
 from mezzo.session.attached.under_way import Root, UnderWay
 from mezzo.session.backward import scaler_of
@@ -54,7 +55,7 @@ class Attached:
         >>> from mezzo.session.attached import Attached
         >>> model = torch.nn.Linear(8, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> amp = mezzo.MixedPrecision(model, optimizer, "O1,emulate=true")
+        >>> amp = mezzo.MixedPrecision(model, optimizer, "O1,emulate=true,loss_scale=8")
         >>> attached = Attached(amp)
         >>> attached.take_over(optimizer, lambda optimizer, closure: amp.step(optimizer, closure))
         >>> with amp.autocast():
@@ -121,6 +122,17 @@ class Attached:
             under_way.fail()  # at once: the error's own traceback would hold it
             self._under_way = lambda: None
             raise
+
+    def take_as_they_are(self, optimizer: Optimizer) -> None:
+        """Take the gradients of an optimizer for unscaled ones, which the next step uses.
+
+        Args:
+            optimizer: One of the session's, whose gradients no pass of the session has made.
+        """
+        none = HeldScaler(LossScale.none(), self._core.device)
+        for group in self._core.groups:
+            if optimizer in group.optimizers:
+                group.find(none, none.state.scale)
 
     def judge(self, optimizers: Optimizer | Iterable[Optimizer] | None = None, *, adapts: bool = True) -> Tensor | None:
         """Unscale the gradients now, and let the loss scale move now, by what the last passes have made.

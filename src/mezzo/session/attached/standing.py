@@ -18,6 +18,7 @@ from mezzo.policy import Policy
 from mezzo.session.attached.attached import Attached
 from mezzo.session.session import MixedPrecision
 from mezzo.session.weights.words import Words
+from mezzo.tensors import LOW
 
 __all__ = ["Standing"]
 
@@ -37,6 +38,8 @@ class Standing:
         num_losses: How many losses have a scale of their own.
         casts_batches: Whether models cast whatever is floating in their inputs, float64 and batches of the user's own
             classes included; where the policy casts at ops, float64 alone.
+        begin: Begins the session, and is given what holds parameters of no model; then nothing is cast but where that
+            session says. It is made here when omitted.
 
     Attributes:
         policy: The policy.
@@ -59,6 +62,7 @@ class Standing:
         words: Words,
         num_losses: int = 1,
         casts_batches: bool = False,
+        begin: Callable[[list[nn.Module]], MixedPrecision] | None = None,
     ) -> None:
         self.policy, self.optimizers, self._words = policy, optimizers, words
         self.attached: Attached | None = None
@@ -67,14 +71,19 @@ class Standing:
         self.unscales = policy.master_weights or scale.mode == "dynamic" or scale.init != 1.0
         with contextlib.ExitStack() as undo:
             if optimizers:
-                amp = MixedPrecision([*models, *_strays(models, optimizers)], optimizers, policy, num_losses=num_losses)
-                undo.callback(amp.close)
+                strays = list(_strays(models, optimizers))
+                amp = (
+                    MixedPrecision([*models, *strays], optimizers, policy, num_losses=num_losses)
+                    if begin is None
+                    else begin(strays)
+                )
+                undo.callback(MixedPrecision.close, amp)
                 self.attached = Attached(amp, keeps_plain=True)
                 amp._core.weights.words = words
                 undo.callback(self.attached.give_back)
                 for optimizer in optimizers:
                     self.attached.take_over(optimizer, self.step)
-                if policy.master_weights:
+                if policy.param_dtype in LOW if begin else policy.master_weights:
                     self.attached.save_as(torch.float32)
                 region = amp.autocast()
             else:
@@ -82,7 +91,7 @@ class Standing:
                 region = handles[0].autocast(*handles[1:])
             for model in models if casts_batches else ():
                 undo.callback(cast_batches(model, policy.param_dtype, float64_alone=policy.autocast).remove)
-            if policy.autocast:
+            if policy.autocast and begin is None:
                 self._held = HeldRegion(region, models)
                 undo.callback(self._held.leave)
             self._undo = undo.pop_all()

@@ -31,8 +31,13 @@ logger = logging.getLogger(__name__)
 # Saving ---------------------------------------------------------------------------------------------------
 
 
-def save(core: Core) -> dict[str, Any]:
-    """Return a session's state as plain containers and tensors."""
+def save(core: Core, *, weights: bool = True) -> dict[str, Any]:
+    """Return a session's state as plain containers and tensors.
+
+    Args:
+        core: The session.
+        weights: Whether the masters are part of it.
+    """
     core.weights.take_edits()
     for group in core.groups:
         group.wide.agree()
@@ -56,7 +61,7 @@ def save(core: Core) -> dict[str, Any]:
         "parameters": {name: described(param) for name, param in core.weights.named_params()},
         "loss_scales": [scaler.state_dict() for scaler in core.scalers],
         "stats": core.stats.state_dict(),
-        "masters": _masters(core),
+        "masters": _masters(core) if weights else {},
         "windows": windows,
         "carried_scales": [float(scale) for scale in scales.values()],
         "on_the_way": [{"loss_id": n, "found_inf": bool(found)} for n, found in core.inner_overflows.items()],
@@ -137,8 +142,14 @@ def _remembered(core: Core) -> dict[str, Tensor]:
 # Loading --------------------------------------------------------------------------------------------------
 
 
-def load(core: Core, state: Any) -> None:
-    """Load what :func:`save` returned, or another library's loss scale; all is checked before anything is changed."""
+def load(core: Core, state: Any, *, weights: bool = True) -> None:
+    """Load what :func:`save` returned, or another library's loss scale; all is checked before anything is changed.
+
+    Args:
+        core: The session.
+        state: The state.
+        weights: Whether to load the masters, too; else the weights are those of the models' own states.
+    """
     if open_windows := [group.window for group in core.groups if group.window is not None]:
         raise StateError(
             "loading would change the loss scale inside an accumulation window",
@@ -155,7 +166,8 @@ def load(core: Core, state: Any) -> None:
     if changes := policy.differences(core.policy):
         logger.info("the state was saved under another policy: %s", printable("; ".join(changes)))
     _load_loss_scales(core, policy.loss_scale, state)
-    _load_masters(core, state)
+    if weights:
+        _load_masters(core, state)
     if any(state["windows"]):
         _load_windows(core, state)
     if core.buffers is not None:

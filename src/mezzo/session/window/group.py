@@ -48,6 +48,7 @@ class GradientGroup:
         wide: The dtypes of low-precision parameters' gradients.
         waiting: What is known of gradients that wrappers reduce.
         stale: Marks of gradients that a step has left in ``.grad``: unscaled by now, and not to be added to.
+        keeps_left: Whether they may be added to, nevertheless: each scale apart.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class GradientGroup:
     ) -> None:
         self.optimizers, self.masters, self._name_of, self.stale = optimizers, masters, name_of, stale
         self.window: Window | None = None
+        self.keeps_left = False
         self.wide = WideGradients(optimizers, masters, name_of)
         self.waiting = Waiting(self.wide)
 
@@ -183,7 +185,7 @@ class GradientGroup:
     def _refuse_stale(self) -> None:
         """Refuse to add scaled gradients to those that the last step left, which carry another scale or none."""
         held = (p.grad for pair in self.with_leaves() for p in pair if p.grad is not None) if self.stale else ()
-        if any(is_left(gradient, self.stale) for gradient in held):
+        if not self.keeps_left and any(is_left(gradient, self.stale) for gradient in held):
             raise StateError(
                 "the last step's gradients are still there",
                 why="they are unscaled by now, and the new ones would be added to them with the loss scale",

@@ -79,8 +79,8 @@ class Window:
         new_gradients: Where there are unscaled sums: each parameter that the last backward pass reached, with its
             gradient and that gradient's mark. Clearing or editing it later shows in these.
         losses: The losses, detached, with their ids.
-        is_found: Whether its gradients were there before it was opened. What was found of them once then counts,
-            whatever they are edited to be.
+        is_found: Whether its gradients were there before it was opened, or were clipped by a function of torch's. What
+            was found of them once then counts, whatever they are edited to be.
         overflowed: 0-d bool: whether a pass that these gradients come from overflowed, here or in gradients of other
             optimizers, where all that it was for step together or not at all; ``None`` where each is judged by its own.
         judged_losses: For how many of the losses the scale has moved already, before the step.

@@ -1,0 +1,55 @@
+"""The session's state inside an optimizer's: a program's own checkpoints then go on bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from mezzo.session.core import Core
+from mezzo.session.state import saved
+from mezzo.session.state.differences import check
+
+__all__ = ["carry"]
+
+#: What plain torch ignores.
+_KEY: Final = "mezzo"
+
+
+def carry(core: Core, optimizer: Optimizer) -> list[RemovableHandle]:
+    """Have ``optimizer.state_dict()`` hold the session's state under a key of its own, and load it from there.
+
+    Without the masters, whose values the models' state dicts have.
+
+    Args:
+        core: The session.
+        optimizer: One of its optimizers.
+
+    Returns:
+        What takes the hooks off again.
+    """
+    loaded = list[Mapping[str, Any]]()
+
+    def add(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict[_KEY] = saved.save(core, weights=False)
+
+    def take(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        loaded.clear()
+        if _KEY in state_dict:
+            check(core, state_dict[_KEY])
+            loaded.append(state_dict[_KEY])
+
+    def load(_: Optimizer) -> None:
+        core.writes.drop()
+        if loaded:
+            if any(group.window for group in core.groups):
+                core.clear()
+            saved.load(core, loaded.pop(), weights=False)
+
+    return [
+        optimizer.register_state_dict_post_hook(add),
+        optimizer.register_load_state_dict_pre_hook(take),
+        optimizer.register_load_state_dict_post_hook(load),
+    ]

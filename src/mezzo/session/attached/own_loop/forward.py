@@ -1,0 +1,132 @@
+"""A region around the outermost forward pass of models: what ``with amp.autocast():`` is in a loop that has none."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo.cast.nested import cast_floating
+
+__all__ = ["CalledIn"]
+
+#: Where modules keep hooks of all kinds.
+_HOOKS: Final = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+#: And what else they keep of some of these, by the same keys.
+_BESIDE: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+class CalledIn:
+    """Have models run in a region whenever they are called from outside all of them.
+
+    Their ``forward`` is bound on the instance, so that an exception of any kind leaves the region, and
+    ``torch.compile`` finds the region inside what it traces. Copies of the models are plain FP32 models.
+
+    Args:
+        models: The models; of one in ``DistributedDataParallel``, what is wrapped.
+        region: Returns the region for one call.
+        output_dtype: What floating outputs are cast to; ``None`` leaves them.
+        exact: Returns what gives the FP32 value of a parameter or buffer that is stored in another dtype, for copies.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        region: Callable[[], AbstractContextManager[Any]],
+        output_dtype: torch.dtype | None,
+        exact: Callable[[], Callable[[Tensor], Tensor | None]],
+    ) -> None:
+        self._region, self._output_dtype, self._exact = region, output_dtype, exact
+        self._here = threading.local()
+        self._models = [_wrapped(model) for model in models]
+        self._before: list[dict[str, Any]] = []
+        for model in self._models:
+            names = vars(model)
+            self._before.append({name: names[name] for name in ("forward", "__deepcopy__") if name in names})
+            names["forward"] = types.MethodType(self._around(model), model)
+            names["__deepcopy__"] = types.MethodType(self._copying(), model)
+
+    def leave(self) -> None:
+        """Give the models their own ``forward`` back."""
+        for model, before in zip(self._models, self._before, strict=True):
+            for name in ("forward", "__deepcopy__"):
+                vars(model).pop(name, None)
+            vars(model).update(before)
+        self._models, self._before = [], []
+
+    def _around(self, model: nn.Module) -> Callable[..., Any]:
+        plain, here, region, dtype = model.forward, self._here, self._region, self._output_dtype
+
+        @functools.wraps(getattr(plain, "__func__", plain))
+        def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                with region():
+                    output = plain(*args, **kwargs)
+                return output if dtype is None else cast_floating(output, dtype)
+            if getattr(here, "inside", False):
+                return plain(*args, **kwargs)
+            here.inside = True
+            try:
+                with region():
+                    output = plain(*args, **kwargs)
+            finally:
+                here.inside = False
+            return output if dtype is None else cast_floating(output, dtype)
+
+        return forward
+
+    def _copying(self) -> Callable[..., Any]:
+        here = weakref.ref(self)
+
+        def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:  # noqa: N807 - what copy looks for
+            called = here()
+            names: dict[str, Any] = vars(self)
+            ours: dict[str, Any] = {n: names.pop(n) for n in ("forward", "__deepcopy__") if n in names}
+            try:
+                if called is not None:
+                    _remember(self, memo, called._exact())
+                return copy.deepcopy(self, memo)
+            finally:
+                names.update(ours)
+
+        return __deepcopy__
+
+
+def _remember(model: nn.Module, memo: dict[int, Any], exact: Callable[[Tensor], Tensor | None]) -> None:
+    """Write into the memo of a copy what stands there for hooks of ours, and for values in low precision."""
+    for module in model.modules():
+        ours = {key for name in _HOOKS for key, hook in vars(module).get(name, {}).items() if _is_ours(hook)}
+        for name in (*_HOOKS, *_BESIDE) if ours else ():
+            hooks = vars(module).get(name)
+            if hooks:
+                kept = OrderedDict((key, hook) for key, hook in hooks.items() if key not in ours)
+                memo[id(hooks)] = copy.deepcopy(kept, memo)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None or id(tensor) in memo or (value := exact(tensor)) is None:
+                continue
+            value = value.detach().clone()
+            is_param = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_param else value
+
+
+def _is_ours(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # as modules wrap those on loading
+    owner = getattr(hook, "__self__", hook)
+    return type(owner).__module__.partition(".")[0] == "mezzo"
+
+
+def _wrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -1,0 +1,278 @@
+"""``attach``: mixed precision for a training loop that stays as it is."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from mezzo.cast import Prepared
+from mezzo.errors import PolicyError, StateError, shown
+from mezzo.optim.optimizer import as_one_pass
+from mezzo.policy import Policy
+from mezzo.session.attached.own_loop.bound import Bound
+from mezzo.session.attached.own_loop.carried import carry
+from mezzo.session.attached.own_loop.clipping import Clipping
+from mezzo.session.attached.own_loop.forward import CalledIn
+from mezzo.session.attached.own_loop.passes import Passes
+from mezzo.session.attached.own_loop.schedules import Schedules
+from mezzo.session.attached.standing import Standing
+from mezzo.session.refusals import beginning, calls
+from mezzo.session.scale import Step
+from mezzo.session.session import MixedPrecision
+from mezzo.session.weights.phases import with_handles
+from mezzo.session.weights.words import Words
+from mezzo.tensors import LOW
+
+__all__ = ["AttachedPrecision", "attach"]
+
+_WORDS: Final = Words(begin="mezzo.attach", backward="loss.backward()")
+#: The session that is attached now, if there is one.
+_NOW: Final[list[weakref.ref[AttachedPrecision]]] = []
+
+
+def attach(
+    models: nn.Module | Prepared | Iterable[nn.Module | Prepared],
+    optimizers: Optimizer | Iterable[Optimizer],
+    policy: Policy | str | os.PathLike[str] | None = None,
+    *,
+    max_grad_norm: float | None = None,
+    hold_schedulers: bool = True,
+    on_overflow: Literal["skip", "explain", "raise"] = "skip",
+    restore_buffers: bool = False,
+) -> AttachedPrecision:
+    """Train in mixed precision with a loop that stays as it is.
+
+    Until ``amp.detach()``:
+
+    - calls of the models run in the policy's region, and return FP32;
+    - ``loss.backward()`` and ``torch.autograd.backward`` scale what reaches the optimizers' parameters. Passes that
+      reach none are untouched, and other leaves get their gradients without the scale;
+    - ``clip_grad_norm_``, ``clip_grad_value_``, ``get_total_norm`` and ``clip_grads_with_norm_`` see unscaled
+      gradients, and those of masters where there are any;
+    - ``optimizer.step()`` checks, unscales, and updates or skips, with closures too;
+    - ``scheduler.step()`` waits where all steps since its last one were skipped;
+    - ``model.state_dict()`` holds FP32 values, and ``optimizer.state_dict()`` the session's state under ``"mezzo"``,
+      which plain torch ignores: a program's own checkpoints go on bit for bit;
+    - ``copy.deepcopy(model)`` is a plain FP32 model.
+
+    Code of the program's own that reads or writes ``.grad`` between ``backward`` and ``step`` sees it with the scale;
+    ``amp.unscale_()`` before it. So do hooks of parameters and of tensors between them and the loss.
+
+    Args:
+        models: The model, or a list of models. Under O1 it may be wrapped by DistributedDataParallel or compiled
+            already; under O2 and O3 it is attached first, and wrapped then.
+        optimizers: The optimizer, or a list of them.
+        policy: A :class:`Policy`, its text, or the path of a policy file; ``"O1"`` when omitted.
+        max_grad_norm: As for :class:`MixedPrecision`, for loops that do not clip by themselves.
+        hold_schedulers: Whether schedulers wait.
+        on_overflow: As for :class:`MixedPrecision`.
+        restore_buffers: As for :class:`MixedPrecision`.
+
+    Returns:
+        The session, whose own calls work as well: ``amp.stats()``, ``amp.unscale_()``, ``amp.add(optimizer)``.
+
+    Raises:
+        StateError: A session is attached already.
+        MezzoError: As :class:`MixedPrecision`. Whatever is raised, nothing was changed.
+
+    **Cost**: that of the session, and Python for each node of the graph that a backward pass goes through, less than
+    0.5 µs. ``hold_schedulers`` costs one host sync in ``scheduler.step()``; ``optimizer.state_dict()`` one as well.
+
+    Example:
+        >>> import mezzo, torch
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> amp = mezzo.attach(model, optimizer, "O2,dtype=bfloat16")
+        >>> loss = model(torch.ones(4, 8)).square().mean()
+        >>> loss.backward()
+        >>> norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> amp.detach()
+    """
+    if not isinstance(hold_schedulers, bool):
+        raise PolicyError(
+            f"hold_schedulers is {shown(hold_schedulers)}, not True or False", write="hold_schedulers=False"
+        )
+    if attached_now() is not None:
+        raise StateError(
+            "a session is attached already",
+            why="a backward pass is scaled by one session, which takes all models and optimizers of the process",
+            write="amp.add(optimizer), for another one over the same models; mezzo.attach([model, other], "
+            "[optimizer, another], policy); or amp.detach() first",
+        )
+    return AttachedPrecision(
+        models, optimizers, policy, max_grad_norm=max_grad_norm, on_overflow=on_overflow,
+        restore_buffers=restore_buffers, hold_schedulers=hold_schedulers,
+    )  # fmt: skip
+
+
+def attached_now() -> AttachedPrecision | None:
+    """Return the session that is attached, if there is one."""
+    return _NOW[0]() if _NOW else None
+
+
+class AttachedPrecision(MixedPrecision):
+    """The session that :func:`attach` returns: a :class:`MixedPrecision` which the program's own calls drive.
+
+    Args:
+        models: See :func:`attach`, and so on.
+        optimizers: See there.
+        policy: See there.
+        hold_schedulers: See there.
+        **options: Of :class:`MixedPrecision`.
+
+    Attributes:
+        last_step: What the last step found and did; ``None`` before the first.
+    """
+
+    def __init__(self, models: Any, optimizers: Any, policy: Any, *, hold_schedulers: bool, **options: Any) -> None:
+        self.last_step: Step | None = None
+        self._schedules = Schedules() if hold_schedulers else None
+        subjects, given = beginning.models_and_optimizers(models, optimizers)
+        trained, _, policy = with_handles(subjects, policy)
+
+        def begin(strays: list[nn.Module]) -> MixedPrecision:
+            own = {id(param) for model in trained for param in model.parameters()}
+            if any(own.isdisjoint(id(p) for group in each.param_groups for p in group["params"]) for each in given):
+                strays = []  # an optimizer over other models is refused
+            MixedPrecision.__init__(self, [*subjects, *strays], given, policy, **options)
+            return self
+
+        self._loop = _OwnLoop(trained, given, policy, begin, self._schedules)
+        weakref.finalize(self, self._loop.bound.give_back)
+        _NOW[:] = [weakref.ref(self)]
+
+    def add(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
+        """Take in optimizers that are made later, see :meth:`MixedPrecision.add`, and take their calls over as well."""
+        known = list(self._core.optimizers)
+        super().add(optimizers)
+        self._loop.take([each for each in self._core.optimizers if each not in known])
+
+    def step(
+        self,
+        optimizers: Optimizer | Iterable[Optimizer] | None = None,
+        closure: Callable[[], Any] | None = None,
+        scheduler: Any = None,
+    ) -> Step:
+        """Check the gradients, update or skip: what ``optimizer.step()`` comes to; see :meth:`MixedPrecision.step`."""
+        taken = super().step(optimizers, closure, scheduler)
+        self.last_step = taken
+        if self._schedules is not None:
+            self._schedules.note(calls.chosen(optimizers, self._core.optimizers), taken.skipped)
+        return taken
+
+    def close(self) -> None:
+        """End the session: FP32 weights, optimizers as they were built, and every name bound to what it was before."""
+        if attached_now() is self:
+            _NOW.clear()
+        self._loop.end()
+
+    def detach(self) -> None:
+        """End the session, as :meth:`close` does; whatever was bound meanwhile is the original object again."""
+        self.close()
+
+
+class _OwnLoop(Standing):
+    """What stands while a program's own loop runs.
+
+    Args:
+        models: The models.
+        optimizers: The optimizers.
+        policy: The policy.
+        begin: Begins the session, and is given what holds parameters of no model.
+        schedules: What schedulers ask.
+
+    Attributes:
+        bound: What is bound in torch.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+        policy: Policy,
+        begin: Callable[[list[nn.Module]], MixedPrecision],
+        schedules: Schedules | None,
+    ) -> None:
+        super().__init__(models, optimizers, policy, words=_WORDS, begin=begin)
+        self.bound = Bound()
+        assert self.attached is not None, "there is an optimizer"
+        amp, core = self.attached.amp, self.attached.amp._core
+        core.keep_left()
+        self._passes, self._clipping = Passes(self.attached), Clipping(amp)
+        try:
+            wide = torch.float32 if policy.output_dtype is None else None
+            called = CalledIn(models, amp.autocast, wide, self._exact)
+            self._undo.callback(called.leave)
+            self._undo.callback(self.bound.give_back)
+            self.bound.replace(torch.autograd, "_engine_run_backward", self._passes.around)
+            self._clipping.bind(self.bound)
+            if schedules is not None:
+                schedules.bind(self.bound)
+            self._carry(optimizers)
+        except BaseException:
+            self.end()
+            raise
+
+    def take(self, optimizers: list[Optimizer]) -> None:
+        """Take over the calls of optimizers that have come later."""
+        assert self.attached is not None
+        for optimizer in optimizers:
+            self.attached.take_over(optimizer, self.step)
+        self._carry(optimizers)
+
+    def _carry(self, optimizers: list[Optimizer]) -> None:
+        assert self.attached is not None
+        for optimizer in optimizers:
+            for handle in carry(self.attached.amp._core, optimizer):
+                self._undo.callback(handle.remove)
+
+    def _exact(self) -> Callable[[Tensor], Tensor | None]:
+        """Return what gives the FP32 value of a tensor that is stored low."""
+        assert self.attached is not None
+        keepers = self.attached.amp._core.weights.stored(in_fp32=True)
+        stores_low = self.policy.param_dtype in LOW
+
+        def exact(tensor: Tensor) -> Tensor | None:
+            if (keeper := keepers.get(tensor)) is not None:
+                return keeper.master_of(tensor)
+            return tensor.float() if stores_low and tensor.dtype in LOW else None
+
+        return exact
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with one optimizer, or skip: what ``optimizer.step()`` is meanwhile.
+
+        Gradients that no scaled pass has made are taken as they are.
+
+        Args:
+            optimizer: The optimizer.
+            closure: Evaluates the loss; where the optimizer evaluates it once, that is done before the step.
+
+        Returns:
+            What the closure returned first.
+        """
+        assert self.attached is not None
+        if closure is not None and not _evaluates_once(optimizer):
+            return super().step(optimizer, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.attached.gradients_of(optimizer) == "foreign":
+            self.attached.take_as_they_are(optimizer)
+        super().step(optimizer)
+        return loss
+
+
+def _evaluates_once(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to evaluate a closure once, before it updates anything."""
+    of_torch = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+    return of_torch or as_one_pass(optimizer) is not None
