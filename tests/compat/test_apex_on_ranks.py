@@ -1,6 +1,5 @@
 """A program in apex's form on two ranks, wrapped as apex wants it, against one process in float64."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -37,7 +36,6 @@ def programs(rank):
     return found
 
 
-@pytest.mark.slow
 def test_two_ranks_take_the_steps_of_one_process():
     one, other = on_ranks(2, _run, timeout=120)
     twin = perceptron().double()

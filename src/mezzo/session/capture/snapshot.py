@@ -243,6 +243,13 @@ def _check_capturable(core: Core, device: torch.device) -> None:
         StateError: An accumulation window is open.
         UnsupportedError: Anything else.
     """
+    if core.is_lent or not core.guards:
+        raise UnsupportedError(
+            "the calls of a GradScaler cannot be captured, nor those of a decorated model's optimizer",
+            why="the session behind them finds gradients when a step comes, and its scale moves when the host says so",
+            write="amp = MixedPrecision(model, optimizer, policy), and its calls in the train step;\n"
+            "or the train step without mezzo.capture",
+        )
     if core.has_gradients_to_step:
         raise StateError(
             "a train step cannot be captured inside an accumulation window",
