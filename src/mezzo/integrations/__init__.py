@@ -1,7 +1,7 @@
 """Bridges to other tools: what a session knows, told where its user looks.
 
 Everything here uses a session's public face, and nothing of a tool is imported before it is used: what derives from a
-tool's class has a module of its own, :mod:`mezzo.integrations.lightning`. Nothing of mezzo depends on it.
+tool's classes has a module of that tool's name: ``lightning``, ``accelerate``. Nothing of mezzo depends on it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from mezzo.session.refusals.calls import check_loss_id, chosen
 from mezzo.session.scale import adapt_at_once
 from mezzo.session.session import MixedPrecision
 from mezzo.step.whole import Call, at_once
-from mezzo.tensors import moved
+from mezzo.tensors import LOW, moved
 
 __all__ = ["Attached"]
 
@@ -199,6 +199,18 @@ class Attached:
     def save_as(self, dtype: torch.dtype) -> None:
         """Have the models' state dicts hold values of a dtype, until the session is closed: :func:`save_as`."""
         self._core.weights.load_hooks += save_as(self._core.models, dtype, self._core.weights)
+
+    def exact(self) -> Callable[[Tensor], Tensor | None]:
+        """Return what gives the FP32 value of a parameter or buffer that is stored in low precision."""
+        keepers = self._core.weights.stored(in_fp32=True)
+        stores_low = self._core.policy.param_dtype in LOW
+
+        def exact(tensor: Tensor) -> Tensor | None:
+            if (keeper := keepers.get(tensor)) is not None:
+                return keeper.master_of(tensor)
+            return tensor.float() if stores_low and tensor.dtype in LOW else None
+
+        return exact
 
     def scales(self) -> list[dict[str, Any]]:
         """Return the state of each loss scale as plain values, by the names of :class:`mezzo.scale.ScaleState`.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared
@@ -27,7 +27,6 @@ from mezzo.session.scale import Step
 from mezzo.session.session import MixedPrecision
 from mezzo.session.weights.phases import with_handles
 from mezzo.session.weights.words import Words
-from mezzo.tensors import LOW
 
 __all__ = ["AttachedPrecision", "attach"]
 
@@ -209,7 +208,7 @@ class _OwnLoop(Standing):
         self._passes, self._clipping = Passes(self.attached), Clipping(amp)
         try:
             wide = torch.float32 if policy.output_dtype is None else None
-            called = CalledIn(models, amp.autocast, wide, self._exact)
+            called = CalledIn(models, amp.autocast, wide, self.attached.exact)
             self._undo.callback(called.leave)
             self._undo.callback(self.bound.give_back)
             self.bound.replace(torch.autograd, "_engine_run_backward", self._passes.around)
@@ -233,19 +232,6 @@ class _OwnLoop(Standing):
         for optimizer in optimizers:
             for handle in carry(self.attached.amp._core, optimizer):
                 self._undo.callback(handle.remove)
-
-    def _exact(self) -> Callable[[Tensor], Tensor | None]:
-        """Return what gives the FP32 value of a tensor that is stored low."""
-        assert self.attached is not None
-        keepers = self.attached.amp._core.weights.stored(in_fp32=True)
-        stores_low = self.policy.param_dtype in LOW
-
-        def exact(tensor: Tensor) -> Tensor | None:
-            if (keeper := keepers.get(tensor)) is not None:
-                return keeper.master_of(tensor)
-            return tensor.float() if stores_low and tensor.dtype in LOW else None
-
-        return exact
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step with one optimizer, or skip: what ``optimizer.step()`` is meanwhile.
