@@ -96,9 +96,7 @@ def attach(
         >>> amp.close()
     """
     if not isinstance(hold_schedulers, bool):
-        raise PolicyError(
-            f"hold_schedulers is {shown(hold_schedulers)}, not True or False", write="hold_schedulers=False"
-        )
+        raise PolicyError(f"hold_schedulers is {shown(hold_schedulers)}, no truth value", write="hold_schedulers=False")
     if not isinstance(accelerator, Accelerator):
         raise PolicyError(f"the accelerator is {shown(accelerator)}", write=_ORDER)
     refuse(accelerator)
