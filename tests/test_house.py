@@ -24,7 +24,7 @@ MOST_CODE = {
     "policy": 1_187,
     "recipes": 1_267,
     "report": 995,
-    "scale": 690,
+    "scale": 694,
     "selftest": 430,
     "session": 6_657,
     "step": 2_482,

@@ -64,6 +64,20 @@ def test_a_step_reads_nothing(gpu, optimizer, unscales):
     assert loop.scaler._get_scale_async().device.type == "cuda"
 
 
+@pytest.mark.parametrize("together, launches", [(1, 1), (3, 2)])
+def test_the_scale_moves_in_few_launches(gpu, together, launches):
+    """One, as torch's own; one more where several optimizers have stepped since it moved last."""
+    scaler = GradScaler(growth_interval=3)
+    loops = [Loop("fused", scaler) for _ in range(together)]
+    for number in range(FIRST):
+        for loop in loops:
+            loop.backward(number)
+            scaler.step(loop.optimizer)
+        with gpu.kernels() as names:
+            scaler.update()
+    assert len(names) == launches
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_it_trains_as_torchs_own(gpu, optimizer, unscales):

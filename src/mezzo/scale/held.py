@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import reduce
-from operator import and_, or_
+from itertools import chain
+from operator import and_, invert, or_
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ class HeldScaler(Scaler):
         found = [*self._found, *((flag, torch.zeros_like(flag)) for flag in found_infs)]
         self._found = []
         if found:
-            overflowed = reduce(or_, (flag & ~hold for flag, hold in found))
-            super().update(overflowed, hold=reduce(and_, (hold for _, hold in found)))
+            flag, hold = found[0] if len(found) == 1 else self._compute(_as_one_step, (), [*chain(*found)])
+            super().update(flag, hold=hold)
 
     def set(self, scale: float | Tensor) -> None:
         """Go on with another scale, and forget what was found; the count of clean steps goes on. No host sync.
@@ -91,3 +92,9 @@ class HeldScaler(Scaler):
             self._found = list(found)
 
         return restore_all
+
+
+def _as_one_step(*told: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether a step that counts has overflowed, and whether none counts, from what each has told of itself."""
+    flags, holds = told[::2], told[1::2]
+    return reduce(or_, map(and_, flags, map(invert, holds))), reduce(and_, holds)

@@ -94,7 +94,7 @@ class Scaler:
         no = torch.zeros_like(found_inf) if hold is None else hold
         if made_with is None:
             made_with = self.state.scale
-        if known is _as_it_is and self.moves_at_once(made_with):
+        if known is _as_it_is and Scaler.moves_at_once(self, made_with):  # held ones too: they move now
             numbers, window = self.numbers(found_inf)
             self.move(self._compute(moved_on, (self.config,), [found_inf, no, *numbers]), no, window)
             return

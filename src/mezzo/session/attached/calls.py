@@ -18,6 +18,7 @@ from mezzo.session import Step
 from mezzo.session.attached.scaling import ScaledOptimizer
 from mezzo.session.update import Writes
 from mezzo.session.window.window import NoGradient
+from mezzo.step.executors.choose import shared
 
 __all__ = ["CallScaler"]
 
@@ -37,7 +38,7 @@ class CallScaler:
 
     def __init__(self, config: LossScale, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._held = HeldScaler(config, "cpu")
+        self._held = HeldScaler(config, "cpu", shared)
         self._given: Tensor | None = None  # the scale that losses were last multiplied by
         self._last_step: Step | None = None
         self._known: dict[int, ScaledOptimizer] = {}  # by id, since the last update
