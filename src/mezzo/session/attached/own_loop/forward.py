@@ -6,11 +6,10 @@ import copy
 import functools
 import threading
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,11 @@ from mezzo.cast.nested import cast_floating
 
 __all__ = ["CalledIn"]
 
+#: Returns what gives the FP32 value of a tensor that is stored in another dtype.
+Exact: TypeAlias = Callable[[], Callable[[Tensor], Tensor | None]]
+
+#: What is bound on a model.
+_BOUND: Final = ("forward", "__deepcopy__")
 #: Where modules keep hooks of all kinds.
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
@@ -47,22 +51,22 @@ class CalledIn:
         models: list[nn.Module],
         region: Callable[[], AbstractContextManager[Any]],
         output_dtype: torch.dtype | None,
-        exact: Callable[[], Callable[[Tensor], Tensor | None]],
+        exact: Exact,
     ) -> None:
-        self._region, self._output_dtype, self._exact = region, output_dtype, exact
+        self._region, self._output_dtype = region, output_dtype
         self._here = threading.local()
         self._models = [_wrapped(model) for model in models]
         self._before: list[dict[str, Any]] = []
         for model in self._models:
             names = vars(model)
-            self._before.append({name: names[name] for name in ("forward", "__deepcopy__") if name in names})
+            self._before.append({name: names[name] for name in _BOUND if name in names})
             names["forward"] = types.MethodType(self._around(model), model)
-            names["__deepcopy__"] = types.MethodType(self._copying(), model)
+            names["__deepcopy__"] = _Copying(model, exact)
 
     def leave(self) -> None:
         """Give the models their own ``forward`` back."""
         for model, before in zip(self._models, self._before, strict=True):
-            for name in ("forward", "__deepcopy__"):
+            for name in _BOUND:
                 vars(model).pop(name, None)
             vars(model).update(before)
         self._models, self._before = [], []
@@ -88,21 +92,31 @@ class CalledIn:
 
         return forward
 
-    def _copying(self) -> Callable[..., Any]:
-        here = weakref.ref(self)
 
-        def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:  # noqa: N807 - what copy looks for
-            called = here()
-            names: dict[str, Any] = vars(self)
-            ours: dict[str, Any] = {n: names.pop(n) for n in ("forward", "__deepcopy__") if n in names}
-            try:
-                if called is not None:
-                    _remember(self, memo, called._exact())
-                return copy.deepcopy(self, memo)
-            finally:
-                names.update(ours)
+class _Copying:
+    """What ``copy.deepcopy`` asks a model for; of an unpickled one it copies what is there.
 
-        return __deepcopy__
+    Args:
+        model: The model.
+        exact: See :class:`CalledIn`.
+    """
+
+    def __init__(self, model: nn.Module, exact: Exact | None = None) -> None:
+        self._model, self._exact = model, exact
+
+    def __reduce__(self) -> Any:
+        return _Copying, (self._model,)
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a plain copy."""
+        names: dict[str, Any] = vars(self._model)
+        ours: dict[str, Any] = {name: names.pop(name) for name in _BOUND if name in names}
+        try:
+            if self._exact is not None:
+                _remember(self._model, memo, self._exact())
+            return copy.deepcopy(self._model, memo)
+        finally:
+            names.update(ours)
 
 
 def _remember(model: nn.Module, memo: dict[int, Any], exact: Callable[[Tensor], Tensor | None]) -> None:

@@ -1,0 +1,320 @@
+"""Steps, forward passes and copies of a plain loop while it is attached."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
+
+import mezzo
+
+from ..loops import batch, network
+from .loops import OPTIMIZERS, POLICIES, attached, build, ends, loss_of, spoil, train
+
+# Closures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["O0", "O1", "O1, bfloat16", "O2", "O2, bfloat16"])
+def test_lbfgs_is_that_of_the_session(policy, bits):
+    found = []
+    for own in (True, False):
+        model = network()
+        built = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        amp = (mezzo.attach if own else mezzo.MixedPrecision)(model, built, POLICIES[policy])
+        losses = []
+        for number in range(2):
+
+            def closure(model=model, built=built, amp=amp, own=own, number=number):
+                built.zero_grad()
+                loss = loss_of(model, number, None if own else amp)
+                loss.backward() if own else amp.backward(loss)
+                return loss
+
+            losses.append(built.step(closure) if own else amp.step(closure=closure))
+        found.append(([p.detach().clone() for p in amp.master_params()], amp.loss_scale, amp.stats()))
+        assert not own or all(isinstance(loss, torch.Tensor) for loss in losses)
+        amp.close()
+    assert bits(found[0]) == bits(found[1])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_closure_that_is_evaluated_once_costs_nothing_besides(optimizer, bits):
+    found = []
+    for closes in (True, False):
+        model, built = build(optimizer)
+        with attached(model, built, POLICIES["O2"]) as amp:
+            for number in range(3):
+                seen = []
+
+                def closure(model=model, built=built, number=number, seen=seen):
+                    seen.append(torch.is_grad_enabled())
+                    built.zero_grad()
+                    loss = loss_of(model, number)
+                    loss.backward()
+                    if number == 1:
+                        spoil(model)
+                    return loss
+
+                if closes:
+                    with torch.no_grad():
+                        assert built.step(closure).shape == ()
+                    assert seen == [True]
+                else:
+                    closure()
+                    built.step()
+            found.append(ends(amp, built))
+    assert bits(found[0]) == bits(found[1])
+
+
+# Gradients that nobody scaled -----------------------------------------------------------------------------------------
+
+
+def test_gradients_that_were_assigned_are_taken_as_they_are():
+    for policy in ("O0, scaled", "O1", "O2", "O2, bfloat16"):
+        model, built = build()
+        with attached(model, built, POLICIES[policy]) as amp:
+            before = [p.detach().clone() for p in amp.master_params()]
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.5)
+            built.step()
+            for was, param in zip(before, amp.master_params(), strict=True):
+                torch.testing.assert_close(param.detach(), was - 0.05)
+            for param in amp.master_params():
+                param.grad = torch.full_like(param, float("inf"))
+            before = [p.detach().clone() for p in amp.master_params()]
+            built.step()
+            assert all(map(torch.equal, before, amp.master_params()))
+
+
+def test_gradients_from_before_are_added_to():
+    model, built = build()
+    loss_of(model, 0).backward()
+    with attached(model, built, "O0,loss_scale=dynamic(init=1024)") as amp:
+        loss_of(model, 1).backward()
+        amp.unscale_()
+        found = [p.grad.clone() for p in model.parameters()]
+        built.step()
+    twin = network()
+    (loss_of(twin, 0) + loss_of(twin, 1)).backward()
+    for mine, param in zip(found, twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, param.grad)
+
+
+@pytest.mark.parametrize("policy", ["O0", "O0, scaled"])
+def test_gradients_that_are_never_cleared_add_up_as_in_plain_torch(policy):
+    def loop(model, built):
+        for number in range(3):
+            loss_of(model, number).backward()
+            built.step()
+
+    model, built = build()
+    with attached(model, built, POLICIES[policy]):
+        loop(model, built)
+    twin, theirs = build()
+    loop(twin, theirs)
+    for mine, param in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, param)
+
+
+def test_a_step_without_gradients_does_nothing():
+    model, built = build()
+    with attached(model, built, "O2,emulate=true") as amp:
+        built.step()
+        assert amp.stats().steps == 0
+        train(model, built, steps=range(1), spoilt=())
+        built.step()
+        assert amp.stats().steps == 1
+
+
+# Schedulers -----------------------------------------------------------------------------------------------------------
+
+
+SCHEDULERS = {
+    "StepLR": lambda built: StepLR(built, 1, gamma=0.5),
+    "chained": lambda built: ChainedScheduler([StepLR(built, 1, gamma=0.5), ConstantLR(built, 1.0, 1)]),
+    "sequence": lambda built: SequentialLR(built, [StepLR(built, 1, gamma=0.5), StepLR(built, 1)], [100]),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("early", [True, False])
+def test_every_scheduler_waits(kind, early):
+    model, built = build()
+    scheduler = SCHEDULERS[kind](built) if early else None
+    with attached(model, built, "O1,emulate=true"):
+        scheduler = scheduler or SCHEDULERS[kind](built)
+        for number, rate in enumerate([0.05, 0.05, 0.025]):
+            train(model, built, steps=[number], schedulers=[scheduler])
+            assert built.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_two_schedulers_and_one_of_a_class_that_was_made_later():
+    class Halves(LRScheduler):
+        def get_lr(self):
+            return [group["lr"] * 0.5 ** (self.last_epoch > 0) for group in self.optimizer.param_groups]
+
+    model, built = build()
+    with attached(model, built, "O1,emulate=true"):
+
+        class Later(Halves):
+            def step(self, *args):
+                super().step(*args)
+
+        schedulers = [Later(built), Halves(built), ReduceLROnPlateau(built)]
+        for number, epoch in enumerate([1, 1, 2]):
+            train(model, built, steps=[number], schedulers=schedulers[:2])
+            schedulers[2].step(1.0)
+            assert [each.last_epoch for each in schedulers] == [epoch] * 3
+        step = Later.step
+    assert Later.step is not step
+
+
+def test_one_that_is_made_after_a_skipped_step_begins():
+    model, built = build()
+    with attached(model, built, "O1,emulate=true"):
+        train(model, built, steps=range(1), spoilt=(0,))
+        scheduler = StepLR(built, 1, gamma=0.5)
+        assert scheduler.last_epoch == 0
+        train(model, built, steps=range(1), spoilt=(), schedulers=[scheduler])
+        assert scheduler.last_epoch == 1
+
+
+def test_many_steps_between_two_of_a_scheduler():
+    weight = nn.Linear(1, 1, bias=False)
+    built = torch.optim.SGD(weight.parameters(), lr=0.0)
+    scheduler = StepLR(built, 1)
+    with attached(weight, built, "O0,loss_scale=dynamic(init=8,patience=1000)"):
+        for spoils, epoch in ((False, 1), (True, 1)):
+            for _ in range(130):
+                weight(torch.ones(1, 1)).sum().backward()
+                if spoils:
+                    weight.weight.grad.fill_(float("nan"))
+                built.step()
+                built.zero_grad()
+            scheduler.step()
+            assert scheduler.last_epoch == epoch
+
+
+# Forward passes -------------------------------------------------------------------------------------------------------
+
+
+def seen_inside(model, *args):
+    """The dtype that a product has inside of a model's forward pass, and what it returns."""
+    found = []
+    hook = next(m for m in model.modules() if isinstance(m, nn.Linear)).register_forward_hook(
+        lambda _, __, out: found.append(out.dtype)
+    )
+    out = model(*args)
+    hook.remove()
+    return found, out.dtype
+
+
+class Fails(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.inner, self.error = nn.Linear(4, 4), error
+
+    def forward(self, x):
+        x = self.inner(x)
+        if self.error is not None:
+            raise self.error
+        return x
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_exception_leaves_the_region(error):
+    for policy in ("O1", "O2"):
+        model = Fails(error)
+        with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), POLICIES[policy]):
+            with pytest.raises(type(error)):
+                model(torch.ones(2, 4))
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+            assert not torch.is_autocast_enabled("cpu")
+            model.error = None
+            assert seen_inside(model, torch.ones(2, 4)) == ([torch.float16], torch.float32)
+
+
+def test_only_the_outermost_model_returns_fp32():
+    inner = nn.Linear(4, 4)
+    outer = nn.Sequential(inner, nn.Linear(4, 4))
+    optimizers = torch.optim.SGD(outer.parameters(), lr=0.1)
+    with attached([outer, inner], optimizers, POLICIES["O1"]):
+        found, out = seen_inside(outer, torch.ones(2, 4))
+        assert (found, out) == ([torch.float16], torch.float32)
+        assert inner(torch.ones(2, 4)).dtype == torch.float32
+
+
+def test_an_output_dtype_of_the_policy_is_kept_and_evaluation_runs_low_too():
+    model, built = build()
+    with attached(model, built, "O1,emulate=true,output_dtype=float16"), torch.no_grad():
+        assert seen_inside(model.eval(), batch(0)[0]) == ([torch.float16], torch.float16)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+def test_a_compiled_model():
+    for compiles_first in (True, False):
+        model = network()
+        compiled = torch.compile(model, backend="eager")
+        built = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attached(compiled if compiles_first else model, built, POLICIES["O1"]) as amp:
+            compiled = compiled if compiles_first else torch.compile(model, backend="eager", fullgraph=True)
+            out = compiled(batch(0)[0])
+            assert out.dtype == torch.float32
+            assert not torch.equal(out, network()(batch(0)[0]))  # it ran low
+            functional.cross_entropy(out, batch(0)[1]).backward()
+            built.step()
+            assert amp.stats().steps == 1
+
+
+# Copies ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_is_a_plain_model(policy, caplog):
+    model, built = build()
+    with attached(model, built, POLICIES[policy]) as amp:
+        train(model, built, spoilt=())
+        for source in (model, nn.ModuleList([model])):
+            twin = copy.deepcopy(source)
+            twin = twin if source is model else twin[0]
+            exact = [p.detach().float() for p in amp.master_params()]
+            assert all(map(torch.equal, exact, twin.parameters()))
+            assert all(isinstance(p, nn.Parameter) and p.dtype == torch.float32 for p in twin.parameters())
+            assert vars(twin).keys() == vars(network()).keys()
+            for module in twin.modules():
+                hooks = {name: kept for name, kept in vars(module).items() if name.endswith("hooks") and kept}
+                assert hooks == {}
+            assert (twin(batch(0)[0]) - network()(batch(0)[0])).dtype == torch.float32
+            theirs = OPTIMIZERS["SGD"](twin.parameters())
+            train(twin, theirs, spoilt=())
+            mezzo.MixedPrecision(twin, theirs, "O2,emulate=true").close()
+        train(model, built, spoilt=())  # and the model itself goes on
+    assert not caplog.records
+
+
+def test_a_copy_keeps_hooks_of_the_users():
+    model, built = build()
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with attached(model, built, "O2,emulate=true"):
+        copy.deepcopy(model)(batch(0)[0])
+    assert calls == [1]
+
+
+def test_an_average_of_weights_begins_with_fp32():
+    model, built = build()
+    with attached(model, built, "O2,dtype=bfloat16"):
+        averaged = AveragedModel(model)
+        assert {p.dtype for p in averaged.parameters()} == {torch.float32}
+
+
+def test_a_pickled_model_runs():
+    model, built = build()
+    with attached(model, built, "O1,emulate=true"):
+        twin = pickle.loads(pickle.dumps(model))
+        twin = copy.deepcopy(twin)
+    assert torch.equal(twin(batch(0)[0]), network()(batch(0)[0]))
