@@ -12,7 +12,7 @@ from mezzo import LossScale, MixedPrecision, Policy
 
 from ..support.tables import pairwise, thinned
 from .loops import Syncs, assert_same
-from .small_nets import OPTIMIZERS, POLICIES, backward, batch, network, session, snapshot, train
+from .small_nets import OPTIMIZERS, POLICIES, backward, batch, network, of_torch, session, snapshot, train
 
 # Exactness -----------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ def test_resuming_inside_an_accumulation_window_is_bit_exact(policy, parts_befor
 @pytest.mark.parametrize("policy, poison, fused", pairwise(POLICIES, [float("inf"), float("nan")], [False, True]))
 def test_a_gradient_that_is_not_finite_skips_the_step(policy, poison, fused):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    optimizer = of_torch(model.parameters(), policy, fused)
     amp = MixedPrecision(model, optimizer, policy, max_grad_norm=1.0)
     train(amp, model, range(2))
     before = copy.deepcopy(list(amp.master_params())), copy.deepcopy(dict(model.named_parameters()))
@@ -205,7 +205,7 @@ def test_gradients_are_clipped_by_their_unscaled_norm():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_host_syncs_of_a_step(policy, fused, expected):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    optimizer = of_torch(model.parameters(), policy, fused)
     amp = MixedPrecision(model, optimizer, policy, max_grad_norm=1.0)
     train(amp, model, range(1))
     for poison in (False, True):

@@ -220,6 +220,32 @@ def test_a_step_behind_the_session_s_back_is_refused_before_anything_is_written(
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_fused_sgd_that_would_leave_low_precision_weights_as_they_are_is_refused(dtype):
+    """Whether this torch's does, is seen on its own optimizer."""
+    plain = nn.Linear(64, 1, bias=False).to(dtype)
+    plain.weight.grad = torch.ones_like(plain.weight)
+    before = plain.weight.detach().clone()
+    torch.optim.SGD(plain.parameters(), lr=1.0, fused=True).step()
+    if not torch.equal(plain.weight, before):
+        pytest.skip("this torch's fused SGD moves low-precision weights")
+    name = str(dtype).removeprefix("torch.")
+    policy = f"O3,dtype={name},emulate=true"
+    says = rf"fused SGD of torch .* leaves most {dtype} weights on CPUs as they are[\s\S]*SGD\(…, fused=False\)"
+    model = nn.Linear(64, 1)
+    with pytest.raises(UnsupportedError, match=says):
+        MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=True), policy)
+    assert model.weight.dtype == torch.float32
+    MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=False), policy).close()
+    model = nn.Linear(64, 1)
+    amp = MixedPrecision(model, torch.optim.SGD([model.bias], lr=1.0), policy)
+    with pytest.raises(UnsupportedError, match=says):
+        amp.add(torch.optim.SGD([model.weight], lr=1.0, fused=True))
+    for level in ("O0", f"O1,dtype={name},emulate=true", f"O2,dtype={name},emulate=true"):
+        model = nn.Linear(64, 1)
+        MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=True), level).close()
+
+
 def test_fused_sgd_makes_its_momentum_in_a_real_step():
     """torch's kernel allocates the buffer and, when told to skip, leaves it as it found it."""
     model = nn.Linear(64, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -109,7 +110,7 @@ def check_session(
         problems.append(PolicyError(f"num_losses is {num_losses!r}", why=why, write="num_losses=2"))
     problems += unknown_reaction(on_overflow)
     if not problems:
-        problems += _unfit(models, optimizers)
+        problems += [*_unfit(models, optimizers), *_unmoved(optimizers, policy)]
         if policy.master_weights:
             problems += _without_masters(optimizers, policy)
         elif policy.param_dtype != torch.float32:
@@ -131,7 +132,7 @@ def check_added(optimizers: list[Optimizer], core: Core) -> None:
     if known := [type(each).__name__ for each in optimizers if each in core.optimizers]:
         problems.append(PolicyError("the session has this optimizer already", where=some_of(known)))
     if not problems:
-        problems += _unfit(core.models, optimizers)
+        problems += [*_unfit(core.models, optimizers), *_unmoved(optimizers, core.policy)]
         if core.policy.master_weights:
             updated = {id(leaf) for group in core.groups for _, leaf in group.with_leaves()}
             problems += _without_masters(optimizers, core.policy, updated, len(core.optimizers))
@@ -210,6 +211,30 @@ def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[Mez
                 "after the optimizer?",
                 write=f"{kind}(model.parameters(), …) after the model is final",
             )
+
+
+def _unmoved(optimizers: list[Optimizer], policy: Policy) -> Iterator[UnsupportedError]:
+    """Yield an error for each optimizer whose kernels for CPUs would leave low-precision weights as they are."""
+    if policy.master_weights or policy.param_dtype == torch.float32:
+        return
+    for optimizer in optimizers:
+        on_cpus = any(p.device.type == "cpu" for g in optimizer.param_groups if g.get("fused") for p in g["params"])
+        if on_cpus and isinstance(optimizer, torch.optim.SGD) and _stands_still(policy.param_dtype):
+            yield UnsupportedError(
+                f"fused SGD of torch {torch.__version__} leaves most {policy.param_dtype} weights on CPUs as they are",
+                where="SGD(…, fused=True)",
+                why="its kernel does not write whole vectors: github.com/pytorch/pytorch/issues/191763",
+                write="torch.optim.SGD(…, fused=False)",
+            )
+
+
+@cache
+def _stands_still(dtype: torch.dtype) -> bool:
+    """Whether this torch's fused SGD for CPUs has the fault, found by a step of 64 weights."""
+    param = nn.Parameter(torch.ones(64, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    torch.optim.SGD([param], lr=0.5, fused=True).step()
+    return bool((param != 0.5).any())
 
 
 def guards(owner: Any) -> bool:
