@@ -26,7 +26,7 @@ MOST_CODE = {
     "report": 995,
     "scale": 694,
     "selftest": 430,
-    "session": 6_660,
+    "session": 6_669,
     "step": 2_482,
     "trace": 1_007,
     "the ground": 935,
