@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,16 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import optim
-from mezzo.cast.notes import watched
 from mezzo.policy import Policy
 from mezzo.selftest.task import Digits, TrialNet, build
 from mezzo.session import MixedPrecision, load, save
-from mezzo.tensors import dtype_name, tensors
-from mezzo.trace.frames import doing
-from mezzo.trace.kernels import flops
+from mezzo.tensors import tensors
+from mezzo.trace.products import Products
 
 __all__ = ["STEPS", "Measured", "Reference", "Trial", "measured", "reference"]
 
@@ -138,9 +134,9 @@ def measured(trial: Trial, data: Digits, fp32: Reference) -> Measured:
     """
     begin = time.perf_counter()
     run = _Run(trial, data, seed=0)
-    kernels = _Products(Policy.parse(trial.policy).dtype)
+    kernels = Products(Policy.parse(trial.policy).dtype)
     with _logged() as notes:
-        with watched(), kernels:
+        with kernels:
             run.backward(0)
         run.amp.zero_grad()
         losses = [run.train(number) for number in range(CHECKPOINT)]
@@ -268,28 +264,6 @@ def _loss(model: TrialNet, data: Digits, number: int, *, infinite_gradient: bool
 def _flat(model: TrialNet) -> Tensor:
     gradients = [param.grad.detach().float().flatten() for param in model.parameters() if param.grad is not None]
     return torch.cat(gradients)
-
-
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the operations of products by the precision that their kernels read, forward and backward."""
-
-    def __init__(self, low: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._low = low
-        self.flops: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if (counted := flops(func, args, kwargs, out)) is not None:
-            self.flops["emulated" if doing() == "emulation" else dtype_name(counted[1])] += counted[0]
-        return out
-
-    @property
-    def low_share(self) -> float:
-        """The share of the format, emulation in it included."""
-        low = self.flops[dtype_name(self._low)] + self.flops["emulated"]
-        return low / max(1, self.flops.total())
 
 
 @contextmanager
