@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = (
     *("formats", "numerics", "optim", "overflow", "scale", "explanation", "recipes", "bench", "integrations"),
     *(f"integrations.{name}" for name in ("accelerate", "lightning") if find_spec(name)),
-    *("selftest", "compat.torch", "compat.apex", "compat.paddle", "compat.fleet"),
+    *("selftest", "script", "compat.torch", "compat.apex", "compat.paddle", "compat.fleet"),
 )
 
 

@@ -19,6 +19,7 @@ from mezzo.cli import (  # noqa: F401  (each verb registers itself)
     inspect,
     ops,
     report,
+    run,
     train,
     tune,
 )

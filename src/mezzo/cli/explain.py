@@ -27,7 +27,7 @@ from mezzo.explanation.table import WIDEST, difference_renderables, differences_
 from mezzo.machine import default_device
 from mezzo.policy import Policy
 
-__all__ = ["explain"]
+__all__ = ["explain", "show"]
 
 Subject = tuple[nn.Module, Any, Callable[[Any], Tensor] | None]
 
@@ -91,9 +91,9 @@ def explain(
     if as_json:
         typer.echo(first.to_json() if second is None else differences_json(first, second))
     elif second is None:
-        _show(list(renderables(first, full=full)), full)
+        show(list(renderables(first, full=full)), full)
     else:
-        _show(list(difference_renderables(first, second, full=full)), full)
+        show(list(difference_renderables(first, second, full=full)), full)
 
 
 def _write(path: Path, first: Explanation, second: Explanation | None) -> None:
@@ -113,7 +113,8 @@ def _write(path: Path, first: Explanation, second: Explanation | None) -> None:
     note(f"page: {path}")
 
 
-def _show(parts: list[RenderableType], full: bool) -> None:
+def show(parts: list[RenderableType], full: bool) -> None:
+    """Print an explanation, as wide as the terminal is, or as is good for a file."""
     console = Console()
     if console.is_terminal:
         console.width = console.width if full else min(console.width, WIDEST)

@@ -1,0 +1,108 @@
+"""``mezzo run SCRIPT``: an unmodified training script in mixed precision."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from mezzo import script
+from mezzo.cli.app import app
+from mezzo.cli.explain import show
+from mezzo.cli.output import note
+from mezzo.errors import printable
+from mezzo.explanation.table import renderables
+from mezzo.files import whole
+from mezzo.policy import Policy
+from mezzo.tensors import LOW, dtype_name
+
+__all__ = ["run"]
+
+_ALERT = 4
+
+
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run(
+    words: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and its arguments.")],
+    policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1",
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    save_policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the policy to a file, too.", show_default=False)
+    ] = None,
+    max_grad_norm: Annotated[
+        float | None, typer.Option(metavar="NORM", help="Clip the gradients of a step together.", show_default=False)
+    ] = None,
+    hold_schedulers: Annotated[
+        bool, typer.Option(help="Let learning-rate schedulers wait where a step was skipped; one host sync a step.")
+    ] = True,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Run one step, in FP32, and explain what the policy would make of it.")
+    ] = False,
+    to_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON, too.", show_default=False)
+    ] = None,
+) -> None:
+    """Run a training script as it is, in mixed precision.
+
+    [bold]mezzo run train.py --epochs 3[/bold]                         what comes after the script is the script's
+
+    [bold]mezzo run --policy O2,dtype=bfloat16 train.py[/bold]
+
+    [bold]mezzo run -m package.train --epochs 3[/bold]                 a module, as with python -m
+
+    [bold]mezzo run --dry train.py[/bold]                              one step: what would run low, what not and why
+
+    [bold]torchrun --nproc-per-node 2 -m mezzo run train.py[/bold]     in two processes
+
+    One session over all optimizers begins with the first training step: backward passes are scaled, gradients clipped
+    unscaled, steps checked; torch.autocast and GradScaler of the script become the session's. State dicts hold FP32.
+
+    Ends with a report on stderr: how much of the work of matrix products ran low, measured in the first steps; steps,
+    skipped ones, loss scale; what was intercepted, what was left alone and why. The exit code is the script's; where
+    that is 0, 4 if nothing ran low or more than half of the steps were skipped.
+    """
+    chosen = Policy.of(policy)
+    program = script.Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+    if save_policy is not None:
+        chosen.save(save_policy)
+    if dry:
+        _dry(program, chosen)
+    ended = script.run(program, chosen, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
+    code = _code(ended.error)
+    sys.stdout.flush()
+    if os.environ.get("RANK", "0") == "0":
+        for line in ended.report.lines:
+            note(printable(line))
+        if to_json is not None:
+            with whole(to_json) as file:
+                file.write(ended.report.to_json().encode())
+    raise typer.Exit(code or (_ALERT if ended.report.alarm else 0))
+
+
+def _dry(program: script.Program, policy: Policy) -> NoReturn:
+    """Explain the first step, and leave."""
+    found = script.rehearse(program, policy)
+    for each in found.explanations:
+        show(list(renderables(each, full=False)), full=False)
+    for what, why in found.left_alone.items():
+        note(f"{what} cannot be explained: {why}")
+    ran_low = any(product.dtype in map(dtype_name, LOW) for each in found.explanations for product in each.products)
+    if not found.explanations and found.error is None:
+        note(f"{program.name} called no model to train before its first step")
+    raise typer.Exit(_code(found.error) or (0 if ran_low else _ALERT))
+
+
+def _code(error: BaseException | None) -> int:
+    """Return the exit code that Python gives for what a script has raised, and show what Python would show."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    sys.excepthook(type(error), error, error.__traceback__)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1

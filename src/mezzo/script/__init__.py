@@ -1,0 +1,11 @@
+"""An unmodified training script under a policy: what it makes is found, taken into one session, and told of at the end.
+
+Nothing here decides about numerics or carries a policy out: that is the session's that ``mezzo.attach`` begins.
+"""
+
+from mezzo.script.dry import Rehearsed, rehearse
+from mezzo.script.program import Program
+from mezzo.script.report import ScriptReport
+from mezzo.script.run import ScriptRun, run
+
+__all__ = ["Program", "Rehearsed", "ScriptReport", "ScriptRun", "rehearse", "run"]

@@ -1,0 +1,238 @@
+"""The optimizers that a script makes, and the session over them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mezzo.errors import MezzoError
+from mezzo.explanation.words import counted
+from mezzo.policy import Policy
+from mezzo.script.inner import InnerCalls
+from mezzo.script.measuring import Measuring
+from mezzo.script.owners import models_of, name_of, updated
+from mezzo.script.report import Ledger
+from mezzo.script.seams import Seams
+from mezzo.session.attached.own_loop import AttachedPrecision
+from mezzo.tensors import LOW
+
+__all__ = ["Attach", "Gathering"]
+
+Attach = Callable[[list[nn.Module], list[Optimizer], Policy], AttachedPrecision]
+
+#: What each session does otherwise, by the names that :func:`mezzo.attach` binds.
+_ALWAYS: Final = "calls of models, loss.backward(), optimizer.step(), scheduler.step(), clip_grad_norm_ and the like"
+
+
+class Gathering:
+    """Take note of each optimizer that is made, and begin a session over all that are alive once one trains.
+
+    That is with the first forward pass which trains a parameter of a new optimizer, or its first step with a closure.
+    A later new optimizer ends the session and begins another.
+
+    Args:
+        attach: Begins a session over models and optimizers, under a policy.
+        policy: The policy.
+        ledger: What is written down.
+        seams: Replaces names of torch.
+    """
+
+    def __init__(self, attach: Attach, policy: Policy, ledger: Ledger, seams: Seams) -> None:
+        self.amp: AttachedPrecision | None = None
+        self._attach, self._policy, self._ledger, self._seams = attach, policy, ledger, seams
+        self._session: list[Optimizer] = []
+        self._new: list[weakref.ref[Optimizer]] = []
+        self._firsts: list[tuple[weakref.ref[Optimizer], Any]] = []
+        self._is_watching = False
+        self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without a parameter of a new one
+        self._told_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._inner: InnerCalls | None = None
+        self._measuring: Measuring | None = None
+        self._replace()
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Return the region of the session; nothing's where there is none."""
+        if self._new and torch.is_grad_enabled():
+            self._begin()
+        return contextlib.nullcontext() if self.amp is None else self.amp.autocast()
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps with the session."""
+        return any(each is optimizer for each in self._session)
+
+    def end(self) -> None:
+        """End the session: models and optimizers are the script's own again."""
+        if self._measuring is not None:
+            self._measuring.stop()
+        if (amp := self.amp) is None:
+            return
+        self.amp, self._session = None, []
+        if self._inner is not None:
+            self._inner.leave()
+        self._ledger.stats.append(amp.stats())
+        amp.detach()
+
+    def close(self) -> None:
+        """End the session, and take note of no more."""
+        try:
+            self.end()
+        finally:
+            for reference, first in self._firsts:
+                optimizer = reference()
+                if optimizer is not None and getattr(vars(optimizer).get("step"), "__func__", None) is first:
+                    del vars(optimizer)["step"]
+            self._firsts.clear()
+            self._new.clear()
+
+    def _replace(self) -> None:
+        gathering, plain_init, plain_add = self, Optimizer.__init__, Optimizer.add_param_group
+
+        @functools.wraps(plain_init)
+        def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            plain_init(self, *args, **kwargs)
+            gathering._learn(self)
+
+        @functools.wraps(plain_add)
+        def add_param_group(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            plain_add(self, *args, **kwargs)
+            if gathering.has(self):
+                gathering._expect(self)
+
+        self._seams.replace(Optimizer, "__init__", init)
+        self._seams.replace(Optimizer, "add_param_group", add_param_group)
+
+    # When to begin --------------------------------------------------------------------------------------------
+
+    def _learn(self, optimizer: Optimizer) -> None:
+        gathering = self
+
+        @functools.wraps(type(optimizer).step)
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if closure is not None and gathering._is_new(self):
+                gathering._begin()
+                return self.step(closure)  # the session's, where there is one now
+            plain = type(self).step
+            result = plain(self) if closure is None else plain(self, closure)
+            if gathering._is_new(self):  # forward passes were none of modules', or inside a compiled function
+                gathering._begin()
+            return result
+
+        vars(optimizer)["step"] = types.MethodType(step, optimizer)
+        self._firsts.append((weakref.ref(optimizer), step))
+        self._expect(optimizer)
+
+    def _expect(self, optimizer: Optimizer) -> None:
+        """Look at forward passes until a session over this optimizer begins."""
+        self._new.append(weakref.ref(optimizer))
+        self._known_not.clear()
+        self._watch()
+
+    def _is_new(self, optimizer: Optimizer) -> bool:
+        return any(each() is optimizer for each in self._new)
+
+    def _watch(self) -> None:
+        if self._is_watching:
+            return
+        gathering, plain = self, vars(nn.Module)["__call__"]
+
+        @functools.wraps(plain)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and gathering._trains(self):
+                gathering._begin()
+            return plain(self, *args, **kwargs)
+
+        self._seams.replace(nn.Module, "__call__", call)
+        self._is_watching = True
+
+    def _trains(self, module: nn.Module) -> bool:
+        """Whether a module's forward pass trains a parameter of a new optimizer."""
+        if not self._new or not torch.is_grad_enabled() or module in self._known_not:
+            return False
+        new = {id(param) for param in updated(_alive(self._new))}
+        if any(id(param) in new for param in module.parameters()):
+            return True
+        self._known_not.add(module)
+        return False
+
+    def _begin(self) -> None:
+        """End the session, and begin one over all optimizers that are alive."""
+        old = [weakref.ref(each) for each in self._session]
+        new = [each for each in self._new if each not in old]
+        self._new.clear()
+        self._seams.put_back(nn.Module, "__call__")
+        self._is_watching = False
+        if self.amp is not None:
+            self.end()
+            gc.collect()  # what only circles of references keep is no more the script's
+        if not self._attached(old + new) and old:
+            self._attached(old)
+
+    def _attached(self, references: list[weakref.ref[Optimizer]]) -> bool:
+        optimizers = _alive(references)
+        models = models_of(optimizers)
+        held = {id(param) for model in models for param in model.parameters()}
+        for optimizer in [each for each in optimizers if held.isdisjoint(map(id, updated([each])))]:
+            optimizers.remove(optimizer)
+            tensors = counted(sum(1 for _ in updated([optimizer])), "tensor")
+            self._ledger.left_alone[f"{type(optimizer).__name__} over {tensors}"] = "no module holds what it updates"
+        if not optimizers:
+            return False
+        if self._measuring is None:
+            self._measuring = Measuring(self._ledger)
+        self.amp = self._session_over(models, optimizers)
+        if self.amp is None:
+            return False
+        self._ledger.intercepted[_ALWAYS] = 1
+        self._inner = InnerCalls(models, self.amp.autocast)
+        self._measuring.follow(optimizers)
+        self._session = optimizers
+        self._ledger.models += [name_of(each) for each in models if each not in self._told_models]
+        self._ledger.optimizers += [type(each).__name__ for each in optimizers if each not in self._told_optimizers]
+        self._told_models.update(models)
+        self._told_optimizers.update(optimizers)
+        return True
+
+    def _session_over(self, models: list[nn.Module], optimizers: list[Optimizer]) -> AttachedPrecision | None:
+        """Begin a session, with weights in FP32 where they cannot be stored low."""
+        what = f"{', '.join(type(each).__name__ for each in optimizers)} over {', '.join(map(name_of, models))}"
+        policy, told = self._policy, ""
+        if policy.param_dtype in LOW:
+            told = _writes_by_itself(optimizers)
+            if not told:
+                try:
+                    return self._attach(models, optimizers, policy)
+                except MezzoError as error:
+                    told = str(error)
+            self._ledger.left_alone[f"weights of {', '.join(map(name_of, models))}, stored in FP32"] = told
+            policy = Policy.O1(policy.dtype, loss_scale=policy.loss_scale, rules=policy.rules)
+        try:
+            return self._attach(models, optimizers, policy)
+        except MezzoError as error:
+            self._ledger.left_alone[what] = str(error)
+            return None
+
+
+def _writes_by_itself(optimizers: list[Optimizer]) -> str:
+    """Say which optimizers may write weights outside of a step, which a session with masters would not see."""
+    for kind in {type(each): None for each in optimizers}:
+        if kind.__module__.partition(".")[0] in ("torch", "mezzo"):
+            continue
+        names = [name for name in dir(kind) if not name.startswith("_") and name not in dir(Optimizer)]
+        if methods := [name for name in names if callable(getattr(kind, name))]:
+            return f"{kind.__name__} may write weights in {', '.join(methods)}, and not in step() alone"
+    return ""
+
+
+def _alive(references: list[weakref.ref[Optimizer]]) -> list[Optimizer]:
+    return [each for reference in references if (each := reference()) is not None]

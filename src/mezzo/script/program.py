@@ -1,0 +1,107 @@
+"""A script and its arguments, run as the interpreter would run it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import mezzo
+from mezzo.errors import PolicyError
+
+__all__ = ["Program", "own_traceback"]
+
+_OURS: Final = os.path.dirname(os.path.abspath(mezzo.__file__)) + os.sep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A script, or a module as ``python -m`` runs it, with its arguments.
+
+    Attributes:
+        name: The path of the script, or the module's name.
+        arguments: What it finds in ``sys.argv[1:]``.
+        is_module: Whether it is a module.
+
+    Raises:
+        PolicyError: There is no such file.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.is_module and not Path(self.name).exists():
+            raise PolicyError(
+                f"there is no script {self.name!r}",
+                why=f"looked up from {os.getcwd()}",
+                write="mezzo run train.py --its-own=options, or mezzo run -m package.module",
+            )
+
+    def run(self) -> None:
+        """Run it as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``; both are put back.
+
+        Raises:
+            BaseException: What it raises, ``SystemExit`` included.
+        """
+        here = os.getcwd() if self.is_module else os.path.dirname(os.path.realpath(self.name))
+        with _as_main([self.name, *self.arguments], here):
+            if self.is_module:
+                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(self.name, run_name="__main__")
+
+
+@contextmanager
+def _as_main(argv: list[str], folder: str) -> Iterator[None]:
+    words, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
+    sys.argv = argv
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = words, path, main
+
+
+def own_traceback(error: BaseException) -> types.TracebackType | None:
+    """Return the traceback of what a script has raised as it would be without mezzo; its causes get theirs, too.
+
+    The frames that have run the script go, and those of mezzo inside of it, unless mezzo itself has raised the error.
+    """
+    known = set[int]()
+    found: BaseException | None = error
+    while found is not None and id(found) not in known:
+        known.add(id(found))
+        found.__traceback__ = _without(found.__traceback__)
+        found = found.__cause__ or found.__context__
+    return error.__traceback__
+
+
+def _without(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    frames = list[types.TracebackType]()
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    runners = [number for number, each in enumerate(frames) if _file(each) == "<frozen runpy>"]
+    first = runners[-1] + 1 if runners and _is_ours(frames[0]) else 0
+    keeps_ours = _is_ours(frames[-1]) if frames else False
+    kept = None
+    for each in reversed(frames[first:]):
+        if keeps_ours or not _is_ours(each):
+            kept = types.TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
+
+
+def _is_ours(traceback: types.TracebackType) -> bool:
+    return _file(traceback).startswith(_OURS)
+
+
+def _file(traceback: types.TracebackType) -> str:
+    return traceback.tb_frame.f_code.co_filename

@@ -1,0 +1,98 @@
+"""``mezzo run``: exit codes, the report on stderr, JSON, the policy's file, one dry step."""
+
+import json
+
+import pytest
+
+from mezzo import Policy
+
+from ..script.conftest import SCRIPTS
+
+BF16 = "O1,dtype=bfloat16"
+
+
+def test_the_report_is_on_stderr_and_the_scripts_output_as_it_is(mezzo):
+    code, out, err = mezzo("run", "--policy", BF16, SCRIPTS / "frozen.py")
+    assert code == 0
+    assert out.startswith("accuracy 0.8")
+    first, *rest = err.splitlines()
+    assert first.endswith("frozen.py under O1,dtype=bfloat16: 45.5 % of the work of its matrix products ran low, "
+                          "measured in 3 steps")  # fmt: skip
+    assert "  steps        80, none skipped" in rest
+    assert "  models       Linear, Sequential" in rest
+    assert "  products     54.5 % FP32, 45.5 % BF16" in rest
+
+
+def test_words_after_the_script_are_the_scripts(mezzo):
+    code, out, _ = mezzo("run", "--policy", BF16, SCRIPTS / "untrained.py", "--policy", "O2", "--help", "-m")
+    assert (code, out) == (4, "__main__ ['--policy', 'O2', '--help', '-m'] True\n")
+
+
+@pytest.mark.parametrize("own, code", [("0", 0), ("7", 7)])
+def test_the_exit_code_is_the_scripts(mezzo, own, code):
+    assert mezzo("run", "--policy", BF16, SCRIPTS / "leaves.py", own)[0] == code
+
+
+def test_a_crash_is_shown_as_python_shows_it_and_reported_all_the_same(mezzo):
+    code, _, err = mezzo("run", "--policy", BF16, SCRIPTS / "crashes.py")
+    assert code == 1
+    assert err.startswith("Traceback (most recent call last):\n  File ")
+    assert "in <module>\n    raise ValueError(\"the script's own\")\nValueError: the script's own\nmezzo run " in err
+    assert "steps        1, none skipped" in err
+
+
+def test_skipping_most_steps_alarms(mezzo, tmp_path):
+    path = tmp_path / "infinite.py"
+    path.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(4):\n"
+        "    loss = model(torch.ones(2, 4)).sum() * (1.0 if step == 3 else float('inf'))\n"
+        "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
+    )
+    code, _, err = mezzo("run", "--policy", BF16, path)
+    assert code == 4
+    assert err.splitlines()[0].endswith("; 3 of 4 steps were skipped")
+
+
+def test_json_and_policy_are_written(mezzo, tmp_path):
+    report, policy = tmp_path / "report.json", tmp_path / "policy.toml"
+    code, _, _ = mezzo(
+        "run", "--policy", BF16, "--json", report, "--save-policy", policy, SCRIPTS / "functional_only.py"
+    )
+    assert code == 4
+    found = json.loads(report.read_text())
+    assert found["alarm"] == "nothing ran in low precision"
+    assert found["left_alone"] == {"SGD over 1 tensor": "no module holds what it updates"}
+    assert str(Policy.load(policy)) == BF16
+
+
+def test_a_dry_run_explains_the_first_step_and_stops_there(mezzo, tmp_path):
+    code, out, err = mezzo("run", "--dry", "--policy", BF16, SCRIPTS / "plain.py", tmp_path / "checkpoint.pt")
+    assert (code, err) == (0, "")
+    assert "run in BF16" in out
+    assert "accuracy" not in out
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_dry_run_without_a_model_alarms(mezzo):
+    code, out, err = mezzo("run", "--dry", "--policy", BF16, SCRIPTS / "functional_only.py")
+    assert (code, out) == (4, "")
+    assert err.endswith("functional_only.py called no model to train before its first step\n")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("absent.py",), "there is no script 'absent.py'"),
+        (("--policy", "O9", SCRIPTS / "plain.py"), "unknown level 'O9'"),
+        (("--max-grad-norm", "-1", SCRIPTS / "plain.py"), "max_grad_norm is -1.0"),
+        (("--jsno", "x", SCRIPTS / "plain.py"), "--jsno"),
+        ((), "Missing argument"),
+    ],
+)
+def test_usage_errors_exit_with_2_before_the_script_begins(mezzo, words, message):
+    code, out, err = mezzo("run", *words)
+    assert (code, out) == (2, "")
+    assert message in err

@@ -1,0 +1,140 @@
+"""A script as the interpreter would run it: arguments, paths, exits, tracebacks; and every name of torch put back."""
+
+import sys
+import traceback
+import types
+
+import pytest
+import torch
+import torch._dynamo  # replaces torch.manual_seed when something imports it first
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from mezzo import PolicyError
+from mezzo.script import Program, run
+
+from .conftest import SCRIPTS
+
+POLICY = "O2,dtype=bfloat16"
+
+
+def names():
+    """Return whatever a run may replace."""
+    places = (
+        torch, torch.amp, torch.cuda.amp, torch.cpu.amp, torch.autograd, clip_grad, nn.utils, nn.Module, Optimizer,
+        LRScheduler, AveragedModel, DistributedDataParallel,
+    )  # fmt: skip
+    kinds = [kind for kind in vars(torch.optim.lr_scheduler).values() if isinstance(kind, type)]
+    found = {
+        (str(place), name): id(value)
+        for place in (*places, *kinds)
+        for name, value in vars(place).items()
+        if not isinstance(value, types.ModuleType)  # a script imports more of torch
+    }
+    cells = (getattr(clip_grad, name).__closure__ or () for name in ("clip_grad_norm_", "clip_grad_value_"))
+    found["cells", ""] = [id(cell.cell_contents) for each in cells for cell in each]
+    found["sys", ""] = (sys.argv, list(sys.path), sys.modules["__main__"])
+    found["modes", ""] = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+    return found
+
+
+def ended(name, *arguments):
+    return run(Program(name=str(SCRIPTS / f"{name}.py"), arguments=arguments), POLICY)
+
+
+@pytest.mark.parametrize("name", ["plain", "scaled", "averages", "crashes", "leaves"])
+def test_every_name_is_the_original_object_again(name, tmp_path, capsys):
+    arguments = {"leaves": ["3"]}.get(name, [])
+    before = names()
+    ended(name, *arguments)
+    after = names()
+    assert {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} == set()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_script_finds_its_own_arguments_and_path(capsys):
+    assert ended("untrained", "--epochs", "3").error is None
+    assert capsys.readouterr().out == "__main__ ['--epochs', '3'] True\n"
+
+
+def test_a_module_is_run_as_with_dash_m(capsys, monkeypatch):
+    monkeypatch.chdir(SCRIPTS)
+    found = run(Program(name="packaged", arguments=("--fast",), is_module=True), POLICY)
+    assert (found.error, found.report.steps) == (None, 3)
+    assert capsys.readouterr().out == "__main__ ['--fast']\n"
+
+
+def test_what_a_script_raises_has_the_traceback_of_the_script_alone():
+    error = ended("crashes").error
+    path = SCRIPTS / "crashes.py"
+    assert "".join(traceback.format_exception(error)) == (
+        f'Traceback (most recent call last):\n  File "{path}", line 9, in <module>\n'
+        "    raise ValueError(\"the script's own\")\nValueError: the script's own\n"
+    )
+
+
+def test_frames_of_mezzo_between_those_of_the_script_are_left_out(tmp_path):
+    path = tmp_path / "inside.py"
+    path.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        try:\n"
+        "            x.no_such_name\n"
+        "        except AttributeError as error:\n"
+        "            raise KeyError('mine') from error\n"
+        "model = Net(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "model(torch.ones(1, 2))\n"
+    )
+    error = run(Program(name=str(path)), POLICY).error
+    for each in (error, error.__cause__):
+        assert "mezzo" not in {frame.filename.split("/")[-2] for frame in traceback.extract_tb(each.__traceback__)}
+    assert [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)] == [
+        10,
+        7,
+    ]
+
+
+def test_what_mezzo_raises_keeps_its_frames(tmp_path):
+    path = tmp_path / "twice.py"
+    path.write_text(
+        "import mezzo, torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters()), 'O9')\n"
+    )
+    error = run(Program(name=str(path)), POLICY).error
+    assert isinstance(error, PolicyError)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    assert files[0] == str(path)
+    assert "mezzo/policy" in files[-1]
+
+
+def test_an_exit_is_the_scripts_own():
+    error = ended("leaves", "7").error
+    assert isinstance(error, SystemExit)
+    assert error.code == 7
+
+
+@pytest.mark.parametrize(
+    "policy, norm, message",
+    [
+        ("O9", None, "unknown level 'O9'"),
+        ("O1", -1.0, "max_grad_norm is -1.0"),
+    ],
+)
+def test_options_are_refused_before_the_script_begins(policy, norm, message, capsys):
+    with pytest.raises(PolicyError, match=message):
+        run(Program(name=str(SCRIPTS / "untrained.py")), policy, max_grad_norm=norm)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_script_that_is_not_there():
+    with pytest.raises(PolicyError, match=r"there is no script 'absent\.py'"):
+        Program(name="absent.py")
