@@ -112,6 +112,12 @@ def test_it_decorates_functions_and_is_planned_once(conv):
     assert isinstance(one, mezzo.autocast)
 
 
+def test_programs_that_import_paddle_whole_find_amp_there(conv):
+    assert paddle.amp is paddle
+    with paddle.amp.auto_cast(level="O1"):
+        assert conv(image).dtype == torch.float16
+
+
 def test_levels_and_dtypes_are_read_as_paddle_reads_them(conv):
     for level, dtype in (("o1", "FLOAT16"), ("O1", torch.float16)):
         with paddle.auto_cast(level=level, dtype=dtype):

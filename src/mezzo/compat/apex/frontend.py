@@ -29,11 +29,8 @@ logger = logging.getLogger(__name__)
 
 _BEGIN: Final = "amp.initialize"
 _SCALER: Final = "loss_scaler"
-_WORDS: Final = Words(
-    begin=_BEGIN,
-    updated="amp.master_params(optimizer)",
-    backward="with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()",
-)
+_BACKWARD: Final = "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()"
+_WORDS: Final = Words(begin=_BEGIN, updated="amp.master_params(optimizer)", backward=_BACKWARD)
 
 
 def initialize(
@@ -171,7 +168,7 @@ class _Block:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(name)
-        raise StateError("amp.scale_loss is called without with", where=f".{name}", write=_WORDS.backward)
+        raise StateError("amp.scale_loss is called without with", where=f".{name}", write=_BACKWARD)
 
 
 def _block(make: Callable[P, contextlib.AbstractContextManager[Tensor]]) -> Callable[P, _Block]:

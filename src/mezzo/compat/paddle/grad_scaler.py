@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -173,12 +172,15 @@ class PaddleGradScaler(CallScaler):
     # State ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``paddle.amp.GradScaler.load_state_dict`` loads; empty for a disabled scaler. A host sync."""
+        """Return what ``paddle.amp.GradScaler.load_state_dict`` loads; empty for a disabled scaler. A host sync.
+
+        The scale is a list of one number, where Paddle's is an array of NumPy's, which ``torch.load`` would refuse.
+        """
         if not self._enabled:
             return {}
         state = self._held.state_dict()
         return {
-            "scale": np.array([state["scale"]], dtype=np.float32),
+            "scale": [state["scale"]],
             **{theirs: getattr(self._rules, ours) for theirs, ours in PADDLES_RULES.items()},
             "incr_count": state["clean_steps"],
             "decr_count": self._held.config.hysteresis - state["budget"],
