@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import traceback
+import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -180,11 +180,22 @@ def _log(kind: str, what: str, *, place: bool = True) -> None:
 
 def _line() -> str:
     """The innermost line of mezzo's, or else of whoever called."""
-    frames = [frame for frame in traceback.extract_stack() if "torch" not in Path(frame.filename).parts]
-    mine = [frame for frame in frames if "/src/mezzo/" in frame.filename]
-    if not mine:
-        mine = [frame for frame in frames if not frame.filename.endswith("fake_cuda/machine.py")]
-    return f"{mine[-1].filename.rpartition('/src/mezzo/')[2]}:{mine[-1].lineno}"
+    found, frame = "", inspect.currentframe()
+    while frame is not None:
+        name, is_mezzos = _file(frame.f_code.co_filename)
+        if is_mezzos:
+            return f"{name}:{frame.f_lineno}"
+        found = found or (f"{name}:{frame.f_lineno}" if name else "")
+        frame = frame.f_back
+    return found
+
+
+@functools.cache
+def _file(path: str) -> tuple[str, bool]:
+    """What a file is called in a line, nothing if it is torch's or this one; and whether it is mezzo's."""
+    if "torch" in Path(path).parts or path.endswith("fake_cuda/machine.py"):
+        return "", False
+    return path.rpartition("/src/mezzo/")[2], "/src/mezzo/" in path
 
 
 class Machine:

@@ -1,10 +1,10 @@
-"""Whole sessions on a CUDA device that computes nothing: files of tests, in processes of their own.
+"""Whole sessions on a CUDA device that computes nothing: files of tests, in a process of their own.
 
 They are each ``case_*.py`` here, and in every room each ``test_*_on_gpu.py``, whose tests run on a real GPU as well.
 
 torch can be told of such a device only while a process begins (:mod:`.machine`). To run one file or one case by hand:
 
-    pytest tests/fake_cuda -k cases                 # as the suite does, its output on failure
+    pytest tests/fake_cuda                          # as the suite does, its output on failure
     MEZZO_FAKE_CUDA=<library> pytest -o python_files='case_*.py' tests/fake_cuda/case_sessions.py -k "O2 and split"
 
 ``<library>`` is what :func:`library` has compiled, ``$XDG_CACHE_HOME/mezzo/fake_cuda-*.so``.
@@ -20,8 +20,8 @@ import pytest
 from . import building
 
 HERE = Path(__file__).parent
-#: What runs together: torch is imported, and the device set up, once in each process.
-CASES = {"cases": sorted(HERE.glob("case_*.py")), "rooms": sorted(HERE.parent.glob("**/test_*_on_gpu.py"))}
+#: They run together: torch is imported, the device set up, and each kernel written, once for all.
+CASES = [*sorted(HERE.glob("case_*.py")), *sorted(HERE.parent.glob("**/test_*_on_gpu.py"))]
 
 
 def library() -> Path:
@@ -31,13 +31,12 @@ def library() -> Path:
     return building.library(Path(os.environ["XDG_CACHE_HOME"], "mezzo"), "device.cpp")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_on_a_device_that_computes_nothing(case, request):
+def test_on_a_device_that_computes_nothing(request):
     asked = request.config.getoption("markexpr")
     slow = asked if asked in ("", "slow") else "not slow"
     command = [
         sys.executable, "-m", "pytest", "-q", "-n0", "-o", "python_files=case_*.py test_*.py", "-m", slow,
-        "-p", "no:cacheprovider", "--no-header", "--tb=short", "--show-capture=no", "-rN", *map(str, CASES[case]),
+        "-p", "no:cacheprovider", "--no-header", "--tb=short", "--show-capture=no", "-rN", *map(str, CASES),
     ]  # fmt: skip
     kernels = Path(os.environ["XDG_CACHE_HOME"], "mezzo", "triton")
     surroundings = {**os.environ, "MEZZO_FAKE_CUDA": str(library()), "TRITON_CACHE_DIR": str(kernels)}
