@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +37,25 @@ UPDATED = {"addresses": "*i64", "rows": "*i64", "chunks": "*i32", "step": "*i64"
 UPDATED |= {"scalars": "*fp32", "multiplier": "*fp32", "start": "i32"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Facts:
-    """Of one compiled kernel: per thread, and its loads by their width in bits."""
+    """Of one compiled kernel: per thread, and its loads by their width in bits, which takes a disassembler."""
 
     registers: int
     stack: int
     shared: int
-    loads: dict[int, int]
+    file: Path
+
+    @functools.cached_property
+    def loads(self):
+        loads = re.findall(
+            r"\bLDG\.E(?:\.[A-Z_]+)*?(?:\.(64|128|U8|U16|S8|S16))?\b", output_of(TOOLS / "nvdisasm", self.file)
+        )
+        return Counter(int(re.sub(r"\D", "", each) or 32) for each in loads)
+
+
+def output_of(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def facts(kernel, arguments, capability, folder, options=tables._OPTIONS, **constants):
@@ -51,17 +63,12 @@ def facts(kernel, arguments, capability, folder, options=tables._OPTIONS, **cons
     signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
     source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
     target = backends.GPUTarget("cuda", capability, 32)
-    file = folder / "kernel.cubin"
+    file = folder / f"{len(os.listdir(folder))}.cubin"
     file.write_bytes(triton.compile(source, target=target, options=dict(options)).asm["cubin"])
-    run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
     ((registers, stack, shared),) = re.findall(
-        r"REG:(\d+).*?STACK:(\d+).*?SHARED:(\d+)", run([TOOLS / "cuobjdump", "-res-usage", file]).stdout
+        r"REG:(\d+).*?STACK:(\d+).*?SHARED:(\d+)", output_of(TOOLS / "cuobjdump", "-res-usage", file)
     )
-    loads = re.findall(
-        r"\bLDG\.E(?:\.[A-Z_]+)*?(?:\.(64|128|U8|U16|S8|S16))?\b", run([TOOLS / "nvdisasm", file]).stdout
-    )
-    widths = [int(re.sub(r"\D", "", each) or 32) for each in loads]
-    return Facts(int(registers), int(stack), int(shared), {width: widths.count(width) for width in {*widths}})
+    return Facts(int(registers), int(stack), int(shared), file)
 
 
 @pytest.fixture
