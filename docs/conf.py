@@ -1,6 +1,8 @@
 """The pages of this folder as a site: ``make docs`` builds ``docs/_build/html``, and needs no network for it."""
 
 import re
+import sys
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 import mezzo
@@ -18,6 +20,18 @@ html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "friendly", "monokai"
 
 autodoc_mock_imports = ["accelerate", "lightning"]  # extras of their own, and large
+
+
+class Unread(MetaPathFinder):
+    """Lets nothing import what is mocked: while autodoc mocks nothing, sphinx looks for the source of base classes."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Refuse a module."""
+        if name.partition(".")[0] in autodoc_mock_imports:
+            raise ModuleNotFoundError(f"{name} is mocked", name=name)
+
+
+sys.meta_path.insert(0, Unread())
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints, autodoc_typehints_format = "description", "short"
 autodoc_typehints_description_target = "documented"
