@@ -5,7 +5,9 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 VERSIONS := $(VENV)/constraints.txt
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VERSIONS) --editable
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint $(VERSIONS) --editable
+# pip would compile these files one by one; as with pip, one that does not compile is left as it is.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # One environment, filled in steps: what the demo needs, what the site needs, and the rest, which tests and checks need.
 DEMO := $(VENV)/.demo
 DOCS := $(VENV)/.docs
@@ -24,14 +26,17 @@ $(VERSIONS): constraints.txt
 
 $(DEMO): pyproject.toml $(VERSIONS)
 	$(INSTALL) '.[demo]'
+	$(COMPILE)
 	touch $(DEMO)
 
 $(DOCS): pyproject.toml $(VERSIONS)
 	$(INSTALL) '.[docs]'
+	$(COMPILE)
 	touch $(DOCS)
 
 $(READY): pyproject.toml $(VERSIONS)
 	$(INSTALL) '.[dev]'
+	$(COMPILE)
 	touch $(DEMO) $(DOCS) $(READY)
 
 demo: $(DEMO)  ## train a real model in FP32 and in mixed precision, side by side
