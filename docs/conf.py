@@ -19,7 +19,7 @@ html_show_search_summary = False  # browsers let no page that is a file fetch an
 html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "friendly", "monokai"
 
-autodoc_mock_imports = ["accelerate", "lightning"]  # extras of their own, and large
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # extras of their own, and large
 
 
 class Unread(MetaPathFinder):

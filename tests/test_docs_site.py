@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 #: What has public names beside ``mezzo`` itself; other rooms are reached through these.
 MODULES = (
     *("formats", "numerics", "optim", "overflow", "scale", "explanation", "recipes", "bench", "integrations"),
-    *(f"integrations.{name}" for name in ("accelerate", "lightning") if find_spec(name)),
+    *(f"integrations.{name}" for name in ("accelerate", "lightning", "transformers") if find_spec(name)),
     *("selftest", "script", "compat.torch", "compat.apex", "compat.paddle", "compat.fleet"),
 )
 

@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "mezzo"
 #: Extras for those who work on mezzo; the others are for users, and `all` is these together.
 OURS = {"demo", "dev", "docs"}
 #: Modules that derive from classes of another library, which are the extras of these names.
-BRIDGES = ("accelerate", "lightning")
+BRIDGES = ("accelerate", "lightning", "transformers")
 
 
 @pytest.fixture(scope="module")

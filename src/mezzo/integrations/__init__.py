@@ -1,7 +1,8 @@
 """Bridges to other tools: what a session knows, told where its user looks.
 
 Everything here uses a session's public face, and nothing of a tool is imported before it is used: what derives from a
-tool's classes has a module of that tool's name: ``lightning``, ``accelerate``. Nothing of mezzo depends on it.
+tool's classes has a module of that tool's name, ``lightning``, ``accelerate`` and ``transformers``. Nothing of mezzo
+depends on it.
 """
 
 from __future__ import annotations

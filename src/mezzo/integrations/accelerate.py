@@ -26,7 +26,7 @@ require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
-__all__ = ["AcceleratedPrecision", "attach", "refuse"]
+__all__ = ["AcceleratedPrecision", "attach"]
 
 _WORDS: Final = Words(begin="attach", backward="accelerator.backward(loss)")
 _ORDER: Final = (
@@ -241,7 +241,7 @@ class _Calls(Standing):
         wide = torch.float32 if self.policy.output_dtype is None else None
         self._undo.callback(CalledIn(models, amp.autocast, wide, self.attached.exact).leave)
         for model in models if self.policy.param_dtype in LOW else ():
-            if hasattr(model, "save_pretrained") and hasattr(model, "config"):
+            if hasattr(type(model), "config_class"):  # as transformers' own models have
                 self.replace(model, "save_pretrained", lambda plain: MethodType(_save_pretrained, plain.__self__))
         self.replace(accelerator, "unscale_gradients", lambda _: partial(self.unscale, amp))
         self.replace(accelerator, "autocast", lambda _: partial(_region, amp))
@@ -335,9 +335,9 @@ def _log(
     log({**amp.metrics(), **values}, *args, **kwargs)
 
 
-def _save_pretrained(model: Any, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+def _save_pretrained(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
     """Save a model of transformers, and note that its weights are FP32, as the state dict of a session's model is."""
-    type(model).save_pretrained(model, save_directory, is_main_process=is_main_process, **kwargs)
+    type(model).save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
     model.config.dtype = "float32"  # not that of the parameters, in which from_pretrained() would load
     if is_main_process:
         model.config.save_pretrained(save_directory)
