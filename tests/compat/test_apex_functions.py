@@ -114,6 +114,7 @@ def test_mixed_pairs_are_promoted():
         assert call([half, half]).dtype == HALF
         assert call([half, wide]).dtype == call((wide, half)).dtype == FLOAT
     assert half.clone().add_(wide).dtype == HALF  # what is written keeps its dtype
+    assert half.clone().exp_().dtype == HALF  # an error in apex
     assert wide.clone().mul_(half).dtype == FLOAT
     assert torch.equal(half > wide, half.float() > wide)
 

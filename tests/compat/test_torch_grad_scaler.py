@@ -112,6 +112,21 @@ def test_factors_that_are_no_powers_of_two(growth, backoff):
         both(odd_traces, growth, backoff, interval, pattern)
 
 
+def test_the_scale_does_not_grow_beyond_fp32():
+    """``test_grad_scale_will_not_overflow``; but that gradients whose norm is beyond FP32 are an overflow here."""
+    for init, gradient, after, skipped in ((1e38, 1e-30, 1e38, False), (1e38, 1e-10, 5e37, True)):
+        for name, scaler_of in SCALERS.items():
+            weight = nn.Parameter(torch.ones(8))
+            optimizer = torch.optim.SGD([weight], lr=1.0)
+            scaler = scaler_of("cpu", init_scale=init, growth_interval=1, growth_factor=2.0**4)
+            scaler.scale((weight * gradient).sum()).backward()
+            assert weight.grad.isfinite().all()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == pytest.approx(after if name == "mezzo" else init), (name, gradient)
+            assert name == "torch" or bool(scaler.last_step.skipped) == skipped
+
+
 def optimizers_and_losses(scaler_of, overflows=(), retain=False):
     """torch's example of several models, losses and optimizers: one update for all."""
     first, second = network(0), network(1)

@@ -25,7 +25,8 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
     """``torch.amp.GradScaler``, for which it also counts as an instance, without its faults.
 
     The scale follows torch's rules step by step, but for these: it stops at 2^-126 and never becomes 0; gradients that
-    become infinite by unscaling count as an overflow; where ``torch.distributed`` is initialised, its ranks take the
+    become infinite by unscaling count as an overflow, and so do those whose norm, scaled, is beyond FP32 (a value above
+    1.8e19 is enough); where ``torch.distributed`` is initialised, its ranks take the
     same steps, so that all of them call ``step`` and ``update`` alike;
     ``step(optimizer, closure)`` evaluates with unscaled gradients, each evaluation checked, and puts everything back if
     one overflows; and :attr:`last_step` says whether the last step was skipped. Gradients are unscaled by the scale
