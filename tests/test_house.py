@@ -28,7 +28,7 @@ MOST_CODE = {
     "script": 775,
     "selftest": 411,
     "session": 6_669,
-    "step": 2_482,
+    "step": 2_481,
     "trace": 1_041,
     "the ground": 935,
 }

@@ -28,6 +28,7 @@ _PLAIN: Final = {Tensor}
 _IS_SPARSE: Final = attrgetter("is_sparse")
 _GRADIENT: Final = attrgetter("grad")
 _DTYPE: Final = attrgetter("dtype")
+_IS_ON_CPU: Final = attrgetter("is_cpu")
 _KIND: Final = attrgetter("device", "dtype")
 
 
@@ -170,13 +171,12 @@ def multiplications(gradients: list[Tensor], multiplier: Tensor) -> list[Call]:
 
 def alike(tensors: list[Tensor]) -> Alike:
     """Return the places of tensors by device and dtype."""
-    # An index is enough where it is one of the process's one accelerator: making devices takes four times as long.
-    indices = set(map(Tensor.get_device, tensors))
-    if -1 not in indices and len(indices) == 1 and len(set(map(_DTYPE, tensors))) == 1:
+    # Making devices takes four times as long as asking for an index, which is one of the process's one accelerator, or
+    # -1 for the CPU among others.
+    indices = {*map(Tensor.get_device, tensors)}
+    is_one_place = all(map(_IS_ON_CPU, tensors)) if -1 in indices else len(indices) == 1
+    if is_one_place and len({*map(_DTYPE, tensors)}) == 1:
         return {_KIND(tensors[0]): range(len(tensors))}
-    kinds = set(map(_KIND, tensors))
-    if len(kinds) == 1:
-        return dict.fromkeys(kinds, range(len(tensors)))
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
         groups[tensor.device, tensor.dtype].append(i)
