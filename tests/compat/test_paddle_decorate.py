@@ -197,6 +197,18 @@ def test_a_model_decorated_alone_gets_masters_with_the_scalers_first_step(optimi
     assert any((value.half() != value).any() for value in results[1])  # the masters' own values are saved
 
 
+def test_the_log_says_how_the_scalers_scale_moves_and_no_more(caplog):
+    model, optimizer = pair()
+    paddle.decorate(model, optimizer, level="O2")
+    scaler = paddle.GradScaler(init_loss_scaling=8.0)
+    with caplog.at_level("INFO", "mezzo.session.stats"):
+        for factor in (1.0, 1e6, 1.0):
+            scaler.scale((model(torch.ones(1, 3)) * factor).float().sum()).backward()
+            scaler.minimize(optimizer)
+            optimizer.zero_grad()
+    assert [line for line in caplog.messages if "→" in line] == ["loss scale 8 → 4 after step 2, which overflowed"]
+
+
 def test_an_optimizer_made_after_its_model_was_decorated_gets_masters_too():
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     paddle.decorate(models, level="O2", master_grad=True)

@@ -110,7 +110,7 @@ class StepStats:
         ranks: int = 1,
         moves_later: bool = False,
     ) -> None:
-        self._moves_later = moves_later
+        self._moves_later = moves_later or config.mode == "none"  # where none but a scaler's can move
         self._config, self._name_of, self._ranks = config, name_of, ranks
         self._steps = self._skipped = 0
         self._recent: deque[bool] = deque(maxlen=config.interval)
@@ -261,6 +261,8 @@ class StepStats:
                 write='MixedPrecision(…, on_overflow="explain"), which says where it began; docs/nan.md has the rest',
             )
         for loss_id, scale, floor_overflows in zip(outcome.after, rest[::2], rest[1::2], strict=True):
+            if self._config.mode == "none" and not self._steps:  # of a scaler that came after the session had begun
+                scales[loss_id] = _Scale(scale, scale, scale)
             if scale != (before := scales[loss_id].now):
                 what = f"loss scale of loss {loss_id}" if len(scales) > 1 else "loss scale"
                 at_floor = "; this is its floor" if scale == as_float32(self._config.floor) else ""
