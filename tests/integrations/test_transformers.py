@@ -3,6 +3,7 @@
 What needs the library imports it where it runs: that takes seconds, and each process of the suite reads this file.
 """
 
+import copy
 import importlib
 import json
 import os
@@ -19,7 +20,7 @@ from torch import nn
 
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, UnsupportedError
-from mezzo.tensors import tensors
+from mezzo.tensors import dtype_name, tensors
 
 from ..support.products import Products
 
@@ -211,8 +212,7 @@ def test_what_is_saved_is_fp32_and_loads_so(hf, made, tmp_path):
         def on_step_end(self, *_, model, **__):
             trainer.save_model(str(tmp_path / "saved"))
             model.save_pretrained(tmp_path / "other")
-            self.weight = next(trainer.session.master_params()).detach().clone()
-            self.dtype = model.lm_head.weight.dtype
+            self.dtype, self.copied = model.lm_head.weight.dtype, copy.deepcopy(model)
 
     saving = Saving()
     trainer.add_callback(saving)
@@ -224,6 +224,8 @@ def test_what_is_saved_is_fp32_and_loads_so(hf, made, tmp_path):
         assert all(map(torch.equal, loaded.parameters(), trainer.model.parameters())), name
         assert loaded.dtype == torch.float32
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
+    saving.copied.half().save_pretrained(tmp_path / "copied")
+    assert json.loads((tmp_path / "copied" / "config.json").read_text())["dtype"] == "float16"
 
 
 @pytest.mark.slow
@@ -236,6 +238,28 @@ def test_the_best_model_is_loaded_and_a_second_run_goes_on(hf, made, policy):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=0.01)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["O1,dtype=float16", "O2,dtype=bfloat16"])
+def test_what_generates_runs_low_with_its_encoder(hf, tmp_path, policy):
+    """`generate` calls the encoder by itself, and not as part of its model."""
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    sizes = {"vocab_size": 32, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    model = hf.of.T5ForConditionalGeneration(hf.of.T5Config(**sizes, **tokens))
+    args = hf.of.Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, predict_with_generate=True,
+        generation_max_length=4, num_train_epochs=1, save_strategy="no", eval_strategy="epoch",
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in torch.arange(2, 26).reshape(4, 6)]
+    trainer = hf.of.Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data)
+    hf.plug(trainer, policy)
+    seen = set()
+    query = model.encoder.block[0].layer[0].SelfAttention.q
+    query.register_forward_hook(lambda module, args, output: seen.add(dtype_name(output.dtype)))
+    trainer.train()
+    trainer.predict(data)
+    assert seen == {policy.partition("=")[2]}
 
 
 @pytest.mark.slow

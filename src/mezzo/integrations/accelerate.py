@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -242,7 +243,7 @@ class _Calls(Standing):
         self._undo.callback(CalledIn(models, amp.autocast, wide, self.attached.exact).leave)
         for model in models if self.policy.param_dtype in LOW else ():
             if hasattr(type(model), "config_class"):  # as transformers' own models have
-                self.replace(model, "save_pretrained", lambda plain: MethodType(_save_pretrained, plain.__self__))
+                self.replace(model, "save_pretrained", lambda plain: _saving_fp32(plain.__self__))
         self.replace(accelerator, "unscale_gradients", lambda _: partial(self.unscale, amp))
         self.replace(accelerator, "autocast", lambda _: partial(_region, amp))
         self.replace(accelerator, "log", lambda log: partial(_log, amp, log))
@@ -335,9 +336,17 @@ def _log(
     log({**amp.metrics(), **values}, *args, **kwargs)
 
 
-def _save_pretrained(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-    """Save a model of transformers, and note that its weights are FP32, as the state dict of a session's model is."""
-    type(model).save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
-    model.config.dtype = "float32"  # not that of the parameters, in which from_pretrained() would load
-    if is_main_process:
-        model.config.save_pretrained(save_directory)
+def _saving_fp32(model: Any) -> Callable[..., None]:
+    """Return what ``save_pretrained`` of a model of transformers is: its weights are FP32, as its state dict is."""
+    here = weakref.ref(model)
+
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        type(self).save_pretrained(self, save_directory, is_main_process, *args, **kwargs)
+        is_copy = self is not here()  # which has nothing to do with the session
+        if is_main_process and not is_copy:
+            self.config.dtype = "float32"  # not that of the parameters, in which from_pretrained() would load
+            self.config.save_pretrained(save_directory)
+
+    return MethodType(save_pretrained, model)

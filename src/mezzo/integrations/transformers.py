@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -123,6 +124,7 @@ class MezzoMixin(_Trainer):
     policy: Policy
     session: AcceleratedPrecision | None = None
     model: Any
+    _region: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
 
     def __init__(
         self,
@@ -164,12 +166,21 @@ class MezzoMixin(_Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict under the policy; see ``Trainer.evaluation_loop``."""
         with ExitStack() as undo:
-            if self.session is None:
+            undo.callback(setattr, self, "_region", self._region)
+            if self.session is not None:
+                self._region = self.session.autocast
+            else:
                 prepared = prepare(self.model, self.policy)
                 undo.callback(prepared.remove)
+                self._region = prepared.autocast
                 wide = torch.float32 if self.policy.output_dtype is None else None
                 undo.callback(CalledIn([self.model], prepared.autocast, wide, lambda: lambda _: None).leave)
             return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict one batch, with parts that are called without their model too, as ``generate`` calls an encoder."""
+        with self._region():
+            return super().prediction_step(*args, **kwargs)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log the session's values beside a training loss; see ``Trainer.log``."""
