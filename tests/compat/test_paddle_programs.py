@@ -80,7 +80,7 @@ def program(level, dtype, optimizer="adamw", accumulate=2, steps=12, overflows=(
             scaler.minimize(made, scaled)
             schedule.step()
             made.zero_grad()
-            scales += scaler.state_dict().get("scale", torch.ones(1)).tolist()
+            scales += scaler.state_dict().get("scale", [1.0])
     return model, losses, scales, calls
 
 
