@@ -254,6 +254,7 @@ def test_an_output_dtype_of_the_policy_is_kept_and_evaluation_runs_low_too():
         assert seen_inside(model.eval(), batch(0)[0]) == ([torch.float16], torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
 def test_a_compiled_model():
     for compiles_first in (True, False):

@@ -1,0 +1,92 @@
+"""A plain loop on two ranks while it is attached: what the same loop in a session's calls comes to, on both."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mezzo
+
+from ...distributed.ranks import on_ranks
+from .loops import POLICIES, attached, build, loss_of
+
+INF = float("inf")
+
+
+def loop(model, wrapped, built, amp, own, clips):
+    for number in range(4):
+        for part in range(2):
+            with wrapped.no_sync() if part == 0 else contextlib.nullcontext():
+                loss = loss_of(wrapped, 10 * number + 2 * part + dist.get_rank(), None if own else amp)
+                loss.backward() if own else amp.backward(loss)
+        if number == 1 and dist.get_rank() == 1:
+            next(model.parameters()).grad.fill_(INF)  # on one rank alone
+        if clips:
+            if not own:
+                amp.unscale_()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        built.step() if own else amp.step()
+        built.zero_grad()
+
+
+def ends_on_a_rank(policy, optimizer, clips, wraps_first):
+    """What both loops come to on this rank."""
+    found = []
+    for own in (True, False):
+        model, built = build(optimizer)
+        wrapped = DistributedDataParallel(model) if wraps_first else None
+        amp = (mezzo.attach if own else mezzo.MixedPrecision)(wrapped or model, built, POLICIES[policy])
+        wrapped = wrapped or DistributedDataParallel(model)
+        loop(model, wrapped, built, amp, own, clips)
+        stats = amp.stats()
+        found.append(([p.detach().clone() for p in amp.master_params()], stats.skipped, stats.scale))
+        amp.close()
+    return found
+
+
+def refused_on_a_rank():
+    model, built = build()
+    wrapped = DistributedDataParallel(model)
+    engine = torch.autograd._engine_run_backward
+    with pytest.raises(mezzo.MezzoError) as raised:
+        mezzo.attach(wrapped, built, POLICIES["O2"])
+    assert torch.autograd._engine_run_backward is engine
+    with attached(wrapped, built, POLICIES["O1"]):
+        loss_of(wrapped, 0).backward()
+        built.step()
+    model, built = build()
+    prepared = mezzo.prepare(model, POLICIES["O2"])  # what it says, and then it can be attached
+    wrapped = DistributedDataParallel(model)
+    with attached(wrapped, built) as amp:
+        assert wrapped(torch.ones(2, 8)).dtype == torch.float32
+        loss_of(wrapped, 0).backward()
+        built.step()
+        assert amp.policy.level == "O2"
+        assert {p.dtype for p in amp.master_params()} == {torch.float32}
+    prepared.remove()
+    return str(raised.value)
+
+
+def cases():
+    found = {}
+    for policy, optimizer, clips, first in (
+        ("O1", "SGD", True, False),
+        ("O1", "mezzo", False, True),
+        ("O2", "AdamW", True, False),
+        ("O2, bfloat16", "mezzo", False, False),
+    ):
+        found[f"{policy} {optimizer}"] = ends_on_a_rank(policy, optimizer, clips, first)
+    return found, refused_on_a_rank()
+
+
+def test_two_ranks(bits):
+    (one, refusal), (other, _) = on_ranks(2, cases, timeout=120)
+    for case, (mine, session) in one.items():
+        assert bits(mine) == bits(session), case
+        assert bits(mine) == bits(other[case][0]), case
+        assert mine[1] == 1, case
+    assert "DistributedDataParallel" in refusal
+    assert "prepare first, then DistributedDataParallel(model)" in refusal
