@@ -70,6 +70,65 @@ def test_a_closure_that_is_evaluated_once_costs_nothing_besides(optimizer, bits)
     assert bits(found[0]) == bits(found[1])
 
 
+class Sharp(torch.optim.Optimizer):
+    """SAM: the gradient of a second pass, some way up the first one."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in params]))
+        self.up = [(p, p.grad * (0.05 / norm)) for p in params]
+        for param, up in self.up:
+            param.add_(up)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for param, up in self.up:
+            param.sub_(up)
+        self.inner.step()
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        self.first_step()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+        return loss
+
+
+def test_an_optimizer_inside_of_another_one():
+    def closure(model, built):
+        built.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    twin = network()
+    plain = Sharp(twin.parameters())
+    plain.step(lambda: closure(twin, plain))
+    model = network()
+    built = Sharp(model.parameters())
+    with attached(model, built, "O0,loss_scale=dynamic(init=1024)") as amp:
+        built.step(lambda: closure(model, built))
+        for mine, theirs in zip(amp.master_params(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+        closure(model, built)
+        built.first_step()
+        closure(model, built)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(mezzo.StateError, match="an optimizer inside of another one steps by itself"):
+            built.inner.step()
+        assert all(map(torch.equal, before, model.parameters()))
+    assert not built.inner._optimizer_step_pre_hooks
+
+
 # Gradients that nobody scaled -----------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from mezzo.session.window.wide import WideGradients
 from mezzo.session.window.window import CarriedScale, LossShare, Window
 from mezzo.session.window.wrappers import Reduction
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import Stale, dense, is_left, left_over, mark, multiplications, norms, with_gradients
+from mezzo.step.gradients import Stale, dense, is_left, left_over, mark, multiplications, norms
 from mezzo.step.passes import judge
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import is_distributed
@@ -78,7 +78,8 @@ class GradientGroup:
 
     def has_gradients(self) -> bool:
         """Whether a step of the optimizers would find a gradient."""
-        return bool(with_gradients(self.params())[0]) or any(leaf.grad is not None for leaf in self.leaves())
+        updated = (param for o in self.optimizers for group in o.param_groups for param in group["params"])
+        return any(param.grad is not None for param in updated) or any(leaf.grad is not None for leaf in self.leaves())
 
     # Around a backward pass ---------------------------------------------------------------------------
 

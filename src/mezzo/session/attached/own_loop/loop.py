@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ from mezzo.session.scale import Step
 from mezzo.session.session import MixedPrecision
 from mezzo.session.weights.phases import with_handles
 from mezzo.session.weights.words import Words
+from mezzo.session.window.window import NoGradient
 
 __all__ = ["AttachedPrecision", "attach"]
 
@@ -232,6 +234,20 @@ class _OwnLoop(Standing):
         for optimizer in optimizers:
             for handle in carry(self.attached.amp._core, optimizer):
                 self._undo.callback(handle.remove)
+            for inner in (each for each in vars(optimizer).values() if isinstance(each, Optimizer)):
+                self._undo.callback(inner.register_step_pre_hook(self._refuse_inner).remove)
+
+    def _refuse_inner(self, inner: Optimizer, *_: Any) -> None:
+        """Refuse a step of an optimizer inside of another one, as SAM has it, with gradients that carry the scale."""
+        assert self.attached is not None
+        core = self.attached.amp._core
+        if core.evaluating is None and core.writes.is_done and any(group.window for group in core.groups):
+            raise StateError(
+                "an optimizer inside of another one steps by itself",
+                where=type(inner).__name__,
+                why="no call that is taken over has led there: its gradients carry the loss scale, and are not checked",
+                write="optimizer.step(closure), the closure with loss.backward()",
+            )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step with one optimizer, or skip: what ``optimizer.step()`` is meanwhile.
@@ -252,9 +268,14 @@ class _OwnLoop(Standing):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.attached.gradients_of(optimizer) == "foreign":
+        kind = self.attached.gradients_of(optimizer)
+        if kind == "foreign":
             self.attached.take_as_they_are(optimizer)
-        super().step(optimizer)
+        if kind == "none" and self.attached.amp._core.agreement is None:
+            self.attached.plain_step(optimizer)()
+            return loss
+        with contextlib.suppress(NoGradient):  # on no rank
+            self.attached.amp.step(optimizer)
         return loss
 
 
