@@ -285,16 +285,27 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("error", [ValueError("ours"), KeyboardInterrupt(), SystemExit(3)])
-def test_an_exception_leaves_the_region(error):
-    for policy in ("O1", "O2"):
-        model = Fails(error)
-        with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), POLICIES[policy]):
+@pytest.mark.parametrize("policy", ["O1", "O2", "O2, keeping", "O3,dtype=bfloat16"])
+def test_an_exception_leaves_the_region(error, policy):
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.add_module("inner", Fails(error))
+    if policy.startswith("O1"):
+        policy = mezzo.Policy.parse("O1").keep_fp32(modules=["inner"])
+    elif policy == "O2, keeping":
+        policy = mezzo.Policy.parse("O2").keep_fp32(modules=["inner"])
+    policy = mezzo.Policy.of(policy).evolve(emulate=True)
+    modes, nesting = torch._C._len_torch_function_stack(), torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), policy):
+        for _ in range(2):
             with pytest.raises(type(error)):
                 model(torch.ones(2, 4))
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+            assert torch._C._len_torch_function_stack() == modes
+            assert torch.autocast_increment_nesting() == nesting
+            torch.autocast_decrement_nesting()
             assert not torch.is_autocast_enabled("cpu")
-            model.error = None
-            assert seen_inside(model, torch.ones(2, 4)) == ([torch.float16], torch.float32)
+        model.inner.error = None
+        assert seen_inside(model, torch.ones(2, 4)) == ([policy.dtype], torch.float32)
 
 
 def test_only_the_outermost_model_returns_fp32():

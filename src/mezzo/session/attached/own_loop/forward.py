@@ -85,12 +85,45 @@ class CalledIn:
             here.inside = True
             try:
                 with region():
-                    output = plain(*args, **kwargs)
+                    modes, nesting = torch._C._len_torch_function_stack(), _nesting()
+                    try:
+                        output = plain(*args, **kwargs)
+                    except Exception:
+                        raise
+                    except BaseException:
+                        _unwind(modes, nesting)
+                        raise
+            except Exception:
+                raise
+            except BaseException:
+                _leave_boundaries(self, args)
+                raise
             finally:
                 here.inside = False
             return output if dtype is None else cast_floating(output, dtype)
 
         return forward
+
+
+def _nesting() -> int:
+    """Return how many regions of torch's are entered."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _unwind(modes: int, nesting: int) -> None:
+    """Leave what modules inside have entered: torch calls no hook of theirs when Ctrl-C ends a forward pass."""
+    while torch._C._len_torch_function_stack() > modes:
+        torch._C._pop_torch_function_stack()
+    while _nesting() > nesting:
+        torch.autocast_decrement_nesting()
+
+
+def _leave_boundaries(model: nn.Module, args: Any) -> None:
+    """Call the hooks of ours that leave what a model has entered, in the order in which they would have been called."""
+    for key, hook in model._forward_hooks.items():
+        if key in model._forward_hooks_always_called and _is_ours(hook):
+            hook(model, args, None)
 
 
 class _Copying:
