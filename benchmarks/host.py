@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,18 @@ import mezzo
 from harness import write_dated
 from mezzo.bench.facts import facts
 from mezzo.bench.timing import against
+from mezzo.compat import torch as compat
 from mezzo.files import cache_folder
 
-#: By name: the policy, and the optimizer.
-CASES: dict[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
+#: By name: the policy, and the optimizer; none for torch.amp's own program with its import changed.
+CASES: dict[str, tuple[str, Callable[..., torch.optim.Optimizer] | None]] = {
     "O1 BF16, AdamW": ("O1,dtype=bfloat16", mezzo.optim.AdamW),
     "O1 FP16, AdamW": ("O1,dtype=float16", mezzo.optim.AdamW),
     "O2 BF16, AdamW split": ("O2,dtype=bfloat16", lambda params: mezzo.optim.AdamW(params, master="split")),
     "O1 BF16, torch's fused AdamW": ("O1,dtype=bfloat16", lambda params: torch.optim.AdamW(params, fused=True)),
     "O1 FP16, torch's fused AdamW": ("O1,dtype=float16", lambda params: torch.optim.AdamW(params, fused=True)),
     "O2 BF16, torch's fused AdamW": ("O2,dtype=bfloat16", lambda params: torch.optim.AdamW(params, fused=True)),
+    "torch style FP16, torch's fused AdamW": ("O1,dtype=float16", None),
 }
 WARM_UP = 5
 STEPS = 5
@@ -89,13 +92,13 @@ def of_mezzo(tensors: int, policy: str, make: Callable[..., torch.optim.Optimize
     return step
 
 
-def of_torch(tensors: int, policy: str) -> Callable[[], float]:
-    """Return the same of torch.amp, whose weights are FP32."""
+def of_torch(tensors: int, policy: str, amp: Any = torch.amp) -> Callable[[], float]:
+    """Return the same of torch.amp, whose weights are FP32, or of what has its names."""
     with torch.device("cuda"):
         net, batch = Net(tensors), torch.empty(8, 16)
     dtype = mezzo.Policy.parse(policy).dtype
     params, optimizer = list(net.parameters()), torch.optim.AdamW(net.parameters(), fused=True)
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    scaler = amp.GradScaler("cuda", enabled=dtype == torch.float16)
 
     def checked() -> None:
         scaler.unscale_(optimizer)
@@ -104,7 +107,7 @@ def of_torch(tensors: int, policy: str) -> Callable[[], float]:
         scaler.update()
 
     def step() -> float:
-        with torch.autocast("cuda", dtype):
+        with amp.autocast("cuda", dtype):
             loss = net(batch).float().square().mean()
         scaler.scale(loss).backward()
         seconds = timed(checked)
@@ -142,7 +145,8 @@ def line(sizes: list[int], times: list[float]) -> tuple[float, float]:
 def row(name: str, sizes: list[int], rounds: int) -> dict[str, Any]:
     """Measure one case at each size: the ratio is that of the largest, lines go through the least times."""
     policy, make = CASES[name]
-    taken = [in_turns({"mezzo": of_mezzo(n, policy, make), "torch": of_torch(n, policy)}, rounds) for n in sizes]
+    mine = partial(of_torch, amp=compat) if make is None else partial(of_mezzo, make=make)
+    taken = [in_turns({"mezzo": mine(n, policy), "torch": of_torch(n, policy)}, rounds) for n in sizes]
     least = {who: [min(each[who]) for each in taken] for who in ("mezzo", "torch")}
     ratio = against(taken[-1]["mezzo"], taken[-1]["torch"])
     (base, tensor), (rival_base, rival_tensor) = (line(sizes, least[who]) for who in ("mezzo", "torch"))
