@@ -273,6 +273,20 @@ def test_after_close_all_is_as_it_was():
     assert "mezzo/scale" not in (program.accelerator.log({"loss": 1.0}), program.told.values[-1])[1]
 
 
+@pytest.mark.parametrize("places", [True, False])
+def test_models_are_placed_before_masters_are_made(places):
+    class Told(nn.Linear):
+        def to(self, device):
+            told.append((device, self.weight.dtype))
+            return super().to(device)
+
+    told, model = [], Told(2, 1)
+    accelerator = accelerate.Accelerator(cpu=True, device_placement=places)
+    amp = attach(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), "O2,dtype=bfloat16")
+    assert told == [(accelerator.device, torch.float32)] * places
+    amp.close()
+
+
 @pytest.mark.slow  # two processes that import Accelerate, and train four times
 def test_two_ranks_step_together(tmp_path):
     """An overflow on one is both's; weights are equal bit for bit, and a checkpoint goes on so."""
@@ -351,6 +365,12 @@ def test_what_cannot_be_meant():
     for arguments, what in (({"policy": "O4"}, "unknown level 'O4'"), ({"hold_schedulers": 1}, "hold_schedulers is 1")):
         with pytest.raises(PolicyError, match=what):
             attach(accelerator, *model_and_optimizer(), **arguments)
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(PolicyError, match="the model and the optimizer stand in each other's place"):
+        attach(accelerator, optimizer, model, "O1")
+    prepared = mezzo.prepare(model, "O1")
+    with pytest.raises(PolicyError, match="a prepared model cannot be attached"):
+        attach(accelerator, prepared, optimizer, "O1")
     with pytest.raises(PolicyError, match=r"the accelerator is Linear\("):
         attach(nn.Linear(1, 1), *model_and_optimizer())
     assert accelerator.scaler is None

@@ -20,6 +20,7 @@ from mezzo.policy import Policy
 from mezzo.session import MixedPrecision, Step
 from mezzo.session.attached import Standing, Words
 from mezzo.session.attached.own_loop.forward import CalledIn
+from mezzo.session.refusals.beginning import models_and_optimizers
 from mezzo.tensors import LOW
 
 require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "accelerate")
@@ -76,7 +77,8 @@ def attach(
         PolicyError: A wrong policy or option; what Accelerate has prepared already; ``mixed_precision`` besides; or an
             accelerator that has a session.
         UnsupportedError: accelerate is not installed; or DeepSpeed, FSDP, Megatron-LM or XLA.
-        MezzoError: As :class:`mezzo.MixedPrecision`. Whatever is raised, nothing was changed.
+        MezzoError: As :class:`mezzo.MixedPrecision`. Whatever is raised, nothing was changed, but that models may be on
+            the accelerator's device already.
 
     **Cost**: that of the session. ``hold_schedulers`` costs one host sync a step, ``accelerator.log`` one as well.
 
@@ -177,14 +179,19 @@ class AcceleratedPrecision(MixedPrecision):
         hold_schedulers: bool,
         **options: Any,
     ) -> None:
-        given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        subjects, given = models_and_optimizers(models, optimizers)
+        modules = [each for each in subjects if isinstance(each, nn.Module)]
+        if len(modules) < len(subjects):
+            raise PolicyError("a prepared model cannot be attached", write="attach(accelerator, model, …), itself")
         if any(isinstance(each, AcceleratedOptimizer) for each in given):
             raise PolicyError(
                 "an optimizer was prepared before it was attached",
                 why="Accelerate has noted already that its steps need no loss scale",
                 write=_ORDER,
             )
-        modules = [models] if isinstance(models, nn.Module) else list(models)
+        for model in modules:
+            if accelerator.device_placement and not accelerator.verify_device_map(model):
+                model.to(accelerator.device)  # as prepare() would: masters are made where the parameters are
 
         def begin(strays: list[nn.Module]) -> MixedPrecision:
             MixedPrecision.__init__(self, [*modules, *strays], given, policy, **options)
