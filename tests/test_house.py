@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 694,
     "script": 775,
     "selftest": 411,
-    "session": 6_716,
+    "session": 6_720,
     "step": 2_481,
     "trace": 1_041,
     "the ground": 935,

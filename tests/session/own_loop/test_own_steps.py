@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import mezzo
 
-from ..loops import batch, network
-from .loops import OPTIMIZERS, POLICIES, attached, build, ends, loss_of, spoil, train
+from ..loops import Syncs, batch, network
+from .loops import CLIPPING, OPTIMIZERS, POLICIES, attached, build, ends, loss_of, spoil, train
 
 # Closures -----------------------------------------------------------------------------------------------------------
 
@@ -256,6 +256,20 @@ def test_many_steps_between_two_of_a_scheduler():
                 built.zero_grad()
             scheduler.step()
             assert scheduler.last_epoch == epoch
+
+
+def test_host_syncs_of_a_step():
+    for hold, syncs in ((True, 1), (False, 0)):
+        model, built = build("fused")
+        schedulers = [StepLR(built, 1), StepLR(built, 1)]
+        with attached(model, built, "O2,emulate=true", hold_schedulers=hold):
+            train(model, built, schedulers=schedulers)
+            with Syncs() as before:
+                train(model, built, steps=range(1), spoilt=(), clip=CLIPPING["norm"])
+            with Syncs() as waiting:
+                train(model, built, steps=range(1), spoilt=(), clip=CLIPPING["norm"], schedulers=schedulers)
+            assert before.count == 0
+            assert waiting.count == syncs  # one for two schedulers, and for the step before, of which none was told
 
 
 # Forward passes -------------------------------------------------------------------------------------------------------

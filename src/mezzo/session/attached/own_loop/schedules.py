@@ -36,11 +36,16 @@ class _Steps:
         self.total += 1
         self._pending.append(skipped.detach())
         if len(self._pending) == _PENDING:
-            self._pending = [torch.stack([each.long() for each in self._pending]).sum()]
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        self._pending = [torch.stack([each.long() for each in self._pending]).sum()]
 
     def taken(self) -> int:
         """Return how many have updated something; waits for the device if there was one since it was asked last."""
-        self._skipped += sum(int(each) for each in self._pending)
+        if len(self._pending) > 1:
+            self._sum_up()  # one wait for all
+        self._skipped += sum(map(int, self._pending))
         self._pending.clear()
         return self.total - self._skipped
 
