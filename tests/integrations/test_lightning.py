@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, UnsupportedError
 from mezzo.tensors import dtype_name, tensors
+
+from ..support.products import Products
 
 L = pytest.importorskip("lightning", reason="needs lightning")
 from mezzo.integrations.lightning import MezzoPrecision  # noqa: E402
@@ -89,19 +90,6 @@ def fitted(policy=None, optimizer="torch", module=None, **options):
     run = trainer(policy, **options)
     run.fit(module, data())
     return module, run
-
-
-class Products(TorchDispatchMode):
-    """Count matrix products by the dtype of what they compute with, casts of emulation taken back."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm):
-            self.dtypes[dtype_name(args[-1].dtype)] += 1
-        return func(*args, **kwargs or {})
 
 
 @pytest.fixture(scope="module")
