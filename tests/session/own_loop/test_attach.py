@@ -115,6 +115,15 @@ def test_after_it_was_detached_nothing_is_scaled_or_cast():
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
+def test_a_model_that_is_listed_twice_is_one():
+    model, built = build()
+    names = vars(model).keys() | set()
+    with attached([model, model], built, "O1,emulate=true") as amp:
+        train(model, built)
+        assert amp.stats().steps == 3
+    assert vars(model).keys() == names
+
+
 def test_a_second_session_is_refused_and_names_what_adds_to_the_first():
     model, built = build()
     with attached(model, built, "O1,emulate=true"):

@@ -55,7 +55,7 @@ class CalledIn:
     ) -> None:
         self._region, self._output_dtype = region, output_dtype
         self._here = threading.local()
-        self._models = [_wrapped(model) for model in models]
+        self._models = list(dict.fromkeys(map(_wrapped, models)))  # one may be listed twice, or with its wrapper
         self._before: list[dict[str, Any]] = []
         for model in self._models:
             names = vars(model)
