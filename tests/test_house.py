@@ -25,7 +25,7 @@ MOST_CODE = {
     "recipes": 1_267,
     "report": 995,
     "scale": 694,
-    "script": 775,
+    "script": 786,
     "selftest": 411,
     "session": 6_720,
     "step": 2_481,

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.errors import MezzoError
+from mezzo.errors import MezzoError, StateError
 from mezzo.explanation.words import counted
 from mezzo.policy import Policy
 from mezzo.script.inner import InnerCalls
@@ -51,6 +51,7 @@ class Gathering:
         self.amp: AttachedPrecision | None = None
         self._attach, self._policy, self._ledger, self._seams = attach, policy, ledger, seams
         self._session: list[Optimizer] = []
+        self._models: list[nn.Module] = []
         self._new: list[weakref.ref[Optimizer]] = []
         self._firsts: list[tuple[weakref.ref[Optimizer], Any]] = []
         self._is_watching = False
@@ -71,21 +72,31 @@ class Gathering:
         """Whether an optimizer steps with the session."""
         return any(each is optimizer for each in self._session)
 
-    def end(self) -> None:
-        """End the session: models and optimizers are the script's own again."""
-        if self._measuring is not None:
-            self._measuring.stop()
+    def end(self) -> list[Tensor]:
+        """End the session: models and optimizers are the script's own again, with the gradients that they have.
+
+        Returns:
+            The parameters that have gradients.
+        """
         if (amp := self.amp) is None:
-            return
-        self.amp, self._session = None, []
+            return []
+        gradients = _gradients(amp, self._models)
+        self.amp, self._session, self._models = None, [], []
+        if self._measuring is not None:
+            self._measuring.let_go()
         if self._inner is not None:
             self._inner.leave()
         self._ledger.stats.append(amp.stats())
         amp.detach()
+        for param, gradient in gradients:
+            param.grad = gradient
+        return [param for param, _ in gradients]
 
     def close(self) -> None:
         """End the session, and take note of no more."""
         try:
+            if self._measuring is not None:
+                self._measuring.stop()
             self.end()
         finally:
             for reference, first in self._firsts:
@@ -172,9 +183,18 @@ class Gathering:
         self._new.clear()
         self._seams.put_back(nn.Module, "__call__")
         self._is_watching = False
+        accumulated = list[Tensor]()
         if self.amp is not None:
-            self.end()
+            accumulated = self.end()
             gc.collect()  # what only circles of references keep is no more the script's
+        if accumulated and self._policy.param_dtype in LOW:
+            what, why = (
+                "gradients of an accumulation window",
+                "weights were stored low inside of it, for a new optimizer",
+            )
+            self._ledger.left_alone[what] = f"{why}, and these are dropped"
+            for param in accumulated:
+                param.grad = None
         if not self._attached(old + new) and old:
             self._attached(old)
 
@@ -196,7 +216,7 @@ class Gathering:
         self._ledger.intercepted[_ALWAYS] = 1
         self._inner = InnerCalls(models, self.amp.autocast)
         self._measuring.follow(optimizers)
-        self._session = optimizers
+        self._session, self._models = optimizers, models
         self._ledger.models += [name_of(each) for each in models if each not in self._told_models]
         self._ledger.optimizers += [type(each).__name__ for each in optimizers if each not in self._told_optimizers]
         self._told_models.update(models)
@@ -221,6 +241,16 @@ class Gathering:
         except MezzoError as error:
             self._ledger.left_alone[what] = str(error)
             return None
+
+
+def _gradients(amp: AttachedPrecision, models: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Return the gradients of an unfinished accumulation window, without the scale."""
+    try:
+        amp.unscale_()
+    except StateError:  # there is none
+        return []
+    params = [param for model in models for param in model.parameters()]
+    return [(param, param.grad) for param in params if param.grad is not None]
 
 
 def _writes_by_itself(optimizers: list[Optimizer]) -> str:

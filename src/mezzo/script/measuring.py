@@ -50,10 +50,18 @@ class Measuring:
         self._wrapped.append((optimizer, before, step))
 
     def stop(self) -> None:
-        """Count no more, and give back what was wrapped; where others have wrapped it since, it stays inside theirs."""
+        """Count no more."""
         if not self._is_over:
             self._is_over = True
             self._ledger.flops, self._ledger.low_share = self._products.flops.copy(), self._products.low_share
+        self.let_go()
+        stack = _get_current_dispatch_mode_stack()
+        if self._is_entered and stack and stack[-1] is self._products:  # and not below one of the script's
+            self._products.__exit__(None, None, None)
+            self._is_entered = False
+
+    def let_go(self) -> None:
+        """Give back what was wrapped; where others have wrapped it since, it stays inside theirs, and counts on."""
         for optimizer, before, mine in self._wrapped:
             if getattr(vars(optimizer).get("step"), "__func__", None) is mine:
                 if before is None:
@@ -61,10 +69,6 @@ class Measuring:
                 else:
                     vars(optimizer)["step"] = before
         self._wrapped.clear()
-        stack = _get_current_dispatch_mode_stack()
-        if self._is_entered and stack and stack[-1] is self._products:  # and not below one of the script's
-            self._products.__exit__(None, None, None)
-            self._is_entered = False
 
     def _enter(self) -> None:
         """Begin, unless in a block of a mode of the script's, which may end before."""

@@ -1,0 +1,155 @@
+"""What a script makes, and when: late optimizers, parts called by themselves, modes, regions, scalers."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo.script import Program, run
+
+MODEL = "model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))\n"
+STEP = "optimizer.zero_grad(); loss = model(x).square().mean(); loss.backward(); optimizer.step()\n"
+BF16 = "O1,dtype=bfloat16"
+
+
+@pytest.fixture
+def report(tmp_path, capsys):
+    """Run a script that is given as text, and return its report, and the numbers that it printed."""
+
+    def made(text, policy=BF16):
+        path = tmp_path / "script.py"
+        path.write_text(f"import torch\ntorch.manual_seed(0)\nx = torch.randn(32, 8)\n{text}")
+        program = Program(name=str(path))
+        ended = program.run() if policy is None else run(program, policy)
+        if ended is not None and ended.error is not None:
+            raise ended.error
+        numbers = [float(each) for each in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", capsys.readouterr().out)]
+        return None if ended is None else ended.report, numbers
+
+    return made
+
+
+#: An optimizer that is made while gradients accumulate for another one.
+LATE = """
+a, b = torch.nn.Linear(8, 1), torch.nn.Linear(8, 1)
+for_a = torch.optim.SGD(a.parameters(), lr=0.1)
+y = x.sum(1, keepdim=True)
+(a(x) - y).square().mean().backward()
+for_b = torch.optim.SGD(b.parameters(), lr=0.1)
+(b(x) - y).square().mean().backward()
+(a(x) - y).square().mean().backward()
+for_a.step()
+for_b.step()
+print(*a.weight.flatten().tolist(), *b.weight.flatten().tolist())
+"""
+
+
+def test_a_late_optimizer_joins_with_the_gradients_that_others_have(report):
+    _, plain = report(LATE, policy=None)
+    found, under_bf16 = report(LATE)
+    assert under_bf16 == pytest.approx(plain, abs=0.01)
+    assert (found.steps, found.measured_steps, found.optimizers) == (2, 2, ("SGD", "SGD"))
+    assert found.left_alone == {}
+
+
+def test_gradients_that_are_lost_when_weights_are_stored_low_are_told_of(report):
+    found, _ = report(LATE, policy="O2,dtype=bfloat16")
+    assert list(found.left_alone) == ["gradients of an accumulation window"]
+
+
+def test_a_model_that_is_gone_leaves_the_session(report):
+    found, _ = report(f"for _ in range(2):\n    {MODEL}    optimizer = torch.optim.SGD(model.parameters())\n    {STEP}")
+    assert found.models == ("Sequential", "Sequential")
+    assert (found.steps, found.left_alone) == (2, {})
+
+
+def test_a_forward_pass_without_gradients_begins_nothing(report):
+    text = f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nwith torch.no_grad():\n    model(x)\n"
+    found, _ = report(text)
+    assert (found.steps, found.models) == (0, ())
+
+
+@pytest.mark.parametrize("call", ["model[0](x)", "model[2](model[1](model[0](x)))", "torch.nn.Sequential(*model)(x)"])
+def test_a_part_that_is_called_by_itself_runs_low_and_returns_fp32(report, call):
+    found, (fp32,) = report(
+        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nfor _ in range(2):\n"
+        f"    out = {call}\n    optimizer.zero_grad(); out.square().mean().backward(); optimizer.step()\n"
+        "print(int(out.dtype == torch.float32))"
+    )
+    assert (found.low_share, fp32) == (1.0, 1)
+
+
+def test_a_mode_of_the_scripts_own_is_not_disturbed(report):
+    """Products are counted from the first step that begins outside of the script's own mode."""
+    found, numbers = report(
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
+        f"with FlopCounterMode(display=False) as counter:\n    {STEP}"
+        f"print(counter.get_total_flops())\nfor _ in range(5):\n    {STEP}"
+    )
+    forward = 2 * 32 * (8 * 16 + 16)
+    assert numbers == [forward + forward + 2 * 32 * 16]  # and backward: weights, and what the first layer returned
+    assert (found.measured_steps, found.low_share) == (3, 1.0)
+
+
+def test_a_region_that_is_switched_off_stays_off(report):
+    found, (is_fp32,) = report(
+        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
+        "with torch.autocast('cpu', enabled=False):\n"
+        f"    {STEP}    product = x @ x.t()\n"
+        "print(int(product.dtype == torch.float32))"
+    )
+    assert "torch.autocast" not in found.intercepted
+    assert is_fp32 == 1
+
+
+def test_functions_in_a_region_of_the_script_run_low_and_one_region_is_entered_often(report):
+    found, (low,) = report(
+        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nregion = torch.autocast('cpu', dtype=torch.float16)\n"
+        f"for _ in range(3):\n    with region:\n        {STEP}        product = x @ x.t()\n"
+        "print(int(product.dtype == torch.bfloat16))"  # the policy's format, and not the script's
+    )
+    assert found.intercepted["torch.autocast"] == 3
+    assert low == 1
+
+
+def test_checkpointing_of_torchs_own_gets_torchs_own_regions(report):
+    text = (
+        "from torch.utils.checkpoint import checkpoint\n"
+        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nfor _ in range(2):\n"
+        "    with torch.autocast('cpu', dtype=torch.bfloat16):\n"
+        "        loss = checkpoint(model, x, use_reentrant=False).square().mean()\n"
+        "    optimizer.zero_grad(); loss.backward(); optimizer.step()\nprint(loss.item())\n"
+    )
+    found, low = report(text)
+    assert found.low_share == 1.0
+    assert low == pytest.approx(report(text, policy=None)[1], rel=0.02)
+
+
+def test_a_scaler_tells_the_sessions_scale_and_unscales_by_it(report):
+    found, (before, norm, after) = report(
+        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
+        "scaler = torch.amp.GradScaler('cpu', init_scale=4.0)\nprint(scaler.get_scale())\n"
+        "scaler.scale(model(x).square().mean()).backward()\nscaler.unscale_(optimizer)\n"
+        "print(model[0].weight.grad.norm().item())\n"
+        "scaler.step(optimizer)\nscaler.update()\nprint(scaler.get_scale())\n",
+        policy="O1,dtype=float16,loss_scale=dynamic(init=1024)",
+    )
+    torch.manual_seed(0)
+    x = torch.randn(32, 8)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model(x).square().mean().backward()
+    assert norm == pytest.approx(float(model[0].weight.grad.norm()), rel=0.01)
+    assert (before, after, found.scale) == (4.0, 1024.0, 1024.0)
+
+
+def test_a_session_of_the_scripts_own_is_left_alone(report):
+    found, _ = report(
+        f"import mezzo\n{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
+        "amp = mezzo.MixedPrecision(model, optimizer, 'O1,dtype=bfloat16')\n"
+        "with amp.autocast():\n    loss = model(x).square().mean()\namp.backward(loss)\namp.step()\n"
+    )
+    ((what, why),) = found.left_alone.items()
+    assert what == "SGD over Sequential"
+    assert why.startswith("the optimizer belongs to a session or to MasterWeights already")
