@@ -88,6 +88,8 @@ def test_a_dry_run_without_a_model_alarms(mezzo):
         (("absent.py",), "there is no script 'absent.py'"),
         (("--policy", "O9", SCRIPTS / "plain.py"), "unknown level 'O9'"),
         (("--max-grad-norm", "-1", SCRIPTS / "plain.py"), "max_grad_norm is -1.0"),
+        (("--json", "absent/report.json", SCRIPTS / "plain.py"), "there is no folder absent to save in"),
+        (("--save-policy", "absent/policy.toml", SCRIPTS / "plain.py"), "there is no folder absent to save in"),
         (("--jsno", "x", SCRIPTS / "plain.py"), "--jsno"),
         ((), "Missing argument"),
     ],

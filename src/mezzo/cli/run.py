@@ -12,7 +12,7 @@ import typer
 from mezzo import script
 from mezzo.cli.app import app
 from mezzo.cli.explain import show
-from mezzo.cli.output import note
+from mezzo.cli.output import note, require_free
 from mezzo.errors import printable
 from mezzo.explanation.table import renderables
 from mezzo.files import whole
@@ -66,6 +66,9 @@ def run(
     """
     chosen = Policy.of(policy)
     program = script.Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+    for path, option in ((save_policy, "--save-policy"), (to_json, "--json")):
+        if path is not None:
+            require_free(path, option, overwrite=True)
     if save_policy is not None:
         chosen.save(save_policy)
     if dry:
