@@ -241,6 +241,9 @@ def test_a_fused_sgd_that_would_leave_low_precision_weights_as_they_are_is_refus
     amp = MixedPrecision(model, torch.optim.SGD([model.bias], lr=1.0), policy)
     with pytest.raises(UnsupportedError, match=says):
         amp.add(torch.optim.SGD([model.weight], lr=1.0, fused=True))
+    amp.close()
+    small = nn.Linear(2, 1)  # fewer weights than a vector holds move
+    MixedPrecision(small, torch.optim.SGD(small.parameters(), lr=1.0, fused=True), policy).close()
     for level in ("O0", f"O1,dtype={name},emulate=true", f"O2,dtype={name},emulate=true"):
         model = nn.Linear(64, 1)
         MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=True), level).close()

@@ -218,8 +218,9 @@ def _unmoved(optimizers: list[Optimizer], policy: Policy) -> Iterator[Unsupporte
     if policy.master_weights or policy.param_dtype == torch.float32:
         return
     for optimizer in optimizers:
-        on_cpus = any(p.device.type == "cpu" for g in optimizer.param_groups if g.get("fused") for p in g["params"])
-        if on_cpus and isinstance(optimizer, torch.optim.SGD) and _stands_still(policy.param_dtype):
+        fused = [p for g in optimizer.param_groups if g.get("fused") for p in g["params"] if p.device.type == "cpu"]
+        largest = max((param.numel() for param in fused), default=0)
+        if isinstance(optimizer, torch.optim.SGD) and _stands_still(policy.param_dtype, min(largest, 64)):
             yield UnsupportedError(
                 f"fused SGD of torch {torch.__version__} leaves most {policy.param_dtype} weights on CPUs as they are",
                 where="SGD(…, fused=True)",
@@ -229,9 +230,9 @@ def _unmoved(optimizers: list[Optimizer], policy: Policy) -> Iterator[Unsupporte
 
 
 @cache
-def _stands_still(dtype: torch.dtype) -> bool:
-    """Whether this torch's fused SGD for CPUs has the fault, found by a step of 64 weights."""
-    param = nn.Parameter(torch.ones(64, dtype=dtype))
+def _stands_still(dtype: torch.dtype, count: int) -> bool:
+    """Whether this torch's fused SGD for CPUs has the fault, found by a step; fewer than a vector holds move."""
+    param = nn.Parameter(torch.ones(count, dtype=dtype))
     param.grad = torch.ones_like(param)
     torch.optim.SGD([param], lr=0.5, fused=True).step()
     return bool((param != 0.5).any())
