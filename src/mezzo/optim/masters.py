@@ -16,6 +16,7 @@ from mezzo.optim.asked import is_asked_by_checkpoint, no_distributed_checkpoint
 from mezzo.optim.checks import ordered
 from mezzo.optim.gathering import gather
 from mezzo.optim.keeper import in_fp32
+from mezzo.optim.state import widened_state
 from mezzo.shards import locals_of, placed
 from mezzo.tensors import LOW, addresses, mark, versions
 
@@ -125,7 +126,7 @@ class MasterWeights:
             self._versions += versions([param])
             self._addresses += addresses([param])
             if param in self.optimizer.state:
-                self.optimizer.state[master] = _widen_state(self.optimizer.state[param])
+                self.optimizer.state[master] = widened_state(self.optimizer.state[param])
                 del self.optimizer.state[param]
             if self.grad_dtype == "float32" and hasattr(param, "grad_dtype"):
                 param.grad_dtype = torch.float32
@@ -392,8 +393,3 @@ def masters_of(optimizer: Optimizer) -> MasterWeights | None:
     """Return the masters that were put around an optimizer, if there are any."""
     owner = getattr(optimizer.zero_grad, "__self__", None)
     return owner if isinstance(owner, MasterWeights) else None
-
-
-def _widen_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Widen low-precision state to FP32, which is exact; everything else stays."""
-    return {k: v.float() if isinstance(v, Tensor) and v.dtype in LOW else v for k, v in state.items()}

@@ -27,6 +27,7 @@ __all__ = [
     "plain_state",
     "restored_state",
     "share_counts",
+    "widened_state",
 ]
 
 #: The other halves that weights can have.
@@ -54,6 +55,17 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(plain.get("step"), Tensor):
         plain["step"] = plain["step"].to(torch.float64)
     return plain
+
+
+def widened_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state with its low-precision tensors in FP32, which is exact; all else stays. LBFGS keeps lists of them."""
+    return {name: _widened(value) for name, value in state.items()}
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in LOW else value
+    return list(map(_widened, value)) if type(value) is list else value
 
 
 def restored_state(

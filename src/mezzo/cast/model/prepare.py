@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ class Prepared:
         for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
         self._originals = Originals()
+        self._followers: list[Callable[[], None]] = []
         self._hooks: list[RemovableHandle] = []
         self._doors: list[Door] = []
         self.entrance = Entrance()
@@ -277,6 +278,10 @@ class Prepared:
         self.in_session = self.casts.spans_regions = False
         self.casts.clear()
 
+    def when_removed(self, follower: Callable[[], None]) -> None:
+        """Have something called once every tensor has its dtype again, with which it has to agree."""
+        self._followers.append(follower)
+
     def round(self) -> None:
         """Round the originals into the model once more: a session that came to nothing had its own way of rounding."""
         self._originals.round()
@@ -313,6 +318,9 @@ class Prepared:
         self._tell_of_parts()
         self._before.clear()
         self._originals.release()
+        while self._followers:
+            self._followers[-1]()
+            self._followers.pop()
 
 
 def _store(tensor: Any, data: Any) -> None:

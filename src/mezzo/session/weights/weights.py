@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -17,7 +18,8 @@ from mezzo.cast.region import autocast
 from mezzo.errors import StateError
 from mezzo.optim.keeper import Keeper
 from mezzo.optim.masters import MasterWeights
-from mezzo.optim.optimizer import one_pass
+from mezzo.optim.optimizer import as_one_pass, one_pass
+from mezzo.optim.state import widened_state
 from mezzo.policy import Policy
 from mezzo.session.weights.halving import halved
 from mezzo.session.weights.low import LowWeights
@@ -26,6 +28,7 @@ from mezzo.session.weights.shards import Shards
 from mezzo.session.weights.words import Words
 from mezzo.session.window.wrappers import Wrappers
 from mezzo.step.consensus import Consensus
+from mezzo.tensors import LOW
 
 __all__ = ["Weights"]
 
@@ -168,10 +171,12 @@ class Weights:
         self.load_hooks.clear()
         # Read before any tensor changes its dtype, while keepers still know what belongs to which weight.
         exact = {param: keeper.master_of(param).detach() for param, keeper in self.stored().items()}
+        widen = _widening(each for each in self.optimizers if as_one_pass(each) is None)
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self.prepared):
             prepared.keep_originals(exact)
             prepared.leave()
+            prepared.when_removed(widen)
             if prepared not in self._given():
                 prepared.remove()
         for keeper in self.keepers():
@@ -318,6 +323,19 @@ def _state_of(optimizer: Optimizer) -> Callable[[], None]:
         optimizer.state.update(state)
 
     return restore
+
+
+def _widening(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
+    """Return what gives state in FP32 to weights that are low now, and FP32 when it is called: torch's has their dtype."""
+    low = [(weakref.ref(each), param) for each in optimizers for param in each.state if param.dtype in LOW]
+
+    def widen() -> None:
+        for reference, param in low:
+            state = optimizer.state if (optimizer := reference()) is not None else {}
+            if param in state and param.dtype not in LOW:
+                state[param] = widened_state(state[param])
+
+    return widen
 
 
 def _plain_name(model: nn.Module, name: str) -> str:
