@@ -58,7 +58,7 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def widened_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state with its low-precision tensors in FP32, which is exact; all else stays. LBFGS keeps lists of them."""
+    """Return state with its low-precision tensors in FP32, which is exact; all else stays. LBFGS has lists of them."""
     return {name: _widened(value) for name, value in state.items()}
 
 

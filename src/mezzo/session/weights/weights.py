@@ -326,7 +326,7 @@ def _state_of(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _widening(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Return what gives state in FP32 to weights that are low now, and FP32 when it is called: torch's has their dtype."""
+    """Return what gives weights that are low now, and FP32 when called, state in FP32: torch's has their dtype."""
     low = [(weakref.ref(each), param) for each in optimizers for param in each.state if param.dtype in LOW]
 
     def widen() -> None:
