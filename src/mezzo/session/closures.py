@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from mezzo.errors import PolicyError, StateError, some_of
-from mezzo.session.core import Core, current
+from mezzo.session.core import Core
 from mezzo.session.refusals.calls import check_numbers
-from mezzo.session.verdict import Judged, check, together
+from mezzo.session.verdict import Judged, together
 from mezzo.session.window.group import GradientGroup
 from mezzo.step.gradients import multiplications
 from mezzo.step.whole import Call, Piece, at_once
@@ -24,7 +24,10 @@ __all__ = ["evaluated"]
 
 
 def evaluated(
-    core: Core, optimizers: list[Optimizer], closure: Callable[[], Any]
+    core: Core,
+    optimizers: list[Optimizer],
+    closure: Callable[[], Any],
+    judge: Callable[[list[GradientGroup], list[Optimizer]], Judged],
 ) -> tuple[list[GradientGroup], Judged, Callable[[], bool], list[Piece]]:
     """Let one optimizer evaluate the loss itself, each evaluation judged, unscaled and clipped.
 
@@ -32,6 +35,7 @@ def evaluated(
         core: The session.
         optimizers: The one.
         closure: Clears the gradients, computes the loss, and runs its backward pass.
+        judge: Gathers and judges the gradients of some groups' optimizers.
 
     Returns:
         The optimizer's group, its gradients, whether an evaluation overflowed, and what is left to do.
@@ -54,14 +58,7 @@ def evaluated(
     def unscale() -> None:
         if group.window is None:
             raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
-        core.look_for_edits([group])
-        agreement = core.agreement
-        whole = None if agreement is None else agreement.whole
-        judged = check([group], [optimizer], core.device, core.max_grad_norm, whole)
-        core.weights.low.check(judged.dtypes)
-        if agreement is not None:
-            judged = agreement.judged(judged, core.inner_overflows, core.bits_of([optimizer]))
-        judged = current().seen(judged)
+        judged = judge([group], [optimizer])
         evaluations.append(judged)
         if not judged.verdict.is_one:
             at_once(*multiplications(judged.gradients, judged.verdict.multiplier))

@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from mezzo.session.agreement import Agreement
 from mezzo.session.closures import evaluated
@@ -90,7 +91,7 @@ def take(core: Core, optimizers: Any, closure: Callable[[], Any] | None, schedul
         if core.consensus is not None:
             core.weights.follow_first_rank(core.consensus)
         if closure is not None:
-            return _finished(core, *evaluated(core, optimizers, closure), schedulers)
+            return _finished(core, *evaluated(core, optimizers, closure, partial(_judged, core)), schedulers)
         groups = core.open_groups(optimizers, "step")
         if core.weights.shards is not None:
             core.weights.shards.refuse_unreduced(
@@ -99,20 +100,25 @@ def take(core: Core, optimizers: Any, closure: Callable[[], Any] | None, schedul
         stepping = [o for group in groups for o in group.optimizers if o in optimizers]
         alone = {o for group in groups if len(group.optimizers) == 1 for o in group.optimizers}
         check_numbers(stepping)
-        core.look_for_edits(groups)
-        agreement = core.agreement
-        whole = None if agreement is None else agreement.whole
-        judged = check(groups, optimizers, core.device, core.max_grad_norm, whole)
-        core.weights.low.check(judged.dtypes)
-        if agreement is not None:
-            judged = agreement.judged(judged, core.inner_overflows, core.bits_of(stepping))
-        judged = current().seen(judged)  # a rehearsal for a graph skips
+        judged = _judged(core, groups, stepping)
         overflowed = cache(judged.overflowed)  # waits for the device, once
         pieces = update(core.writes, judged, stepping, alone, overflowed, core.weights.masters)
         return _finished(core, groups, judged, overflowed, pieces, schedulers)
     except BaseException as error:
         _give_up(core, error)
         raise
+
+
+def _judged(core: Core, groups: list[GradientGroup], optimizers: list[Optimizer]) -> Judged:
+    """Gather and judge the gradients of some optimizers of open groups, with all ranks that step together."""
+    core.look_for_edits(groups)
+    agreement = core.agreement
+    whole = None if agreement is None else agreement.whole
+    judged = check(groups, optimizers, core.device, core.max_grad_norm, whole)
+    core.weights.low.check(judged.dtypes)
+    if agreement is not None:
+        judged = agreement.judged(judged, core.inner_overflows, core.bits_of(optimizers))
+    return current().seen(judged)  # a rehearsal for a graph skips
 
 
 def _finished(

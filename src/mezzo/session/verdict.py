@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -63,7 +63,7 @@ class Judged:
 
 def check(
     groups: list[GradientGroup],
-    optimizers: Collection[Optimizer],
+    optimizers: list[Optimizer],
     device: torch.device,
     max_norm: float | None,
     whole: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]] | None = None,
@@ -72,7 +72,7 @@ def check(
 
     Args:
         groups: The optimizers' groups, with open windows.
-        optimizers: Those that step.
+        optimizers: Those of them that step.
         device: Where the loss scale lives.
         max_norm: What to clip the norm of all gradients to.
         whole: Where there are several ranks: gives, from parameters and the norms of this rank's gradients, the norms
@@ -94,9 +94,8 @@ def check(
             write="amp.zero_grad() only after amp.step()",
         )
     # Where mezzo's optimizers take all of them, their executor reads the gradients once for all norms.
-    stepping = [optimizer for group in groups for optimizer in group.optimizers if optimizer in optimizers]
     places = alike(gradients)
-    are_all = one_pass(stepping) == stepping
+    are_all = one_pass(optimizers) == optimizers
     each = norms(gradients, device, one_pass=are_all, groups=places)
     scale = None if one is None or one.is_one else one.scale if one.ranks == 1 else one.divisor()
     numbers: list[Tensor | float] = [] if scale is None else [scale]
