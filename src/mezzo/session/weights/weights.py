@@ -21,10 +21,9 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.optim.state import widened_state
 from mezzo.policy import Policy
-from mezzo.session.weights.halving import halved
 from mezzo.session.weights.low import LowWeights
 from mezzo.session.weights.phases import Handles
-from mezzo.session.weights.shards import Shards
+from mezzo.session.weights.shards import Shards, halved
 from mezzo.session.weights.words import Words
 from mezzo.session.window.wrappers import Wrappers
 from mezzo.step.consensus import Consensus
