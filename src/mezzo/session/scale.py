@@ -25,7 +25,7 @@ from mezzo.tensors import LOW, moved
 if TYPE_CHECKING:
     from mezzo.overflow import Changed, Overflow
 
-__all__ = ["Part", "Step", "StepOutcome", "account", "adapt", "adapt_at_once", "parts_of"]
+__all__ = ["Part", "Step", "StepOutcome", "account", "adapt", "adapt_at_once", "one_or_all", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,12 @@ class StepOutcome:
     loss_failed: Tensor
     heard: Heard | None = None
     account: Tensor | None = None
+
+    @classmethod
+    def of_nothing(cls, verdict: Verdict, scale: Tensor, heard: Heard | None = None) -> Self:
+        """Return the outcome of a step that took no gradients, and moved no scale; arguments as the attributes."""
+        failed = torch.zeros_like(verdict.found_inf)
+        return cls(verdict=verdict, params=[], scale=scale, next_scale=scale, after={}, loss_failed=failed, heard=heard)
 
     def numbers(self) -> list[Tensor]:
         """Return what the host wants to know: whether it was skipped, and of each scale its value and its wait.
@@ -123,9 +129,7 @@ class Step:
     def plain(cls) -> Self:
         """Return the step of an optimizer by itself, which nothing has scaled or checked."""
         verdict = Verdict.of_flags(None, None, torch.device("cpu"))
-        one, no = torch.ones(()), verdict.found_inf
-        outcome = StepOutcome(verdict=verdict, params=[], scale=one, next_scale=one, after={}, loss_failed=no)
-        return cls(outcome, lambda: None)
+        return cls(StepOutcome.of_nothing(verdict, torch.ones(())), lambda: None)
 
     def __repr__(self) -> str:
         made, verdict = self._outcome, self._outcome.verdict
@@ -230,7 +234,7 @@ def _in_turn(parts: list[Part]) -> _Found:
     failures, before, after = [], [], []
     for part in parts:
         for scale, flags in part.verdicts:
-            found = flags[0] if len(flags) == 1 else _any(flags)
+            found = reduce(or_, flags)
             told = [found] if part.inner is None else [found, part.inner]
             failed, found, hold = shared(_told, (), [part.loss, *told])
             part.scaler.update(found, made_with=scale, hold=hold)
@@ -238,7 +242,7 @@ def _in_turn(parts: list[Part]) -> _Found:
         # A graph writes the next scale into the memory of this one.
         before.append(scale.clone() if part.scaler.in_graph else scale)
         after.append(part.scaler.state.scale)
-    return _any(failures), _one_or_all(before), _one_or_all(after), None
+    return reduce(or_, failures), one_or_all(before), one_or_all(after), None
 
 
 def _together(parts: list[Part], found_inf: Tensor) -> _Found:
@@ -282,11 +286,8 @@ def _by_loss(shares: Iterable[LossShare]) -> dict[int, Collection[tuple[Tensor, 
     return {loss_id: verdicts.values() for loss_id, verdicts in found.items()}
 
 
-def _any(flags: list[Tensor]) -> Tensor:
-    return flags[0] if len(flags) == 1 else torch.stack(flags).any()
-
-
-def _one_or_all(scales: list[Tensor]) -> Tensor:
+def one_or_all(scales: list[Tensor]) -> Tensor:
+    """Return the one of some scales, or the vector of several."""
     return scales[0] if len(scales) == 1 else torch.stack(scales)
 
 

@@ -267,17 +267,8 @@ class StepStats:
                 what = f"loss scale of loss {loss_id}" if len(scales) > 1 else "loss scale"
                 at_floor = "; this is its floor" if scale == as_float32(self._config.floor) else ""
                 why = "" if scale > before else f", which overflowed{at_floor}"
-                says.append(
-                    partial(
-                        logger.info,
-                        "%s %.6g → %.6g after step %d%s",
-                        what,
-                        before,
-                        scale,
-                        step - self._moves_later,
-                        why,
-                    )
-                )
+                log = "%s %.6g → %.6g after step %d%s"
+                says.append(partial(logger.info, log, what, before, scale, step - self._moves_later, why))
                 scales[loss_id] = scales[loss_id].moved(scale)
             if floor_overflows >= patience:
                 loss = f"loss {loss_id}, " if len(scales) > 1 else ""

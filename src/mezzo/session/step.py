@@ -15,7 +15,7 @@ from mezzo.session.agreement import Agreement
 from mezzo.session.closures import evaluated
 from mezzo.session.core import Core, current
 from mezzo.session.refusals.calls import check_numbers, checked_schedulers, chosen, not_finite
-from mezzo.session.scale import Step, StepOutcome, adapt
+from mezzo.session.scale import Step, StepOutcome, adapt, one_or_all
 from mezzo.session.update import update
 from mezzo.session.verdict import Judged, check
 from mezzo.session.window.group import GradientGroup
@@ -57,17 +57,8 @@ def take_together(core: Core, agreement: Agreement, optimizers: Any, closure: An
 def _abstained(core: Core, heard: Heard) -> Step:
     """Skip a step that other ranks have gradients for: at the end of the data a rank may have none left."""
     scales = core.scale_tensors()
-    scale = torch.stack(scales) if len(scales) > 1 else scales[0]
     verdict = Verdict.of_flags(torch.ones_like(scales[0]), None, core.device)
-    outcome = StepOutcome(
-        verdict=verdict,
-        params=[],
-        scale=scale,
-        next_scale=scale,
-        after={},
-        loss_failed=torch.zeros_like(verdict.found_inf),
-        heard=heard,
-    )
+    outcome = StepOutcome.of_nothing(verdict, one_or_all(scales), heard)
     core.forget_passes()
     calls, then = current().noted(core, outcome)
     at_once(*calls)
