@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError
 from mezzo.session.capture.batch import Batch, Layout
-from mezzo.session.capture.cuda import CudaGraph, Graph
+from mezzo.session.capture.cuda import CudaGraph
 from mezzo.session.capture.replay_guard import ReplayGuard
 from mezzo.session.capture.run import Elsewhere, GraphRun
 from mezzo.session.capture.snapshot import Snapshot
@@ -121,7 +121,7 @@ def capture(train_step: Callable[..., R], *example_batch: Any) -> Captured[R]:
 class _Recorded(Generic[R]):
     """A graph, with what its replays concern."""
 
-    graph: Graph
+    graph: CudaGraph
     output: R
     outcomes: list[tuple[Core, StepOutcome, Tensor]]
     guards: list[ReplayGuard]
@@ -137,7 +137,7 @@ class Captured(Generic[R]):
     """
 
     def __init__(
-        self, train_step: Callable[..., R], example: tuple[Any, ...], make_graph: Callable[[], Graph] | None
+        self, train_step: Callable[..., R], example: tuple[Any, ...], make_graph: Callable[[], CudaGraph] | None
     ) -> None:
         self._train_step = train_step
         self._layout = Layout(train_step, example)
@@ -195,7 +195,7 @@ class Captured(Generic[R]):
                 core.stats.note(outcome, packed)
         return recorded.output
 
-    def _record(self, graph: Graph, leaves: list[Any]) -> _Recorded[R]:
+    def _record(self, graph: CudaGraph, leaves: list[Any]) -> _Recorded[R]:
         """Rehearse and record, leaving everything as it was."""
         from mezzo.trace.sandbox import RandomStates
 

@@ -6,11 +6,11 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
-__all__ = ["CudaGraph", "Graph"]
+__all__ = ["CudaGraph"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,31 +20,8 @@ T = TypeVar("T")
 _REHEARSALS: Final = 3
 
 
-class Graph(Protocol):
-    """One recorded run of some code on one device.
-
-    ``replay`` computes what the recorded run would have computed with the values that its inputs have now, in the same
-    memory: results stand where the recorded run put them.
-    """
-
-    device: torch.device
-
-    def rehearse(self, run: Callable[[], object]) -> None:
-        """Run it a few times for what happens only once: lazy initialisation, compilation, choice of kernels."""
-
-    def record(self, run: Callable[[], T]) -> T:
-        """Run it for the record; whatever it would have written to memory that was there before is not written.
-
-        Raises:
-            RuntimeError: The code asks the device for a value.
-        """
-
-    def replay(self) -> None:
-        """Run what was recorded, without waiting for it."""
-
-
 class CudaGraph:
-    """A CUDA graph with a memory pool of its own.
+    """One recorded run of some code on one device, with a memory pool of its own.
 
     Rehearsals run on the stream that is captured later, since autograd remembers the stream of a parameter's first
     use. Other threads may go on (a loader that pins memory), as ``capture_error_mode="thread_local"`` allows.
@@ -63,7 +40,7 @@ class CudaGraph:
             self._graph = torch.cuda.CUDAGraph()
 
     def rehearse(self, run: Callable[[], object]) -> None:
-        """See :class:`Graph`."""
+        """Run it a few times for what happens only once: lazy initialisation, compilation, choice of kernels."""
         around = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(around)
         try:
@@ -76,7 +53,11 @@ class CudaGraph:
             around.wait_stream(self._stream)
 
     def record(self, run: Callable[[], T]) -> T:
-        """See :class:`Graph`."""
+        """Run it for the record; whatever it would have written to memory that was there before is not written.
+
+        Raises:
+            RuntimeError: The code asks the device for a value.
+        """
         with torch.cuda.device(self.device):  # around it all, since set_stream changes the device too
             around, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
             try:
@@ -90,7 +71,7 @@ class CudaGraph:
                 torch.cuda.set_stream(around)  # which torch leaves undone where the capture has failed
 
     def replay(self) -> None:
-        """See :class:`Graph`."""
+        """Compute, without waiting, what the recorded run would have computed with the values of now, in its memory."""
         self._graph.replay()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.cast.model.sharding import units
 from mezzo.errors import message
 from mezzo.policy import Policy
 from mezzo.session.window.wire import Wire, registered
 from mezzo.tensors import LOW
 
-__all__ = ["Reduction", "Wrappers", "active_wrapper"]
+__all__ = ["Reduction", "Wrappers"]
 
 logger = logging.getLogger(__name__)
 
@@ -110,19 +110,16 @@ class _Reach:
     def __init__(self, leaves: Iterable[Tensor], wrapped: Iterable[_Wrapped]) -> None:
         known = {id(leaf): leaf for leaf in leaves}
         self.wrapped = [each for each in wrapped if not each.params.isdisjoint(known)]
-        self.leaves = self.of(self.wrapped, known.values())
-        covered = set(map(id, self.leaves))
+        covered = frozenset[int]().union(*(each.params for each in self.wrapped))
+        self.leaves = [leaf for key, leaf in known.items() if key in covered]
         self.others = [leaf for key, leaf in known.items() if key not in covered]
-        self._of: dict[tuple[int, ...], list[Tensor]] = {}
 
-    def of(self, wrapped: Sequence[_Wrapped], leaves: Iterable[Tensor] | None = None) -> list[Tensor]:
+    def of(self, wrapped: Sequence[_Wrapped]) -> list[Tensor]:
         """Return the parameters whose gradients some of the wrappers reduce."""
-        if leaves is not None:
-            return [leaf for leaf in leaves if any(id(leaf) in each.params for each in wrapped)]
-        key = tuple(map(id, wrapped))
-        if key not in self._of:
-            self._of[key] = self.of(wrapped, self.leaves)
-        return self._of[key]
+        if len(wrapped) == len(self.wrapped):
+            return self.leaves
+        covered = frozenset[int]().union(*(each.params for each in wrapped))
+        return [leaf for leaf in self.leaves if id(leaf) in covered]
 
     def is_summed(self, summing: Collection[_Wrapped]) -> bool:
         """Whether all gradients are sums over the same number of ranks, if these wrappers sum."""
@@ -252,7 +249,7 @@ class Wrappers:
         if torch.compiler.is_compiling():
             return
         self._has_searched = True
-        ddp = active_wrapper()
+        ddp = DistributedDataParallel._active_ddp_module  # the one that runs now; torch notes it for its compiler
         if ddp is not None and self._take(ddp) and torch.is_grad_enabled():
             self._known[-1].armed(ddp.require_backward_grad_sync)
 
@@ -357,7 +354,7 @@ class Wrappers:
             for each in self._known:
                 if (ddp := each.ddp()) is not None:
                     self._paused.enter_context(ddp.no_sync())
-            for module in self._sharded():
+            for module in [unit for model in self._models for unit in units(model)]:
                 module.set_requires_gradient_sync(False, recurse=False)
                 self._paused.callback(module.set_requires_gradient_sync, True, recurse=False)
         self._pauses += 1
@@ -368,18 +365,8 @@ class Wrappers:
             if not self._pauses:
                 self._paused.close()
 
-    def _sharded(self) -> Iterator[Any]:
-        """Yield the modules whose parameters FSDP2 shards; without an import of it there are none."""
-        kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-        return (module for model in self._models for module in model.modules() if isinstance(module, kind))
-
     def _reach(self, group: _HasLeaves) -> _Reach:
         if group not in self._reaches:
             wrapped = [each for each in self._known if each.matters]
             self._reaches[group] = _Reach((leaf for _, leaf in group.with_leaves()), wrapped)
         return self._reaches[group]
-
-
-def active_wrapper() -> DistributedDataParallel | None:
-    """Return the wrapper whose forward pass runs in this moment; torch notes it for its compiler."""
-    return DistributedDataParallel._active_ddp_module
