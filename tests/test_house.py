@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 694,
     "script": 786,
     "selftest": 411,
-    "session": 6_693,
+    "session": 6_688,
     "step": 2_481,
     "trace": 1_041,
     "the ground": 935,

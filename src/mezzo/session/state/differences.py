@@ -37,7 +37,7 @@ def check(core: Core, state: Any, more: Iterable[str] = ()) -> None:
     version = state.get("version") if isinstance(state, Mapping) else None
     if isinstance(version, int) and version != STATE_VERSION:
         raise StateError(f"the state has version {shown(version)}", why=f"this mezzo reads version {STATE_VERSION}")
-    if wrong := _wrong_values(state):
+    if wrong := [*_problems(state, _STATE, "")] or [*_contradictions(state)]:
         raise StateError(
             "this is not the state of a MixedPrecision session", where=_listed(wrong), write="amp.state_dict()"
         )
@@ -111,11 +111,6 @@ def _unfinished(core: Core, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 # The form of a state --------------------------------------------------------------------------------------
-
-
-def _wrong_values(state: Any) -> list[str]:
-    """List what keeps a value from being the state of a session, whichever one it was."""
-    return [*_problems(state, _STATE, "")] or [*_contradictions(state)]
 
 
 def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:

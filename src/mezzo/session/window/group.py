@@ -100,31 +100,29 @@ class GradientGroup:
             StateError: The last step's gradients are still there; or those of a loss with another scale are not
                 reduced.
         """
-        is_first = self.window is None
-        if self.window is None:
+        window, is_first = self.window, self.window is None
+        if window is None:
             self._refuse_stale()
-            self.wide.end()
-            self.waiting.start()
-            self.window = Window()
+            window = self._open()
         else:
-            if self._can_be_added(self.window.carried, scaler, scale):
+            if self._can_be_added(window.carried, scaler, scale):
                 # What lies with the masters goes back, so that autograd adds to all of it, and users can clear it.
                 self.wide.give_back()
             else:
-                self.waiting.require_reduced(self.window.micro_batches)
+                self.waiting.require_reduced(window.micro_batches)
                 self.wide.withdraw()
                 for masters in self.masters:
                     masters.gather()
-                self._set_aside(self.window)
+                self._set_aside(window)
                 self.waiting.start()
-            self.window.new_gradients = {}
+            window.new_gradients = {}
             # Only now: one backward pass alone needs no FP32 gradients, and most windows have one.
             self.wide.begin(frozenset() if reduction is None else frozenset(map(id, reduction.leaves)))
         self.waiting.step_aside(reduction, is_first=is_first)
-        self.window.micro_batches += 1
-        self.window.losses.append((loss_id, loss.detach()))
+        window.micro_batches += 1
+        window.losses.append((loss_id, loss.detach()))
         # With its version: a scale that is written to afterwards is not the one that these gradients carry.
-        self.window.carried = CarriedScale(
+        window.carried = CarriedScale(
             loss_id, scale, scale._version, is_one=not scaler.changes_gradients, is_common=not scaler.keeps_apart
         )
 
@@ -136,11 +134,9 @@ class GradientGroup:
             scale: That scale.
         """
         if self.window is None:
-            self.wide.end()
-            self.waiting.start()
-            self.window = Window()
-            self.window.is_found, self.window.micro_batches = True, 1
-            self.window.carried = CarriedScale(0, scale, scale._version, is_one=not scaler.changes_gradients)
+            window = self._open()
+            window.is_found, window.micro_batches = True, 1
+            window.carried = CarriedScale(0, scale, scale._version, is_one=not scaler.changes_gradients)
 
     def keep_unscaled(self) -> None:
         """Begin a window, if there is none, with gradients that are there and carry no scale: they are added to.
@@ -150,9 +146,14 @@ class GradientGroup:
         """
         if self.window is None and any(leaf.grad is not None for leaf in self.leaves()):
             self._refuse_stale()
-            self.wide.end()
-            self.waiting.start()
-            self.window = Window()
+            self._open()
+
+    def _open(self) -> Window:
+        """Begin a window of whose gradients nothing is known yet."""
+        self.wide.end()
+        self.waiting.start()
+        self.window = Window()
+        return self.window
 
     def sets_aside(self, scaler: Scaler, scale: Tensor) -> bool:
         """Whether a backward pass with a scale would set earlier gradients aside, which carry another."""

@@ -139,7 +139,7 @@ class Waiting:
                 new = None  # zeros: no rank has used it
             if before is not None or new is not None:
                 own = None if has_run and new is not None else leaf.grad
-                total = _sum(each for each in (before, new, own) if each is not None)
+                total = reduce(added, (each for each in (before, new, own) if each is not None))
                 at_once(*self._wide.giving(leaf, total), partial(self._apart.pop, leaf, None))
         self.ranks, self.is_reduced = ranks, is_reduced
         if has_run:
@@ -157,8 +157,3 @@ class Waiting:
 def _marks(leaves: Iterable[Tensor]) -> list[tuple[int, int] | None]:
     """Return what tells whether gradients were made, or added to."""
     return [None if leaf.grad is None else mark(leaf.grad) for leaf in leaves]
-
-
-def _sum(parts: Iterable[Tensor]) -> Tensor:
-    """Add gradients in FP32."""
-    return reduce(added, parts)
