@@ -1,11 +1,12 @@
 """The builder of messages, and the tree."""
 
 import pickle
+from importlib import metadata
 
 import pytest
 
 from mezzo import DistributedError, MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
-from mezzo.errors import message, nearest, printable, shown, some_of
+from mezzo.errors import message, nearest, printable, require_extra, shown, some_of
 
 
 def test_messages_answer_what_where_why_and_what_to_write():
@@ -105,3 +106,45 @@ def test_echoes_are_short():
     many = str(PolicyError.together([PolicyError(f"problem {n}") for n in range(1000)]))
     assert many.startswith("1000 problems\n1. problem 0\n")
     assert many.endswith("20. problem 19\nand 980 more")
+
+
+@pytest.mark.parametrize(
+    "have, asked, is_old",
+    [
+        ("2.3.9", "2.4", True),
+        ("2.4", "2.4", False),
+        ("2.4.0rc1", "2.4", False),
+        ("10.0", "9.1", False),
+        ("1", "1.0.1", True),
+    ],
+)
+def test_a_package_that_is_too_old_is_named(monkeypatch, have, asked, is_old):
+    """As the extra asks for it, by numbers and not by letters; what is not asked for by this extra does not count."""
+    requires = [f"json>={asked}; extra == 'this'", "re>=99; extra == 'other'", "torch>=99", "gone>=9; extra == 'this'"]
+    versions = {"json": have, "re": "1"}
+    monkeypatch.setattr(metadata, "requires", lambda _: requires)
+
+    def version(name):
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    if not is_old:
+        require_extra("this", "reading needs json", "json")
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        require_extra("this", "reading needs json", "json")
+    assert str(caught.value).split("\n") == [
+        "reading needs json",
+        f"  why    there is json {have}, and {asked} is the oldest that will do",
+        '  write  pip install --upgrade "mezzo[this]"',
+    ]
+
+
+def test_without_metadata_no_package_is_too_old(monkeypatch):
+    def requires(_):
+        raise metadata.PackageNotFoundError("mezzo")
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    require_extra("this", "reading needs json", "json")

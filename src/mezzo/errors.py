@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from importlib import metadata
 from typing import Final
 
 __all__ = [
@@ -207,7 +209,7 @@ def some_of(names: Sequence[str], limit: int = 5) -> str:
 
 
 def require_extra(extra: str, what: str, *modules: str, why: str = "") -> None:
-    """Fail now, rather than after minutes of work, where a package is missing that mezzo is not installed with.
+    """Fail now, rather than after minutes of work, where a package is missing, or too old, that an extra installs.
 
     Args:
         extra: The extra of mezzo's that installs it.
@@ -216,7 +218,7 @@ def require_extra(extra: str, what: str, *modules: str, why: str = "") -> None:
         why: What the package is needed for.
 
     Raises:
-        UnsupportedError: A module cannot be imported.
+        UnsupportedError: A module cannot be imported, or a package of the extra is older than mezzo asks for.
     """
     try:
         for module in modules:
@@ -224,3 +226,28 @@ def require_extra(extra: str, what: str, *modules: str, why: str = "") -> None:
     except ImportError as error:
         reason = f"{why}, and there is {error}" if why else str(error)
         raise UnsupportedError(what, why=reason, write=f'pip install "mezzo[{extra}]"') from error
+    if old := ", ".join(_too_old(extra)):
+        raise UnsupportedError(what, why=f"there is {old}", write=f'pip install --upgrade "mezzo[{extra}]"')
+
+
+def _too_old(extra: str) -> Iterator[str]:
+    """Yield the packages of an extra that are older than the installed metadata asks for; where it has none, nothing.
+
+    What cannot be looked up, as a package under another name, is not known to be old.
+    """
+    try:
+        asked = metadata.requires("mezzo") or []
+    except metadata.PackageNotFoundError:
+        return
+    for line in asked:
+        found = re.fullmatch(rf"([\w.-]+)>=([\d.]+); extra == ['\"]{extra}['\"]", line)
+        try:
+            version = metadata.version(found[1]) if found else ""
+        except metadata.PackageNotFoundError:
+            continue
+        if found and _numbers(version) < _numbers(found[2]):
+            yield f"{found[1]} {version}, and {found[2]} is the oldest that will do"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]

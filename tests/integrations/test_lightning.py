@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from csv import DictReader
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,61 @@ def test_a_checkpoint_of_the_trainers_goes_on_bit_for_bit(tmp_path, policy, opti
     assert module.losses == straight.losses[8:]
     assert module.logged[-1] == straight.logged[-1]
     assert all(map(torch.equal, whole(straight), whole(module)))
+
+
+@pytest.mark.parametrize("policy", ["O2,dtype=float16", "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weights_in_a_checkpoint_are_fp32(tmp_path, policy, optimizer):
+    """Those of the run's end, bit for bit, for plain torch; and of those that the module itself has, too."""
+
+    class Saving(L.Callback):
+        def on_train_end(self, run, module):
+            run.save_checkpoint(tmp_path / "whole.ckpt")
+            run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+            assert {param.dtype for param in module.parameters()} != {torch.float32}
+
+    class Direct(Module):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.gain = nn.Parameter(torch.ones(8))
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch[0] * self.gain, batch[1]), batch_idx)
+
+    module, _ = fitted(policy, module=Direct(optimizer), callbacks=[Saving()])
+    for name in ("whole", "weights"):
+        saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
+        plain = Direct(optimizer)
+        plain.load_state_dict(saved)
+        assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+        assert all(map(torch.equal, plain.parameters(), module.parameters()))
+    rounded = [param.bfloat16().float() for param in module.parameters()]
+    assert all(map(torch.equal, module.parameters(), rounded)) == policy.startswith("O3")
+
+
+def test_a_checkpoint_of_earlier_versions_goes_on_bit_for_bit(tmp_path):
+    """Its weights are as they were stored, and its masters part of the session's state."""
+    options = {"module": Scheduled(overflow_at=[2]), "accumulate_grad_batches": 2}
+
+    class Saving(L.Callback):
+        def on_train_epoch_end(self, run, module):
+            if run.current_epoch == 0:
+                run.save_checkpoint(tmp_path / "new.ckpt")
+                saved = torch.load(tmp_path / "new.ckpt", weights_only=True)
+                saved["MezzoPrecision"] = run.precision_plugin.session.state_dict()
+                saved["state_dict"] = {name: param.data.clone() for name, param in module.named_parameters()}
+                torch.save(saved, tmp_path / "old.ckpt")
+
+    straight, _ = fitted("O2,dtype=float16", callbacks=[Saving()], **options)
+    saved = {name: torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("old", "new")}
+    assert saved["old"]["state_dict"]["net.0.weight"].dtype == torch.float16
+    assert saved["old"]["MezzoPrecision"]["masters"]
+    assert not saved["new"]["MezzoPrecision"]["masters"]
+    for name in saved:
+        module, run = Scheduled(overflow_at=[2]), trainer("O2,dtype=float16", accumulate_grad_batches=2)
+        run.fit(module, data(), ckpt_path=tmp_path / f"{name}.ckpt")
+        assert module.losses == straight.losses[8:], name
+        assert all(map(torch.equal, straight.parameters(), module.parameters())), name
 
 
 def test_a_checkpoint_after_the_run_has_its_state(tmp_path):
@@ -317,6 +373,46 @@ def test_lbfgs_evaluates_its_closure_again(policy, within):
     assert module.losses == pytest.approx(reference.losses, rel=within, abs=0.0)
 
 
+class Overflowing(Module):
+    """A network whose second layer overflows in the forward pass, in one batch; with a weight of its own."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0] * self.gain
+        return super().training_step((x * 1e5 if batch_idx == 1 else x, batch[1]), batch_idx)
+
+
+def test_an_overflow_is_explained_in_the_trainers_log(tmp_path, caplog):
+    """By its loggers, and in Python's log; the run goes on as without an explanation."""
+
+    class Numbers(L.pytorch.loggers.CSVLogger):
+        def log_metrics(self, metrics, step=None):
+            super().log_metrics({name: float(value) for name, value in metrics.items()}, step)
+
+    csv, numbers = L.pytorch.loggers.CSVLogger(tmp_path, "csv"), Numbers(tmp_path, "numbers")
+    told = []
+    board = L.pytorch.loggers.TensorBoardLogger(tmp_path, "board")
+    board.experiment.add_text = lambda *args: told.append(args)
+    policy = "O1,dtype=float16,fp32=mul"
+    module, _ = fitted(
+        MezzoPrecision(policy, on_overflow="explain"), module=Overflowing(), epochs=1, logger=[csv, board, numbers]
+    )
+    plain, _ = fitted(policy, module=Overflowing(), epochs=1)
+    assert module.logged == plain.logged
+    assert all(map(torch.equal, module.parameters(), plain.parameters()))
+    ((name, text, step),) = told
+    assert (name, step) == ("mezzo/overflow", 1)
+    assert "net.0" in text
+    assert "forward" in text
+    assert text in caplog.text
+    with (Path(csv.log_dir) / "metrics.csv").open() as file:
+        rows = [row.get("mezzo/overflow") for row in DictReader(file)]
+    assert [row for row in rows if row] == [text]
+
+
 def test_an_overflow_can_end_the_run():
     plugin = MezzoPrecision("O1,dtype=float16", on_overflow="raise")
     with pytest.raises(NumericsError):
@@ -425,10 +521,12 @@ def test_fsdp_of_the_first_kind_is_refused():
 def test_what_cannot_be_meant():
     with pytest.raises(PolicyError, match="unknown level 'O4'"):
         MezzoPrecision("O4")
-    with pytest.raises(PolicyError, match="hold_schedulers is 1, not True or False"):
+    with pytest.raises(PolicyError, match=r"hold_schedulers is 1\n  why    it is True or False"):
         MezzoPrecision(hold_schedulers=1)
-    with pytest.raises(UnsupportedError, match="on_overflow is 'explain', and Lightning's runs know skip and raise"):
-        MezzoPrecision(on_overflow="explain")
+    with pytest.raises(
+        PolicyError, match=r"2 problems[\s\S]*unknown on_overflow 'explode'[\s\S]*'explain'[\s\S]*restore_buffers is 0"
+    ):
+        MezzoPrecision(on_overflow="explode", restore_buffers=0)
     with pytest.raises(PolicyError, match="there is no session yet"):
         MezzoPrecision().clip_gradients(None, 1.0)
 

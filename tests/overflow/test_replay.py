@@ -169,8 +169,10 @@ def pair():
     return generator, discriminator, torch.randn(8, 4)
 
 
+@pytest.mark.parametrize("holder", [list, nn.ModuleList])
 @pytest.mark.parametrize("which, phase", [(0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")])
-def test_one_model_feeds_another(which, phase):
+def test_one_model_feeds_another(which, phase, holder):
+    """Be they two models, or the parts of one that is never called itself."""
     *models, x = pair()
     with torch.no_grad():
         match which, phase:
@@ -188,7 +190,7 @@ def test_one_model_feeds_another(which, phase):
                 x = torch.full_like(x, 1e4)
             case 1, "backward":
                 models[1][2].weight.fill_(1e3)
-    loop = Loop(*models)
+    loop = Loop(*models) if holder is list else Loop(nn.ModuleList(models))
     with loop.region():
         loss = models[1](models[0](x)).float().mean()
     scale = 1.0 if phase == "forward" else 2.0**12

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from mezzo.cast import autocast
 from mezzo.errors import PolicyError, StateError, UnsupportedError, require_extra, shown
+from mezzo.integrations.told import ToldPrecision
 from mezzo.policy import Policy
-from mezzo.session import MixedPrecision, Step
+from mezzo.session import MixedPrecision
 from mezzo.session.attached import Standing, Words
 from mezzo.session.attached.own_loop.forward import CalledIn
 from mezzo.session.refusals.beginning import models_and_optimizers
@@ -154,7 +155,7 @@ _OWNERS: Final = {
 }
 
 
-class AcceleratedPrecision(MixedPrecision):
+class AcceleratedPrecision(ToldPrecision):
     """The session that :func:`attach` returns: a :class:`mezzo.MixedPrecision` which Accelerate's calls drive.
 
     Args:
@@ -194,35 +195,11 @@ class AcceleratedPrecision(MixedPrecision):
                 model.to(accelerator.device)  # as prepare() would: masters are made where the parameters are
 
         def begin(strays: list[nn.Module]) -> MixedPrecision:
-            MixedPrecision.__init__(self, [*modules, *strays], given, policy, **options)
+            ToldPrecision.__init__(self, [*modules, *strays], given, policy, **options)
             return self
 
-        self.last_step: Step | None = None
-        self._overflows: list[str] = []
         self._standing = _Calls(modules, given, policy, words=_WORDS, begin=begin)
         self._standing.bind(accelerator, self, modules, holds=hold_schedulers)
-
-    def step(
-        self,
-        optimizers: Optimizer | Iterable[Optimizer] | None = None,
-        closure: Callable[[], Any] | None = None,
-        scheduler: Any = None,
-    ) -> Step:
-        """Check the gradients, update or skip: what ``optimizer.step()`` comes to."""
-        self.last_step = super().step(optimizers, closure, scheduler)
-        if self.last_step.overflow is not None:
-            self._overflows.append(str(self.last_step.overflow))
-        return self.last_step
-
-    def metrics(self) -> dict[str, float | str]:
-        """Return what belongs into a log: the loss scale, the count of skipped steps, explanations since the last call.
-
-        **Cost**: waits for the device.
-        """
-        stats, told = self.stats(), self._overflows
-        self._overflows = []
-        found: dict[str, float | str] = {"mezzo/scale": stats.scale, "mezzo/skipped": stats.skipped}
-        return found | ({"mezzo/overflow": "\n\n".join(told)} if told else {})
 
     def close(self) -> None:
         """End the session: FP32 weights, optimizers as they were built, and an accelerator without it."""

@@ -14,9 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared, prepare
-from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
+from mezzo.errors import PolicyError, require_extra
+from mezzo.integrations.told import check_options, explain_to
 from mezzo.policy import Policy
 from mezzo.session import MixedPrecision, Step
+from mezzo.session.attached import Attached
+from mezzo.tensors import LOW
 
 require_extra("lightning", "the precision plugin for Lightning needs lightning", "lightning.pytorch")
 
@@ -35,14 +38,16 @@ class MezzoPrecision(Precision):
     The Trainer's accumulation, clipping, hooks, validation and checkpoints stay as they are, with automatic and manual
     optimization, and with ``strategy="ddp"``. The module is converted in place for each of the Trainer's runs, and FP32
     again after it. Gradients are unscaled before ``on_before_optimizer_step`` and ``configure_gradient_clipping`` where
-    these are overridden; else ``gradient_clip_val`` is folded into the step. A checkpoint of the Trainer's goes on
-    bit for bit. Its logger gets ``mezzo/scale``, the next loss scale, and ``mezzo/skipped``, a count of steps.
+    these are overridden; else ``gradient_clip_val`` is folded into the step. A checkpoint of the Trainer's holds FP32
+    weights, and goes on bit for bit. Its logger gets ``mezzo/scale``, the next loss scale, and ``mezzo/skipped``, a
+    count of steps.
     In manual optimization a step clears its optimizer's gradients, as ``optimizer.zero_grad()`` before the next would.
     Modules that ``training_step`` calls are entered from outside each: under O2 and O3 a network is best one attribute.
 
     Args:
         policy: A policy, its text, or the path of a policy file.
-        on_overflow: ``"skip"``, or ``"raise"``, which ends the run with a :class:`mezzo.NumericsError`.
+        on_overflow: As for :class:`mezzo.MixedPrecision`: ``"raise"`` ends the run with a :class:`mezzo.NumericsError`;
+            what ``"explain"`` finds is told to the Trainer's loggers, too, as ``mezzo/overflow``.
         restore_buffers: As for :class:`mezzo.MixedPrecision`.
         hold_schedulers: Whether a scheduler that steps with the optimizer (``interval="step"``) waits where the step
             was skipped; those that a module steps by itself, in manual optimization, do not.
@@ -53,7 +58,7 @@ class MezzoPrecision(Precision):
 
     Raises:
         PolicyError: A wrong policy or option; when fitting begins, a module that overrides ``backward``.
-        UnsupportedError: lightning is not installed; or ``on_overflow="explain"``.
+        UnsupportedError: lightning is not installed, or too old.
 
     **Cost**: that of the session. ``hold_schedulers`` costs one host sync a step where there are such schedulers, and
     each checkpoint one. When fitting ends, the session's state is copied, for checkpoints that are saved after.
@@ -63,21 +68,12 @@ class MezzoPrecision(Precision):
         self,
         policy: Policy | str | os.PathLike[str] = "O1",
         *,
-        on_overflow: Literal["skip", "raise"] = "skip",
+        on_overflow: Literal["skip", "explain", "raise"] = "skip",
         restore_buffers: bool = False,
         hold_schedulers: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(hold_schedulers, bool):
-            raise PolicyError(
-                f"hold_schedulers is {shown(hold_schedulers)}, not True or False", write="hold_schedulers=True"
-            )
-        if on_overflow not in ("skip", "raise"):
-            raise UnsupportedError(
-                f"on_overflow is {shown(on_overflow)}, and Lightning's runs know skip and raise",
-                why="training_step is no call of a model, which could be run again",
-                write="mezzo.overflow.locate(lambda: loss of one batch, module), after the run",
-            )
+        check_options(on_overflow, restore_buffers=restore_buffers, hold_schedulers=hold_schedulers)
         self.policy = Policy.of(policy)
         self.session: MixedPrecision | None = None
         self.last_step: Step | None = None
@@ -85,6 +81,7 @@ class MezzoPrecision(Precision):
         self._hold_schedulers, self._has_gradients = hold_schedulers, False
         self._prepared: Prepared | None = None
         self._module: LightningModule | None = None
+        self._attached: Attached | None = None
         self._observer = _Observer(self)
         self._saved: dict[str, Any] = {}
 
@@ -112,7 +109,9 @@ class MezzoPrecision(Precision):
             wrapped = model if isinstance(model, DistributedDataParallel) else self._prepared
             assert wrapped is not None
             self.session = MixedPrecision(wrapped, [_bare(each) for each in optimizers], **self._options)
-            self._saved = {}
+            self._attached, self._saved = Attached(self.session), {}
+            if self.policy.param_dtype in LOW:
+                self._attached.save_as(torch.float32, [module])
             _callbacks(module).append(self._observer)
             if self._hold_schedulers:
                 module.lr_scheduler_step = partial(self._step_scheduler, module.lr_scheduler_step)  # type: ignore[method-assign]
@@ -122,9 +121,9 @@ class MezzoPrecision(Precision):
         """Close the session, and give the module its FP32 weights back; the Trainer asks for it after each run."""
         module, self._module = self._module, None
         if self.session is not None:
-            self._saved = self.session.state_dict()
+            self._saved = self.state_dict()
             self.session.close()
-            self.session = None
+            self.session = self._attached = None
         if module is not None:
             if self._observer in (callbacks := _callbacks(module)):
                 callbacks.remove(self._observer)
@@ -190,6 +189,8 @@ class MezzoPrecision(Precision):
             bare.zero_grad()  # else they would be in the way of another optimizer's loss, which they are no part of
         self.last_step = step
         self._observer.stepped(step)
+        if step.overflow is not None:
+            explain_to(model.trainer.loggers, str(step.overflow), model.trainer.global_step)
         return result
 
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
@@ -228,13 +229,13 @@ class MezzoPrecision(Precision):
     # Checkpoints --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the session's state, for the Trainer's checkpoint; after a run that of its end."""
-        return self._saved if self.session is None else self.session.state_dict()
+        """Return the session's state, for a checkpoint whose weights are FP32; after a run that of its end."""
+        return self._saved if self._attached is None else self._attached.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from the state in a checkpoint of the Trainer's."""
-        if self.session is not None and state_dict:
-            self.session.load_state_dict(state_dict)
+        if self._attached is not None and state_dict:
+            self._attached.load_state_dict(state_dict)
 
     def _open(self) -> MixedPrecision:
         if self.session is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -201,7 +201,7 @@ class Replay:
     ``torch.compile(model)`` are, and are run uncompiled.
 
     Args:
-        models: The models, or one.
+        models: The models, or one; of a model without a ``forward``, such as a ``ModuleList``, its parts are called.
         region: Returns the context that the models run in, a new one for each call.
 
     **Cost**: without an overflow no computation on a device, no copy and no sync. From a call until :meth:`clear` its
@@ -227,7 +227,7 @@ class Replay:
     ) -> None:
         self._models = checked_models(models)
         self._region = region
-        self._keeper = CallKeeper(self._models)
+        self._keeper = CallKeeper([part for model in self._models for part in _called(model)])
 
     def clear(self) -> None:
         """Forget every call whose backward pass has been: after each step, and when gradients are cleared.
@@ -326,6 +326,15 @@ class _Replayed:
         if not origin.may_be_meant:
             self.late = self.late or search.report(origin)
         return None
+
+
+def _called(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what is called of a model: itself, or of what only holds others these."""
+    if type(model).forward is not nn.Module.forward:
+        yield model
+        return
+    for part in model.children():
+        yield from _called(part)
 
 
 def _leaf(value: Any) -> Any:

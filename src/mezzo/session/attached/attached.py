@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
@@ -24,6 +24,7 @@ from mezzo.session.backward import scaler_of
 from mezzo.session.refusals.calls import check_loss_id, chosen
 from mezzo.session.scale import adapt_at_once
 from mezzo.session.session import MixedPrecision
+from mezzo.session.state import saved
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import LOW, moved
 
@@ -196,9 +197,31 @@ class Attached:
         fresh = replace(scaler.config, init=float(scale)) if scaler.config.mode == "dynamic" else scaler.config
         scaler.hold(fresh.start(core.device), in_graph=False)
 
-    def save_as(self, dtype: torch.dtype) -> None:
-        """Have the models' state dicts hold values of a dtype, until the session is closed: :func:`save_as`."""
-        self._core.weights.load_hooks += save_as(self._core.models, dtype, self._core.weights)
+    def save_as(self, dtype: torch.dtype, models: list[nn.Module] | None = None) -> None:
+        """Have state dicts hold values of a dtype, until the session is closed: :func:`save_as`.
+
+        Args:
+            dtype: The dtype.
+            models: Whose; the session's when omitted.
+        """
+        core = self._core
+        core.weights.load_hooks += save_as(core.models if models is None else models, dtype, core.weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the session's state without the masters, for programs that save FP32 weights besides: :meth:`save_as`.
+
+        **Cost**: a host sync.
+        """
+        return saved.save(self._core, weights=False)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, or that of the session, with its masters.
+
+        Raises:
+            StateError: As :meth:`MixedPrecision.load_state_dict`.
+        """
+        saved.load(self._core, state_dict, weights=bool(state_dict.get("masters")))
+        self._core.writes.drop()
 
     def exact(self) -> Callable[[Tensor], Tensor | None]:
         """Return what gives the FP32 value of a parameter or buffer that is stored in low precision."""
