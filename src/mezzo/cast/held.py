@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.emulate import with_autocast
+from mezzo.cast.model.hooks import OwnHook
 from mezzo.cast.region import autocast
 from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import StateError
@@ -42,7 +44,7 @@ class HeldRegion:
         around = _modes()
         region.__enter__()
         self._modes = [mode for mode in _modes() if mode not in around]
-        begin = _Begin(region.region.casts)
+        begin = OwnHook(partial(_begin, region.region.casts))
         for model in models:
             self._hooks.append(model.register_forward_pre_hook(begin, prepend=True))
 
@@ -98,23 +100,11 @@ class HeldRegion:
                 torch._C._push_on_torch_function_stack(mode)
 
 
-class _Begin:
-    """What each call of a model begins with: a hook, which does nothing on a copy of the model.
-
-    Args:
-        casts: The casts that its region makes.
-    """
-
-    def __init__(self, casts: WeightCasts | None = None) -> None:
-        self._casts = casts
-
-    def __call__(self, *_: Any) -> None:
-        if self._casts is not None and not torch.compiler.is_compiling():
-            self._casts.begin()
-            torch.clear_autocast_cache()
-
-    def __reduce__(self) -> Any:
-        return _Begin, ()
+def _begin(casts: WeightCasts | None, *_: Any) -> None:
+    """Begin a call of a model: a hook."""
+    if casts is not None and not torch.compiler.is_compiling():
+        casts.begin()
+        torch.clear_autocast_cache()
 
 
 def _modes() -> list[TorchFunctionMode]:

@@ -40,9 +40,6 @@ class Entrance:
         # module has been called again inside it.
         self._at: dict[int, tuple[Any, int]] = {}
 
-    def __deepcopy__(self, memo: Any) -> Entrance:
-        return Entrance()
-
     def __reduce__(self) -> Any:
         return Entrance, ()
 

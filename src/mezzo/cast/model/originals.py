@@ -111,9 +111,6 @@ class Preparation:
     def __reduce__(self) -> tuple[Any, ...]:
         return Preparation, ()
 
-    def __deepcopy__(self, memo: Any) -> Preparation:
-        return Preparation()
-
     def attach(self, model: nn.Module) -> Iterator[RemovableHandle]:
         """Watch the model, and each of its modules that has tensors of its own."""
         for module in model.modules():

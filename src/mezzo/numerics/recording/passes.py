@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.cast.model.hooks import OwnHook
 from mezzo.numerics.recording.subject import Subject
 from mezzo.numerics.recording.tally import Tally, is_countable
 from mezzo.tensors import dtype_name, each_tensor, mark
@@ -72,7 +74,8 @@ class PassWatch:
         self._tally, self._places, self._factor = tally, places, factor
         self._outputs: dict[int, _Output] = {}
         self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(_Hook(self, path)) for module, path in subject.paths.items()
+            module.register_forward_hook(OwnHook(partial(self._returned, path)))
+            for module, path in subject.paths.items()
         ]
 
     def remove(self) -> None:
@@ -82,7 +85,7 @@ class PassWatch:
         self._handles.clear()
         self._outputs.clear()
 
-    def returned(self, path: str, output: Any) -> None:
+    def _returned(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         """Count what a module has returned, but in passes that no backward pass can follow."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_watched():
             return
@@ -103,13 +106,13 @@ class PassWatch:
             known = _Output(weakref.ref(tensor), mark(tensor), row, counts)
             self._outputs[id(tensor)] = known
             if tensor.requires_grad and ("activation_gradients" in self._kinds or not counts):
-                handle: RemovableHandle = tensor.register_hook(_Arrival(self, known))  # type: ignore[no-untyped-call]
+                handle: RemovableHandle = tensor.register_hook(OwnHook(partial(self._arrived, known)))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
         known.names.append((path, name))
         if known.counts and known.row is not None:
             self._put("activations", path, name, tensor, known.row)
 
-    def arrived(self, output: _Output, gradient: Tensor) -> None:
+    def _arrived(self, output: _Output, gradient: Tensor) -> None:
         """Count the gradient of an output, which then has been part of training."""
         if not self._handles or gradient is None or is_watched():
             return
@@ -127,31 +130,3 @@ class PassWatch:
     def _put(self, kind: str, path: str, name: str, tensor: Tensor, row: int | None) -> None:
         if row is not None:
             self._places.setdefault((kind, path, name), (dtype_name(tensor.dtype), []))[1].append(row)
-
-
-class _Hook:
-    """Tells a watch what a module returns. In a copy of the module it tells nothing."""
-
-    def __init__(self, watch: PassWatch | None = None, path: str = "") -> None:
-        self._watch, self._path = watch, path
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._watch is not None:
-            self._watch.returned(self._path, output)
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
-
-
-class _Arrival:
-    """Tells a watch which gradient has arrived at an output."""
-
-    def __init__(self, watch: PassWatch | None = None, output: _Output | None = None) -> None:
-        self._watch, self._output = watch, output
-
-    def __call__(self, gradient: Tensor) -> None:
-        if self._watch is not None and self._output is not None:
-            self._watch.arrived(self._output, gradient)
-
-    def __reduce__(self) -> Any:
-        return _Arrival, ()

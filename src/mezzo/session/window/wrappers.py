@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.cast.model.hooks import OwnHook
 from mezzo.cast.model.sharding import units
 from mezzo.errors import message
 from mezzo.policy import Policy
@@ -36,24 +37,6 @@ class _HasLeaves(Protocol):
 
 
 Group = TypeVar("Group", bound=_HasLeaves)
-
-
-class _Lookout:
-    """A hook of a model or a wrapper; in a copy of these it does nothing.
-
-    Args:
-        call: What it calls.
-    """
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
-
-    def __reduce__(self) -> Any:
-        return _Lookout, ()
 
 
 class _Wrapped:
@@ -81,7 +64,7 @@ class _Wrapped:
         self.matters = False
         self.is_armed = False
         self.has_masters_of_first = False
-        self.hook = ddp.register_forward_hook(_Lookout(self.ran))
+        self.hook = ddp.register_forward_hook(OwnHook(self.ran))
 
     @_disable_dynamo
     def ran(self, ddp: Any, args: Any, output: Any) -> None:
@@ -213,7 +196,7 @@ class Wrappers:
                     self._take(module)
             inner = getattr(model, "_orig_mod", model)
             inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
-            self._hooks.append(inner.register_forward_pre_hook(_Lookout(self.entered)))
+            self._hooks.append(inner.register_forward_pre_hook(OwnHook(self.entered)))
 
     @classmethod
     def of(cls, models: Sequence[nn.Module], policy: Policy) -> Wrappers | None:
@@ -228,7 +211,7 @@ class Wrappers:
             if each.wire is not None:
                 each.wire.dtype = None
             if (ddp := each.ddp()) is not None and not each.dtypes <= {param.dtype for param in ddp.parameters()}:
-                each.hook = ddp.register_forward_hook(_Lookout(self._goes_on))
+                each.hook = ddp.register_forward_hook(OwnHook(self._goes_on))
         self._known.clear()
 
     @_disable_dynamo
