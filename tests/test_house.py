@@ -22,7 +22,7 @@ MOST_CODE = {
     "optim": 1_379,
     "overflow": 831,
     "policy": 1_187,
-    "recipes": 1_267,
+    "recipes": 1_259,
     "report": 995,
     "scale": 694,
     "script": 786,

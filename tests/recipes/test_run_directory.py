@@ -149,7 +149,7 @@ def test_what_is_known_before_the_first_step_is_there_with_it(tmp_path):
 def test_nothing_of_an_older_run_stays_beside_a_new_one(tmp_path):
     first = RunDirectory(tmp_path)
     first.begin({}, {"explanation.json": "{}"})
-    first.append("evidence.jsonl", "{}")
+    (first.open() / "evidence.jsonl.partial").write_text("{}")
     first.finish({})
     killed = RunDirectory(tmp_path, overwrite=True)
     killed.begin({}, {"policy.toml": ""})

@@ -234,8 +234,6 @@ def _results(
         interrupted = False
         try:
             training = Training(recipe, policy, split, steps=steps, seed=seed, world=world, log=log)
-            for watcher in watchers:
-                watcher.started(policy, steps)
             training.train(watchers)
         except KeyboardInterrupt:
             interrupted = True

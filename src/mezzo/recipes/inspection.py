@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,17 +102,13 @@ def inspect(
     explanation = _explained(recipe, policy, split, seed, world.device)
     training = Training(recipe, policy, split, steps=steps, seed=seed, world=world)
     watchers = [each for each in (directory, watcher) if each is not None]
-
-    def loop() -> None:
-        for each in watchers:
-            each.started(policy, steps)
-        training.train(watchers)
-
     try:
         run = begun(recipe, [policy], split, steps=steps, seed=seed, world=world, directory=directory)
         if directory is not None:
             directory.begin(run.to_dict() | {"every": every}, {EXPLANATION: explanation.to_json()})
-        evidence, interrupted = recorded(training.model, loop, every=every, directory=directory)
+        evidence, interrupted = recorded(
+            training.model, partial(training.train, watchers), every=every, directory=directory
+        )
         result = training.result(interrupted=interrupted)
         for each in watchers:
             each.ended(result)

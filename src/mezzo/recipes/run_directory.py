@@ -14,32 +14,31 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import IO, Any, Final, Self
 
 from mezzo.documents import jsonable
 from mezzo.errors import PolicyError, some_of
 from mezzo.files import is_partial, whole
+from mezzo.numerics.evidence_file import FILE as EVIDENCE
+from mezzo.numerics.evidence_file import PARTIAL
 from mezzo.policy import Policy
 from mezzo.recipes.rank_meter import RankStep
 from mezzo.recipes.training import RunResult, StepRecord
 
 __all__ = [
     "CURVES", "EVIDENCE", "EXPLANATION", "METRICS", "PAGE", "PARTIAL", "POLICY", "SUMMARY", "RankLog", "RunDirectory",
-    "jsonable", "rank_files",
+    "rank_files",
 ]  # fmt: skip
 
 SUMMARY: Final = "summary.json"
 METRICS: Final = "metrics.jsonl"
-#: What only ``mezzo inspect`` writes: histograms, one line for each recorded step; each op's precision; the policy.
-EVIDENCE: Final = "evidence.jsonl"
+#: What only ``mezzo inspect`` writes beside the evidence: each op's precision; the policy.
 EXPLANATION: Final = "explanation.json"
 POLICY: Final = "policy.toml"
 #: Made from the others, again whenever they change.
 CURVES: Final = "curves.png"
 PAGE: Final = "report.html"
-#: What the name of a file ends with that was begun and not finished.
-PARTIAL: Final = ".partial"
 _FILES: Final = (SUMMARY, METRICS, EVIDENCE, EXPLANATION, POLICY, CURVES, PAGE)
 #: What each rank of a parallel training writes for itself.
 _RANK_FILE: Final = re.compile(r"metrics\.rank(\d{1,9})\.jsonl")
@@ -59,7 +58,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self.path = path
-        self._streams: dict[str, IO[str]] = {}
+        self._steps: IO[str] | None = None
         self._begun: dict[str, str] = {}
         if path.exists() and not path.is_dir():
             raise PolicyError("the run directory is a file", where=str(path), write=f"--out {path}-run")
@@ -95,15 +94,10 @@ class RunDirectory:
         """Write nothing: results are written together, by :meth:`finish`."""
 
     def stepped(self, record: StepRecord) -> None:
-        """Append one step."""
-        self.append(METRICS, json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False))
-
-    def append(self, name: str, line: str) -> None:
-        """Append a line to a stream of the run; it is handed to the system at once."""
+        """Append one step; it is handed to the system at once."""
         self.open()
-        if name not in self._streams:
-            self._streams[name] = self._partial(name).open("w", buffering=1, encoding="utf-8")
-        self._streams[name].write(f"{line}\n")
+        assert self._steps is not None, "open() has opened it"
+        self._steps.write(_line(record))
 
     def finish(self, summary: Mapping[str, Any], made: Collection[str] = ()) -> None:
         """Write the summary, give every file its name, and remove what an older run left here.
@@ -127,20 +121,20 @@ class RunDirectory:
         self._partial(SUMMARY).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the streams; without :meth:`finish` they keep their ``.partial`` names."""
-        for stream in self._streams.values():
-            stream.close()
+        """Close the steps' file; without :meth:`finish` it keeps its ``.partial`` name."""
+        if self._steps is not None:
+            self._steps.close()
 
     def open(self) -> Path:
         """Make the directory, if there is none yet, and write what is known; what a killed run left is gone."""
-        if METRICS in self._streams:
+        if self._steps is not None:
             return self.path
         self.path.mkdir(parents=True, exist_ok=True)
         for name in (*_FILES, *(name for _, name in rank_files(self.path))):
             self._partial(name).unlink(missing_ok=True)
         for name, text in self._begun.items():
             self._partial(name).write_text(text, encoding="utf-8")
-        self._streams[METRICS] = self._partial(METRICS).open("w", buffering=1, encoding="utf-8")
+        self._steps = _growing(self._partial(METRICS))
         return self.path
 
     def _partial(self, name: str) -> Path:
@@ -163,23 +157,25 @@ class RankLog:
     """The file of one rank's lines, which grows under another name until the run is summed up."""
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self._path = directory / (f"metrics.rank{rank}.jsonl{PARTIAL}")
-        self._stream: IO[str] | None = None
+        self._steps = _growing(directory / f"metrics.rank{rank}.jsonl{PARTIAL}")
 
     def __enter__(self) -> Self:
-        self._stream = self._path.open("w", buffering=1, encoding="utf-8")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._stream is not None
-        self._stream.close()
+    def __exit__(self, *exception: object) -> None:
+        self._steps.close()
 
     def write(self, record: RankStep) -> None:
         """Append one line; it is handed to the system at once."""
-        assert self._stream is not None
-        self._stream.write(f"{json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False)}\n")
+        self._steps.write(_line(record))
+
+
+def _growing(path: Path) -> IO[str]:
+    return path.open("w", buffering=1, encoding="utf-8")
+
+
+def _line(record: StepRecord | RankStep) -> str:
+    return f"{json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False)}\n"
 
 
 def _text(data: Mapping[str, Any]) -> str:

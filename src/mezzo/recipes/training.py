@@ -170,10 +170,12 @@ class Training:
         self._state_bytes: StateBytes | None = None
 
     def train(self, watchers: Sequence[Watcher] = ()) -> None:
-        """Take all steps, and tell of each; return early when the session raises a numerics error.
+        """Take all steps, and tell when they begin and of each; return early when the session raises a numerics error.
 
         **Cost**: one transfer from the device per step, which also ends the step's time.
         """
+        for watcher in watchers:
+            watcher.started(self.policy, self.steps)
         evaluated = {math.ceil(part * self.steps / NUM_EVALUATIONS) for part in range(1, NUM_EVALUATIONS + 1)}
         begin = time.perf_counter()
         try:
@@ -357,8 +359,6 @@ def train(
         training = Training(recipe, policy, split, steps=steps, seed=seed, world=world)
         watchers = [] if watcher is None else [watcher]
         try:
-            for each in watchers:
-                each.started(policy, training.steps)
             training.train(watchers)
             result = training.result()
             for each in watchers:
