@@ -22,7 +22,7 @@ from mezzo.tensors import LOW, each_tensor
 from mezzo.trace.measure import is_finite
 from mezzo.trace.modes import ModuleHooks, watching
 from mezzo.trace.names import numbered
-from mezzo.trace.sandbox import gradients_aside, untouched
+from mezzo.trace.sandbox import gradients_aside, leaves_of, untouched
 from mezzo.trace.where import Where
 
 __all__ = ["Search", "checked_models", "locate"]
@@ -183,17 +183,8 @@ class Search:
         """Find every tensor that a backward pass may give a gradient to."""
         # Reentrant checkpoints hide parameters from the graph, and a loss may read leaves that are no parameters.
         params = (param for model in self.context.models for param in model.parameters())
-        leaves: dict[int, Tensor] = {id(param): param for param in params if param.requires_grad}
-        nodes: list[Any] = [start.grad_fn for start in starts if start.grad_fn is not None]
-        seen = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            if (variable := getattr(node, "variable", None)) is not None:
-                leaves[id(variable)] = variable
-            following = {edge[0] for edge in node.next_functions if edge[0] is not None} - seen
-            seen |= following
-            nodes += following
-        return list(leaves.values())
+        found = (*(param for param in params if param.requires_grad), *leaves_of(starts))
+        return list({id(leaf): leaf for leaf in found}.values())
 
     def report(self, origin: Origin, lowered: float | None = None) -> Overflow:
         """Say of an origin what it is, why, and what would cure it."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from mezzo.errors import PolicyError, UnsupportedError, some_of
 
 __all__ = [
-    "RandomStates", "as_training_runs", "copied", "devices_of", "gradients_aside", "require_python", "require_scalar",
-    "untouched",
+    "RandomStates", "as_training_runs", "copied", "devices_of", "gradients_aside", "leaves_of", "require_python",
+    "require_scalar", "untouched",
 ]  # fmt: skip
 
 
@@ -159,6 +159,19 @@ def gradients_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
             leaf.grad = gradient
             if hooks:
                 leaf._post_accumulate_grad_hooks = hooks
+
+
+def leaves_of(starts: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield what backward passes from some tensors may give a gradient to."""
+    nodes = [start.grad_fn for start in starts if isinstance(start, Tensor) and start.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf
+        following = {near for near, _ in node.next_functions if near is not None} - seen
+        seen |= following
+        nodes += following
 
 
 @contextmanager

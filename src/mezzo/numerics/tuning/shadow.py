@@ -21,7 +21,7 @@ from mezzo.numerics.tuning.measures import sqnr, together
 from mezzo.overflow import locate
 from mezzo.policy import Policy
 from mezzo.tensors import LOW
-from mezzo.trace.sandbox import RandomStates, copied, devices_of, gradients_aside, require_scalar
+from mezzo.trace.sandbox import RandomStates, copied, devices_of, gradients_aside, leaves_of, require_scalar
 
 __all__ = ["Gradients", "LossFunction", "Pass", "Shadow"]
 
@@ -213,7 +213,7 @@ class Shadow:
         with self._dropout, region, inside:
             loss = self.loss_fn(self.model, batch)
         own = {id(param) for param in self.params.values()}
-        others = [leaf for leaf in _leaves(loss) if id(leaf) not in own]
+        others = [leaf for leaf in leaves_of([loss]) if id(leaf) not in own]
         yield Pass(loss, region, self.params, self._dropout, others)
 
     def _prepared(self, policy: Policy) -> Prepared:
@@ -326,19 +326,6 @@ class Shadow:
             why="precision is chosen by comparing with FP32, and there is nothing to compare with",
             write="what the first non-finite tensor's report says, and then tune again",
         )
-
-
-def _leaves(loss: Any) -> Iterator[Tensor]:
-    """List what a loss is made of that takes gradients."""
-    waiting = [loss.grad_fn] if isinstance(loss, Tensor) else []
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            if isinstance(leaf := getattr(node, "variable", None), Tensor):
-                yield leaf
-            waiting += (found := {following for following, _ in node.next_functions} - seen)
-            seen |= found
 
 
 def _size(tensor: Tensor) -> float:
