@@ -23,7 +23,7 @@ MOST_CODE = {
     "overflow": 822,
     "policy": 1_187,
     "recipes": 1_259,
-    "report": 995,
+    "report": 988,
     "scale": 694,
     "script": 786,
     "selftest": 411,

@@ -20,7 +20,7 @@ from mezzo.report.judgement import Judgement, judge
 from mezzo.report.picture import smooth
 from mezzo.report.ranks import rank_columns, rank_rows
 from mezzo.report.run import Run, Series
-from mezzo.report.table import columns, facts
+from mezzo.report.table import Column, columns, facts
 
 __all__ = ["content"]
 
@@ -158,9 +158,7 @@ def _results(run: Run) -> dict[str, Any] | None:
     reference = run.summary["reference"]
     return {
         "title": f"{reference} against each policy" if len(rows) > 1 else "Result",
-        "heads": [" ".join(column.head) for column in shown],
-        "rows": [[printable(column.cell(row), keep="\n") for column in shown] for row in rows],
-        "numbers": [place for place, column in enumerate(shown) if column.right],
+        **_table(shown, rows),
         "facts": facts(run.summary)[2:],
     }
 
@@ -168,16 +166,15 @@ def _results(run: Run) -> dict[str, Any] | None:
 def _ranks(run: Run) -> dict[str, Any] | None:
     """The table of the ranks, of a parallel training."""
     rows = rank_rows(run)
-    shown = rank_columns(rows)
-    return (
-        {
-            "heads": [" ".join(column.head) for column in shown],
-            "rows": [[printable(column.cell(row)) for column in shown] for row in rows],
-            "numbers": [place for place, column in enumerate(shown) if column.right],
-        }
-        if rows
-        else None
-    )
+    return _table(rank_columns(rows), rows) if rows else None
+
+
+def _table(shown: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "heads": [" ".join(column.head) for column in shown],
+        "rows": [[printable(column.cell(row), keep="\n") for column in shown] for row in rows],
+        "numbers": [place for place, column in enumerate(shown) if column.right],
+    }
 
 
 def _timeline(run: Run) -> str:

@@ -61,7 +61,7 @@ class Run:
 
     def file(self, name: str) -> Path | None:
         """Return where a further file of the run is, such as its evidence; ``None`` where it has none."""
-        return next((path for path in _places(self.path, name, self.killed) if path.exists()), None)
+        return _place(self.path, name, self.killed)
 
 
 def read(directory: Path | str, *, killed: bool = False) -> Run:
@@ -121,21 +121,19 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
     summary["rows"] = [_UNKNOWN | row for row in summary["rows"]]
     names = dict.fromkeys(each["policy"] for each in (records if killed else summary["rows"]))
     series = {name: _series([r for r in records if r["policy"] == name]) for name in names}
-    place = next((each for each in _places(path, EVIDENCE, killed) if each.exists()), None)
+    place = _place(path, EVIDENCE, killed)
     evidence = None if place is None else read_evidence(place)
     return Run(path=path, summary=summary, series=series, killed=killed, evidence=evidence, ranks=ranks)
 
 
-def _places(path: Path, name: str, killed: bool) -> Iterator[Path]:
-    """Yield where a file of a run may be: a killed process may have died while it gave the files their names."""
-    if killed:
-        yield path / (name + PARTIAL)
-    yield path / name
+def _place(path: Path, name: str, killed: bool) -> Path | None:
+    """Return where a file of a run is: a killed process may have died while it gave the files their names."""
+    places = [path / (name + PARTIAL), path / name] if killed else [path / name]
+    return next((place for place in places if place.exists()), None)
 
 
 def _text(path: Path, name: str, killed: bool) -> str:
-    places = _places(path, name, killed)
-    with opened(next((place for place in places if place.exists()), path / name)) as file:
+    with opened(_place(path, name, killed) or path / name) as file:
         return file.read().decode()
 
 
