@@ -16,7 +16,7 @@ MOST_CODE = {
     "cli": 1_108,
     "compat": 900,
     "distributed": 321,
-    "explanation": 1_070,
+    "explanation": 1_067,
     "integrations": 600,
     "numerics": 3_708,
     "optim": 1_379,
