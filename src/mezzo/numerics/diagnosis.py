@@ -218,13 +218,11 @@ class _Kept:
 
     Attributes:
         lost: Of those that training needs, what lies below FP16's smallest number; that rounds to it, or to zero.
-        below: What lies there and training does not need.
         subnormal: What loses digits.
         text: This in words.
     """
 
     lost: float
-    below: float
     subnormal: float
     text: str
 
@@ -255,7 +253,7 @@ class _Kept:
         text += f", and {share_text(subnormal, 1)} lose digits" if shift == 0 else ""
         if below:
             text += f" ({share_text(below, 1)} lie below 2^{min(needed, end)}, where training does not need them)"
-        return cls(lost=lost, below=below, subnormal=subnormal, text=text)
+        return cls(lost=lost, subnormal=subnormal, text=text)
 
 
 def _beyond(histogram: ExponentHistogram, target: Format) -> int:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.cast.notes import watched
 from mezzo.tensors import local, tensors
 from mezzo.trace.frames import doing
 from mezzo.trace.kernels import is_cast, moved_bytes
+from mezzo.trace.modes import KernelWatch
 
 __all__ = ["MovedBytes", "SavedBytes", "StateBytes", "StepBytes", "state_bytes"]
 
@@ -73,7 +71,7 @@ def state_bytes(model: nn.Module, masters: Iterable[Tensor], optimizer: Optimize
     )
 
 
-class SavedBytes:
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Count, inside the block, what autograd saves for the backward pass.
 
     Every storage counts once and whole. Parameters and buffers do not count, as they are there anyway, but
@@ -100,16 +98,11 @@ class SavedBytes:
         self.total = 0
         self._seen: set[int] = set()
         _fresh_bytes([*model.parameters(), *model.buffers()], self._seen)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        super().__init__(self._pack, lambda tensor: tensor)
 
-    def __enter__(self) -> Self:
-        self._hooks.__enter__()
+    def __enter__(self) -> Self:  # type: ignore[override]
+        super().__enter__()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         base = tensor if tensor._base is None else tensor._base
@@ -143,7 +136,7 @@ class StepBytes:
     moved: int
 
 
-class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MovedBytes(KernelWatch):  # type: ignore[no-untyped-call]
     """Count, inside the block, the bytes that kernels read and write.
 
     Views move nothing. A product that is emulated counts as on a device that has its arithmetic: low operands are read
@@ -163,18 +156,8 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, emulated: torch.dtype | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total, self._emulated = 0, emulated
-        self._watched = watched()
-
-    def __enter__(self) -> Self:
-        self._watched.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._watched.__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -7,8 +7,8 @@ kernels. Hooks keep the function mode innermost when a module's boundary enters 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from mezzo.cast.notes import watched
 from mezzo.trace.calls import opened_by_region
 from mezzo.trace.where import Place, Where
 
-__all__ = ["CallMode", "KernelMode", "ModuleHooks", "Observer", "is_watched", "watching"]
+__all__ = ["CallMode", "KernelMode", "KernelWatch", "ModuleHooks", "Observer", "is_watched", "watching"]
 
 _BACKWARD_FUNCTIONS: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -47,7 +47,7 @@ class Observer(Protocol):
 def watching(observer: Observer, *, backward: bool = False) -> Iterator[None]:
     """Watch a pass inside the block; a forward pass lies inside the policy's region."""
     observer.where.is_backward = backward
-    with watched(), KernelMode(observer):
+    with KernelMode(observer):
         if backward:
             yield
         else:
@@ -135,11 +135,28 @@ class CallMode(TorchFunctionMode):
         return out
 
 
-class KernelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is told of kernels inside its block, while the casting room says what it is doing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._watched.enter_context(watched())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._watched.close()
+
+
+class KernelMode(KernelWatch):  # type: ignore[no-untyped-call]
     """See every kernel, in the dtypes in which it really runs."""
 
     def __init__(self, observer: Observer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.cast.notes import watched
 from mezzo.tensors import LOW, dtype_name
 from mezzo.trace.frames import doing
 from mezzo.trace.kernels import flops
+from mezzo.trace.modes import KernelWatch
 
 __all__ = ["Products"]
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Products(KernelWatch):  # type: ignore[no-untyped-call]
     """Count the operations of products by the precision that their kernels read, inside its block.
 
     Args:
@@ -29,19 +27,9 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *low: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._low = low or LOW
-        self._watched = contextlib.ExitStack()
         self.flops: Counter[str] = Counter()
-
-    def __enter__(self) -> Products:
-        self._watched.enter_context(watched())
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._watched.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -94,7 +94,7 @@ class Trips:
         causes = [cause for trip in known for cause in trip.causes]
         casts = [account for trip in known for account in trip.casts]
         added = (_cause(module, call),) if asks else ()
-        trip = Trip(known[0].low, known[0].first, _distinct((*causes, *added)), tuple(dict.fromkeys(casts)))
+        trip = Trip(known[0].low, known[0].first, tuple(dict.fromkeys((*causes, *added))), tuple(dict.fromkeys(casts)))
         self._put((each for each in tensors(out) if each.element_size() >= 4), trip)
 
     def _of(self, tensor: Tensor) -> Trip | None:
@@ -112,7 +112,3 @@ def _cause(module: str, call: OpCall | None) -> Cause:
         return Cause(module, "", None, "native", None)
     rule = None if call.decision.rule is None else str(call.decision.rule)
     return Cause(module, call.op, call.line, call.decision.treatment, rule)
-
-
-def _distinct(causes: Iterable[Cause]) -> tuple[Cause, ...]:
-    return tuple(dict.fromkeys(causes))

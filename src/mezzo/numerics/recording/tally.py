@@ -62,10 +62,6 @@ class Tally:
         self._rows.append(free.pop())
         return len(self._rows) - 1
 
-    def histogram_of(self, number: int) -> Tensor:
-        """Return the part of a row that is a histogram."""
-        return self._rows[number][:ROW]
-
     def beside(self, number: int) -> Tensor:
         """Return what a row holds behind its histogram."""
         return self._rows[number][ROW:]
@@ -80,7 +76,7 @@ class Tally:
         **Cost**: one kernel, two with a factor; no host sync.
         """
         number = self.row(tensor.device)
-        row, values = self.histogram_of(number), tensor.detach()
+        row, values = self._rows[number][:ROW], tensor.detach()
         if values.is_sparse:
             values = values.coalesce().values()
         if factor is None:

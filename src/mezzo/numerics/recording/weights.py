@@ -33,6 +33,9 @@ class WeightWatch:
         formats: The storage formats that updates are rounded to.
         tally: What counts.
         places: What is told of the rows.
+
+    Attributes:
+        has_gradients: Whether a parameter has had a gradient.
     """
 
     def __init__(
@@ -42,12 +45,7 @@ class WeightWatch:
         self._tally, self._places = tally, places
         self._before: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
         self._gradients: dict[Tensor, Tensor] = {}
-        self._has_gradients = False
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a parameter has had a gradient."""
-        return self._has_gradients
+        self.has_gradients = False
 
     def before(self, kept: Mapping[Tensor, Keeper], updated: Container[Tensor]) -> None:
         """Count the weights that a step may move, and copy them.
@@ -85,7 +83,7 @@ class WeightWatch:
         """
         if param not in self._subject.params or not is_countable(gradient):
             return
-        self._has_gradients = True
+        self.has_gradients = True
         if "updates" in self._kinds:
             self._gradients[param] = gradient
         if "weight_gradients" in self._kinds:
