@@ -14,6 +14,7 @@ from mezzo.recipes import comparison as module
 from mezzo.recipes import get
 from mezzo.recipes.comparison import DEFAULT_POLICIES, compare
 from mezzo.recipes.digits_cnn import DigitsNet
+from mezzo.recipes.docs_lm import ByteGPT
 from mezzo.recipes.recipe import own_seed
 
 
@@ -236,6 +237,17 @@ def test_a_short_real_run_learns_under_the_default_policies(emulating, policies)
             assert row.final_metric > fp32 - 3.0, policy
         if policy[:2] in ("O2", "O3"):
             assert row.saved_bytes < 0.75 * rows["O0"].saved_bytes, policy
+
+
+def test_of_the_default_policies_o3_is_left_out_where_the_optimizer_has_no_room_for_it(emulating, caplog):
+    """AdamW's ``eps`` is zero in FP16. One who asks for it is refused."""
+    recipe = dataclasses.replace(get("docs-lm"), evaluate=lambda model, split: 0.0, build=lambda _: ByteGPT(32, 2, 1))
+    result = compare(recipe, steps=1)
+    assert [row.policy for row in result.rows] == [each for each in DEFAULT_POLICIES if not each.startswith("O3")]
+    assert list(result.policies) == [row.policy for row in result.rows]
+    assert "O3,dtype=float16 is left out: an eps of 1e-08 is zero in float16" in caplog.text
+    with pytest.raises(UnsupportedError, match="an eps of 1e-08 is zero in float16"):
+        compare(recipe, ["O0", "O3,dtype=float16"], steps=1)
 
 
 def test_o2_saves_at_most_62_percent_of_fp32_for_backward_on_docs_lm(emulating):

@@ -41,7 +41,7 @@ TINY = Recipe(
     build=_build,
     batches=_batches,
     loss=functional.mse_loss,
-    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
     schedule=lambda optimizer, steps: warmup_cosine(optimizer, steps, warmup=0.1, final=0.1),
     evaluate=_evaluate,
     references=lambda split: {"nothing learned": 8.0},

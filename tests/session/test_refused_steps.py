@@ -13,7 +13,7 @@ NAN, INF = float("nan"), float("inf")
 DYNAMIC = "emulate=true,loss_scale=dynamic(init=64)"
 POLICIES = ["O0", f"O1,{DYNAMIC}", f"O2,{DYNAMIC}", "O2,dtype=bfloat16,emulate=true"]
 OF_TORCH = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4),  # 1e-8 is 0 in FP16
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
     "SGD fused": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, fused=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from mezzo.recipes.run_directory import RankLog, RunDirectory
 from mezzo.recipes.training import RunResult, Training, Watcher, num_steps
 
 __all__ = ["DEFAULT_POLICIES", "SCHEMA", "Comparison", "compare"]
+
+logger = logging.getLogger(__name__)
 
 #: Version of ``summary.json``; a reader refuses one it does not know.
 SCHEMA: Final = 1
@@ -129,7 +132,8 @@ def compare(
 
     Args:
         recipe: What to train.
-        policies: Policies, their texts, or paths of policy files, each once.
+        policies: Policies, their texts, or paths of policy files, each once. Of the default ones O3 is left out where
+            the recipe's optimizer cannot train without masters.
         steps: Steps per policy; the recipe's own number when ``None``.
         seed: Of initial weights and batches.
         out: Directory for ``summary.json`` and ``metrics.jsonl``; nothing is written when ``None``. Of several
@@ -163,7 +167,7 @@ def compare(
             directory = world.on_first(partial(RunDirectory, Path(out), overwrite=overwrite))
         split = recipe.load()
         world.require_share(recipe, split)
-        _try_out(recipe, parsed, split, world)
+        parsed = _tried_out(recipe, parsed, split, world, are_asked_for=tuple(policies) != DEFAULT_POLICIES)
 
         comparison = begun(recipe, parsed, split, steps=steps, seed=seed, world=world, directory=directory)
         if directory is not None:
@@ -275,13 +279,33 @@ def _parse(policies: Sequence[Policy | str]) -> list[Policy]:
     return parsed
 
 
-def _try_out(recipe: Recipe, policies: Sequence[Policy], split: Split, world: World) -> None:
-    """Set up every training once, so that what the device cannot do is said before minutes are spent."""
+def _tried_out(
+    recipe: Recipe, policies: Sequence[Policy], split: Split, world: World, *, are_asked_for: bool
+) -> list[Policy]:
+    """Set up every training once, so that what the device cannot do is said before minutes are spent.
+
+    Args:
+        recipe: The recipe.
+        policies: All of them.
+        split: Its data.
+        world: Who trains.
+        are_asked_for: Whether each is the user's wish. Else those that store weights low without masters are left out,
+            and told of, where the recipe's optimizer cannot train so: AdamW in FP16.
+
+    Returns:
+        The policies to train under.
+    """
     problems: list[MezzoError] = []
+    fitting: list[Policy] = []
     for policy in policies:
         try:
             Training(recipe, policy, split, steps=1, world=world).close()
+            fitting.append(policy)
         except MezzoError as error:
-            problems.append(error)
+            if are_asked_for or policy.master_weights or policy.param_dtype == torch.float32:
+                problems.append(error)
+            else:
+                logger.warning("%s is left out: %s", policy, error)
     if problems:
         raise type(problems[0]).together(problems)
+    return fitting

@@ -30,9 +30,9 @@ MINE = {
     "lion bf16": lambda params: optim.Lion(params, lr=0.01, state_dtype="bfloat16"),
 }
 TORCHS = {
-    "torch adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "torch adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4),
     "torch fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
-    "torch rate": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01)),
+    "torch rate": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), eps=1e-4),
     "torch sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "torch momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
 }

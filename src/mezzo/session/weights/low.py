@@ -12,6 +12,7 @@ from mezzo.errors import UnsupportedError, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
+from mezzo.session.weights.divisors import lost_eps
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["LowWeights"]
@@ -24,7 +25,8 @@ class LowWeights:
         optimizers: Whose parameters are looked at.
         policy: One with masters refuses nothing. Without them FP16 gradients must not carry a loss scale that FP16
             arithmetic would have to take away, and where the policy stores FP32 no optimizer but mezzo's, which keep
-            what rounding takes, may train weights that came in low precision.
+            what rounding takes, may train weights that came in low precision. In FP16 no optimizer may add an ``eps``
+            that is zero there.
         name_of: Gives a parameter's name.
 
     Attributes:
@@ -49,6 +51,8 @@ class LowWeights:
         """
         if self._policy.master_weights or not self.guards:
             return
+        if self._policy.param_dtype == torch.float16:
+            self._refuse_lost_eps()
         if gradients is None:
             if self._count() == self._num_groups and not any(param.requires_grad for param in self._frozen):
                 return
@@ -62,6 +66,12 @@ class LowWeights:
             if as_one_pass(optimizer) is None and self._policy.param_dtype == torch.float32:
                 self._refuse_lost_updates(optimizer, [param for param in low if param.requires_grad])
         self._num_groups, self._frozen = self._count(), frozen
+
+    def _refuse_lost_eps(self) -> None:
+        """Refuse to divide by zero; looked at in each step, since a loaded state brings its own options."""
+        others = (optimizer for optimizer in self._optimizers if as_one_pass(optimizer) is None)
+        if problems := [problem for optimizer in others for problem in lost_eps(optimizer, self._name_of)]:
+            raise UnsupportedError.together(problems)
 
     def _keep_halves(self) -> bool:
         """Whether the optimizers keep the FP32 values of all their low-precision parameters themselves."""
