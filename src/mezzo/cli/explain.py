@@ -11,38 +11,41 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from torch import Tensor, nn
 
 from mezzo import recipes
 from mezzo.cli.app import app
-from mezzo.cli.output import note, require_free
+from mezzo.cli.output import note, require_free, show_explanation
+from mezzo.cli.script.first_step import explain_script
+from mezzo.cli.script.words import IsModule, OnSubject, program_of, refuse_for_script
 from mezzo.errors import PolicyError, nearest
 from mezzo.explanation import Explanation
 from mezzo.explanation.answer import comparison
 from mezzo.explanation.page import require_jinja2, save
 from mezzo.explanation.run import explain as explained
 from mezzo.explanation.sections import different_rows
-from mezzo.explanation.table import WIDEST, difference_renderables, differences_json, plain, renderables, terms
+from mezzo.explanation.table import difference_renderables, differences_json, renderables, terms
 from mezzo.machine import default_device
 from mezzo.policy import Policy
 
-__all__ = ["explain", "show"]
+__all__ = ["explain"]
 
 Subject = tuple[nn.Module, Any, Callable[[Any], Tensor] | None]
 
 _FACTORY = "def factory():\n    return model, inputs   # or (model, inputs, loss)"
 
 
-@app.command("explain")
+@app.command("explain", cls=OnSubject)
 def explain(
-    subject: Annotated[
-        str,
+    words: Annotated[
+        list[str],
         typer.Argument(
-            metavar="MODEL-OR-RECIPE",
-            help=f"One of {', '.join(recipes.RECIPES)}, or package.module:factory.",
+            metavar="RECIPE | MODEL | SCRIPT [ARGUMENTS]...",
+            help=f"One of {', '.join(recipes.RECIPES)}; package.module:factory; or a script, and its arguments.",
         ),
     ],
+    is_module: IsModule = False,
     policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1,dtype=float16",
     against: Annotated[
         str | None, typer.Option(metavar="POLICY", help="Show only what another policy would change.")
@@ -68,9 +71,14 @@ def explain(
 
     [bold]mezzo explain mypackage.models:tiny --json[/bold]            your own model, for a program to read
 
+    [bold]mezzo explain --policy O2 train.py --epochs 3[/bold]         your own script, until its first step is done
+
     A factory takes no argument and returns (model, inputs) or (model, inputs, loss): inputs are a tensor, a tuple of
     arguments or a mapping of keyword arguments; loss maps the model's output to a scalar. Modules are looked up from
     the working directory, too.
+
+    A script runs in FP32 until an optimizer has stepped, as with mezzo run --dry; options before it are mezzo's, those
+    behind it are its own. Each model that it has called is explained.
 
     All is measured in one forward and backward pass. The answer comes first, then the rows that matter, alike modules
     folded: products left in FP32, round trips low, FP32, low with the rule that saves them, the dearest casts, products
@@ -79,6 +87,10 @@ def explain(
     """
     chosen = Policy.of(policy)
     other = None if against is None else Policy.of(against)
+    if (program := program_of(words, is_module)) is not None:
+        refuse_for_script(against=against, html=html)
+        explain_script(program, chosen, full=full, as_json=as_json)
+    subject = words[0]
     if html is not None:
         require_jinja2()
         require_free(html, "--html", overwrite)
@@ -91,9 +103,9 @@ def explain(
     if as_json:
         typer.echo(first.to_json() if second is None else differences_json(first, second))
     elif second is None:
-        show(list(renderables(first, full=full)), full)
+        show_explanation(list(renderables(first, full=full)), full)
     else:
-        show(list(difference_renderables(first, second, full=full)), full)
+        show_explanation(list(difference_renderables(first, second, full=full)), full)
 
 
 def _write(path: Path, first: Explanation, second: Explanation | None) -> None:
@@ -111,16 +123,6 @@ def _write(path: Path, first: Explanation, second: Explanation | None) -> None:
     except OSError as error:
         raise PolicyError(f"the page {path} cannot be written", why=error.strerror or str(error)) from error
     note(f"page: {path}")
-
-
-def show(parts: list[RenderableType], full: bool) -> None:
-    """Print an explanation, as wide as the terminal is, or as is good for a file."""
-    console = Console()
-    if console.is_terminal:
-        console.width = console.width if full else min(console.width, WIDEST)
-        console.print(*parts, sep="\n")
-    else:
-        typer.echo(plain(parts, None if full else WIDEST))
 
 
 def _from_recipe(name: str) -> Subject:

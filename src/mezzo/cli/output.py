@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from mezzo.documents import jsonable
 from mezzo.errors import PolicyError, message, printable
+from mezzo.explanation.table import WIDEST, plain
 from mezzo.report import Judgement
 
 __all__ = [
-    "console_for", "leave", "note", "require_free", "run_directory", "show_json", "show_judgement",
+    "console_for", "exit_code", "leave", "note", "require_free", "run_directory", "show_explanation", "show_json",
+    "show_judgement",
 ]  # fmt: skip
 
 #: Exit codes besides those of errors: numbers that alarm; and Ctrl-C, as shells have it, 128 and the signal's number.
@@ -53,6 +56,29 @@ def show_judgement(console: Console, judgement: Judgement) -> None:
     for number, alert in enumerate(judgement.alerts, start=1):
         text = message(alert.what, where=alert.where, why=alert.why, write=alert.write)
         console.print(f"\n{number}. {text}", highlight=False, markup=False, soft_wrap=folds)
+
+
+def show_explanation(parts: list[RenderableType], full: bool) -> None:
+    """Print an explanation, as wide as the terminal is, or as is good for a file."""
+    console = Console()
+    if console.is_terminal:
+        console.width = console.width if full else min(console.width, WIDEST)
+        console.print(*parts, sep="\n")
+    else:
+        typer.echo(plain(parts, None if full else WIDEST))
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Return the exit code that Python gives for what a script has raised, and show what Python would show."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    sys.excepthook(type(error), error, error.__traceback__)
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def leave(*, interrupted: bool, alarms: bool) -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from mezzo import script
 from mezzo.cli.app import app
-from mezzo.cli.explain import show
-from mezzo.cli.output import note, require_free
+from mezzo.cli.output import exit_code, note, require_free
+from mezzo.cli.script.first_step import explain_script
 from mezzo.errors import printable
-from mezzo.explanation.table import renderables
 from mezzo.files import whole
 from mezzo.policy import Policy
-from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["run"]
 
@@ -72,9 +70,9 @@ def run(
     if save_policy is not None:
         chosen.save(save_policy)
     if dry:
-        _dry(program, chosen)
+        explain_script(program, chosen)
     ended = script.run(program, chosen, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
-    code = _code(ended.error)
+    code = exit_code(ended.error)
     sys.stdout.flush()
     if os.environ.get("RANK", "0") == "0":
         for line in ended.report.lines:
@@ -83,29 +81,3 @@ def run(
             with whole(to_json) as file:
                 file.write(ended.report.to_json().encode())
     raise typer.Exit(code or (_ALERT if ended.report.alarm else 0))
-
-
-def _dry(program: script.Program, policy: Policy) -> NoReturn:
-    """Explain the first step, and leave."""
-    found = script.rehearse(program, policy)
-    for each in found.explanations:
-        show(list(renderables(each, full=False)), full=False)
-    for what, why in found.left_alone.items():
-        note(f"{what} cannot be explained: {why}")
-    ran_low = any(product.dtype in map(dtype_name, LOW) for each in found.explanations for product in each.products)
-    if not found.explanations and found.error is None:
-        note(f"{program.name} called no model to train before its first step")
-    raise typer.Exit(_code(found.error) or (0 if ran_low else _ALERT))
-
-
-def _code(error: BaseException | None) -> int:
-    """Return the exit code that Python gives for what a script has raised, and show what Python would show."""
-    if error is None:
-        return 0
-    if isinstance(error, SystemExit):
-        if error.code is None or isinstance(error.code, int):
-            return error.code or 0
-        print(error.code, file=sys.stderr)
-        return 1
-    sys.excepthook(type(error), error, error.__traceback__)
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
