@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 694,
     "script": 786,
     "selftest": 411,
-    "session": 6_755,
+    "session": 6_830,
     "step": 2_481,
     "trace": 1_050,
     "the ground": 953,

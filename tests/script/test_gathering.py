@@ -153,3 +153,21 @@ def test_a_session_of_the_scripts_own_is_left_alone(report):
     ((what, why),) = found.left_alone.items()
     assert what == "SGD over Sequential"
     assert why.startswith("the optimizer belongs to a session or to MasterWeights already")
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16", "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+def test_a_model_that_is_saved_whole_is_a_plain_fp32_model(report, policy):
+    """The script compares with what its own state dict holds; a file would name mezzo if it held anything of it."""
+    found, numbers = report(
+        f"import io\n{MODEL}optimizer = torch.optim.AdamW(model.parameters())\n"
+        f"for number in range(3):\n    {STEP}"
+        "    for saved in (model, model[0], {'model': model, 'epoch': number}, torch.nn.ModuleList([model])):\n"
+        "        file = io.BytesIO(); torch.save(saved, file); file.seek(0)\n"
+        "        loaded = torch.load(file, weights_only=False)\n"
+        "        loaded, saved = (loaded['model'], model) if isinstance(saved, dict) else (loaded, saved)\n"
+        "        pairs = zip(saved.state_dict().values(), loaded.state_dict().values(), strict=True)\n"
+        "        print(int(all(torch.equal(*pair) for pair in pairs)), int(b'mezzo' in file.getvalue()))\n",
+        policy=policy,
+    )
+    assert numbers == [1, 0] * 12
+    assert (found.steps, found.left_alone) == (3, {})

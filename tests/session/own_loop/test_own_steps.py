@@ -1,7 +1,6 @@
 """Steps, forward passes and copies of a plain loop while it is attached."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -395,11 +394,3 @@ def test_an_average_of_weights_begins_with_fp32():
     with attached(model, built, "O2,dtype=bfloat16"):
         averaged = AveragedModel(model)
         assert {p.dtype for p in averaged.parameters()} == {torch.float32}
-
-
-def test_a_pickled_model_runs():
-    model, built = build()
-    with attached(model, built, "O1,emulate=true"):
-        twin = pickle.loads(pickle.dumps(model))
-        twin = copy.deepcopy(twin)
-    assert torch.equal(twin(batch(0)[0]), network()(batch(0)[0]))

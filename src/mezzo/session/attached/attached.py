@@ -230,6 +230,7 @@ class Attached:
 
         def exact(tensor: Tensor) -> Tensor | None:
             if (keeper := keepers.get(tensor)) is not None:
+                keeper.take_edits([tensor])
                 return keeper.master_of(tensor)
             return tensor.float() if stores_low and tensor.dtype in LOW else None
 

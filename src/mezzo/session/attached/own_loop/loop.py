@@ -60,7 +60,7 @@ def attach(
     - ``scheduler.step()`` waits where all steps since its last one were skipped;
     - ``model.state_dict()`` holds FP32 values, and ``optimizer.state_dict()`` the session's state under ``"mezzo"``,
       which plain torch ignores: a program's own checkpoints go on bit for bit;
-    - ``copy.deepcopy(model)`` is a plain FP32 model.
+    - ``copy.deepcopy(model)`` and what ``torch.save(model)`` writes are plain FP32 models.
 
     Code of the program's own that reads or writes ``.grad`` between ``backward`` and ``step`` sees it with the scale;
     ``amp.unscale_()`` before it. So do hooks of parameters and of tensors between them and the loss.
