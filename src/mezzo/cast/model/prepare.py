@@ -24,7 +24,7 @@ from mezzo.cast.model.boundaries import (
 )
 from mezzo.cast.model.boundary import Entrance
 from mezzo.cast.model.originals import Originals, Preparation
-from mezzo.cast.model.refusals import changes_since, decided_storage, out_of_reach, require_module
+from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
@@ -112,7 +112,7 @@ class Prepared:
         self.casts = WeightCasts()
         sharding.reshard(sharding.units(model))
         self._parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(model)}
-        storage = decided_storage(model, policy, self._parts, waits=waits)
+        storage = wanted_storage(model, policy, self._parts, waits=waits)
         if policy.master_weights:  # which FP32 parts are: they get the policy's dtype when they are gathered
             storage |= {t: t.dtype for t, part in self._parts.items() if part.cast == storage.get(t)}
         self._storage = storage

@@ -21,7 +21,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, callables, functions
 from mezzo.tensors import dtype_name, local
 
-__all__ = ["changes_since", "decided_storage", "out_of_reach", "require_module", "wanted_storage"]
+__all__ = ["changes_since", "out_of_reach", "require_module", "wanted_storage"]
 
 #: Modules whose forward is one call into C++, and the ops that a rule would not find there.
 _ATOMIC: Final[dict[type[nn.Module], frozenset[str]]] = {
@@ -42,50 +42,21 @@ def require_module(model: Any) -> None:
         )
 
 
-def wanted_storage(model: nn.Module, policy: Policy, *, waits: bool = False) -> dict[Tensor, torch.dtype]:
+def wanted_storage(
+    model: nn.Module, policy: Policy, parts: Mapping[Tensor, Shard] | None = None, *, waits: bool = False
+) -> dict[Tensor, torch.dtype]:
     """Decide every tensor's storage, or raise all that stands against the decision.
 
     Args:
         model: The model.
         policy: The policy.
+        parts: Its parameters that ``fully_shard`` has sharded, where the decision is to be carried out: what stands
+            against that is raised as well.
         waits: Whether a session is to find the model prepared, which it must be only once then.
 
     Returns:
         The dtype for each floating parameter and each buffer that a policy converts.
     """
-    storage, problems = _wanted(model, policy, waits=waits)
-    if problems:
-        raise type(problems[0]).together(problems)
-    return storage
-
-
-def decided_storage(
-    model: nn.Module, policy: Policy, parts: Mapping[Tensor, Shard], *, waits: bool = False
-) -> dict[Tensor, torch.dtype]:
-    """Decide every tensor's storage, or raise all that stands against carrying it out.
-
-    Args:
-        model: The model.
-        policy: The policy.
-        parts: Its parameters that ``fully_shard`` has sharded.
-        waits: As for :func:`wanted_storage`.
-
-    Returns:
-        As :func:`wanted_storage`.
-    """
-    storage, problems = _wanted(model, policy, waits=waits)
-    converting = {tensor: dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
-    unlike = list(sharded_otherwise(model, policy, storage, parts)) if parts else []
-    problems += unlike
-    if converting and not unlike:
-        problems += _cannot_convert(model, policy, converting, parts)
-    if problems:
-        raise type(problems[0]).together(problems)
-    return storage
-
-
-def _wanted(model: nn.Module, policy: Policy, *, waits: bool) -> tuple[dict[Tensor, torch.dtype], list[MezzoError]]:
-    """Decide every tensor's storage, and say what stands against the decision."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     if (waits and preparations_in(model)) or any(
         isinstance(getattr(hook, "__self__", None), Boundary) for hook in hooks
@@ -119,7 +90,15 @@ def _wanted(model: nn.Module, policy: Policy, *, waits: bool) -> tuple[dict[Tens
             storage[tensor], deciding[tensor] = dtype, (rule, path)
     # FP32 policies store nothing anew: a model that came in low precision keeps what it has.
     storage = {t: dtype for t, dtype in storage.items() if policy.param_dtype != torch.float32 or deciding[t][0]}
-    return storage, problems
+    if parts is not None:
+        converting = {tensor: dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
+        unlike = list(sharded_otherwise(model, policy, storage, parts)) if parts else []
+        problems += unlike
+        if converting and not unlike:
+            problems += _cannot_convert(model, policy, converting, parts)
+    if problems:
+        raise type(problems[0]).together(problems)
+    return storage
 
 
 def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
