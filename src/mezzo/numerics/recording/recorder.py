@@ -162,12 +162,10 @@ class Recorder:
         self._advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
 
     def _arm(self) -> None:
-        choices = self._choices
         self._scale.forget()
-        recording = Recording(choices.subject, choices.kinds, choices.formats, self._scale.factor)
-        self._session.recording = recording
+        self._session.recording = Recording(self._choices, self._scale.factor)
         if not self._session.cores:
-            self._loop = PlainLoop(recording, choices.subject, choices.optimizers, self._scale.factor)
+            self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
 
     def _disarm(self) -> None:
         if self._session.recording is not None:

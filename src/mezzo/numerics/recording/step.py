@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import PolicyError
-from mezzo.formats import Format
 from mezzo.numerics.counting import ROW
 from mezzo.numerics.evidence import KINDS, RecordedStep, RecordedTensor
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.moves import FIELDS
+from mezzo.numerics.recording.choices import Choices
 from mezzo.numerics.recording.passes import PassWatch, Places
-from mezzo.numerics.recording.subject import Subject, unseen
+from mezzo.numerics.recording.subject import unseen
 from mezzo.numerics.recording.tally import Tally
 from mezzo.numerics.recording.weights import WeightWatch, kept_by, swallowed_of, updated_by
 from mezzo.optim.keeper import Keeper
@@ -32,30 +32,22 @@ class Recording:
     """What is counted of one step.
 
     Args:
-        subject: What is watched.
-        kinds: What of it.
-        formats: The storage formats that updates are rounded to.
+        choices: What the recorder was asked for.
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
 
     Attributes:
         weights: What is told of the parameters.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        kinds: Collection[str],
-        formats: Sequence[Format],
-        factor: Callable[[], Tensor | None],
-    ) -> None:
-        self._subject, self._kinds, self._formats = subject, kinds, formats
+    def __init__(self, choices: Choices, factor: Callable[[], Tensor | None]) -> None:
+        self._subject, self._formats = subject, formats = choices.subject, choices.formats
         self._tally = Tally(FIELDS + len(formats))
         self._places: Places = {}
-        self.weights = WeightWatch(subject, kinds, formats, self._tally, self._places)
+        self.weights = WeightWatch(subject, choices.kinds, formats, self._tally, self._places)
         self._passes: PassWatch | None = None
-        if not _OF_PASSES.isdisjoint(kinds):
+        if kinds := _OF_PASSES.intersection(choices.kinds):
             subject.require_seen()
-            self._passes = PassWatch(subject, _OF_PASSES.intersection(kinds), self._tally, self._places, factor)
+            self._passes = PassWatch(subject, kinds, self._tally, self._places, factor)
 
     @property
     def called(self) -> list[str]:
@@ -114,28 +106,21 @@ class PlainLoop:
 
     Args:
         recording: What is told.
-        subject: What is watched.
-        optimizers: The optimizers, each with what keeps FP32 values of its parameters.
+        choices: What the recorder was asked for.
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
     """
 
-    def __init__(
-        self,
-        recording: Recording,
-        subject: Subject,
-        optimizers: Sequence[tuple[Optimizer, Keeper | None]],
-        factor: Callable[[], Tensor | None],
-    ) -> None:
+    def __init__(self, recording: Recording, choices: Choices, factor: Callable[[], Tensor | None]) -> None:
         self._weights, self._factor = recording.weights, factor
-        self._optimizers = optimizers
+        self._optimizers = choices.optimizers
         self._flags: list[Tensor] = []
         self._has_stepped = False
         self._handles: list[RemovableHandle] = [
             param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
-            for param in subject.params
+            for param in choices.subject.params
             if param.requires_grad
         ]
-        for optimizer, keeper in optimizers:
+        for optimizer, keeper in choices.optimizers:
             self._handles += (
                 optimizer.register_step_pre_hook(partial(self._before, keeper)),
                 optimizer.register_step_post_hook(partial(self._after, keeper)),
