@@ -291,7 +291,6 @@ def test_torch_keeps_what_it_is_asked_for():
         assert {part.param for part in parts} == set(model.parameters())
         assert {part.gathered for part in parts} == {torch.bfloat16}
         assert {part.param.dtype for part in parts} == {torch.float32}
-        assert all(getattr(part.owner, part.name) is part.param for part in parts)
         assert sharding.parts_of(found) == {}
         gathered = sharding.gathered(model)
         assert gathered.keys() == {part.param for part in parts}

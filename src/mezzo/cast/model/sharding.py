@@ -26,15 +26,11 @@ class Shard:
 
     Attributes:
         param: The part, which optimizers update: a DTensor.
-        owner: The module that it stands in.
-        name: Its name there.
         cast: The dtype that it is cast to while it is gathered; its own where there is none.
         unit: The module that was given to ``fully_shard``, whose parameters are gathered together.
     """
 
     param: nn.Parameter
-    owner: nn.Module
-    name: str
     cast: torch.dtype | None
     unit: nn.Module
 
@@ -57,8 +53,8 @@ def shards(model: nn.Module) -> list[Shard]:
     for unit, group in _groups(units(model)):
         low = group.mp_policy.param_dtype
         for each in group.fsdp_params:
-            place, param = each._module_info, each.sharded_param
-            found.append(Shard(param, place.module, place.param_name, low if param.is_floating_point() else None, unit))
+            param = each.sharded_param
+            found.append(Shard(param, low if param.is_floating_point() else None, unit))
     return found
 
 
