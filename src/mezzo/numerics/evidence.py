@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -238,12 +240,8 @@ class Evidence:
         self, module: str | None = None, *, step: Steps = "newest", name: str | None = None
     ) -> SwallowedUpdates:
         """Count the updates that vanish, summed over some weights; arguments as of :meth:`histogram`."""
-        first, *rest = (each.swallowed for each in self.tensors("updates", module, step=step, name=name))
-        assert first is not None, "updates say what vanishes of them"
-        for each in rest:
-            assert each is not None, "updates say what vanishes of them"
-            first = first + each
-        return first
+        found = (each.swallowed for each in self.tensors("updates", module, step=step, name=name))
+        return functools.reduce(operator.add, (each for each in found if each is not None))
 
     def tensors(
         self,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.cast.model.hooks import OwnHook
 from mezzo.overflow.diagnose import Context, outside_models
 from mezzo.overflow.report import Changed, Overflow
 from mezzo.overflow.search import Search, checked_models
@@ -106,29 +107,25 @@ class Event(NamedTuple):
 class CallKeeper:
     """Hooks on models that keep each call with gradients, until it is forgotten.
 
-    A copied or pickled model takes an empty keeper with it, which keeps nothing.
+    Of a copied or pickled model nothing is kept.
 
     Args:
         models: The models. Of one that calls another only the outer call is kept.
     """
 
-    def __init__(self, models: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, models: Sequence[nn.Module]) -> None:
         self.events: list[Event] = []
-        self._models = list(models)
         self._devices = devices_of(models)
         self._open: defaultdict[int, list[KeptCall | None]] = defaultdict(list)  # by thread
         self._hooks = [
             handle
-            for model in self._models
+            for model in models
             for handle in (
                 # Before the hooks that cast, and after those that cast back.
-                model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-                model.register_forward_hook(self._after, always_call=True),
+                model.register_forward_pre_hook(OwnHook(self._before), prepend=True, with_kwargs=True),
+                model.register_forward_hook(OwnHook(self._after), always_call=True),
             )
         ]
-
-    def __reduce__(self) -> Any:
-        return CallKeeper, ()
 
     def clear(self) -> None:
         """Forget every call whose backward pass has been, or cannot come any more."""
@@ -149,7 +146,7 @@ class CallKeeper:
     # Hooks --------------------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not self._models:
+        if torch.compiler.is_compiling():
             return
         opened = self._open[threading.get_ident()]
         if opened or not torch.is_grad_enabled() or is_watched():
@@ -160,7 +157,7 @@ class CallKeeper:
         opened.append(KeptCall(module, args, kwargs, inputs, RandomStates.now(self._devices), user_line()))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._models:
+        if torch.compiler.is_compiling():
             return
         opened = self._open[threading.get_ident()]
         call = opened.pop() if opened else None

@@ -120,12 +120,8 @@ class LossScaleNow:
         self._factor: Tensor | None = None
 
     def told(self, scale: Tensor | None) -> None:
-        """Take the scale of a session's gradients that are about to come; ``None`` for none."""
+        """Take the scale of a session's gradients that are about to come; ``None`` for none, or to ask anew."""
         self._scale, self._factor = scale, None
-
-    def forget(self) -> None:
-        """Let the next step ask anew."""
-        self._scale = self._factor = None
 
     def factor(self) -> Tensor | None:
         """Return what to multiply gradients by; ``None`` for 1."""

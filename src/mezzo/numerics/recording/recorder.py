@@ -162,7 +162,7 @@ class Recorder:
         self._advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
 
     def _arm(self) -> None:
-        self._scale.forget()
+        self._scale.told(None)
         self._session.recording = Recording(self._choices, self._scale.factor)
         if not self._session.cores:
             self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
