@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.cast.model.boundaries import has_forward
+from mezzo.cast.model.sharding import units
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, shown, some_of
 from mezzo.tensors import dtype_name
 
@@ -109,21 +110,25 @@ def _blocks(model: nn.Module) -> set[nn.Module]:
 
 
 def planned(
-    model: nn.Module, storage: Mapping[Tensor, torch.dtype], usual: torch.dtype, chosen: set[nn.Module]
+    model: nn.Module, storage: Mapping[Tensor, torch.dtype], usual: torch.dtype, chosen: set[nn.Module], path: str = ""
 ) -> list[Unit]:
     """Return all units, innermost first: those chosen, the model, and what needs another dtype than what is around it.
 
+    What is inside of modules that are sharded already is done.
+
     Args:
-        model: The model.
+        model: The model, or a part of one.
         storage: The dtype in which a policy wants parameters to be; the others stay as they are.
         usual: The dtype of parameters that no rule speaks about.
         chosen: The modules to be units in any case.
+        path: The path of a part.
 
     Raises:
         UnsupportedError: Parameters of one module that need two dtypes, or are tied across units.
     """
-    plan = _Plan(storage, chosen)
-    plan.visit(model, "", usual)
+    plan = _Plan(storage, {model, *chosen})
+    plan.leave_out(unit for unit in units(model) if unit is not model)
+    plan.visit(model, path, usual)
     plan.look_for_tied(model)
     if plan.problems:
         raise type(plan.problems[0]).together(plan.problems)
@@ -138,6 +143,10 @@ class _Plan:
         self.problems: list[MezzoError] = []
         self._storage, self._chosen = storage, chosen
         self._seen: set[nn.Module] = set()
+
+    def leave_out(self, modules: Iterable[nn.Module]) -> None:
+        """Plan nothing for some modules, nor for what is inside of them."""
+        self._seen.update(inside for module in modules for inside in module.modules())
 
     def visit(self, module: nn.Module, path: str, around: torch.dtype) -> None:
         """Plan a module and all inside it.
@@ -160,7 +169,7 @@ class _Plan:
                 dtype = possible[0]
         for name, child in module.named_children():
             self.visit(child, f"{path}.{name}" if path else name, dtype)
-        if not path or module in self._chosen or dtype != around:
+        if module in self._chosen or dtype != around:
             self.units.append(Unit(path, module, dtype))
 
     def _common(self, params: Iterable[Tensor]) -> list[torch.dtype]:

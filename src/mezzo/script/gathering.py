@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.errors import MezzoError, StateError
+from mezzo.cast.model import sharding
+from mezzo.cast.model.originals import preparations_in
+from mezzo.errors import MezzoError, PolicyError, StateError
 from mezzo.explanation.words import counted
 from mezzo.policy import Policy
 from mezzo.script.inner import InnerCalls
@@ -171,6 +173,7 @@ class Gathering:
         if not self._new or not torch.is_grad_enabled() or module in self._known_not:
             return False
         new = {id(param) for param in updated(_alive(self._new))}
+        sharding.reshard(sharding.units(module))  # an evaluation may have left whole parameters in their places
         if any(id(param) in new for param in module.parameters()):
             return True
         self._known_not.add(module)
@@ -224,7 +227,11 @@ class Gathering:
         return True
 
     def _session_over(self, models: list[nn.Module], optimizers: list[Optimizer]) -> AttachedPrecision | None:
-        """Begin a session, with weights in FP32 where they cannot be stored low."""
+        """Begin a session, with weights in FP32 where they cannot be stored low.
+
+        Raises:
+            PolicyError: They cannot be, and are: the models were wrapped or sharded like that already.
+        """
         what = f"{', '.join(type(each).__name__ for each in optimizers)} over {', '.join(map(name_of, models))}"
         policy, told = self._policy, ""
         if policy.param_dtype in LOW:
@@ -234,6 +241,12 @@ class Gathering:
                     return self._attach(models, optimizers, policy)
                 except MezzoError as error:
                     told = str(error)
+            if any(map(_is_low_for_good, models)):
+                raise PolicyError(
+                    f"{what} cannot be trained under {policy}, and was wrapped or sharded for it already",
+                    why=told,
+                    write=f"mezzo run --policy {Policy.O1(policy.dtype)} …, which stores weights in FP32",
+                )
             self._ledger.left_alone[f"weights of {', '.join(map(name_of, models))}, stored in FP32"] = told
             policy = Policy.O1(policy.dtype, loss_scale=policy.loss_scale, rules=policy.rules)
         try:
@@ -241,6 +254,11 @@ class Gathering:
         except MezzoError as error:
             self._ledger.left_alone[what] = str(error)
             return None
+
+
+def _is_low_for_good(model: nn.Module) -> bool:
+    """Whether a wrapper relies on low weights by now: one of DistributedDataParallel, or torch's fully_shard."""
+    return bool(preparations_in(model)) or any(part.gathered in LOW for part in sharding.shards(model))
 
 
 def _gradients(amp: AttachedPrecision, models: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import warnings
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from mezzo.script.gathering import Gathering
 from mezzo.script.report import Ledger
-from mezzo.script.seams import Seams
+from mezzo.script.seams import Seams, is_script
 
 __all__ = ["replace_amp"]
 
@@ -35,12 +34,6 @@ def replace_amp(gathering: Gathering, ledger: Ledger, seams: Seams) -> None:
                 seams.replace(place, name, made(vars(place)[name], gathering, ledger))
 
 
-def _is_script(depth: int = 2) -> bool:
-    """Whether the function that has called the caller is neither torch's nor mezzo's."""
-    module = str(sys._getframe(depth).f_globals.get("__name__", ""))
-    return module.partition(".")[0] not in ("torch", "mezzo")
-
-
 def _autocast(plain: type[torch.autocast], gathering: Gathering, ledger: Ledger) -> type:
     signature = inspect.signature(plain)
 
@@ -51,7 +44,7 @@ def _autocast(plain: type[torch.autocast], gathering: Gathering, ledger: Ledger)
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            if _is_script() and given.get("enabled", True):
+            if is_script() and given.get("enabled", True):
                 return super().__new__(cls)
             return plain(*args, **kwargs)
 
@@ -77,7 +70,7 @@ def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, ledger
         __doc__ = plain.__doc__
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return super().__new__(cls) if _is_script() else plain(*args, **kwargs)
+            return super().__new__(cls) if is_script() else plain(*args, **kwargs)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with warnings.catch_warnings(record=True) as caught:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["models_of", "name_of", "updated"]
+from mezzo.cast.model import sharding
+
+__all__ = ["models_of", "name_of", "outermost", "updated"]
 
 
 def updated(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
@@ -32,13 +34,13 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
 
     **Cost**: a look at all objects, some hundredths of a second for a million.
     """
-    kinds = set(_kinds(nn.Module))  # by type(): what isinstance asks of an object may run code of its own
-    modules: list[nn.Module] = [each for each in gc.get_objects() if type(each) in kinds]
-    parents: dict[int, list[nn.Module]] = {}
+    modules = _alive()
+    parents = _parents(modules)
+    for module in modules:
+        if id(module) not in parents:  # an outermost one, in which an evaluation may have left whole parameters
+            sharding.reshard(sharding.units(module))
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
-        for child in (vars(module).get("_modules") or {}).values():
-            parents.setdefault(id(child), []).append(module)
         for param in (vars(module).get("_parameters") or {}).values():
             if param is not None:
                 owners.setdefault(id(param), []).append(module)
@@ -47,6 +49,28 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
         for outermost in _outermost(owner, parents):
             found.setdefault(id(outermost), outermost)
     return list(found.values())
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """Return the outermost module that a module is inside of; the first where there are several.
+
+    **Cost**: as :func:`models_of`.
+    """
+    return next(_outermost(module, _parents(_alive())), module)
+
+
+def _alive() -> list[nn.Module]:
+    kinds = set(_kinds(nn.Module))  # by type(): what isinstance asks of an object may run code of its own
+    return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+def _parents(modules: Iterable[nn.Module]) -> dict[int, list[nn.Module]]:
+    """Return the modules that each one is a child of, by its ``id``."""
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in (vars(module).get("_modules") or {}).values():
+            parents.setdefault(id(child), []).append(module)
+    return parents
 
 
 def _kinds(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Seams"]
+__all__ = ["Seams", "is_script"]
+
+
+def is_script() -> bool:
+    """Whether the function that has called the caller is neither torch's nor mezzo's."""
+    module = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return module.partition(".")[0] not in ("torch", "mezzo")
 
 
 class Seams:
