@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "mezzo"
 #: Extras for those who work on mezzo; the others are for users, and `all` is these together.
 OURS = {"demo", "dev", "docs"}
-#: Modules that derive from classes of another library, which are the extras of these names.
-BRIDGES = ("accelerate", "lightning", "transformers")
+#: Modules that derive from classes of another library, and the extras that install it.
+BRIDGES = {"accelerate": "accelerate", "fabric": "lightning", "lightning": "lightning", "transformers": "transformers"}
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +180,10 @@ def test_the_wheel_works_in_an_empty_environment(builders, tmp_path):
         "[importlib.import_module(each.name) for each in pkgutil.walk_packages(mezzo.__path__, 'mezzo.')"
         f" if each.name != 'mezzo.__main__' and each.name.rpartition('.')[2] not in {BRIDGES}]",
     )  # fmt: skip
-    for name in BRIDGES:
+    for name, extra in BRIDGES.items():
         bridge = [bin_ / "python", "-c", f"import mezzo.integrations.{name}"]
         refused = subprocess.run(bridge, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert f'pip install "mezzo[{name}]"' in refused.stderr
+        assert f'pip install "mezzo[{extra}]"' in refused.stderr
     resolved = run(bin_ / "pip", "install", "--dry-run", "--constraint", constraints, f"{wheel}[all]")
     assert "Would install" in resolved
     assert re.search(r"Would install .*\blightning-", resolved)

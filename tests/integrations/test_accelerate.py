@@ -256,6 +256,31 @@ def test_two_optimizers_of_one_session():
     amp.close()
 
 
+@pytest.mark.parametrize("policy", ["O1,dtype=float16,loss_scale=128", "O2,dtype=float16,loss_scale=128"])
+def test_gradients_may_be_cleared_before_the_next_loss_only(policy):
+    """As a GAN's loop does: the second's loss adds to what the step of the first has left."""
+
+    def trained(policy):
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 4), nn.Linear(4, 1)
+        accelerator = accelerate.Accelerator(cpu=True)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+        if policy is not None:
+            attach(accelerator, [first, second], optimizers, policy)
+        one, two, *optimizers = accelerator.prepare(first, second, *optimizers)
+        losses, x = [], torch.randn(8, 4)
+        for sign in (1, -1) * 3:
+            for optimizer in optimizers[::sign]:
+                optimizer.zero_grad()
+                loss = (two(one(x)) - sign).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                losses.append(loss.item())
+        return losses
+
+    assert trained(policy) == pytest.approx(trained(None), rel=0.01)
+
+
 def test_after_close_all_is_as_it_was():
     program = Program()
     names, forward = set(vars(program.accelerator)), program.module.forward

@@ -228,7 +228,7 @@ class _Calls(Standing):
         for model in models if self.policy.param_dtype in LOW else ():
             if hasattr(type(model), "config_class"):  # as transformers' own models have
                 self.replace(model, "save_pretrained", lambda plain: _saving_fp32(plain.__self__))
-        self.replace(accelerator, "unscale_gradients", lambda _: partial(self.unscale, amp))
+        self.replace(accelerator, "unscale_gradients", lambda _: self.unscale_prepared)
         self.replace(accelerator, "autocast", lambda _: partial(_region, amp))
         self.replace(accelerator, "log", lambda log: partial(_log, amp, log))
         scaler = _SessionScaler(amp, self, holds=holds)
@@ -248,13 +248,10 @@ class _Calls(Standing):
         finally:
             self._is_telling = False
 
-    def unscale(self, amp: AcceleratedPrecision, optimizer: Any = None) -> None:
-        """Unscale gradients, where there are such: what ``accelerator.unscale_gradients`` is, and clipping asks for."""
-        assert self.attached is not None
+    def unscale_prepared(self, optimizer: Any = None) -> None:
+        """Unscale gradients: what ``accelerator.unscale_gradients`` is, and clipping asks for."""
         given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        wanted = self.optimizers if given is None else [getattr(each, "optimizer", each) for each in given]
-        if scaled := [each for each in wanted if self.attached.gradients_of(each) == "scaled"]:
-            amp.unscale_(scaled)
+        self.unscale(self.optimizers if given is None else [getattr(each, "optimizer", each) for each in given])
 
 
 class _SessionScaler:

@@ -29,7 +29,9 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
-__all__ = ["MezzoPrecision"]
+from mezzo.integrations.fabric import MezzoFabric, parts_of  # noqa: E402
+
+__all__ = ["MezzoFabric", "MezzoPrecision"]
 
 
 class MezzoPrecision(Precision):
@@ -90,8 +92,13 @@ class MezzoPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Prepare a module, before it is moved, wrapped, and given optimizers."""
         self.end()
-        self._prepared = prepare(_parts_of(module), self.policy)
-        self._module = module if isinstance(module, LightningModule) else None
+        if not isinstance(module, LightningModule) or module._fabric is not None:
+            raise PolicyError(
+                "MezzoPrecision is a plugin of the Trainer's",
+                why="Fabric tells a plugin of no optimizers, which a session is made of",
+                write="fabric = MezzoFabric(policy, …)   # from mezzo.integrations.lightning, in place of Fabric(…)",
+            )
+        self._prepared, self._module = prepare(parts_of(module), self.policy), module
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -279,22 +286,6 @@ class _Observer(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End a run that has failed."""
         self._plugin.end()
-
-
-def _parts_of(module: nn.Module) -> nn.Module:
-    """Return a module with the same parts under the same names, which is never called itself.
-
-    The wrapper of ``strategy="ddp"`` calls ``training_step`` as if it were the module's ``forward``: casts at its door
-    would give it batches, and losses, in low precision. The parts are called from within it.
-    """
-    parts = nn.Module()
-    for name, child in module.named_children():
-        parts.add_module(name, child)
-    for name, param in module.named_parameters(recurse=False):
-        parts.register_parameter(name, param)
-    for name, buffer in module.named_buffers(recurse=False):
-        parts.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
-    return parts
 
 
 def _bare(optimizer: Any) -> Optimizer:

@@ -80,6 +80,8 @@ class Standing:
                 undo.callback(MixedPrecision.close, amp)
                 self.attached = Attached(amp, keeps_plain=True)
                 amp._core.weights.words = words
+                if begin is not None:
+                    amp._core.keep_left()  # a program's own loop may clear gradients only before its next loss
                 undo.callback(self.attached.give_back)
                 for optimizer in optimizers:
                     self.attached.take_over(optimizer, self.step)
@@ -183,6 +185,16 @@ class Standing:
                     )
             self.attached.amp.step(optimizer)
         return None
+
+    def unscale(self, optimizers: list[Optimizer]) -> None:
+        """Unscale the gradients of some optimizers, where there are such: for what clips them.
+
+        Args:
+            optimizers: Which.
+        """
+        assert self.attached is not None
+        if scaled := [each for each in optimizers if self.attached.gradients_of(each) == "scaled"]:
+            self.attached.amp.unscale_(scaled)
 
 
 class _Evaluations:

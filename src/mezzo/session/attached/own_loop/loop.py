@@ -205,8 +205,7 @@ class _OwnLoop(Standing):
         super().__init__(models, optimizers, policy, words=_WORDS, begin=begin)
         self.bound = Bound()
         assert self.attached is not None, "there is an optimizer"
-        amp, core = self.attached.amp, self.attached.amp._core
-        core.keep_left()
+        amp = self.attached.amp
         self._passes, self._clipping = Passes(self.attached), Clipping(amp)
         try:
             wide = torch.float32 if policy.output_dtype is None else None
