@@ -144,6 +144,69 @@ def test_a_scaler_tells_the_sessions_scale_and_unscales_by_it(report):
     assert (before, after, found.scale) == (4.0, 1024.0, 1024.0)
 
 
+#: Trains some steps, from a checkpoint where there is one, and leaves another; prints the scale and a weight.
+RESUMED = """
+import os
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler('cpu', init_scale=64.0)
+if os.path.exists({path!r}):
+    saved = torch.load({path!r})
+    model.load_state_dict(saved['model'])
+    {load}
+print(scaler.get_scale())
+for step in range({steps}):
+    optimizer.zero_grad()
+    with torch.autocast('cpu', dtype=torch.float16):
+        loss = model(x).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+torch.save(dict(model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict()), {path!r})
+print(scaler.get_scale(), *model[0].weight[0].tolist())
+"""
+GROWS = "O1,dtype=float16,loss_scale=dynamic(init=1024,interval=5)"
+
+
+@pytest.mark.parametrize("scaler, optimizer", [(True, True), (True, False), (False, True)])
+def test_a_script_that_resumes_goes_on_bit_for_bit_with_the_scale_and_its_clean_steps(
+    report, tmp_path, scaler, optimizer
+):
+    def trained(steps, name):
+        load = "saved['optimizer'].pop('mezzo')\n    " if not optimizer else ""
+        load += "optimizer.load_state_dict(saved['optimizer'])\n    "
+        load += "scaler.load_state_dict(saved['scaler'])" if scaler else ""
+        return report(MODEL + RESUMED.format(path=str(tmp_path / name), load=load, steps=steps), policy=GROWS)
+
+    (straight, expected), (first, halfway), (second, found) = (
+        trained(steps, name) for steps, name in ((13, "straight.pt"), (8, "two.pt"), (5, "two.pt"))
+    )
+    assert (halfway[1], found[0]) == (2048.0, 2048.0 if scaler else 64.0)
+    assert found[1:] == expected[1:]
+    assert found[1] == 4096.0  # after 10 clean steps, and not before
+    assert (straight.steps, first.steps, second.steps) == (13, 8, 5)
+    assert second.left_alone == {}
+
+
+@pytest.mark.parametrize("policy, scale", [(GROWS, 128.0), (BF16, 1.0)])
+def test_a_checkpoint_of_the_script_by_itself_gives_the_session_its_scale(report, tmp_path, policy, scale):
+    path = str(tmp_path / "checkpoint.pt")
+    load = "optimizer.load_state_dict(saved['optimizer']); scaler.load_state_dict(saved['scaler'])"
+    text = MODEL + RESUMED.replace("init_scale=64.0", "init_scale=64.0, growth_interval=2")
+    report(text.format(path=path, load=load, steps=3), policy=None)
+    found, (before, after, *_) = report(text.format(path=path, load=load, steps=2), policy=policy)
+    assert (before, after, found.scale) == (128.0, scale, scale)
+
+
+def test_the_state_of_another_session_is_told_of_and_the_scale_begins_afresh(report, tmp_path):
+    path = str(tmp_path / "checkpoint.pt")
+    report(MODEL + RESUMED.format(path=path, load="", steps=1), policy=GROWS)
+    load = "other = optimizer.state_dict() | {'mezzo': saved['optimizer']['mezzo']}\n    "
+    load += "other['mezzo']['parameters'] = {}\n    optimizer.load_state_dict(other)"
+    found, _ = report(MODEL + RESUMED.format(path=path, load=load, steps=1), policy=GROWS)
+    assert list(found.left_alone) == ["the loss scale of a checkpoint"]
+    assert found.scale == 1024.0
+
+
 def test_a_session_of_the_scripts_own_is_left_alone(report):
     found, _ = report(
         f"import mezzo\n{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"

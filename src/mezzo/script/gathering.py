@@ -7,7 +7,7 @@ import functools
 import gc
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from mezzo.script.measuring import Measuring
 from mezzo.script.owners import models_of, name_of, updated
 from mezzo.script.report import Ledger
 from mezzo.script.seams import Seams
-from mezzo.session.attached.own_loop import AttachedPrecision
+from mezzo.session.attached.own_loop import CARRIED, AttachedPrecision
 from mezzo.tensors import LOW
 
 __all__ = ["Attach", "Gathering"]
@@ -62,6 +62,7 @@ class Gathering:
         self._told_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._inner: InnerCalls | None = None
         self._measuring: Measuring | None = None
+        self._loaded = list[Mapping[str, Any]]()  # what the script has of a checkpoint, until a session begins
         self._replace()
 
     def region(self) -> AbstractContextManager[Any]:
@@ -73,6 +74,26 @@ class Gathering:
     def has(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps with the session."""
         return any(each is optimizer for each in self._session)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on with the loss scale of a checkpoint: now, or when the session begins.
+
+        Where the policy has none that moves, its own counts.
+
+        Args:
+            state: The state of a ``GradScaler``, or what a session has an optimizer carry.
+        """
+        if self._policy.loss_scale.mode == "dynamic":
+            self._loaded.append(state)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        while self._loaded and self.amp is not None:
+            state = self._loaded.pop(0)
+            try:
+                (self.amp.resume if "version" in state else self.amp.load_state_dict)(state)
+            except StateError as error:
+                self._ledger.left_alone["the loss scale of a checkpoint"] = str(error)
 
     def end(self) -> list[Tensor]:
         """End the session: models and optimizers are the script's own again, with the gradients that they have.
@@ -141,6 +162,11 @@ class Gathering:
                 gathering._begin()
             return result
 
+        def loaded(_: Optimizer, state: dict[str, Any]) -> None:
+            if CARRIED in state and not gathering.has(optimizer):  # the session takes its own
+                gathering.resume(state[CARRIED])
+
+        optimizer.register_load_state_dict_pre_hook(loaded)
         vars(optimizer)["step"] = types.MethodType(step, optimizer)
         self._firsts.append((weakref.ref(optimizer), step))
         self._expect(optimizer)
@@ -220,6 +246,7 @@ class Gathering:
         self._inner = InnerCalls(models, self.amp.autocast)
         self._measuring.follow(optimizers)
         self._session, self._models = optimizers, models
+        self._go_on()
         self._ledger.models += [name_of(each) for each in models if each not in self._told_models]
         self._ledger.optimizers += [type(each).__name__ for each in optimizers if each not in self._told_optimizers]
         self._told_models.update(models)

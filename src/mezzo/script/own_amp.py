@@ -93,6 +93,17 @@ def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, ledger
         def update(self, new_scale: float | Tensor | None = None) -> None:
             pass
 
+        def state_dict(self) -> dict[str, Any]:
+            saved: dict[str, Any] = super().state_dict()
+            if saved and gathering.amp is not None:
+                saved["_growth_tracker"] = gathering.amp.clean_steps()
+            return saved
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            if self.is_enabled():
+                gathering.resume(state_dict)
+
         def get_scale(self) -> float:
             if not self.is_enabled() or gathering.amp is None:
                 return float(super().get_scale())

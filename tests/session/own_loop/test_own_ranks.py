@@ -70,6 +70,24 @@ def refused_on_a_rank():
     return str(raised.value)
 
 
+def without_gradients(policy):
+    """What each of four steps came to: rank 1 has no gradients in the second, and no rank has in the third."""
+    model, built = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(built, 1, gamma=0.5)
+    found = []
+    with attached(model, built, policy) as amp:
+        for ranks in ((0, 1), (0,), (), (0, 1)):
+            before = [p.clone() for p in amp.master_params()]
+            if dist.get_rank() in ranks:
+                loss_of(model, 0).backward()  # of the same batch on each rank
+            built.step()
+            scheduler.step()
+            built.zero_grad()
+            moved = not all(map(torch.equal, before, amp.master_params()))
+            found.append((moved, scheduler.get_last_lr()[0] / scheduler.base_lrs[0], amp.stats().scale))
+        return found, amp.stats().steps, amp.stats().skipped
+
+
 def cases():
     found = {}
     for policy, optimizer, clips, first in (
@@ -79,14 +97,29 @@ def cases():
         ("O2, bfloat16", "mezzo", False, False),
     ):
         found[f"{policy} {optimizer}"] = ends_on_a_rank(policy, optimizer, clips, first)
-    return found, refused_on_a_rank()
+    return found, refused_on_a_rank(), {policy: without_gradients(POLICIES[policy]) for policy in ("O1", "O2")}
 
 
-def test_two_ranks(bits):
-    (one, refusal), (other, _) = on_ranks(2, cases, timeout=120)
+@pytest.fixture(scope="module")
+def ranks():
+    return on_ranks(2, cases, timeout=120)
+
+
+def test_two_ranks(ranks, bits):
+    (one, refusal, _), (other, _, _) = ranks
     for case, (mine, session) in one.items():
         assert bits(mine) == bits(session), case
         assert bits(mine) == bits(other[case][0]), case
         assert mine[1] == 1, case
     assert "DistributedDataParallel" in refusal
     assert "prepare first, then DistributedDataParallel(model)" in refusal
+
+
+def test_a_rank_without_gradients_votes_and_no_rank_steps(ranks):
+    (_, _, one), (_, _, other) = ranks
+    assert one == other
+    for steps, taken, skipped in one.values():
+        scale = steps[0][2]
+        # What no rank has gradients for is no step, as in plain torch, whose scheduler goes on.
+        assert steps == [(True, 0.5, scale), (False, 0.5, scale), (False, 0.25, scale), (True, 0.125, scale)]
+        assert (taken, skipped) == (3, 1)

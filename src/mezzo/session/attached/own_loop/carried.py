@@ -12,10 +12,10 @@ from mezzo.session.core import Core
 from mezzo.session.state import saved
 from mezzo.session.state.differences import check
 
-__all__ = ["carry"]
+__all__ = ["CARRIED", "carry", "resume"]
 
 #: What plain torch ignores.
-_KEY: Final = "mezzo"
+CARRIED: Final = "mezzo"
 
 
 def carry(core: Core, optimizer: Optimizer) -> list[RemovableHandle]:
@@ -33,23 +33,32 @@ def carry(core: Core, optimizer: Optimizer) -> list[RemovableHandle]:
     loaded = list[Mapping[str, Any]]()
 
     def add(_: Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[_KEY] = saved.save(core, weights=False)
+        state_dict[CARRIED] = saved.save(core, weights=False)
 
     def take(_: Optimizer, state_dict: dict[str, Any]) -> None:
         loaded.clear()
-        if _KEY in state_dict:
-            check(core, state_dict[_KEY])
-            loaded.append(state_dict[_KEY])
+        if CARRIED in state_dict:
+            check(core, state_dict[CARRIED])
+            loaded.append(state_dict[CARRIED])
 
     def load(_: Optimizer) -> None:
         core.writes.drop()
         if loaded:
-            if any(group.window for group in core.groups):
-                core.clear()
-            saved.load(core, loaded.pop(), weights=False)
+            resume(core, loaded.pop())
 
     return [
         optimizer.register_state_dict_post_hook(add),
         optimizer.register_load_state_dict_pre_hook(take),
         optimizer.register_load_state_dict_post_hook(load),
     ]
+
+
+def resume(core: Core, state: Mapping[str, Any]) -> None:
+    """Go on from what an optimizer has carried.
+
+    Raises:
+        StateError: It is another session's. Nothing was loaded.
+    """
+    if any(group.window for group in core.groups):
+        core.clear()
+    saved.load(core, state, weights=False)

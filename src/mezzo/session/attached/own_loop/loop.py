@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
 
 import torch
@@ -17,7 +17,7 @@ from mezzo.errors import PolicyError, StateError, shown
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.session.attached.own_loop.bound import Bound
-from mezzo.session.attached.own_loop.carried import carry
+from mezzo.session.attached.own_loop.carried import carry, resume
 from mezzo.session.attached.own_loop.clipping import Clipping
 from mezzo.session.attached.own_loop.forward import CalledIn
 from mezzo.session.attached.own_loop.passes import Passes
@@ -168,6 +168,26 @@ class AttachedPrecision(MixedPrecision):
         if self._schedules is not None:
             self._schedules.note(calls.chosen(optimizers, self._core.optimizers), taken.skipped)
         return taken
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from the ``"mezzo"`` of an optimizer's state dict that was loaded before the session began.
+
+        Only its counts of steps begin anew.
+
+        Args:
+            state: What that holds.
+
+        Raises:
+            StateError: It is another session's. Nothing was loaded.
+        """
+        resume(self._core, {**state, "stats": self._core.stats.state_dict()})
+
+    def clean_steps(self, loss_id: int = 0) -> int:
+        """Return how many steps the scale of a loss has not moved for, as a ``GradScaler`` saves them.
+
+        **Cost**: a host sync.
+        """
+        return int(self._core.scalers[loss_id].state.clean_steps)
 
     def close(self) -> None:
         """End the session: FP32 weights, optimizers as they were built, and every name bound to what it was before."""
