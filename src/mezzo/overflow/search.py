@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
@@ -20,7 +19,7 @@ from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, each_tensor
 from mezzo.trace.measure import is_finite
-from mezzo.trace.modes import ModuleHooks, watching
+from mezzo.trace.modes import hooked, watching
 from mezzo.trace.names import numbered
 from mezzo.trace.sandbox import gradients_aside, leaves_of, untouched
 from mezzo.trace.where import Where
@@ -129,18 +128,12 @@ class Search:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Hook every module inside the block, so that it is known which one runs."""
-        handles: list[RemovableHandle] = []
-        try:
+        with ExitStack() as hooks:
             for prefix, model in numbered(self.context.models):
                 learn = partial(self._learn, prefix)
-                handles.append(model.register_forward_pre_hook(learn, prepend=True, with_kwargs=True))
-                for path, module in model.named_modules():
-                    hooks = ModuleHooks(self.watch, f"{prefix}{path}".rstrip("."))
-                    handles += [*hooks.around(module), *hooks.inside(module, is_prepared=True)]
+                hooks.callback(model.register_forward_pre_hook(learn, prepend=True, with_kwargs=True).remove)
+            hooks.enter_context(hooked(self.watch, self.context.models))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _learn(self, prefix: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.watch.names.put_inputs(prefix, args, kwargs)

@@ -6,7 +6,7 @@ kernels. Hooks keep the function mode innermost when a module's boundary enters 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol, Self
 
@@ -18,9 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.notes import watched
 from mezzo.trace.calls import opened_by_region
+from mezzo.trace.names import numbered
 from mezzo.trace.where import Place, Where
 
-__all__ = ["CallMode", "KernelMode", "KernelWatch", "ModuleHooks", "Observer", "is_watched", "watching"]
+__all__ = ["CallMode", "KernelMode", "KernelWatch", "ModuleHooks", "Observer", "hooked", "is_watched", "watching"]
 
 _BACKWARD_FUNCTIONS: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -106,6 +107,18 @@ class ModuleHooks:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._entered:
             self._observer.where.leave(self._entered.pop())
+
+
+@contextmanager
+def hooked(observer: Observer, models: Sequence[nn.Module]) -> Iterator[None]:
+    """Hook every module of prepared models inside the block, so that it is known which one runs."""
+    with ExitStack() as hooks:
+        for prefix, model in numbered(models):
+            for path, module in model.named_modules():
+                own = ModuleHooks(observer, f"{prefix}{path}".rstrip("."))
+                for handle in (*own.around(module), *own.inside(module, is_prepared=True)):
+                    hooks.callback(handle.remove)
+        yield
 
 
 class CallMode(TorchFunctionMode):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mezzo.cast.region import autocast
@@ -25,7 +25,7 @@ from mezzo.policy.ops import OPS, functions
 from mezzo.tensors import CASTABLE, tensors
 from mezzo.trace.calls import Decider
 from mezzo.trace.frames import doing
-from mezzo.trace.modes import ModuleHooks, watching
+from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import RandomStates
 from mezzo.trace.where import LOSS, Place, Where
 
@@ -133,27 +133,17 @@ def survey(shadow: Shadow, dtype: torch.dtype, step: int, *, keeps: bool = False
     """
     policy = everything_fp32(dtype)
     watch = _Watch(Decider(policy, {}), keeps, shadow.devices)
-    with _hooked(watch, shadow.model), shadow.forward(policy, step, inside=watching(watch)) as run:
+    with hooked(watch, [shadow.model]), shadow.forward(policy, step, inside=watching(watch)) as run:
         if keeps:
             run.gradients(1.0)
     return watch.calls
-
-
-@contextmanager
-def _hooked(watch: _Watch, model: nn.Module) -> Iterator[None]:
-    with ExitStack() as hooks:
-        for path, module in model.named_modules():
-            own = ModuleHooks(watch, path)
-            for handle in (*own.around(module), *own.inside(module, is_prepared=True)):
-                hooks.callback(handle.remove)
-        yield
 
 
 def _failing(shadow: Shadow, base: Policy, step: int) -> Spot | None:
     """Find the op at which a step's forward pass fails under a policy: where dtypes do not go together, say."""
     watch = _Watch(Decider(everything_fp32(base.dtype), {}), False, shadow.devices)
     try:
-        with _hooked(watch, shadow.model), shadow.forward(base, step, inside=watching(watch)):
+        with hooked(watch, [shadow.model]), shadow.forward(base, step, inside=watching(watch)):
             return None
     except Exception:
         return next((call.spot for call in reversed(watch.unfinished.values()) if call.spot is not None), None)
