@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
+from mezzo.step.executors.choose import has_triton
 from mezzo.step.executors.cpp.build import CppKernel, built
+from mezzo.step.executors.cpp.launch import threads
 from mezzo.step.executors.triton import source
 from mezzo.tensors import flat
 
@@ -40,8 +42,6 @@ COUNTABLE: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e
 
 #: The dtypes that the kernel in C++ reads, with the width of their mantissa.
 _MANTISSA: Final = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
-#: Fewer elements are counted before another thread has started.
-_WORTH_A_THREAD: Final = 1 << 14
 #: Elements that are widened at a time where a kernel reads float32 only: 16 MiB of scratch.
 _CHUNK: Final = 1 << 22
 
@@ -195,7 +195,7 @@ def count_into(row: Tensor, tensor: Tensor) -> None:
     if not values.numel():
         return
     with torch.no_grad():
-        if values.device.type == "cuda" and _has_triton():
+        if values.device.type == "cuda" and has_triton():
             _launched(row, values)
             return
         kernel = _kernel() if values.device.type == "cpu" else None
@@ -205,8 +205,7 @@ def count_into(row: Tensor, tensor: Tensor) -> None:
             return
         for chunk in (values,) if values.dtype in _MANTISSA else torch.split(values, _CHUNK):
             read = chunk if chunk.dtype in _MANTISSA else chunk.half()  # exact: float16 has more of everything
-            threads = max(1, min(torch.get_num_threads(), read.numel() // _WORTH_A_THREAD))
-            kernel(read, _MANTISSA[read.dtype], read.numel(), row, threads)
+            kernel(read, _MANTISSA[read.dtype], read.numel(), row, threads(read.numel()))
 
 
 @cache
@@ -226,15 +225,6 @@ def compiled(source: str, what: str) -> CppKernel | None:
 
 def _kernel() -> CppKernel | None:
     return compiled(_CPP, "exponents")
-
-
-@cache
-def _has_triton() -> bool:
-    try:
-        source.jitted("", "triton")
-    except ImportError:
-        return False
-    return True
 
 
 def _launched(row: Tensor, values: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from mezzo.formats import Format
 from mezzo.numerics.counting import compiled
 from mezzo.step.executors.cpp.build import CppKernel
+from mezzo.step.executors.cpp.launch import threads
 
 __all__ = ["BEYOND", "FIELDS", "Move", "count_moves"]
 
@@ -23,8 +24,8 @@ BEYOND: Final = 2048.0
 #: What is counted before the formats: elements that are updated; of these, those whose weight is :data:`BEYOND`;
 #: elements with a gradient; of these, those that are not updated.
 FIELDS: Final = 4
-#: Elements that torch's operations look at at a time, and fewer than which are counted before another thread starts.
-_ON_CPU, _ON_GPU, _WORTH_A_THREAD = 1 << 16, 1 << 22, 1 << 14
+#: Elements that torch's operations look at at a time.
+_ON_CPU, _ON_GPU = 1 << 16, 1 << 22
 
 _CPP: Final = r"""
 #include <cstdint>
@@ -182,9 +183,8 @@ def _launch(kernel: CppKernel, move: Move, formats: Sequence[Format]) -> None:
     if gradient is not None and gradient.itemsize not in (2, 4):
         gradient = (gradient != 0).float()
     size = 0 if gradient is None else gradient.itemsize
-    threads = max(1, min(torch.get_num_threads(), weight.numel() // _WORTH_A_THREAD))
     given = (each.contiguous() for each in (weight, update, update if gradient is None else gradient))
-    kernel(*given, size, weight.numel(), _table(tuple(formats)), len(formats), row, threads)
+    kernel(*given, size, weight.numel(), _table(tuple(formats)), len(formats), row, threads(weight.numel()))
 
 
 def _count(batch: Sequence[Move], formats: Sequence[Format]) -> None:

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def choose_anew():
-    caches = (choose._working, choose._has_triton, build.built)
+    caches = (choose._working, choose.has_triton, build.built)
     for each in caches:
         each.cache_clear()
     yield

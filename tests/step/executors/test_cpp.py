@@ -92,9 +92,9 @@ def test_threads_are_torch_s_and_as_many_as_are_worth_waking():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert [cpp._threads(count) for count in (0, 1, 1 << 14, 1 << 15, 1 << 30)] == [1, 1, 1, 2, 2]
+        assert [cpp.threads(count) for count in (0, 1, 1 << 14, 1 << 15, 1 << 30)] == [1, 1, 1, 2, 2]
         torch.set_num_threads(1)
-        assert cpp._threads(1 << 30) == 1
+        assert cpp.threads(1 << 30) == 1
     finally:
         torch.set_num_threads(before)
 

@@ -424,14 +424,14 @@ def test_cuda_devices_take_triton_where_it_is(monkeypatch, built, found, triton_
     monkeypatch.setattr(Triton, "require", lambda self, device: None)
     monkeypatch.setattr(Compiled, "require", lambda self, device: None)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
-    choose._has_triton.cache_clear()
+    choose.has_triton.cache_clear()
     choose._working.cache_clear()
     try:
         assert isinstance(choose.executor_for(torch.device("cuda")), Triton if triton_s else Compiled)
         assert isinstance(choose.executor_for(torch.device("cpu")), Cpp)
         assert isinstance(choose.executor_for(torch.device("xpu")), Compiled)
     finally:
-        choose._has_triton.cache_clear()
+        choose.has_triton.cache_clear()
         choose._working.cache_clear()
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mezzo.step.executors.triton.launch import Triton
     from mezzo.step.executors.triton.shared import Shared
 
-__all__ = ["executor_for", "portable", "shared"]
+__all__ = ["executor_for", "has_triton", "portable", "shared"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def executor_for(device: torch.device) -> Executor:
     """
     if device.type == "cpu":
         return _working("C++", torch.device("cpu"))
-    return _working("Triton" if device.type == "cuda" and _has_triton() else "torch.compile", device)
+    return _working("Triton" if device.type == "cuda" and has_triton() else "torch.compile", device)
 
 
 def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]) -> Sequence[Tensor]:
@@ -45,7 +45,7 @@ def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor
         tensors: The others: of one device, the first a tensor.
     """
     device = tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
-    launched = _shared_on(device) if device.type == "cuda" and _has_triton() else None
+    launched = _shared_on(device) if device.type == "cuda" and has_triton() else None
     return function(*given, *tensors) if launched is None else launched(function, given, tensors)
 
 
@@ -99,6 +99,6 @@ def _shared_on(device: torch.device) -> Shared | None:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     """Whether Triton is there, for NVIDIA's devices: its options for arithmetic as in torch's are theirs."""
     return torch.version.cuda is not None and importlib.util.find_spec("triton") is not None

@@ -17,7 +17,7 @@ from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
 from mezzo.step.rounding import keys
 from mezzo.step.whole import Call
 
-__all__ = ["Cpp"]
+__all__ = ["Cpp", "threads"]
 
 #: Elements that one thread takes at a time.
 CHUNK: Final = 1 << 14
@@ -82,7 +82,7 @@ class _CppNorms:
         squares = torch.zeros(len(vectors), dtype=torch.float64, device="cpu")
         for kernel, cut, owners, elements in self.launches:
             sums = torch.empty(len(cut), dtype=torch.float64, device="cpu")
-            kernel(places, self.lengths, cut, len(cut), CHUNK, sums, _threads(elements))
+            kernel(places, self.lengths, cut, len(cut), CHUNK, sums, threads(elements))
             squares.index_add_(0, owners, sums)
         return squares.sqrt_().to(torch.float32)
 
@@ -112,7 +112,7 @@ class _CppUpdate(TabledUpdate):
         seeds = keys(step, len(vectors), self.bucket.seed) if self.random else self.no_keys
         numbers = scalars, verdict.multiplier.to(torch.float32), verdict.found_inf.to(torch.bool), seeds
         return scalars, [
-            kernel.bound(places, self.rows.table, cut, len(cut), CHUNK, *numbers, _threads(elements))
+            kernel.bound(places, self.rows.table, cut, len(cut), CHUNK, *numbers, threads(elements))
             for kernel, cut, elements in self.tables
         ]
 
@@ -128,5 +128,6 @@ def _kernel(source: str) -> CppKernel:
         raise NoKernel(str(error)) from error
 
 
-def _threads(elements: int) -> int:
+def threads(elements: int) -> int:
+    """Return how many threads a kernel is worth for so many elements."""
     return max(1, min(torch.get_num_threads(), elements // WORTH_A_THREAD))
