@@ -1,8 +1,10 @@
 """A script as the interpreter would run it: arguments, paths, exits, tracebacks; and every name of torch put back."""
 
+import subprocess
 import sys
 import traceback
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +63,26 @@ def test_every_name_is_the_original_object_again(name, tmp_path, capsys):
 def test_a_script_finds_its_own_arguments_and_path(capsys):
     assert ended("untrained", "--epochs", "3").error is None
     assert capsys.readouterr().out == "__main__ ['--epochs', '3'] True\n"
+
+
+def test_a_script_finds_of_itself_what_it_finds_without_mezzo(tmp_path, capfd, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    text = (
+        "import pickle, sys\ndef f(): pass\nclass C: pass\nx: int = 1\n"
+        "print(__file__, sys.argv, sys.path[0], f.__code__.co_filename, f.__module__, sorted(globals()))\n"
+        "print(__name__, __spec__, __package__, __doc__, type(__loader__))\n"
+        "print(type(pickle.loads(pickle.dumps(C()))) is C)\n"
+    )
+    for path in ("script.py", "inner/script", "inner/__main__.py"):
+        (tmp_path / path).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for name in ("script.py", "./script.py", "inner/../script.py", str(tmp_path / "script.py"), "inner/script"):
+        subprocess.run([sys.executable, name, "--fast"], check=True)
+        plain = capfd.readouterr().out
+        assert run(Program(name=name, arguments=("--fast",)), POLICY).error is None
+        assert capfd.readouterr().out == plain
+    assert run(Program(name="inner"), POLICY).error is None  # its __main__
+    assert str(Path("inner") / "__main__.py") in capfd.readouterr().out
 
 
 def test_a_module_is_run_as_with_dash_m(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import sys
@@ -9,8 +10,10 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Final
+from zipfile import is_zipfile
 
 import mezzo
 from mezzo.errors import PolicyError
@@ -55,8 +58,21 @@ class Program:
         with _as_main([self.name, *self.arguments], here):
             if self.is_module:
                 runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-            else:
+            elif os.path.isfile(self.name) and not (self.name.endswith(".pyc") or is_zipfile(self.name)):
+                _run_file(os.path.join(os.getcwd(), self.name))
+            else:  # a folder or an archive with a __main__, or what was compiled
                 runpy.run_path(self.name, run_name="__main__")
+
+
+def _run_file(path: str) -> None:
+    """Run a file as the interpreter does: ``runpy`` would have ``__file__`` and ``sys.argv[0]`` be the same."""
+    main = types.ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(main).update(__annotations__={}, __file__=path, __cached__=None, __loader__=loader)
+    sys.modules["__main__"] = main
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))
 
 
 @contextmanager
@@ -89,7 +105,7 @@ def _without(traceback: types.TracebackType | None) -> types.TracebackType | Non
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
-    runners = [number for number, each in enumerate(frames) if _file(each) == "<frozen runpy>"]
+    runners = [number for number, each in enumerate(frames) if _runs(each)]
     first = runners[-1] + 1 if runners and _is_ours(frames[0]) else 0
     keeps_ours = _is_ours(frames[-1]) if frames else False
     kept = None
@@ -97,6 +113,10 @@ def _without(traceback: types.TracebackType | None) -> types.TracebackType | Non
         if keeps_ours or not _is_ours(each):
             kept = types.TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return kept
+
+
+def _runs(traceback: types.TracebackType) -> bool:
+    return traceback.tb_frame.f_code is _run_file.__code__ or _file(traceback) == "<frozen runpy>"
 
 
 def _is_ours(traceback: types.TracebackType) -> bool:
