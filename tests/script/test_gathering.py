@@ -1,12 +1,14 @@
 """What a script makes, and when: late optimizers, parts called by themselves, modes, regions, scalers."""
 
 import re
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from mezzo.script import Program, run
+from mezzo.session.refusals.beginning import _stands_still
 
 MODEL = "model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))\n"
 STEP = "optimizer.zero_grad(); loss = model(x).square().mean(); loss.backward(); optimizer.step()\n"
@@ -234,3 +236,79 @@ def test_a_model_that_is_saved_whole_is_a_plain_fp32_model(report, policy):
     )
     assert numbers == [1, 0] * 12
     assert (found.steps, found.left_alone) == (3, {})
+
+
+#: A backbone that thaws: its parameters come into an optimizer which has stepped already.
+THAWS = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = torch.nn.Linear(8, 16).requires_grad_(False), torch.nn.Linear(16, 1)
+    def forward(self, x):
+        with torch.set_grad_enabled(self.backbone.weight.requires_grad):
+            features = self.backbone(x)
+        return self.head(features)
+model = Net()
+optimizer = torch.optim.Adam(model.head.parameters(), lr=1e-2)
+for number in range(6):
+    if number == 3:
+        model.backbone.requires_grad_(True)
+        optimizer.add_param_group({"params": list(model.backbone.parameters()), "lr": 1e-3})
+    optimizer.zero_grad(); (model(x) - x.sum(1, keepdim=True)).square().mean().backward(); optimizer.step()
+print(*(float(state["step"]) for state in optimizer.state.values()))
+print(*model.state_dict()["backbone.weight"].flatten().tolist(), *model.state_dict()["head.weight"].flatten().tolist())
+"""
+
+
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O2,dtype=float16,loss_scale=64", "O3,dtype=bfloat16"])
+def test_parameters_that_thaw_join_before_a_step_and_no_step_is_lost(report, policy):
+    _, plain = report(THAWS, policy=None)
+    found, low = report(THAWS, policy=policy)
+    assert found.steps == 6
+    assert low[:4] == plain[:4] == [6, 6, 3, 3]
+    assert low[4:] == pytest.approx(plain[4:], abs=0.01)
+
+
+#: An optimizer that is new when another model's forward pass has begun what it trains on.
+CHAINED = """
+first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+a = torch.optim.SGD(first.parameters(), lr=0.1)
+first(x).square().mean().backward(); a.step(); a.zero_grad()
+b = torch.optim.SGD(second.parameters(), lr=0.1)
+for _ in range(3):
+    (second(first(x)) - x.sum(1, keepdim=True)).square().mean().backward()
+    for each in (a, b):
+        each.step(); each.zero_grad()
+print(*first.state_dict()["weight"].flatten().tolist(), *second.state_dict()["weight"].flatten().tolist())
+"""
+
+
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+def test_a_new_optimizer_over_what_the_old_model_returns_joins_before_that_is_called(report, policy):
+    _, plain = report(CHAINED, policy=None)
+    found, low = report(CHAINED, policy=policy)
+    assert low == pytest.approx(plain, abs=0.02)
+    assert (found.steps, found.left_alone) == (7, {})
+
+
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+def test_gradients_that_are_left_at_the_end_stay_with_the_weights(report, policy):
+    text = (
+        f"import sys\n{MODEL}optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{STEP}"
+        "optimizer.zero_grad(); model(x).square().mean().backward()\nsys.modules['left'] = model\n"
+    )
+    report(text, policy=None)
+    plain = sys.modules.pop("left")
+    found, _ = report(text, policy=policy)
+    left = sys.modules.pop("left")
+    assert found.steps == 1
+    for mine, theirs in zip(left.parameters(), plain.parameters(), strict=True):
+        assert mine.dtype == mine.grad.dtype == torch.float32
+        assert torch.allclose(mine.grad, theirs.grad, atol=0.01)
+
+
+def test_what_a_session_tries_is_none_of_the_scripts_optimizers(report):
+    _stands_still.cache_clear()
+    text = f"{MODEL}optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)\nfor _ in range(3):\n    {STEP}"
+    found, _ = report(text, policy="O3,dtype=bfloat16")
+    assert (found.optimizers, found.models, found.steps, found.left_alone) == (("SGD",), ("Sequential",), 3, {})

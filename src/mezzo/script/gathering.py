@@ -40,7 +40,8 @@ class Gathering:
     """Take note of each optimizer that is made, and begin a session over all that are alive once one trains.
 
     That is with the first forward pass which trains a parameter of a new optimizer, or its first step with a closure.
-    A later new optimizer ends the session and begins another.
+    A later new optimizer, or parameters that one gets later, end the session and begin another: with the next forward
+    pass of any of their models, or of the session's, for what that returns may be what the new ones are given.
 
     Args:
         attach: Begins a session over models and optimizers, under a policy.
@@ -54,7 +55,9 @@ class Gathering:
         self._attach, self._policy, self._ledger, self._seams = attach, policy, ledger, seams
         self._session: list[Optimizer] = []
         self._models: list[nn.Module] = []
+        self._held = set[int]()  # the parameters of these models, by id
         self._new: list[weakref.ref[Optimizer]] = []
+        self._added = set[int]()  # parameters of new ones, by id, where a session may have put masters since
         self._firsts: list[tuple[weakref.ref[Optimizer], Any]] = []
         self._is_watching = False
         self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without a parameter of a new one
@@ -104,7 +107,7 @@ class Gathering:
         if (amp := self.amp) is None:
             return []
         gradients = _gradients(amp, self._models)
-        self.amp, self._session, self._models = None, [], []
+        self.amp, self._session, self._models, self._held = None, [], [], set()
         if self._measuring is not None:
             self._measuring.let_go()
         if self._inner is not None:
@@ -112,7 +115,7 @@ class Gathering:
         self._ledger.stats.append(amp.stats())
         amp.detach()
         for param, gradient in gradients:
-            param.grad = gradient
+            param.grad = gradient.to(param.dtype)  # of weights that were low, which are FP32 again
         return [param for param, _ in gradients]
 
     def close(self) -> None:
@@ -158,7 +161,9 @@ class Gathering:
                 return self.step(closure)  # the session's, where there is one now
             plain = type(self).step
             result = plain(self) if closure is None else plain(self, closure)
-            if gathering._is_new(self):  # forward passes were none of modules', or inside a compiled function
+            if gathering._is_new(self) and not gathering.has(
+                self
+            ):  # forward passes were none of modules', or inside a compiled function
                 gathering._begin()
             return result
 
@@ -174,6 +179,7 @@ class Gathering:
     def _expect(self, optimizer: Optimizer) -> None:
         """Look at forward passes until a session over this optimizer begins."""
         self._new.append(weakref.ref(optimizer))
+        self._added.update(map(id, updated([optimizer])))
         self._known_not.clear()
         self._watch()
 
@@ -195,11 +201,11 @@ class Gathering:
         self._is_watching = True
 
     def _trains(self, module: nn.Module) -> bool:
-        """Whether a module's forward pass trains a parameter of a new optimizer."""
+        """Whether a module's forward pass trains a parameter of a new optimizer, or of the session that has to end."""
         if not self._new or not torch.is_grad_enabled() or module in self._known_not:
             return False
-        new = {id(param) for param in updated(_alive(self._new))}
         sharding.reshard(sharding.units(module))  # an evaluation may have left whole parameters in their places
+        new = self._held.union(self._added, map(id, updated(_alive(self._new))))
         if any(id(param) in new for param in module.parameters()):
             return True
         self._known_not.add(module)
@@ -210,6 +216,7 @@ class Gathering:
         old = [weakref.ref(each) for each in self._session]
         new = [each for each in self._new if each not in old]
         self._new.clear()
+        self._added.clear()
         self._seams.put_back(nn.Module, "__call__")
         self._is_watching = False
         accumulated = list[Tensor]()
@@ -246,6 +253,7 @@ class Gathering:
         self._inner = InnerCalls(models, self.amp.autocast)
         self._measuring.follow(optimizers)
         self._session, self._models = optimizers, models
+        self._held = {id(param) for model in models for param in model.parameters()}
         self._go_on()
         self._ledger.models += [name_of(each) for each in models if each not in self._told_models]
         self._ledger.optimizers += [type(each).__name__ for each in optimizers if each not in self._told_optimizers]

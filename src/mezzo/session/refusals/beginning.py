@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, sgd
 
 from mezzo.cast import Prepared
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
@@ -231,10 +231,13 @@ def _unmoved(optimizers: list[Optimizer], policy: Policy) -> Iterator[Unsupporte
 
 @cache
 def _stands_still(dtype: torch.dtype, count: int) -> bool:
-    """Whether this torch's fused SGD for CPUs has the fault, found by a step; fewer than a vector holds move."""
-    param = nn.Parameter(torch.ones(count, dtype=dtype))
-    param.grad = torch.ones_like(param)
-    torch.optim.SGD([param], lr=0.5, fused=True).step()
+    """Whether this torch's fused SGD for CPUs has the fault, found by a step; fewer than a vector holds move.
+
+    The step is that of torch's function: optimizers have hooks, of a program's own for all of them for instance.
+    """
+    param, gradient = torch.ones(count, dtype=dtype), torch.ones(count, dtype=dtype)
+    options = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+    sgd.sgd([param], [gradient], [None], fused=True, lr=0.5, **options)  # type: ignore[arg-type]
     return bool((param != 0.5).any())
 
 
