@@ -25,7 +25,7 @@ MOST_CODE = {
     "recipes": 1_269,
     "report": 988,
     "scale": 694,
-    "script": 881,
+    "script": 889,
     "selftest": 411,
     "session": 6_839,
     "step": 2_481,
