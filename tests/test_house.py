@@ -22,7 +22,7 @@ MOST_CODE = {
     "optim": 1_379,
     "overflow": 813,
     "policy": 1_187,
-    "recipes": 1_269,
+    "recipes": 1_264,
     "report": 988,
     "scale": 694,
     "script": 889,

@@ -245,10 +245,7 @@ def _results(
             if training is not None:
                 training.close()
         if training is not None:
-            result = training.result(interrupted=interrupted)
-            for watcher in watchers:
-                watcher.ended(result)
-            yield result
+            yield training.result(watchers, interrupted=interrupted)
         if interrupted:
             return
 

@@ -109,9 +109,7 @@ def inspect(
         evidence, interrupted = recorded(
             training.model, partial(training.train, watchers), every=every, directory=directory
         )
-        result = training.result(interrupted=interrupted)
-        for each in watchers:
-            each.ended(result)
+        result = training.result(watchers, interrupted=interrupted)
     finally:
         training.close()
         if directory is not None:

@@ -259,14 +259,14 @@ class Training:
         inputs, targets = (tensor.to(self.device) for tensor in batch)
         return (inputs.contiguous(memory_format=self.layout) if inputs.ndim == 4 else inputs), targets
 
-    def result(self, *, interrupted: bool = False) -> RunResult:
-        """Sum up the steps taken so far."""
+    def result(self, watchers: Sequence[Watcher] = (), *, interrupted: bool = False) -> RunResult:
+        """Sum up the steps taken so far, and tell of that."""
         scored = [(record.metric, record.step) for record in self.records if record.metric is not None]
         best: tuple[float, int] | None = None
         for value, step in scored:
             if best is None or self.recipe.metric.better(value, best[0]):
                 best = value, step
-        return RunResult(
+        result = RunResult(
             policy=str(self.policy),
             status="interrupted" if interrupted else "stopped" if self.note else "finished",
             note=self.note,
@@ -286,6 +286,9 @@ class Training:
             final_scale=self.final_scale,
             nonfinite_losses=sum(not math.isfinite(record.loss) for record in self.records),
         )
+        for watcher in watchers:
+            watcher.ended(result)
+        return result
 
     def _step_ms(self) -> tuple[float, float, float] | None:
         times = [r.ms for r in self.records if r.step > UNTIMED_STEPS and r.step != self._probed_step]
@@ -360,9 +363,6 @@ def train(
         watchers = [] if watcher is None else [watcher]
         try:
             training.train(watchers)
-            result = training.result()
-            for each in watchers:
-                each.ended(result)
-            return result
+            return training.result(watchers)
         finally:
             training.close()
