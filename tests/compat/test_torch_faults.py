@@ -184,6 +184,8 @@ def test_fp16_gradients_are_refused_with_parameter_cause_and_cure():
 def test_where_kernels_unscale_fp16_gradients_in_fp32_they_may():
     for optimizer_of in (lambda p: torch.optim.Adagrad(p, fused=True), lambda p: mezzo.optim.SGD(p, lr=0.1)):
         model = network().half()
+        if not getattr(optimizer_of(model.parameters()), "_step_supports_amp_scaling", False):
+            continue  # torch's before 2.12 takes no scale
         optimizer, scaler = optimizer_of(model.parameters()), GradScaler("cpu", init_scale=8.0)
         before = weights(model)
         for _ in range(2):

@@ -225,6 +225,7 @@ def test_originals_can_be_given_up():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what goes through a hook, read by Dynamo itself
 @pytest.mark.parametrize("policy", [None, LOW])
 def test_a_wrapper_around_a_prepared_model_is_known(policy, bits):
     one, first = at_once(OPTIMIZERS["adamw"], LOW)
@@ -240,6 +241,7 @@ def test_a_wrapper_around_a_prepared_model_is_known(policy, bits):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what goes through a hook, read by Dynamo itself
 def test_compiled_before_or_after_it_is_the_same(bits):
     one, first = at_once(OPTIMIZERS["split"], LOW)
     train(one, first)

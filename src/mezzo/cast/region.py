@@ -312,13 +312,13 @@ def acting_keys() -> tuple[str, ...]:
 def holds_inside() -> bool:
     """Whether the innermost active region holds inside prepared models too."""
     modes = acting_modes()
-    return bool(modes) and modes[-1].holds_inside
+    return len(modes) > 0 and modes[-1].holds_inside  # torch 2.11 traces no bool(list)
 
 
 def emulates_here(device_type: str) -> bool:
     """Whether the innermost active region emulates arithmetic on a device."""
     modes = [mode for mode in acting_modes() if device_type in mode.per_device]
-    return bool(modes) and modes[-1].per_device[device_type].emulated
+    return len(modes) > 0 and modes[-1].per_device[device_type].emulated
 
 
 #: A memo of what regions resolve to; torch.compile can guard what it finds in a global, and by a text.
