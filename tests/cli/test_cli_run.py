@@ -68,6 +68,17 @@ def test_json_and_policy_are_written(mezzo, tmp_path):
     assert str(Policy.load(policy)) == BF16
 
 
+def test_each_step_is_a_line_of_metrics(mezzo, tmp_path):
+    code, _, err = mezzo(
+        "run", "--policy", BF16, "--steps", "5", "--metrics", tmp_path / "m.jsonl", SCRIPTS / "scaled.py"
+    )
+    assert code == 0
+    assert "  steps        5, none skipped" in err
+    lines = list(map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines()))
+    assert [each["step"] for each in lines] == [1, 2, 3, 4, 5]
+    assert all(each["loss"] > 0 and each["grad_norm"] > 0 and each["ms"] > 0 for each in lines)
+
+
 def test_a_dry_run_explains_the_first_step_and_stops_there(mezzo, tmp_path):
     code, out, err = mezzo("run", "--dry", "--policy", BF16, SCRIPTS / "plain.py", tmp_path / "checkpoint.pt")
     assert (code, err) == (0, "")
@@ -91,6 +102,8 @@ def test_a_dry_run_without_a_model_alarms(mezzo):
         (("--json", "absent/report.json", SCRIPTS / "plain.py"), "there is no folder absent to save in"),
         (("--save-policy", "absent/policy.toml", SCRIPTS / "plain.py"), "there is no folder absent to save in"),
         (("--jsno", "x", SCRIPTS / "plain.py"), "--jsno"),
+        (("--metrics", "absent/m.jsonl", SCRIPTS / "plain.py"), "there is no folder absent to save in"),
+        (("--steps", "0", SCRIPTS / "plain.py"), "--steps"),
         ((), "Missing argument"),
     ],
 )

@@ -1,13 +1,77 @@
 """Verbs on a script as it is: what its words mean, and what each verb makes of one."""
 
+import contextlib
 import json
+import re
+import runpy
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from mezzo import report
+from mezzo.cli import main
+from mezzo.script.verbs import comparison
 
 from ..script.conftest import SCRIPTS
 
 BF16 = "O1,dtype=bfloat16"
 PLAIN = SCRIPTS / "plain.py"
+
+NOISY = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(24):
+    x = torch.randn(16, 8)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    if "crash" in sys.argv and model[0].weight.element_size() == 2 and step == 6:
+        raise ValueError("the script's own")
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"loss {loss.item():.9g}")
+"""
+
+
+class Here:
+    """A process that is none: the verb runs in this one, and what it prints goes to stderr."""
+
+    def __init__(self, words, stdout):
+        assert (words[:3], stdout) == ([sys.executable, "-m", "mezzo"], 2)
+        with contextlib.redirect_stdout(sys.stderr), pytest.raises(SystemExit) as leaving:
+            main(words[3:])
+        self.code = leaving.value.code or 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def wait(self):
+        return self.code
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(comparison, "subprocess", SimpleNamespace(Popen=Here))
+
+
+@pytest.fixture
+def noisy(tmp_path):
+    path = tmp_path / "noisy.py"
+    path.write_text(NOISY)
+    return path
+
+
+def losses(text):
+    return [float(each) for each in re.findall("^loss (.*)$", text, re.MULTILINE)]
+
 
 # The words ------------------------------------------------------------------------------------------------------
 
@@ -34,7 +98,7 @@ def test_a_module_is_a_script_too(mezzo, tmp_path):
         (("docs-lm",), "docs-lm is a recipe, and there is a file of that name"),
     ],
 )
-@pytest.mark.parametrize("verb", ["explain"])
+@pytest.mark.parametrize("verb", ["explain", "compare"])
 def test_what_is_neither_recipe_nor_script_is_refused(mezzo, tmp_path, verb, words, message):
     (tmp_path / "docs-lm").touch()
     code, out, err = mezzo(verb, *words)
@@ -42,7 +106,15 @@ def test_what_is_neither_recipe_nor_script_is_refused(mezzo, tmp_path, verb, wor
     assert message in err
 
 
-@pytest.mark.parametrize("words", [("explain", "--against", "O2"), ("explain", "--html", "page.html")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "--against", "O2"),
+        ("explain", "--html", "page.html"),
+        ("compare", "--seed", "1"),
+        ("compare", "--parallel", "ddp"),
+    ],
+)
 def test_options_that_only_a_recipe_has_are_refused(mezzo, tmp_path, words):
     code, out, err = mezzo(*words, PLAIN)
     assert (code, out) == (2, "")
@@ -71,3 +143,85 @@ def test_json_of_a_script_has_each_of_its_models(mezzo):
     found = json.loads(out)
     assert [each["model"] for each in found["models"]] == ["Sequential", "Sequential"]
     assert found["left_alone"] == {}
+
+
+# compare --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("here")
+def test_comparing_a_script_ends_with_a_verdict_a_table_and_a_run_directory(mezzo, noisy, tmp_path, capsys, pictures):
+    code, out, err = mezzo("compare", "--policies", f"O2,dtype=bfloat16; {BF16}", "--out", "run", noisy)
+    assert code == 0
+    runpy.run_path(str(noisy), run_name="__main__")
+    plain = capsys.readouterr().out
+    printed = losses(err)
+    assert printed[:24] == losses(plain)  # FP32 comes first, and is what the script is by itself
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["policies"] == ["O0", "O2,dtype=bfloat16", BF16]
+    for place, row in enumerate(summary["rows"]):
+        of_row = torch.tensor(printed[24 * place : 24 * place + 24])
+        recorded = torch.tensor(report.read(tmp_path / "run").series[row["policy"]].loss)
+        assert torch.allclose(recorded, of_row, rtol=1e-6)
+        assert row["final_metric"] == pytest.approx(of_row[-3:].mean().item(), rel=1e-6)
+        assert (row["steps"], row["skipped_steps"], row["status"]) == (24, 0, "finished")
+        assert row["low_share"] == (place > 0)
+        assert row["step_ms"]["median"] > 0
+    first, params = summary["rows"][0], 8 * 16 + 16 + 16 + 1
+    assert first["state_bytes"] == {
+        "weights": 4 * params, "gradients": 4 * params, "masters": 0, "optimizer": 8 * params + 4 * 4,
+        "total": 16 * params + 16,
+    }  # fmt: skip
+    said, worst = out.splitlines()[0], max(row["difference"] for row in summary["rows"][1:])
+    assert said.startswith("O0 reaches training loss over the last tenth of its steps ")
+    assert ("no policy is worse than it" if worst <= 0 else f"the worst difference is {worst:+.1}"[:-1]) in said
+    assert "that ran low" in out
+    assert "24 steps\n" in out
+    assert err.splitlines()[-1] == "run directory: run"
+    assert {"curves.png", "report.html"} <= {each.name for each in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.usefixtures("here")
+def test_a_policy_under_which_a_script_fails_is_an_alert_with_the_scripts_own_traceback(mezzo, noisy):
+    code, out, err = mezzo("compare", "--policies", "O2,dtype=bfloat16", noisy, "crash")
+    assert code == 4
+    assert "in <module>\n    raise ValueError(\"the script's own\")\nValueError: the script's own\n" in err
+    assert "Training stopped after 6 steps." in out
+    assert "The script ended with exit code 1." in out
+
+
+@pytest.mark.usefixtures("here")
+def test_json_of_a_comparison_is_all_that_stdout_has(mezzo, noisy):
+    code, out, _ = mezzo("compare", "--policies", BF16, "--steps", "7", "--json", noisy)
+    assert code == 0
+    assert [row["steps"] for row in json.loads(out)["rows"]] == [7, 7]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "name, code, message",
+    [
+        ("untrained", 2, "never trains: no optimizer over a module's parameters took a step"),
+        ("functional_only", 2, "SGD over 1 tensor: no module holds what it updates"),
+        ("crashes", 1, "crashes.py ended with exit code 1 in FP32"),
+    ],
+)
+def test_a_script_without_a_run_in_fp32_cannot_be_compared(mezzo, tmp_path, name, code, message):
+    found = mezzo("compare", "--policies", BF16, "--out", "run", SCRIPTS / f"{name}.py")
+    assert found[:2] == (code, "")
+    assert message in found[2]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_policy_under_which_nothing_runs_low_is_an_alert(mezzo, noisy):
+    code, out, _ = mezzo("compare", "--policies", f"{BF16},fp32_module=0,fp32_module=2", noisy)
+    assert code == 4
+    assert "Nothing ran in low precision." in out
+
+
+@pytest.mark.slow
+def test_each_run_of_a_script_is_a_process_of_its_own(mezzo, capfd, noisy):
+    code, out, _ = mezzo("compare", "--policies", BF16, "--json", noisy)
+    rows = json.loads(out)["rows"]
+    assert (code, [row["policy"] for row in rows]) == (0, ["O0", BF16])
+    assert rows[0]["final_loss"] != rows[1]["final_loss"]

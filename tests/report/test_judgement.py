@@ -29,7 +29,7 @@ def test_the_largest_loss_and_the_least_memory_are_named(judged):
     assert verdict.level == "ok"
     assert verdict.alerts == ()
     assert verdict.lines == (
-        "O0 reaches test accuracy 99.00 %; the largest loss is -0.25 points (O2,dtype=float16).",
+        "O0 reaches test accuracy 99.00 %; the worst difference is -0.25 points (O2,dtype=float16).",
         "One run of each: two seeds of one policy differ as well.",
         "Least memory: O2,dtype=float16, 3.00 MiB of weights, gradients, optimizer state and what is saved for the "
         "backward pass, 0.50× that of O0.",
@@ -40,7 +40,7 @@ def test_what_is_better_is_no_loss_whatever_the_direction(judged, summary):
     better = [{}, HEALTHY | {"difference": 0.5}, HEALTHY | {"difference": 0.1}]
     assert judged(*better).lines[0].endswith("; no policy is worse than it.")
     summary["metric"]["higher_is_better"] = False
-    assert judged(*better).lines[0].endswith("; the largest loss is +0.50 points (O2,dtype=float16).")
+    assert judged(*better).lines[0].endswith("; the worst difference is +0.50 points (O2,dtype=float16).")
 
 
 def test_what_went_wrong_comes_with_its_policy_the_gravest_first(judged):

@@ -10,20 +10,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mezzo import recipes, report
+from mezzo import recipes, report, script
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
+from mezzo.cli.script.words import IsModule, OnSubject, Words, program_of, refuse_for_script
+from mezzo.policy import Policy
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
 from mezzo.recipes.parallel import Parallel, World, joined
+from mezzo.script import Program
 
-__all__ = ["carry_out", "compare", "compared", "show"]
+__all__ = ["carry_out", "compare", "compared", "compared_scripts", "show"]
 
-Steps = Annotated[int | None, typer.Option(min=1, help="Steps per policy; the recipe's own number when omitted.")]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Steps per policy; the recipe's, or the script's, own number when omitted.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Of initial weights and batches, the same for every policy.")]
 Out = Annotated[
     Path | None,
-    typer.Option(help="The run directory; runs/RECIPE-DATE-TIME when omitted.", show_default=False),
+    typer.Option(help="The run directory; runs/NAME-DATE-TIME when omitted.", show_default=False),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
 InParallel = Annotated[
@@ -33,9 +38,10 @@ InParallel = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print summary.json instead of the table.")]
 
 
-@app.command("compare")
+@app.command("compare", cls=OnSubject)
 def compare(
-    recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
+    words: Words,
+    is_module: IsModule = False,
     policies: Annotated[
         str, typer.Option(help="Texts or files of policies, with semicolons between; O0 is the one to compare with.")
     ] = "; ".join(DEFAULT_POLICIES),
@@ -46,7 +52,7 @@ def compare(
     parallel: InParallel = None,
     as_json: Json = False,
 ) -> None:
-    """Train a recipe under several policies, from the same weights on the same batches, and compare.
+    """Train a recipe, or a script as it is, under several policies, and compare.
 
     [bold]mezzo compare digits-cnn[/bold]   FP32, then O1, O2, O3 in FP16 and O1, O2 in BF16: about a minute
 
@@ -56,12 +62,23 @@ def compare(
 
     [bold]torchrun --nproc-per-node 2 -m mezzo compare docs-lm --parallel ddp[/bold]   in two processes
 
+    [bold]mezzo compare --policies "O1,dtype=bfloat16" train.py --epochs 3[/bold]       your own script
+
+    A recipe has the same weights and batches under every policy. A script runs in FP32 and under each policy, each time
+    in a process of its own: seed its random numbers. It writes its files each time, and prints to stderr; its losses
+    are those of its own backward passes.
+
     Ends with a verdict, a table, and a run directory with report.html, curves.png, summary.json and metrics.jsonl (one
     line a step). The exit code is 4 where training goes wrong under a policy. Ctrl-C sums up what there is, and the
     exit code is 130.
     """
     texts = [text.strip() for text in policies.split(";")]
-    carry_out(recipe, [text for text in texts if text], steps, seed, out, overwrite, parallel, as_json)
+    texts = [text for text in texts if text]
+    if (program := program_of(words, is_module)) is not None:
+        refuse_for_script(seed=seed, parallel=parallel)
+        sum_up(*compared_scripts(program, texts, steps, out, overwrite), as_json)
+        return
+    carry_out(words[0], texts, steps, seed, out, overwrite, parallel, as_json)
 
 
 def carry_out(
@@ -82,18 +99,39 @@ def carry_out(
         MezzoError: As :func:`mezzo.recipes.compare`, before any training.
         typer.Exit: With 130 after Ctrl-C; of the first rank with 4, where training went wrong under a policy.
     """
-    alarms = False
     with joined(parallel) as world:
         comparison, directory = compared(recipe, policies, steps, seed, out, overwrite, world)
     if world.is_first:
-        run = report.read(directory)
-        alarms = report.judge(run).level == "bad"
-        if as_json:
-            show_json(comparison.to_dict())
-        else:
-            show(comparison, run)
-        note(f"run directory: {directory}")
-    leave(interrupted=comparison.interrupted, alarms=alarms)
+        sum_up(comparison, directory, as_json)
+    leave(interrupted=comparison.interrupted, alarms=False)
+
+
+def sum_up(comparison: Comparison, directory: Path, as_json: bool) -> None:
+    """Print a comparison, and leave where training was interrupted, or went wrong under a policy."""
+    run = report.read(directory)
+    if as_json:
+        show_json(comparison.to_dict())
+    else:
+        show(comparison, run)
+    note(f"run directory: {directory}")
+    leave(interrupted=comparison.interrupted, alarms=report.judge(run).level == "bad")
+
+
+def compared_scripts(
+    program: Program, policies: Sequence[str], steps: int | None, out: Path | None, overwrite: bool
+) -> tuple[Comparison, Path]:
+    """Compare the runs of a script, and draw; return the comparison and the run directory."""
+    report.require_matplotlib()
+    report.require_plotly()
+    out = run_directory(Path(program.name).stem, out)
+
+    def begun(policy: Policy) -> None:
+        note(f"{program.name} under {policy}")
+
+    comparison = script.compare(program, policies, steps=steps, out=out, overwrite=overwrite, begun=begun)
+    report.curves(out)
+    report.page(out)
+    return comparison, out
 
 
 def compared(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,8 @@ from mezzo.cli.script.first_step import explain_script
 from mezzo.errors import printable
 from mezzo.files import whole
 from mezzo.policy import Policy
+from mezzo.recipes import StepRecord
+from mezzo.recipes.run_directory import record_text
 
 __all__ = ["run"]
 
@@ -42,6 +45,13 @@ def run(
     to_json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON, too.", show_default=False)
     ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="End the script after so many steps.", show_default=False)
+    ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write loss, scale, norm and time of each step as JSON.", show_default=False),
+    ] = None,
 ) -> None:
     """Run a training script as it is, in mixed precision.
 
@@ -64,17 +74,31 @@ def run(
     """
     chosen = Policy.of(policy)
     program = script.Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
-    for path, option in ((save_policy, "--save-policy"), (to_json, "--json")):
+    for path, option in ((save_policy, "--save-policy"), (to_json, "--json"), (metrics, "--metrics")):
         if path is not None:
             require_free(path, option, overwrite=True)
     if save_policy is not None:
         chosen.save(save_policy)
     if dry:
         explain_script(program, chosen)
-    ended = script.run(program, chosen, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
+    is_first = os.environ.get("RANK", "0") == "0"
+    with whole(metrics) if metrics is not None and is_first else nullcontext() as lines:
+
+        def write(record: StepRecord) -> None:
+            assert lines is not None
+            lines.write(f"{record_text(record)}\n".encode())
+
+        ended = script.run(
+            program,
+            chosen,
+            max_grad_norm=max_grad_norm,
+            hold_schedulers=hold_schedulers,
+            steps=steps,
+            told=None if lines is None else write,
+        )
     code = exit_code(ended.error)
     sys.stdout.flush()
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         for line in ended.report.lines:
             note(printable(line))
         if to_json is not None:

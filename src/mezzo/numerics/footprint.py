@@ -40,13 +40,13 @@ class StateBytes:
         return self.weights + self.gradients + self.masters + self.optimizer
 
 
-def state_bytes(model: nn.Module, masters: Iterable[Tensor], optimizer: Optimizer) -> StateBytes:
+def state_bytes(model: nn.Module, masters: Iterable[Tensor], *optimizers: Optimizer) -> StateBytes:
     """Count the bytes of weights, gradients, masters and optimizer state as they are now.
 
     Args:
         model: The model, with gradients held if they are to count.
         masters: What the optimizer updates; parameters of the model among them are not counted again.
-        optimizer: Its ``state`` is searched for tensors at any depth.
+        *optimizers: Their ``state`` is searched for tensors at any depth.
 
     Returns:
         The count. Views of one storage, tied weights among them, count once and whole.
@@ -67,7 +67,7 @@ def state_bytes(model: nn.Module, masters: Iterable[Tensor], optimizer: Optimize
         weights=_fresh_bytes([*params, *model.buffers()], seen),
         gradients=_fresh_bytes((p.grad for p in [*params, *masters] if p.grad is not None), seen),
         masters=_fresh_bytes(masters, seen),
-        optimizer=_fresh_bytes(tensors(optimizer.state), seen),
+        optimizer=_fresh_bytes(tensors([each.state for each in optimizers]), seen),
     )
 
 

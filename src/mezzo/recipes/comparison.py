@@ -23,7 +23,7 @@ from mezzo.recipes.recipe import Metric, Recipe, Split
 from mezzo.recipes.run_directory import RankLog, RunDirectory
 from mezzo.recipes.training import RunResult, Training, Watcher, num_steps
 
-__all__ = ["DEFAULT_POLICIES", "SCHEMA", "Comparison", "compare"]
+__all__ = ["DEFAULT_POLICIES", "SCHEMA", "Comparison", "compare", "parse_policies"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Comparison:
         references: Values of the metric that the data alone gives.
         data_sha256: Fingerprint of the data and its division.
         steps: Steps per policy.
-        seed: Of initial weights and batches.
+        seed: Of initial weights and batches; ``None`` for a script, which seeds by itself.
         date: When it ended, ISO 8601 with the time zone.
         machine: What it ran on.
         parallel: How the ranks shared the work; ``None`` for one process.
@@ -69,7 +69,7 @@ class Comparison:
     references: Mapping[str, float]
     data_sha256: str
     steps: int
-    seed: int
+    seed: int | None
     date: str
     machine: Mapping[str, str | int | bool]
     parallel: Parallel | None
@@ -160,7 +160,7 @@ def compare(
         (['O0', 'O1,dtype=bfloat16'], 'O0')
     """
     steps = num_steps(recipe, steps)
-    parsed = _parse(policies)
+    parsed = parse_policies(policies)
     with joined(parallel, device) as world, ExitStack() as files:
         directory = None
         if out is not None:
@@ -250,7 +250,7 @@ def _results(
             return
 
 
-def _parse(policies: Sequence[Policy | str]) -> list[Policy]:
+def parse_policies(policies: Sequence[Policy | str]) -> list[Policy]:
     """Read every policy, and refuse all faulty and repeated ones together."""
     parsed: list[Policy] = []
     problems: list[PolicyError] = []

@@ -178,5 +178,10 @@ def _line(record: StepRecord | RankStep) -> str:
     return f"{json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False)}\n"
 
 
+def record_text(record: StepRecord | RankStep) -> str:
+    """Return one line of a stream."""
+    return json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False)
+
+
 def _text(data: Mapping[str, Any]) -> str:
     return json.dumps(jsonable(data), indent=2, allow_nan=False, ensure_ascii=False) + "\n"

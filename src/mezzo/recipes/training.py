@@ -19,7 +19,7 @@ from mezzo.recipes.parallel import Parallel, World, joined
 from mezzo.recipes.rank_meter import RankMeter, RankStep
 from mezzo.recipes.recipe import Batch, Recipe, Split
 
-__all__ = ["RunResult", "StepRecord", "Training", "Watcher", "num_steps", "train"]
+__all__ = ["RunResult", "StepRecord", "Training", "Watcher", "num_steps", "step_ms", "train"]
 
 #: How often the held-out data is scored in a run; the best of these is the best metric.
 NUM_EVALUATIONS = 10
@@ -79,6 +79,7 @@ class RunResult:
         skipped_steps: Steps that left the weights alone.
         final_scale: The loss scale the next step would use.
         nonfinite_losses: Steps whose loss was infinite or NaN.
+        low_share: The share of the work of matrix products that ran low, where it was measured.
     """
 
     policy: str
@@ -99,6 +100,7 @@ class RunResult:
     skipped_steps: int
     final_scale: float | None
     nonfinite_losses: int
+    low_share: float | None = None
 
 
 class Watcher(Protocol):
@@ -278,7 +280,7 @@ class Training:
             best_metric=best[0] if best else None,
             best_step=best[1] if best else None,
             final_loss=self.records[-1].loss if self.records else None,
-            step_ms=self._step_ms(),
+            step_ms=step_ms(self.records, self._probed_step),
             state_bytes=self._state_bytes,
             saved_bytes=self._saved_bytes,
             peak_bytes=self._peak_bytes,
@@ -290,12 +292,19 @@ class Training:
             watcher.ended(result)
         return result
 
-    def _step_ms(self) -> tuple[float, float, float] | None:
-        times = [r.ms for r in self.records if r.step > UNTIMED_STEPS and r.step != self._probed_step]
-        if len(times) < 2:  # a run too short to leave its first steps out has no step time worth showing
-            return None
-        tenths = statistics.quantiles(times, n=10, method="inclusive")
-        return tenths[0], statistics.median(times), tenths[-1]
+
+def step_ms(records: Sequence[StepRecord], probed_step: int = 0) -> tuple[float, float, float] | None:
+    """Return the 10th, 50th and 90th percentile of the time of steps that count, in milliseconds.
+
+    Args:
+        records: The steps.
+        probed_step: One that does not count, since it was looked into.
+    """
+    times = [record.ms for record in records if record.step > UNTIMED_STEPS and record.step != probed_step]
+    if len(times) < 2:  # a run too short to leave its first steps out has no step time worth showing
+        return None
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    return tenths[0], statistics.median(times), tenths[-1]
 
 
 def num_steps(recipe: Recipe, steps: int | None) -> int:

@@ -20,7 +20,7 @@ from mezzo.report.judgement import Judgement, judge
 from mezzo.report.picture import smooth
 from mezzo.report.ranks import rank_columns, rank_rows
 from mezzo.report.run import Run, Series
-from mezzo.report.table import Column, columns, facts
+from mezzo.report.table import Column, columns, facts, seed_text
 
 __all__ = ["content"]
 
@@ -43,7 +43,7 @@ def content(run: Run) -> dict[str, Any]:
     return {
         "title": printable(f"{summary['recipe']} {what}"),
         "subtitle": printable(
-            f"{summary['summary']} · {summary['steps']} steps, seed {summary['seed']} · {device}, torch "
+            f"{summary['summary']} · {summary['steps']} steps{seed_text(summary)} · {device}, torch "
             f"{machine['torch']} · {summary['date'][:16].replace('T', ' ')}"
         ),
         "partial": _partial(run),

@@ -57,7 +57,10 @@ def judge(run: Run) -> Judgement:
     lines += rank_lines(run)
     recipe = None if run.evidence is not None else run.summary["recipe"]
     told = run.evidence is not None and any(skips(run.evidence))  # with what to write
-    alerts = [*(alert for row in rows for alert in _alerts(row, recipe, told)), *rank_alerts(run)]
+    alerts = [
+        *(alert for row in rows for alert in _alerts(row, recipe, told, row["policy"] == run.summary["reference"])),
+        *rank_alerts(run),
+    ]
     found = diagnose(run.evidence) if run.evidence is not None else Diagnosis()
     alerts = sorted((*found.alerts, *alerts), key=lambda alert: alert.level != "bad")
     # What is wrong with the run itself says more than which formats would do for it.
@@ -70,14 +73,16 @@ def judge(run: Run) -> Judgement:
     )
 
 
-def _alerts(row: Mapping[str, Any], recipe: str | None, has_skips: bool) -> Iterator[Alert]:
+def _alerts(row: Mapping[str, Any], recipe: str | None, has_skips: bool, is_reference: bool) -> Iterator[Alert]:
     policy, steps, skipped = row["policy"], row["steps"], row["skipped_steps"]
     if row["note"]:
         yield Alert(level="bad", what=f"Training stopped after {steps} steps.", where=policy, why=row["note"])
     if row["nonfinite_losses"]:
         what = f"{row['nonfinite_losses']} of {steps} losses were infinite or NaN."
-        write = "" if recipe is None else f'mezzo inspect {recipe} --policy "{policy}"'
+        write = "" if recipe is None else f'mezzo inspect --policy "{policy}" {recipe}'
         yield Alert(level="bad", what=what, where=policy, why="The training diverged, or overflowed.", write=write)
+    if row.get("low_share") == 0 and not is_reference:
+        yield Alert(level="bad", what="Nothing ran in low precision.", where=policy, why="The difference says nothing.")
     if steps and not has_skips and skipped > max(1, MANY * steps):
         why = "Their gradients were not finite at the loss scale, and their batches were lost."
         level: Level = "bad" if skipped > steps / 2 else "warn"
@@ -98,7 +103,7 @@ def _score(value: Any, summary: Mapping[str, Any]) -> str:
     if value is None:
         return "not measured"
     metric, number = summary["metric"], float(value)
-    return f"{number:.{metric['decimals']}f} {metric['unit']}" if math.isfinite(number) else str(number)
+    return f"{number:.{metric['decimals']}f} {metric['unit']}".rstrip() if math.isfinite(number) else str(number)
 
 
 def _differences(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -110,10 +115,11 @@ def _differences(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
         return
     sign = 1.0 if metric["higher_is_better"] else -1.0
     worst = min(others, key=lambda policy: sign * others[policy] if math.isfinite(others[policy]) else -math.inf)
-    least = f"{others[worst]:+.{metric['decimals']}f} {metric['unit_of_difference']} ({worst})"
+    unit = f" {metric['unit_of_difference']}".rstrip()
+    least = f"{others[worst]:+.{metric['decimals']}f}{unit} ({worst})"
     if all(map(math.isfinite, others.values())):
         better = sign * others[worst] >= 0
-        words = "no policy is worse than it" if better else f"the largest loss is {least}"
+        words = "no policy is worse than it" if better else f"the worst difference is {least}"
         yield f"{reference} reaches {metric['name']} {_score(base['final_metric'], summary)}; {words}."
     else:
         bad = [policy for policy, difference in others.items() if not math.isfinite(difference)]

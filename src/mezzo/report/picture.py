@@ -11,6 +11,7 @@ from mezzo import files
 from mezzo.errors import require_extra
 from mezzo.recipes.run_directory import CURVES
 from mezzo.report.run import Run, read
+from mezzo.report.table import seed_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +79,7 @@ def curves(run_directory: Path | str) -> Path:
     loss.text(
         0.0,
         1.02,
-        f"seed {summary['seed']} · {device} · torch {machine['torch']} · {summary['date'][:10]}",
+        f"{device}{seed_text(summary)} · torch {machine['torch']} · {summary['date'][:10]}",
         transform=loss.transAxes,
         fontsize=8,
         color=_GREY,

@@ -194,10 +194,11 @@ _ROW: Final = {
     "difference?": "number", "step_ms?": {"p10": "number", "median": "number", "p90": "number"},
     "state_bytes?": {"total": "count"}, "saved_bytes?": "count", "peak_bytes?": "count", "skipped_steps": "count",
     "final_scale?": "number", "nonfinite_losses": "count", "steps": "count", "note?": "text", "memory_format": "text",
+    "low_share?": "number",
 }  # fmt: skip
 _UNKNOWN: Final = {key.removesuffix("?"): None for key in _ROW if key.endswith("?")}
 _SUMMARY: Final = {
-    "recipe": "text", "summary": "text", "steps": "count", "seed": "count", "date": "text", "reference": "text",
+    "recipe": "text", "summary": "text", "steps": "count", "seed?": "count", "date": "text", "reference": "text",
     "policies": ["text"], "interrupted": "flag", "references": "numbers", "rows": [_ROW],
     "metric": {
         "name": "text", "unit": "text", "unit_of_difference": "text", "decimals": "decimals", "higher_is_better": "flag"

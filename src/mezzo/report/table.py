@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from rich import box
 from rich.cells import cell_len
@@ -13,12 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.errors import printable
-from mezzo.explanation.words import byte_text, counted, scale_text
+from mezzo.explanation.words import byte_text, counted, scale_text, share_text
 
-__all__ = ["Column", "columns", "facts", "fitted", "results_tables", "to_markdown"]
+__all__ = ["Column", "columns", "facts", "fitted", "results_tables", "seed_text", "to_markdown"]
 
 Row = Mapping[str, Any]
 _GAP = 2
+#: Columns that are there only where something was measured, by the first lines of their heads.
+_SOMETIMES: Final = {
+    "best,": "best_metric", "saved for": "saved_bytes", "products": "low_share", "peak": "peak_bytes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ def columns(summary: Mapping[str, Any]) -> list[Column]:
         summary: What ``summary.json`` holds, or :meth:`Comparison.to_dict` returns.
 
     Returns:
-        Columns in the order in which they are shown. The one for peak memory is there if it was measured.
+        Columns in the order in which they are shown; some are there only if that was measured.
     """
     metric = summary["metric"]
     base = next((row for row in summary["rows"] if row["policy"] == summary["reference"]), None)
@@ -58,7 +62,7 @@ def columns(summary: Mapping[str, Any]) -> list[Column]:
     found = [
         Column(head=("policy",), right=False, cell=_policy),
         Column(head=("arithmetic",), right=False, cell=lambda row: str(row["arithmetic"])),
-        Column(head=(name, f"final, {unit}"), right=True, cell=value("final_metric")),
+        Column(head=(name, f"final, {unit}".rstrip(", ")), right=True, cell=value("final_metric")),
         Column(head=("best,", unit), right=True, cell=value("best_metric")),
         Column(
             head=(f"final − {summary['reference']},", metric["unit_of_difference"]),
@@ -72,14 +76,14 @@ def columns(summary: Mapping[str, Any]) -> list[Column]:
             cell=size(lambda row: row["state_bytes"] and row["state_bytes"]["total"]),
         ),
         Column(head=("saved for", "backward"), right=True, cell=size(lambda row: row["saved_bytes"])),
+        Column(head=("products", "that ran low"), right=True, cell=_low_share),
         Column(head=("peak", "allocated"), right=True, cell=size(lambda row: row["peak_bytes"])),
         Column(head=("steps", "skipped"), right=True, cell=lambda row: str(row["skipped_steps"])),
         Column(head=("final", "scale"), right=True, cell=lambda row: scale_text(row["final_scale"])),
         Column(head=("non-finite", "losses"), right=True, cell=lambda row: str(row["nonfinite_losses"])),
     ]
-    if all(row["peak_bytes"] is None for row in summary["rows"]):
-        found = [column for column in found if column.head[0] != "peak"]
-    return found
+    unknown = {head for head, key in _SOMETIMES.items() if all(row.get(key) is None for row in summary["rows"])}
+    return [column for column in found if column.head[0] not in unknown]
 
 
 def results_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
@@ -170,7 +174,7 @@ def facts(summary: Mapping[str, Any]) -> list[str]:
     rows: Sequence[Row] = summary["rows"]
     metric, machine = summary["metric"], summary["machine"]
     lines = [
-        f"{summary['recipe']}: {summary['summary']}; {summary['steps']} steps, seed {summary['seed']}",
+        f"{summary['recipe']}: {summary['summary']}; {summary['steps']} steps{seed_text(summary)}",
         f"{_machine(machine)}; {summary['date'][:10]}",
     ]
     if summary.get("parallel"):
@@ -195,6 +199,16 @@ def facts(summary: Mapping[str, Any]) -> list[str]:
     if summary["interrupted"]:
         lines.append("interrupted" + (f" before {'; '.join(missing)}" if missing else ""))
     return [printable(line) for line in lines]
+
+
+def seed_text(summary: Mapping[str, Any]) -> str:
+    """Return the seed of a run, to go on with; nothing for a script, which seeds by itself."""
+    return "" if summary["seed"] is None else f", seed {summary['seed']}"
+
+
+def _low_share(row: Row) -> str:
+    share = row.get("low_share")
+    return "–" if share is None else share_text(share, 1)
 
 
 def _policy(row: Row) -> str:

@@ -7,5 +7,6 @@ from mezzo.script.dry import Rehearsed, rehearse
 from mezzo.script.program import Program
 from mezzo.script.report import ScriptReport
 from mezzo.script.run import ScriptRun, run
+from mezzo.script.verbs.comparison import compare
 
-__all__ = ["Program", "Rehearsed", "ScriptReport", "ScriptRun", "rehearse", "run"]
+__all__ = ["Program", "Rehearsed", "ScriptReport", "ScriptRun", "compare", "rehearse", "run"]

@@ -14,14 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mezzo.errors import MezzoError
 from mezzo.explanation import Explanation, explain
 from mezzo.policy import Policy
-from mezzo.script.program import Program, own_traceback
+from mezzo.script.program import Enough, Program, own_traceback
 from mezzo.script.seams import Seams
 
 __all__ = ["Rehearsed", "rehearse"]
-
-
-class _Enough(BaseException):
-    """Ends a script after its first step: no error, so that what handles errors lets it pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +55,7 @@ def rehearse(program: Program, policy: Policy) -> Rehearsed:
         after = register_optimizer_step_post_hook(_enough)
         try:
             program.run()
-        except _Enough:
+        except Enough:
             pass
         except BaseException as raised:
             error = raised.with_traceback(own_traceback(raised))
@@ -70,7 +66,7 @@ def rehearse(program: Program, policy: Policy) -> Rehearsed:
 
 
 def _enough(*_: Any) -> None:
-    raise _Enough
+    raise Enough
 
 
 def _watch(

@@ -18,9 +18,13 @@ from zipfile import is_zipfile
 import mezzo
 from mezzo.errors import PolicyError
 
-__all__ = ["Program", "own_traceback"]
+__all__ = ["Enough", "Program", "own_traceback"]
 
 _OURS: Final = os.path.dirname(os.path.abspath(mezzo.__file__)) + os.sep
+
+
+class Enough(BaseException):
+    """Ends a script that has shown what it was run for: no error, so that what handles errors lets it pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

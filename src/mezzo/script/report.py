@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from mezzo.documents import jsonable
 from mezzo.explanation.words import counted, format_text, scale_text, share_text
+from mezzo.numerics.footprint import StateBytes
 from mezzo.session import Stats
 
 __all__ = ["Ledger", "ScriptReport"]
@@ -35,6 +38,8 @@ class ScriptReport:
         measured_steps: How many steps that was measured in.
         intercepted: What of the script's was carried out otherwise, and how often.
         left_alone: What was not, and why.
+        state_bytes: Weights, gradients, masters and optimizer state in the second step, where steps were told of.
+        peak_bytes: The most that was allocated at a time, on a GPU.
     """
 
     program: str
@@ -51,6 +56,8 @@ class ScriptReport:
     measured_steps: int
     intercepted: dict[str, int]
     left_alone: dict[str, str]
+    state_bytes: StateBytes | None
+    peak_bytes: int | None
 
     @property
     def alarm(self) -> str:
@@ -118,6 +125,7 @@ class Ledger:
         measured_steps: How many steps were counted.
         intercepted: What was carried out otherwise, and how often.
         left_alone: What was not, and why.
+        state_bytes: Those of the second step, where steps were told of.
     """
 
     stats: list[Stats] = field(default_factory=list)
@@ -128,6 +136,7 @@ class Ledger:
     measured_steps: int = 0
     intercepted: Counter[str] = field(default_factory=Counter)
     left_alone: dict[str, str] = field(default_factory=dict)
+    state_bytes: StateBytes | None = None
 
     def report(self, program: str, policy: Any) -> ScriptReport:
         """Return what it comes to."""
@@ -146,6 +155,8 @@ class Ledger:
             measured_steps=self.measured_steps,
             intercepted=dict(self.intercepted),
             left_alone=dict(self.left_alone),
+            state_bytes=self.state_bytes,
+            peak_bytes=torch.cuda.max_memory_allocated() or None,
         )
 
 

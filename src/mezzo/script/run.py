@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,14 +12,17 @@ from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError
 from mezzo.policy import Policy
+from mezzo.recipes import StepRecord
 from mezzo.script.averages import replace_averages
 from mezzo.script.gathering import Gathering
 from mezzo.script.own_amp import replace_amp
-from mezzo.script.program import Program, own_traceback
+from mezzo.script.program import Enough, Program, own_traceback
 from mezzo.script.report import Ledger, ScriptReport
 from mezzo.script.seams import Seams
+from mezzo.script.steps import StepLog
 from mezzo.script.wrapping import prepare_wrapped
 from mezzo.session.attached.own_loop import AttachedPrecision, attach
+from mezzo.session.core import under_way
 from mezzo.session.refusals.beginning import wrong_norm
 
 __all__ = ["ScriptRun", "run"]
@@ -43,6 +47,8 @@ def run(
     *,
     max_grad_norm: float | None = None,
     hold_schedulers: bool = True,
+    steps: int | None = None,
+    told: Callable[[StepRecord], None] | None = None,
 ) -> ScriptRun:
     """Run a training script as it is under a policy, with one session over all optimizers that it makes.
 
@@ -54,6 +60,8 @@ def run(
         policy: A policy, its text, or the path of a policy file.
         max_grad_norm: Clip the 2-norm of all gradients of a step together to this.
         hold_schedulers: Whether schedulers wait where a step was skipped, at one host sync a step.
+        steps: After how many steps of sessions the script is ended, in its next backward pass; by itself when omitted.
+        told: Is told of each step, at one transfer from the device.
 
     Returns:
         How it ended; nothing that it raises passes through.
@@ -77,11 +85,16 @@ def run(
         prepared = prepare_wrapped(chosen, ledger, seams)
         replace_amp(gathering, ledger, seams)
         replace_averages(seams)
+        log = StepLog(str(chosen), told, steps, seams)
         try:
-            program.run()
+            with under_way(log):
+                program.run()
+        except Enough:
+            pass
         except BaseException as raised:  # an exit and an interrupt are the script's own, too
             error = raised.with_traceback(own_traceback(raised))
         with contextlib.suppress(MezzoError) if error else contextlib.nullcontext():
             gathering.close()
             prepared.close()
+    ledger.state_bytes = log.bytes
     return ScriptRun(report=ledger.report(program.name, chosen), error=error)
