@@ -249,7 +249,7 @@ class Core:
         """Clear the gradients, and forget unfinished accumulation windows."""
         self.weights.zero_grad(set_to_none)
         if self.buffers is not None and any(group.window for group in self.groups):
-            self.buffers.recall([])
+            self.buffers.before = {}
         self.forget_passes()
         for group in self.groups:
             group.forget()

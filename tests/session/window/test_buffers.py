@@ -142,7 +142,7 @@ def test_an_evaluation_before_the_first_forward_pass():
     model.eval()
     with torch.no_grad():
         forward(amp, model, 2)
-    assert not amp._core.buffers._saved  # what does not train is not copied
+    assert not amp._core.buffers.before  # what does not train is not copied
     model.train()
     before = statistics(model)
     assert bool(train(amp, model, 0, spoilt=True).skipped)
@@ -329,4 +329,4 @@ def test_it_costs_no_host_sync(policy, spoilt):
 def test_nothing_is_kept_between_steps():
     model, amp = session("O1,emulate=true")
     train(amp, model, 0)
-    assert not amp._core.buffers._saved
+    assert not amp._core.buffers.before

@@ -197,7 +197,7 @@ def _python_state(core: Core) -> Callable[[], None]:
         core.weights.restored |= exact
         core.edits.remember(())
         if core.buffers is not None:
-            core.buffers.recall([])
+            core.buffers.before = {}
         core.forget_passes()
 
     return restore

@@ -134,9 +134,8 @@ def _gradients(core: Core, names: Mapping[int, str]) -> tuple[dict[str, Tensor],
 
 def _remembered(core: Core) -> dict[str, Tensor]:
     """Return a copy of what a skipped step puts back, by the names of the buffers."""
-    before = {id(buffer): kept for buffer, kept in (core.buffers.remembered() if core.buffers is not None else ())}
-    named = core.weights.named_buffers().items()
-    return {name: before[id(buffer)].clone() for name, buffer in named if id(buffer) in before}
+    before = {} if core.buffers is None else core.buffers.before
+    return {name: before[each].clone() for name, each in core.weights.named_buffers().items() if each in before}
 
 
 # Loading --------------------------------------------------------------------------------------------------
@@ -172,9 +171,8 @@ def load(core: Core, state: Any, *, weights: bool = True) -> None:
         _load_windows(core, state)
     if core.buffers is not None:
         buffers = core.weights.named_buffers()
-        core.buffers.recall(
-            [(buffers[name], before.to(buffers[name].device, copy=True)) for name, before in state["buffers"].items()]
-        )
+        pairs = ((buffers[name], before) for name, before in state["buffers"].items())
+        core.buffers.before = {buffer: before.to(buffer.device, copy=True) for buffer, before in pairs}
 
 
 def _load_scales(core: Core, scales: list[dict[str, Any]]) -> None:
