@@ -108,8 +108,7 @@ class WindowPass:
         """Take note of what the pass has made."""
         for group in self.groups:
             group.end()
-        if self._reductions:
-            self._let_go()
+        self._let_go()
         if self._changes_gradients:
             self._core.edits.remember(leaf for group in self.groups for leaf in group.leaves())
 

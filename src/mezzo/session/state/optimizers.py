@@ -17,7 +17,7 @@ from mezzo.optim.state import EXTRAS, WEIGHT_DTYPES
 from mezzo.shards import placed
 from mezzo.tensors import tensors
 
-__all__ = ["differences", "give", "saved"]
+__all__ = ["differences", "give", "lying_as", "saved"]
 
 NameOf: TypeAlias = Callable[[Tensor], str]
 #: What a parameter group is saved without: its parameters have names, and FP32 weights no other half.
@@ -129,13 +129,11 @@ def give(optimizer: Optimizer, name_of: NameOf, state: Mapping[str, Any], rest: 
         groups[-1]["params"] = list(range(start, start + len(group["params"])))
     packed: dict[int, Any] = {}
     for place, (name, param) in enumerate(_named(optimizer, name_of)):
-        values = {} if name in rest["fresh"] else copy.deepcopy(rest["values"].get(name, {}))
-        # A copy: torch's optimizers would share memory with what was loaded.
-        values |= (
-            {} if name in rest["fresh"] else {k: _lying_as(v, param).clone() for k, v in state.get(name, {}).items()}
-        )
-        if values:
-            packed[place] = values
+        if name not in rest["fresh"]:
+            # Copies: torch's optimizers would share memory with what was loaded.
+            found = {key: lying_as(value, param).clone() for key, value in state.get(name, {}).items()}
+            if values := copy.deepcopy(rest["values"].get(name, {})) | found:
+                packed[place] = values
     optimizer.load_state_dict({"state": packed, "param_groups": groups})
     for place, (_, param) in enumerate(_named(optimizer, name_of) if as_one_pass(optimizer) is None else ()):
         held = optimizer.state.get(param, {})
@@ -153,5 +151,7 @@ def _as(value: Any, mine: Any) -> Any:
     return torch.full_like(mine, value) if isinstance(mine, Tensor) and not isinstance(value, Tensor) else value
 
 
-def _lying_as(value: Tensor, param: Tensor) -> Tensor:
-    return placed(value, param) if value.shape == param.shape else value
+def lying_as(value: Any, mine: Any) -> Any:
+    """Return what was saved as a tensor lies here; numbers, and tensors of another shape, as they are."""
+    both = isinstance(value, Tensor) and isinstance(mine, Tensor)
+    return placed(value, mine) if both and value.shape == mine.shape else value

@@ -13,7 +13,6 @@ from mezzo.optim.optimizer import one_pass
 from mezzo.session.core import Core
 from mezzo.session.state import optimizers, saved
 from mezzo.session.state.differences import check
-from mezzo.shards import placed
 from mezzo.tensors import LOW, described, dtype_name, local, overflows
 
 __all__ = ["Stateful"]
@@ -102,7 +101,9 @@ class Stateful:
         _refuse_overflows(core, model)
         for module in core.models:
             own = module.state_dict(keep_vars=True)
-            module.load_state_dict({k: _lying_as(model[name], own[k]) for name, k in core.weights.keys_of(module)})
+            module.load_state_dict(
+                {k: optimizers.lying_as(model[name], own[k]) for name, k in core.weights.keys_of(module)}
+            )
         for optimizer, state, rest in triples:
             optimizers.give(optimizer, name_of, state, rest)
         saved.load(core, session)
@@ -161,7 +162,3 @@ def _refuse_overflows(core: Core, model: Mapping[str, Any]) -> None:
             why="they would become infinite; nothing was loaded",
             write="dtype=bfloat16, or policy.keep_fp32(params=[…]) for these",
         )
-
-
-def _lying_as(value: Any, mine: Any) -> Any:
-    return placed(value, mine) if isinstance(value, Tensor) and isinstance(mine, Tensor) else value
