@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 694,
     "script": 1_135,
     "selftest": 411,
-    "session": 6_824,
+    "session": 6_815,
     "step": 2_481,
     "trace": 1_060,
     "the ground": 953,

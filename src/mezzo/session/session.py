@@ -135,14 +135,12 @@ class MixedPrecision(Settings):
     def autocast(self) -> region.autocast:
         """Return the region to run the forward pass and the loss in."""
         self._core.require_open("autocast")
-        plain = self._core.weights.region()
-        buffers, consensus = self._core.buffers, self._core.consensus
-        if buffers is None and consensus is None:
-            return plain
-        found = plain.region if buffers is None else dataclasses.replace(plain.region, on_entry=buffers.remember)
-        if consensus is not None:
-            found = dataclasses.replace(found, on_error=consensus.lost_in_forward)
-        return region.autocast.of(found)
+        core, found = self._core, self._core.weights.region()
+        if core.buffers is not None:
+            found = region.autocast.of(dataclasses.replace(found.region, on_entry=core.buffers.remember))
+        if core.consensus is not None:
+            found = region.autocast.of(dataclasses.replace(found.region, on_error=core.consensus.lost_in_forward))
+        return found
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

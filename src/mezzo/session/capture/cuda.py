@@ -83,12 +83,11 @@ def _end_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
     what the end would have told it, and a capture that succeeds brings the generator back.
     """
     device = stream.device
-    if hasattr(torch._C, "_cuda_endAllocateToPool") and hasattr(torch._C, "_cuda_releasePool"):
-        try:
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            torch._C._cuda_releasePool(device.index, pool)  # never twice: the first raises where torch has done both
-        except RuntimeError as error:
-            logger.debug("the allocator has ended the capture already: %s", error)
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)  # never twice: the first raises where torch has done both
+    except RuntimeError as error:
+        logger.debug("the allocator has ended the capture already: %s", error)
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=device)

@@ -122,12 +122,8 @@ def _gradients(core: Core, names: Mapping[int, str]) -> tuple[dict[str, Tensor],
     shown = {id(master.grad) for master in masters.values() if master.grad is not None}
     params = core.weights.named_params()
     gradients = {name: p.grad.clone() for name, p in params if p.grad is not None and id(p.grad) not in shown}
-    left = [
-        names[id(param)]
-        for group in core.groups
-        for param in group.params()
-        if param.grad is not None and is_left(param.grad, group.stale)
-    ]
+    there = ((group, param, param.grad) for group in core.groups for param in group.params())
+    left = [names[id(p)] for group, p, found in there if found is not None and is_left(found, group.stale)]
     held = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
     return gradients, held, left
 

@@ -115,15 +115,13 @@ class WideGradients:
         for param, master in self.pairs():
             if master.grad is not None:
                 total = master.grad.float()
-                self._give(param, total if param.grad is None else added(total, param.grad), None, master)
+                total = total if param.grad is None else added(total, param.grad)
+                self._give(param, total, None, partial(setattr, master, "grad", None))
         self.allow_any()
 
-    def _give(self, param: Any, gradient: Tensor | None, dtype: torch.dtype | None, master: Any = None) -> None:
+    def _give(self, param: Any, gradient: Tensor | None, dtype: torch.dtype | None, *more: Call) -> None:
         # In one go: an interrupt would lose the gradient, or leave it with both, to be counted twice.
-        at_once(
-            *self.giving(param, gradient, dtype),
-            *([partial(setattr, master, "grad", None)] if master is not None else []),
-        )
+        at_once(*self.giving(param, gradient, dtype), *more)
 
     def giving(self, param: Any, gradient: Tensor | None, dtype: torch.dtype | None = None) -> list[Call]:
         """Return what gives a parameter a gradient, and lets autograd add to it in its dtype.
