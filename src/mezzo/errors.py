@@ -17,8 +17,8 @@ from typing import Final
 
 __all__ = [
     "MOST_PROBLEMS", "DistributedError", "MezzoError", "NumericsError", "PolicyError", "ScaleCollapsed", "StateError",
-    "UnsupportedError", "message", "nearest", "not_switches", "printable", "require_extra", "shown", "some_of",
-    "unknown_word",
+    "UnsupportedError", "message", "nearest", "not_switches", "printable", "raise_together", "require_extra", "shown",
+    "some_of", "unknown_word",
 ]  # fmt: skip
 
 #: Characters of a line, beyond which its middle is left out, and problems of one input, beyond which they are counted.
@@ -155,6 +155,12 @@ class StateError(MezzoError, RuntimeError):
 
 class DistributedError(MezzoError, RuntimeError):
     """Another rank failed, did not answer, or does not do what this one does."""
+
+
+def raise_together(problems: Iterable[MezzoError]) -> None:
+    """Raise several problems of one input as one error, of the first one's class; without any, nothing."""
+    if found := list(problems):
+        raise type(found[0]).together(found)
 
 
 def nearest(name: str, vocabulary: Iterable[str]) -> str:

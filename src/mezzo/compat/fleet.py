@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from mezzo.errors import PolicyError, nearest, not_switches, shown
+from mezzo.errors import PolicyError, nearest, not_switches, raise_together, shown
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops.lists import FLEET, PADDLE
 from mezzo.policy.paddle import checked_names, rules
@@ -67,8 +67,7 @@ def policy(amp_configs: Mapping[str, Any] | None = None) -> Policy:
     given = {} if amp_configs is None else amp_configs
     if not isinstance(given, Mapping):
         raise PolicyError(f"amp_configs is {shown(given)}, not a mapping", write='fleet.policy({"incr_ratio": 2})')
-    if problems := [*_problems(given)]:
-        raise PolicyError.together(problems)
+    raise_together([*_problems(given)])
     pure = "float16" if given.get("use_pure_fp16") else "bfloat16" if given.get("use_pure_bf16") else None
     black = PADDLE["extra black list"] | (set() if pure else FLEET["black list"])
     custom = {key: given.get(key) for key in _LISTS}

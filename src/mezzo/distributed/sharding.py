@@ -17,7 +17,7 @@ from mezzo.cast.model.refusals import require_module, wanted_storage
 from mezzo.cast.model.sharding import units
 from mezzo.distributed.agreement import agreed
 from mezzo.distributed.wrapping import Unit, Wrap, planned, wrapped
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, shown, some_of
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.policy import Policy
 from mezzo.tensors import LOW
 
@@ -107,8 +107,7 @@ def fully_shard(
             *_wrong_arguments(kwargs, sharded),
             *_cannot_shard(model, kwargs),
         ]
-        if problems:
-            raise type(problems[0]).together(problems)
+        raise_together(problems)
         storage = {} if prepared else wanted_storage(model, policy)  # which a preparation has carried out
         return planned(model, storage, policy.param_dtype, wrapped(model, wrap))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mezzo.cast.model.boundaries import has_forward
 from mezzo.cast.model.sharding import units
-from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, shown, some_of
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.tensors import dtype_name
 
 __all__ = ["Unit", "Wrap", "planned", "wrapped"]
@@ -83,8 +83,7 @@ def wrapped(model: nn.Module, wrap: Wrap) -> set[nn.Module]:
                 write="the modules inside them: " + some_of([f"{path}.*" for path in never], 1),
             )
         )
-    if problems:
-        raise type(problems[0]).together(problems)
+    raise_together(problems)
     return {module for module in chosen if next(module.parameters(), None) is not None}
 
 

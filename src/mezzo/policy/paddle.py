@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from mezzo.errors import PolicyError, nearest, shown
+from mezzo.errors import PolicyError, nearest, raise_together, shown
 from mezzo.policy.ops import OPS, VIEWS, Op, Treatment, resolve
 from mezzo.policy.ops.lists import PADDLE, PADDLE_ALIASES
 from mezzo.policy.policy import Policy
@@ -193,8 +193,7 @@ def _by_user(white: Any, black: Any) -> dict[str, tuple[Treatment, str]]:
                     problems.append(_in_both(called[op], name, op))
                     break
                 called.setdefault(op, name)
-    if problems:
-        raise PolicyError.together(problems)
+    raise_together(problems)
     return found
 
 

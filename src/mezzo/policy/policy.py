@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Self
 
 import torch
 
-from mezzo.errors import PolicyError, printable, shown
+from mezzo.errors import PolicyError, printable, raise_together, shown
 from mezzo.policy import fields
 from mezzo.policy.fields import LEVELS, Level
 from mezzo.policy.ops import OPS, Op, Treatment, out_of_place, resolve, written_form
@@ -89,8 +89,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         values = self._values()
-        if problems := [*fields.wrong_values(values)] or [*fields.impossible_combinations(values)]:
-            raise PolicyError.together(problems)
+        raise_together([*fields.wrong_values(values)] or [*fields.impossible_combinations(values)])
 
     # Levels -----------------------------------------------------------------------------------------
 

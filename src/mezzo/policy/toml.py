@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mezzo import files
-from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, shown
+from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, raise_together, shown
 from mezzo.policy.fields import FIELDS, LEVELS, text_of
 from mezzo.policy.rules import Rule
 
@@ -76,8 +76,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         problems.append(PolicyError("the file names no valid level", where=name, why=why))
     if (version := table.pop("version", _VERSION)) != _VERSION:
         problems.append(PolicyError(f"version {shown(version)} of policy files is unknown", where=name))
-    if problems:
-        raise PolicyError.together(problems)
+    raise_together(problems)
     return table.pop("level"), table | {"rules": tuple(Rule(**rule) for rule in rules)}
 
 

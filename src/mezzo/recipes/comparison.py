@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from mezzo.errors import MezzoError, PolicyError
+from mezzo.errors import MezzoError, PolicyError, raise_together
 from mezzo.machine import describe
 from mezzo.policy import Policy
 from mezzo.recipes.parallel import Parallel, World, joined
@@ -269,8 +269,7 @@ def parse_policies(policies: Sequence[Policy | str]) -> list[Policy]:
                 )
             )
         parsed.append(value)
-    if problems:
-        raise PolicyError.together(problems)
+    raise_together(problems)
     if not parsed:
         raise PolicyError("no policy to compare", write='policies=["O0", "O1,dtype=bfloat16"]')
     return parsed
@@ -303,6 +302,5 @@ def _tried_out(
                 problems.append(error)
             else:
                 logger.warning("%s is left out: %s", policy, error)
-    if problems:
-        raise type(problems[0]).together(problems)
+    raise_together(problems)
     return fitting

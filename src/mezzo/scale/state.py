@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from mezzo.errors import StateError, nearest, shown
+from mezzo.errors import StateError, nearest, raise_together, shown
 
 __all__ = ["ScaleState", "inverse"]
 
@@ -112,8 +112,7 @@ class ScaleState:
         Raises:
             StateError: Keys are missing or unknown, or a value cannot be a state's. One message lists all.
         """
-        if problems := list(_problems(state)):
-            raise StateError.together(problems)
+        raise_together(_problems(state))
         skipped = torch.tensor([mark == "X" for mark in state["window"]], dtype=torch.bool, device=device)
         return cls.made(state["scale"], [state[key] for key in COUNTERS], skipped)
 

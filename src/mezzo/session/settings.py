@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.errors import PolicyError
+from mezzo.errors import PolicyError, raise_together
 from mezzo.policy import Policy
 from mezzo.session.begin import add
 from mezzo.session.core import Core, current
@@ -35,8 +35,7 @@ class Settings:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        for problem in beginning.wrong_norm(value):
-            raise problem
+        raise_together(beginning.wrong_norm(value))
         self._core.max_grad_norm = value
 
     @property
@@ -46,8 +45,7 @@ class Settings:
 
     @on_overflow.setter
     def on_overflow(self, value: Literal["skip", "explain", "raise"]) -> None:
-        for problem in beginning.unknown_reaction(value):
-            raise problem
+        raise_together(beginning.unknown_reaction(value))
         before = self._core.on_overflow
         if "explain" in (value, before) and value != before:
             raise PolicyError(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from mezzo.compat.apex.functions import FUNCTIONS
 from mezzo.compat.apex.options import policy_of
 from mezzo.compat.apex.running import NOW
-from mezzo.errors import StateError, not_switches, shown, some_of
+from mezzo.errors import StateError, not_switches, raise_together, shown, some_of
 from mezzo.session.attached import Attached, Standing, Words
 from mezzo.session.refusals.standing import known, listed, unfit
 
@@ -117,8 +117,7 @@ def initialize(
         opt_level, cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
         cast_model_outputs, min_loss_scale, max_loss_scale,
     )  # fmt: skip
-    if problems := [problem for model in all_models for problem in unfit(model, _BEGIN, stores_low=opt_level > "O1")]:
-        raise type(problems[0]).together(problems)
+    raise_together([problem for model in all_models for problem in unfit(model, _BEGIN, stores_low=opt_level > "O1")])
     policy = FUNCTIONS.rules(policy) if policy.autocast else policy
     standing = Standing(all_models, all_optimizers, policy, words=_WORDS, num_losses=num_losses, casts_batches=True)
     try:

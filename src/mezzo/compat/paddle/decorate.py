@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mezzo.cast.model.keeping import keeping
 from mezzo.compat.paddle.regions import LOW, word_of, wrong_dtype, wrong_words
-from mezzo.errors import PolicyError, not_switches, some_of
+from mezzo.errors import PolicyError, not_switches, raise_together, some_of
 from mezzo.policy import Policy
 from mezzo.session.attached import Words, store_low
 from mezzo.session.refusals.beginning import owners
@@ -80,8 +80,7 @@ def decorate(
         *not_switches(master_grad=master_grad, master_weight=master_weight is None or master_weight),
         *([] if save_dtype is None else wrong_dtype("save_dtype", save_dtype, _SAVED)),
     ]
-    if problems:
-        raise PolicyError.together(problems)
+    raise_together(problems)
     if level.upper() == "O2":
         low, masters = LOW[word_of(dtype)], master_weight is not False
         saved = None if save_dtype is None else _SAVED[word_of(save_dtype)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.compat.paddle.regions import last_dtype
-from mezzo.errors import PolicyError, StateError, not_switches, shown
+from mezzo.errors import StateError, not_switches, raise_together, shown
 from mezzo.scale import LossScale
 from mezzo.scale.words import PADDLES_RULES, from_paddles_words
 from mezzo.session.attached import adopt
@@ -84,8 +84,7 @@ class PaddleGradScaler(CallScaler):
             "incr_every_n_steps": incr_every_n_steps, "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
         }  # fmt: skip
         self._rules, wrong = from_paddles_words("paddle", given, "GradScaler")
-        if problems := not_switches(enable=enable, use_dynamic_loss_scaling=use_dynamic_loss_scaling) + wrong:
-            raise PolicyError.together(problems)
+        raise_together(not_switches(enable=enable, use_dynamic_loss_scaling=use_dynamic_loss_scaling) + wrong)
         self._is_dynamic = use_dynamic_loss_scaling and enable
         super().__init__(self._in_force(), enabled=enable)
 

@@ -13,7 +13,7 @@ import torch
 from mezzo.cast import autocast
 from mezzo.cast.device import default_kinds
 from mezzo.cast.region import Region
-from mezzo.errors import PolicyError, not_switches, unknown_word
+from mezzo.errors import PolicyError, not_switches, raise_together, unknown_word
 from mezzo.policy.paddle import PADDLES_LEVELS, checked_names, policy_of
 
 __all__ = ["LOW", "auto_cast", "last_dtype", "word_of", "wrong_dtype", "wrong_words"]
@@ -75,8 +75,7 @@ def auto_cast(
             names.append(checked_names(key, given))
         except PolicyError as problem:
             problems.append(problem)
-    if problems:
-        raise PolicyError.together(problems)
+    raise_together(problems)
     low = LOW[word_of(dtype)]
     if enable:
         last_dtype.set(low)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
-from mezzo.errors import PolicyError
+from mezzo.errors import PolicyError, raise_together
 from mezzo.tensors import described
 
 __all__ = ["Batch", "Layout"]
@@ -48,8 +48,7 @@ class Layout:
             )
         found = [_Argument.of(name, value) for name, value in zip(self.names, batch, strict=True)]
         problems = [each for pair in zip(self._arguments, found, strict=True) for each in _differences(*pair)]
-        if problems:
-            raise PolicyError.together(problems)
+        raise_together(problems)
         return [leaf for argument in found for leaf in argument.leaves.values()]
 
     def nest(self, leaves: list[Any]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.cast.accumulators import marks
-from mezzo.errors import MezzoError, StateError, UnsupportedError, some_of
+from mezzo.errors import MezzoError, StateError, UnsupportedError, raise_together, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.core import Core
 from mezzo.session.update import lacks_momentum, takes_flag
@@ -256,8 +256,7 @@ def _check_capturable(core: Core, device: torch.device) -> None:
             why="the gradients that are there now would be part of every replay, or of none",
             write="amp.step() or amp.zero_grad() before mezzo.capture(…)",
         )
-    if problems := list(_problems(core, device)):
-        raise type(problems[0]).together(problems)
+    raise_together(_problems(core, device))
 
 
 def _problems(core: Core, device: torch.device) -> Iterator[MezzoError]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, sgd
 
 from mezzo.cast import Prepared
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, raise_together, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.state import held_state
 from mezzo.policy import Policy
@@ -59,8 +59,7 @@ def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module 
         and all(isinstance(each, nn.Module) for each in all_optimizers)
     ):
         problems = [PolicyError("the model and the optimizer stand in each other's place", write=_ORDER)]
-    if problems:
-        raise PolicyError.together(problems)
+    raise_together(problems)
     return all_models, all_optimizers
 
 
@@ -75,8 +74,7 @@ def listed_optimizers(optimizers: Any, write: str) -> list[Optimizer]:
         PolicyError: Something else among them, or none.
     """
     given = listed(optimizers)
-    for problem in _of_another_kind(given, Optimizer, _OPTIMIZER, write):
-        raise problem
+    raise_together(_of_another_kind(given, Optimizer, _OPTIMIZER, write))
     return given
 
 
@@ -115,8 +113,7 @@ def check_session(
             problems += _without_masters(optimizers, policy)
         elif policy.param_dtype != torch.float32:
             problems += _lost_state(models, optimizers, policy, handles)
-    if problems:
-        raise type(problems[0]).together(problems)
+    raise_together(problems)
 
 
 def check_added(optimizers: list[Optimizer], core: Core) -> None:
@@ -144,8 +141,7 @@ def check_added(optimizers: list[Optimizer], core: Core) -> None:
                         write="all optimizers in MixedPrecision(model, [optimizer, …], policy); or O1",
                     )
                 )
-    if problems:
-        raise type(problems[0]).together(problems)
+    raise_together(problems)
 
 
 def _listed_twice(optimizers: list[Optimizer]) -> Iterator[PolicyError]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from mezzo.cast.model.originals import preparations_in
 from mezzo.cast.model.prepare import Prepared
-from mezzo.errors import MezzoError, PolicyError, StateError
+from mezzo.errors import MezzoError, PolicyError, StateError, raise_together
 from mezzo.policy import Policy
 
 __all__ = ["Handles", "with_handles"]
@@ -45,8 +45,7 @@ def with_handles(
         problems.append(PolicyError("a prepared model is listed twice", write="each one once, or its wrapper"))
     for model, found in handles.items():
         problems += _parts(model, found)
-    if problems:
-        raise type(problems[0]).together(problems)
+    raise_together(problems)
     for handle in every:
         handle.require_whole()
     return models, handles, asked
