@@ -57,17 +57,17 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """One loss scale's history on the host."""
+    """One loss scale's history on the host: what :class:`Stats` says of it."""
 
-    now: float
-    lowest: float
-    highest: float
+    scale: float
+    lowest_scale: float
+    highest_scale: float
     growths: int = 0
     backoffs: int = 0
 
     def moved(self, scale: float) -> _Scale:
-        grew = scale > self.now
-        lowest, highest = min(self.lowest, scale), max(self.highest, scale)
+        grew = scale > self.scale
+        lowest, highest = min(self.lowest_scale, scale), max(self.highest_scale, scale)
         return _Scale(scale, lowest, highest, self.growths + grew, self.backoffs + (not grew))
 
 
@@ -140,8 +140,6 @@ class StepStats:
     def noted(self, outcome: StepOutcome, packed: Tensor | None = None) -> Noted:
         """Return what takes an outcome, in one go, and what is to be called then; arguments as of :meth:`note`."""
         if outcome.verdict.found_inf.device.type == "cpu":
-            if packed is not None:
-                return self._counted_packed(outcome, packed)
             # Through numpy: on the host already, so that nothing is asked of a device.
             numbers = [float(number.numpy()) for number in outcome.numbers()]
             return self._counted(outcome, numbers, outcome.verdict.norms)
@@ -176,18 +174,9 @@ class StepStats:
     def stats(self, loss_id: int) -> Stats:
         """Return the account of one loss's scale, waiting for what is still on its way."""
         self.settle()
-        scale = self._scales[loss_id]
-        return Stats(
-            steps=self._steps,
-            skipped=self._skipped,
-            skip_rate=sum(self._recent) / len(self._recent) if self._recent else 0.0,
-            growths=scale.growths,
-            backoffs=scale.backoffs,
-            scale=scale.now,
-            lowest_scale=scale.lowest,
-            highest_scale=scale.highest,
-            ranks=self._ranks,
-        )
+        rate = sum(self._recent) / len(self._recent) if self._recent else 0.0
+        of_scale = asdict(self._scales[loss_id])
+        return Stats(steps=self._steps, skipped=self._skipped, skip_rate=rate, ranks=self._ranks, **of_scale)
 
     def settle(self) -> None:
         """Wait for everything that is on its way."""
@@ -228,14 +217,12 @@ class StepStats:
         flight = self._flying[0]
         flight.event.synchronize()
         while flight.outcomes:
-            calls, then = self._counted_packed(*flight.outcomes[0])
+            outcome, host = flight.outcomes[0]
+            count = len(outcome.numbers())
+            calls, then = self._counted(outcome, host.numpy()[:count].tolist(), host[count:])
             at_once(*calls, flight.outcomes.popleft)
             then()
         self._flying.popleft()
-
-    def _counted_packed(self, outcome: StepOutcome, host: Tensor) -> Noted:
-        count = len(outcome.numbers())
-        return self._counted(outcome, host.numpy()[:count].tolist(), host[count:])
 
     def _counted(self, outcome: StepOutcome, numbers: list[float], norms: Tensor) -> Noted:
         skipped, loss_failed, *rest = numbers
@@ -263,7 +250,7 @@ class StepStats:
         for loss_id, scale, floor_overflows in zip(outcome.after, rest[::2], rest[1::2], strict=True):
             if self._config.mode == "none" and not self._steps:  # of a scaler that came after the session had begun
                 scales[loss_id] = _Scale(scale, scale, scale)
-            if scale != (before := scales[loss_id].now):
+            if scale != (before := scales[loss_id].scale):
                 what = f"loss scale of loss {loss_id}" if len(scales) > 1 else "loss scale"
                 at_floor = "; this is its floor" if scale == as_float32(self._config.floor) else ""
                 why = "" if scale > before else f", which overflowed{at_floor}"
@@ -311,7 +298,10 @@ class StepStats:
             "skipped": self._skipped,
             "recent": "".join("X" if skipped else "." for skipped in self._recent),
             "forward_failures": self._forward_failures,
-            "scales": [{key: value for key, value in asdict(scale).items() if key != "now"} for scale in self._scales],
+            "scales": [
+                {"lowest": s.lowest_scale, "highest": s.highest_scale, "growths": s.growths, "backoffs": s.backoffs}
+                for s in self._scales
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], scales: list[Tensor], *, continued: bool = True) -> None:
@@ -328,7 +318,7 @@ class StepStats:
         self._recent.clear()
         self._recent.extend(mark == "X" for mark in state["recent"])
         if continued:
-            pairs = [(scale.now, saved) for scale, saved in zip(self._scales, state["scales"], strict=True)]
+            pairs = zip((known.scale for known in self._scales), state["scales"], strict=True)
             self._scales = [
                 _Scale(now, min(saved["lowest"], now), max(saved["highest"], now), saved["growths"], saved["backoffs"])
                 for now, saved in pairs

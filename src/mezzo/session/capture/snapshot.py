@@ -61,7 +61,7 @@ class Snapshot:
         optimizers: list[Any] = core.optimizers
         for optimizer in optimizers:
             optimizer._warned_capturable_if_run_uncaptured = True  # as rehearsals run
-        self._gradients = [(leaf, leaf.grad, getattr(leaf, "grad_dtype", None)) for leaf in leaves]
+        self._gradients = [(leaf, leaf.grad, leaf.grad_dtype) for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None  # the graph would add to it in each replay, wherever its memory is by then
 

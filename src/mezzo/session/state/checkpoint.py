@@ -112,14 +112,12 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
         try:
             return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
         except pickle.UnpicklingError as error:
-            raise _refused(error, name, weights_only) from error
+            raise (_refused if weights_only else _unreadable)(error, name) from error
         except (RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(error, name) from error
 
 
-def _refused(error: Exception, path: str, weights_only: bool) -> MezzoError:
-    if not weights_only:
-        return _unreadable(error, path)
+def _refused(error: Exception, path: str) -> MezzoError:
     found = re.search(r"(?:WeightsUnpickler error: |Trying to load )(.*)", str(error))
     return StateError(
         "the checkpoint holds more than tensors and plain containers",
