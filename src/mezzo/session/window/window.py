@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: Gradients looked at for edits: clipping writes to all of them, and a model may have thousands.
 _WATCHED: Final = 16
+#: What is saved of a :class:`CarriedScale`, beside the scale.
+_SAVED: Final = ("loss_id", "is_one", "is_common", "ranks")
 
 
 class NoGradient(StateError):  # noqa: N818 - an error by its base
@@ -134,14 +136,7 @@ class Window:
         carried = self.carried
         return {
             "micro_batches": self.micro_batches,
-            "carried": carried
-            and {
-                "loss_id": carried.loss_id,
-                "scale": number_of(carried.scale),
-                "is_one": carried.is_one,
-                "is_common": carried.is_common,
-                "ranks": carried.ranks,
-            },
+            "carried": carried and {n: getattr(carried, n) for n in _SAVED} | {"scale": number_of(carried.scale)},
             "settled": [
                 {"loss_id": share.loss_id, "scale": number_of(share.scale), "found_inf": bool(share.found_inf)}
                 for share in self.settled
@@ -167,14 +162,9 @@ class Window:
         window.micro_batches = state["micro_batches"]
         if (carried := state["carried"]) is not None:
             scale = scales[carried["scale"]]
-            window.carried = CarriedScale(
-                carried["loss_id"],
-                scale,
-                scale._version,
-                is_one=carried["is_one"],
-                is_common=carried["is_common"],
-                ranks=carried.get("ranks", 1),
-            )
+            # States of earlier versions have no ranks.
+            values = {name: carried[name] for name in _SAVED if name in carried}
+            window.carried = CarriedScale(scale=scale, version=scale._version, **values)
         for each in state["settled"]:
             scale = scales[each["scale"]]
             found_inf = torch.tensor(each["found_inf"], device=scale.device)
