@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, islice
@@ -189,11 +189,15 @@ def parts_of(
         inner_overflows: Whether gradients that a loss was computed from had overflowed, by loss.
         device: Where these are.
     """
+    # By loss, lowest id first: each scale that its gradients carried, and whether some of these overflowed.
+    told: defaultdict[int, dict[int, tuple[Tensor, list[Tensor]]]] = defaultdict(dict)
+    for share in sorted(shares, key=lambda share: share.loss_id):
+        told[share.loss_id].setdefault(id(share.scale), (share.scale, []))[1].append(share.found_inf)
     parts = []
-    for loss_id, verdicts in _by_loss(shares).items():
+    for loss_id, verdicts in told.items():
         scaler = scalers[loss_id]
         own = [loss for number, loss in losses if number == loss_id or not scaler.keeps_apart]
-        parts.append(Part(loss_id, scaler, _one_of(own, device), inner_overflows.get(loss_id), list(verdicts)))
+        parts.append(Part(loss_id, scaler, _one_of(own, device), inner_overflows.get(loss_id), list(verdicts.values())))
     return parts
 
 
@@ -276,14 +280,6 @@ def account(*numbers: Tensor) -> tuple[Tensor]:
         *numbers: 0-d: of :meth:`StepOutcome.numbers`.
     """
     return (torch.stack([number.to(torch.float32) for number in numbers]),)
-
-
-def _by_loss(shares: Iterable[LossShare]) -> dict[int, Collection[tuple[Tensor, list[Tensor]]]]:
-    """Return, by loss, lowest id first, each scale that its gradients carried, and whether some of these overflowed."""
-    found: defaultdict[int, dict[int, tuple[Tensor, list[Tensor]]]] = defaultdict(dict)
-    for share in sorted(shares, key=lambda share: share.loss_id):
-        found[share.loss_id].setdefault(id(share.scale), (share.scale, []))[1].append(share.found_inf)
-    return {loss_id: verdicts.values() for loss_id, verdicts in found.items()}
 
 
 def one_or_all(scales: list[Tensor]) -> Tensor:

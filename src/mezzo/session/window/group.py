@@ -78,8 +78,7 @@ class GradientGroup:
 
     def has_gradients(self) -> bool:
         """Whether a step of the optimizers would find a gradient."""
-        updated = (param for o in self.optimizers for group in o.param_groups for param in group["params"])
-        return any(param.grad is not None for param in updated) or any(leaf.grad is not None for leaf in self.leaves())
+        return any(param.grad is not None for param in (*self.params(), *self.leaves()))
 
     # Around a backward pass ---------------------------------------------------------------------------
 
