@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 693,
     "script": 1_135,
     "selftest": 411,
-    "session": 6_780,
+    "session": 6_770,
     "step": 2_481,
     "trace": 1_060,
     "the ground": 956,

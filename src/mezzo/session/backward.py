@@ -36,7 +36,7 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
     around = WindowPass(core, optimizers)
     if len(optimizers) < len(core.optimizers):
         options.setdefault("inputs", _differentiable(around.groups, optimizers))
-    if core.weights.shards is not None and (inputs := options.get("inputs")) is not None:
+    if core.weights.shards and (inputs := options.get("inputs")) is not None:
         options["inputs"] = core.weights.shards.summed_at([inputs] if isinstance(inputs, Tensor) else list(inputs))
     try:
         around.begin(scaler, scaler.state.scale, loss_id, loss)
@@ -90,8 +90,7 @@ class WindowPass:
                 reduced, or were edited.
         """
         core, self._changes_gradients = self._core, scaler.changes_gradients
-        if core.weights.shards is not None:
-            _prepare_shards(core.weights.shards, self.groups, scaler, scale)
+        _prepare_shards(core.weights.shards, self.groups, scaler, scale)
         for group in self.groups:
             group.take_clearing()
         wrappers = core.weights.wrappers
@@ -136,7 +135,7 @@ def differentiate(
         loss_id: Whose scale.
         **options: What ``torch.autograd.grad`` takes besides.
     """
-    if options.get("create_graph") and core.weights.shards is not None:
+    if options.get("create_graph"):
         core.weights.shards.refuse_second_pass()
     scaler = scaler_of(core, loss_id)
     found = core.weights.region().run_grad(scaler.scaled(outputs), inputs, **options)

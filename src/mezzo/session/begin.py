@@ -66,7 +66,7 @@ def begun(
         core = Core(trained, given, policy, **options)
         core.max_grad_norm, core.on_overflow = max_grad_norm, on_overflow
         core.buffers = NormBuffers(core.models) if restore_buffers else None
-        if consensus is not None and on_overflow == "explain" and core.weights.shards is not None:
+        if consensus is not None and on_overflow == "explain" and core.weights.shards:
             raise UnsupportedError(
                 "an overflow in a model that fully_shard has sharded cannot be explained in the run",
                 where=f"rank {consensus.rank} of {consensus.size}",

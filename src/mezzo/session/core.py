@@ -235,8 +235,7 @@ class Core:
         if self.buffers is not None:
             self.buffers.restore_where(judged.verdict.found_inf)
         self.weights.restored.clear()
-        if self.weights.shards is not None:
-            self.weights.shards.reshard()
+        self.weights.shards.reshard()
         self.forget_passes()
 
     def forget_passes(self) -> None:

@@ -84,10 +84,7 @@ def take(core: Core, optimizers: Any, closure: Callable[[], Any] | None, schedul
         if closure is not None:
             return _finished(core, *evaluated(core, optimizers, closure, partial(_judged, core)), schedulers)
         groups = core.open_groups(optimizers, "step")
-        if core.weights.shards is not None:
-            core.weights.shards.refuse_unreduced(
-                "this step would not see them, and the next would take them for its own"
-            )
+        core.weights.shards.refuse_unreduced("this step would not see them, and the next would take them for its own")
         stepping = [o for group in groups for o in group.optimizers if o in optimizers]
         alone = {o for group in groups if len(group.optimizers) == 1 for o in group.optimizers}
         check_numbers(stepping)

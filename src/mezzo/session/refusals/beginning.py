@@ -133,7 +133,7 @@ def check_added(optimizers: list[Optimizer], core: Core) -> None:
         if core.policy.master_weights:
             updated = {id(leaf) for group in core.groups for _, leaf in group.with_leaves()}
             problems += _without_masters(optimizers, core.policy, updated, len(core.optimizers))
-            if core.weights.shards is not None:
+            if core.weights.shards:
                 problems.append(
                     UnsupportedError(
                         "an optimizer cannot join a session with masters over models that fully_shard has sharded",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,21 +17,18 @@ __all__ = ["Shards", "halved"]
 
 
 class Shards:
-    """What the models of a session hold in parts.
+    """What the models of a session hold in parts; there may be nothing, and then nothing is done.
 
     Args:
-        units: The modules of the models that were sharded.
+        models: The models.
     """
 
-    def __init__(self, units: list[Any]) -> None:
-        self._units = units
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._units = [unit for model in models for unit in sharding.units(model)]
         self._sums: bool | None = None
 
-    @classmethod
-    def of(cls, models: Iterable[nn.Module]) -> Shards | None:
-        """Return what models hold in parts; ``None`` where they hold none."""
-        units = [unit for model in models for unit in sharding.units(model)]
-        return cls(units) if units else None
+    def __bool__(self) -> bool:
+        return bool(self._units)
 
     def refuse_unreduced(self, why: str) -> None:
         """Refuse what would leave gradients behind that wait to be reduced over ranks.
@@ -40,7 +36,7 @@ class Shards:
         Args:
             why: What is wrong with that here.
         """
-        if sharding.has_unreduced(self._units):
+        if self._units and sharding.has_unreduced(self._units):
             raise StateError(
                 "gradients wait to be reduced over ranks",
                 where="model.set_requires_gradient_sync(False) is in force, or was in the last amp.backward()",

@@ -46,7 +46,7 @@ class Weights:
         masters: The FP32 masters of those optimizers that have any, by ``id`` of the optimizer.
         restored: FP32 parameters that the session's state wrote, until the next step.
         low: What refuses weights that would lose gradients or updates.
-        shards: What ``fully_shard`` has sharded of the models; ``None`` without.
+        shards: What ``fully_shard`` has sharded of the models; it may be nothing.
         load_hooks: What watches the models while they load and save weights; empty where nothing has to.
         words: What the program writes that the session is behind.
         wrappers: The models' data-parallel wrappers; ``None`` without a process group, where there are none.
@@ -67,7 +67,7 @@ class Weights:
         self.load_hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self.low = LowWeights(optimizers, policy, self.name_of)
-        self.shards = Shards.of(models)
+        self.shards = Shards(models)
         self.wrappers: Wrappers | None = None
         self.words = Words()
 
@@ -140,7 +140,7 @@ class Weights:
         self.low.check()
         own = one_pass(optimizers)
         if self.policy.master_weights:
-            if self.shards is not None:
+            if self.shards:
                 parts = halved(self.models, self.optimizers, self.name_of)
                 for prepared in self.prepared:
                     prepared.halve(parts)
@@ -182,8 +182,7 @@ class Weights:
             keeper.leave()
         if self.wrappers is not None:
             self.wrappers.remove()
-        if self.shards is not None:
-            self.shards.average()
+        self.shards.average()
 
     def _given(self) -> list[Prepared]:
         return [handle for handles in self.handles.values() for handle in handles]
@@ -210,8 +209,7 @@ class Weights:
         holders: list[Optimizer | nn.Module] = [*self.optimizers, *self.models]
         for each in holders:
             each.zero_grad(set_to_none)
-        if self.shards is not None:
-            self.shards.forget_gradients()
+        self.shards.forget_gradients()
 
     def refuse_replaced(self, leaves: Iterable[Tensor]) -> None:
         """Refuse to go on where ``fully_shard`` gave the models new parameters, once the session had theirs.

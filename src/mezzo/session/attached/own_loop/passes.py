@@ -112,7 +112,7 @@ class Passes:
         """Return the groups whose parameters are reached, and the other leaves."""
         core = self._core
         core.group_optimizers()
-        if core.weights.shards is not None:  # the leaves of a graph are whole parameters, which are none of ours
+        if core.weights.shards:  # the leaves of a graph are whole parameters, which are none of ours
             return core.groups, []
         if self._groups is not core.groups:
             self._groups = core.groups
