@@ -98,7 +98,7 @@ def test_a_module_is_a_script_too(mezzo, tmp_path):
         (("docs-lm",), "docs-lm is a recipe, and there is a file of that name"),
     ],
 )
-@pytest.mark.parametrize("verb", ["explain", "compare"])
+@pytest.mark.parametrize("verb", ["explain", "compare", "inspect"])
 def test_what_is_neither_recipe_nor_script_is_refused(mezzo, tmp_path, verb, words, message):
     (tmp_path / "docs-lm").touch()
     code, out, err = mezzo(verb, *words)
@@ -113,6 +113,7 @@ def test_what_is_neither_recipe_nor_script_is_refused(mezzo, tmp_path, verb, wor
         ("explain", "--html", "page.html"),
         ("compare", "--seed", "1"),
         ("compare", "--parallel", "ddp"),
+        ("inspect", "--seed", "1"),
     ],
 )
 def test_options_that_only_a_recipe_has_are_refused(mezzo, tmp_path, words):
@@ -225,3 +226,44 @@ def test_each_run_of_a_script_is_a_process_of_its_own(mezzo, capfd, noisy):
     rows = json.loads(out)["rows"]
     assert (code, [row["policy"] for row in rows]) == (0, ["O0", BF16])
     assert rows[0]["final_loss"] != rows[1]["final_loss"]
+
+
+# inspect --------------------------------------------------------------------------------------------------------
+
+
+def test_inspecting_a_script_records_its_numbers_and_leaves_a_policy_that_it_runs_under(mezzo, noisy, tmp_path, capsys):
+    code, out, err = mezzo("inspect", "--every", "4", "--steps", "10", "--out", "run", noisy)
+    assert code == 0
+    assert out.startswith("FP16 ")
+    assert err.splitlines()[-1] == "run directory: run"
+    runpy.run_path(str(noisy), run_name="__main__")
+    plain = losses(capsys.readouterr().out)
+    run = report.read(tmp_path / "run")
+    assert run.series["O0"].loss == pytest.approx(plain[:10])
+    assert [step.step for step in run.evidence.steps] == [1, 5, 9]
+    assert run.evidence.histogram("weights", "0", step="all").total == 3 * (8 * 16 + 16)
+    assert mezzo("run", "--policy", tmp_path / "run" / "policy.toml", noisy)[0] == 0
+
+
+def test_json_of_an_inspection_is_all_that_stdout_has(mezzo, noisy, tmp_path):
+    code, out, _ = mezzo("inspect", "--json", "--steps", "6", "--policy", BF16, "--out", "run", noisy)
+    assert code == 0
+    assert json.loads(out) == json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+def test_a_script_that_fails_while_it_is_inspected_leaves_a_partial_run_and_its_own_traceback(mezzo, noisy, tmp_path):
+    code, out, err = mezzo("inspect", "--policy", "O2,dtype=bfloat16", "--out", "run", noisy, "crash")
+    assert (code, out) == (1, "")
+    trace = err[err.index("Traceback") :]
+    assert trace.count("  File ") == 1
+    assert trace.endswith("ValueError: the script's own\n")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert mezzo("report", "run")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["untrained", "functional_only"])
+def test_a_script_that_never_trains_cannot_be_inspected(mezzo, tmp_path, name):
+    code, out, err = mezzo("inspect", "--out", "run", SCRIPTS / f"{name}.py")
+    assert (code, out) == (2, "")
+    assert "never trains: no optimizer over a module's parameters took a step" in err
+    assert not (tmp_path / "run").exists()

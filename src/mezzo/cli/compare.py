@@ -125,10 +125,10 @@ def compared_scripts(
     report.require_plotly()
     out = run_directory(Path(program.name).stem, out)
 
-    def begun(policy: Policy) -> None:
+    def begins(policy: Policy) -> None:
         note(f"{program.name} under {policy}")
 
-    comparison = script.compare(program, policies, steps=steps, out=out, overwrite=overwrite, begun=begun)
+    comparison = script.compare(program, policies, steps=steps, out=out, overwrite=overwrite, begins=begins)
     report.curves(out)
     report.page(out)
     return comparison, out

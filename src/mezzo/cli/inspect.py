@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from mezzo import recipes, report
+from mezzo import recipes, report, script
 from mezzo.cli.app import app
 from mezzo.cli.compare import Out, Overwrite, Seed
-from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
+from mezzo.cli.output import console_for, exit_code, leave, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
+from mezzo.cli.script.words import IsModule, OnSubject, Words, program_of, refuse_for_script
+from mezzo.errors import MezzoError
 from mezzo.recipes.inspection import DEFAULT_POLICY
+from mezzo.script.program import own_traceback
 
 __all__ = ["inspect"]
 
 
-@app.command("inspect")
+@app.command("inspect", cls=OnSubject)
 def inspect(
-    recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
+    words: Words,
+    is_module: IsModule = False,
     policy: Annotated[
         str, typer.Option(help="A policy's text, or the path of a file; FP32 shows what every format would lose.")
     ] = DEFAULT_POLICY,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="How many; the recipe's own number when omitted.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, help="How many; the recipe's, or the script's, own number when omitted.", show_default=False
+        ),
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps from one recorded step to the next.")] = 50,
     seed: Seed = 0,
@@ -32,7 +42,7 @@ def inspect(
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json instead of the verdict.")] = False,
 ) -> None:
-    """Train a recipe, record where its numbers lie, and say which formats are safe, at which scale, and why.
+    """Train a recipe or a script, record where its numbers lie, and say which formats are safe, at which scale, why.
 
     [bold]mezzo inspect digits-cnn[/bold]                                in FP32: would FP16, BF16 or FP8 do?
 
@@ -40,19 +50,33 @@ def inspect(
 
     [bold]mezzo inspect docs-lm --steps 200 --every 20 --out runs/look[/bold]
 
+    [bold]mezzo inspect --steps 200 train.py --epochs 3[/bold]          your own script, ended after 200 steps
+
+    Of a script the largest model is recorded; what it prints goes to stderr. An error of its own leaves a partial run.
+
     The verdict comes first; then what is wrong, the gravest first, with what to write. The run directory holds
     report.html, with the histograms behind the verdict, policy.toml to go on with, evidence.jsonl, explanation.json,
     summary.json and metrics.jsonl. The exit code is 4 where the run itself goes wrong under its policy. Ctrl-C sums up
     what there is, and the exit code is 130.
     """
-    chosen = recipes.get(recipe)
     report.require_plotly()
-    out = run_directory(recipe, out)
-    messages = Console(stderr=True)
-    with watching(messages, chosen.metric, 1) as watcher:
-        inspection = recipes.inspect(
-            chosen, policy, steps=steps, every=every, seed=seed, out=out, overwrite=overwrite, watcher=watcher
-        )
+    if (program := program_of(words, is_module)) is not None:
+        refuse_for_script(seed=seed)
+        out = run_directory(Path(program.name).stem, out)
+        try:
+            with redirect_stdout(sys.stderr):
+                inspection = script.inspect(program, policy, steps=steps, every=every, out=out, overwrite=overwrite)
+        except MezzoError:
+            raise
+        except BaseException as error:
+            raise typer.Exit(exit_code(error.with_traceback(own_traceback(error)))) from None
+    else:
+        chosen = recipes.get(words[0])
+        out = run_directory(words[0], out)
+        with watching(Console(stderr=True), chosen.metric, 1) as watcher:
+            inspection = recipes.inspect(
+                chosen, policy, steps=steps, every=every, seed=seed, out=out, overwrite=overwrite, watcher=watcher
+            )
     report.page(out)
     judgement = report.judge(report.read(out))
     if as_json:

@@ -34,13 +34,13 @@ class Inspection:
     Attributes:
         run: The run itself, as a comparison of one policy.
         evidence: What was recorded of it.
-        explanation: Which precision each op of its model gets, and why.
+        explanation: Which precision each op of its model gets, and why; ``None`` of a script.
         diagnosis: What the evidence comes to, in words.
     """
 
     run: Comparison
     evidence: Evidence
-    explanation: Explanation
+    explanation: Explanation | None
     diagnosis: Diagnosis
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,5 +8,6 @@ from mezzo.script.program import Program
 from mezzo.script.report import ScriptReport
 from mezzo.script.run import ScriptRun, run
 from mezzo.script.verbs.comparison import compare
+from mezzo.script.verbs.inspection import inspect
 
-__all__ = ["Program", "Rehearsed", "ScriptReport", "ScriptRun", "compare", "rehearse", "run"]
+__all__ = ["Program", "Rehearsed", "ScriptReport", "ScriptRun", "compare", "inspect", "rehearse", "run"]

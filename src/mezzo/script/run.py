@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import nn
@@ -49,6 +50,7 @@ def run(
     hold_schedulers: bool = True,
     steps: int | None = None,
     told: Callable[[StepRecord], None] | None = None,
+    around: Callable[[list[nn.Module]], AbstractContextManager[None]] | None = None,
 ) -> ScriptRun:
     """Run a training script as it is under a policy, with one session over all optimizers that it makes.
 
@@ -62,6 +64,7 @@ def run(
         hold_schedulers: Whether schedulers wait where a step was skipped, at one host sync a step.
         steps: After how many steps of sessions the script is ended, in its next backward pass; by itself when omitted.
         told: Is told of each step, at one transfer from the device.
+        around: Returns what is entered once the first session has begun, over these models, and left with the script.
 
     Returns:
         How it ended; nothing that it raises passes through.
@@ -74,10 +77,13 @@ def run(
     chosen = Policy.of(policy)
     for problem in wrong_norm(max_grad_norm):
         raise problem
-    ledger = Ledger()
+    ledger, entered = Ledger(), contextlib.ExitStack()
 
     def begin(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> AttachedPrecision:
-        return attach(models, optimizers, policy, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
+        amp = attach(models, optimizers, policy, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
+        if around is not None and not ledger.models:  # written down once it has begun
+            entered.enter_context(around(models))
+        return amp
 
     error: BaseException | None = None
     with Seams() as seams:
@@ -87,10 +93,8 @@ def run(
         replace_averages(seams)
         log = StepLog(str(chosen), told, steps, seams)
         try:
-            with under_way(log):
+            with under_way(log), entered, contextlib.suppress(Enough):
                 program.run()
-        except Enough:
-            pass
         except BaseException as raised:  # an exit and an interrupt are the script's own, too
             error = raised.with_traceback(own_traceback(raised))
         with contextlib.suppress(MezzoError) if error else contextlib.nullcontext():

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +26,7 @@ from mezzo.recipes.run_directory import RunDirectory
 from mezzo.recipes.training import step_ms
 from mezzo.script.program import Program
 
-__all__ = ["compare"]
+__all__ = ["ScriptEnd", "begun", "compare", "never_trains", "result_of", "summed_up"]
 
 #: The share of a run's steps, at its end, whose losses are averaged.
 _TAIL: Final = 0.1
@@ -38,8 +38,14 @@ _INTERRUPTED: Final = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    """A process that has ended: its exit code, its report if there is one, and its steps."""
+class ScriptEnd:
+    """A run that has ended.
+
+    Attributes:
+        code: Its exit code.
+        report: Its report, as JSON has it; empty where there is none.
+        records: Its steps.
+    """
 
     code: int
     report: dict[str, Any]
@@ -53,7 +59,7 @@ def compare(
     steps: int | None = None,
     out: Path | None = None,
     overwrite: bool = False,
-    begun: Callable[[Policy], None] = lambda policy: None,
+    begins: Callable[[Policy], None] = lambda policy: None,
 ) -> Comparison:
     """Run a script in FP32 and under each policy, each time in a process of its own, and compare their losses.
 
@@ -67,7 +73,7 @@ def compare(
         steps: After how many steps each run is ended; by itself when omitted.
         out: Directory for ``summary.json`` and ``metrics.jsonl``; nothing is written when ``None``.
         overwrite: Whether a run that is in ``out`` may be replaced.
-        begun: Told of each policy before its run.
+        begins: Told of each policy before its run.
 
     Returns:
         The comparison. Its metric is the mean of the losses that backward passes began with in the last tenth of the
@@ -82,8 +88,31 @@ def compare(
     if not any(str(policy) == "O0" for policy in parsed):
         parsed = [Policy.O0(), *parsed]
     directory = None if out is None else RunDirectory(out, overwrite=overwrite)
+    comparison = begun(program, parsed, steps, directory)
+    if directory is not None:
+        directory.begin(comparison.to_dict())
+    rows = list[RunResult]()
+    try:
+        for ended, row in _rows(program, parsed, steps, begins):
+            if directory is not None:
+                for record in ended.records:
+                    directory.stepped(record)
+            rows.append(row)
+    finally:
+        if directory is not None:
+            directory.close()
+    comparison = summed_up(comparison, rows)
+    if directory is not None:
+        directory.finish(comparison.to_dict())
+    return comparison
+
+
+def begun(
+    program: Program, policies: Sequence[Policy], steps: int | None, directory: RunDirectory | None
+) -> Comparison:
+    """Return a comparison before its first step."""
     name = shlex.join([*(["-m"] if program.is_module else []), program.name, *program.arguments])
-    comparison = Comparison(
+    return Comparison(
         recipe=name,
         summary="a script as it is",
         metric=_metric(math.nan),
@@ -95,46 +124,34 @@ def compare(
         machine=describe(default_device()),
         parallel=None,
         ranks=1,
-        policies=tuple(map(str, parsed)),
+        policies=tuple(map(str, policies)),
         rows=(),
         interrupted=True,
         directory=None if directory is None else directory.path,
     ).ended(())
-    if directory is not None:
-        directory.begin(comparison.to_dict())
-    rows = list[RunResult]()
-    try:
-        for ended, row in _rows(program, parsed, steps, begun):
-            if directory is not None:
-                for record in ended.records:
-                    directory.stepped(record)
-            rows.append(row)
-    finally:
-        if directory is not None:
-            directory.close()
+
+
+def summed_up(comparison: Comparison, rows: Sequence[RunResult]) -> Comparison:
+    """Return a comparison with its results; FP32's, or else the first, say how long it was and how large losses are."""
     base = next((row for row in rows if row.policy == "O0"), rows[0])
-    taken = base.steps if base.final_metric is not None else 0
-    comparison = dataclasses.replace(comparison, steps=taken, metric=_metric(base.final_metric)).ended(tuple(rows))
-    if directory is not None:
-        directory.finish(comparison.to_dict())
-    return comparison
+    return dataclasses.replace(comparison, steps=base.steps, metric=_metric(base.final_metric)).ended(tuple(rows))
 
 
 def _rows(
-    program: Program, policies: Sequence[Policy], steps: int | None, begun: Callable[[Policy], None]
-) -> Iterator[tuple[_Ended, RunResult]]:
+    program: Program, policies: Sequence[Policy], steps: int | None, begins: Callable[[Policy], None]
+) -> Iterator[tuple[ScriptEnd, RunResult]]:
     """Run the script under one policy after the other, FP32 first, until the user interrupts."""
     for policy in sorted(policies, key=lambda each: str(each) != "O0"):
-        begun(policy)
+        begins(policy)
         ended = _run(program, policy, steps)
         if str(policy) == "O0" and ended.code != _INTERRUPTED:
             _require_trained(program, ended)
-        yield ended, _row(str(policy), ended)
+        yield ended, result_of(str(policy), ended)
         if ended.code == _INTERRUPTED:
             return
 
 
-def _run(program: Program, policy: Policy, steps: int | None) -> _Ended:
+def _run(program: Program, policy: Policy, steps: int | None) -> ScriptEnd:
     """Run ``mezzo run`` in a process of its own, and read what it has written."""
     with tempfile.TemporaryDirectory(prefix="mezzo-") as folder:
         report, metrics = Path(folder) / "report.json", Path(folder) / "metrics.jsonl"
@@ -148,7 +165,7 @@ def _run(program: Program, policy: Policy, steps: int | None) -> _Ended:
             except KeyboardInterrupt:  # which the process has got, too
                 process.wait()
                 code = _INTERRUPTED
-        return _Ended(
+        return ScriptEnd(
             code=code,
             report=json.loads(report.read_text()) if report.exists() else {},
             records=list(map(_record, metrics.read_text().splitlines())) if metrics.exists() else [],
@@ -161,22 +178,27 @@ def _record(line: str) -> StepRecord:
     return StepRecord(**read | numbers)
 
 
-def _require_trained(program: Program, ended: _Ended) -> None:
+def _require_trained(program: Program, ended: ScriptEnd) -> None:
     if ended.code not in _WELL:
         raise StateError(
             f"{program.name} ended with exit code {ended.code} in FP32",
             why="there is nothing to compare with; what the script says is above",
         )
     if not ended.records:
-        why = "\n".join(f"{what}: {why}" for what, why in ended.report.get("left_alone", {}).items())
-        raise PolicyError(
-            f"{program.name} never trains: no optimizer over a module's parameters took a step",
-            why=why,
-            write="a script that calls loss.backward() and optimizer.step()",
-        )
+        raise never_trains(program, ended.report.get("left_alone", {}))
 
 
-def _row(policy: str, ended: _Ended) -> RunResult:
+def never_trains(program: Program, left_alone: Mapping[str, str]) -> PolicyError:
+    """Return the error of a script without a step, with what was left alone and why."""
+    return PolicyError(
+        f"{program.name} never trains: no optimizer over a module's parameters took a step",
+        why="\n".join(f"{what}: {why}" for what, why in left_alone.items()),
+        write="a script that calls loss.backward() and optimizer.step()",
+    )
+
+
+def result_of(policy: str, ended: ScriptEnd) -> RunResult:
+    """Return what a run came to."""
     records, report = ended.records, ended.report
     losses = [record.loss for record in records]
     state = report.get("state_bytes")
