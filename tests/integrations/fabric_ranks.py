@@ -1,4 +1,4 @@
-"""Two ranks under Fabric's ``strategy="ddp"``: a program, for it starts its ranks by itself."""
+"""Two ranks under Fabric's ``strategy="ddp"``, and with shards of a model: a program, for it starts its ranks."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 
 import mezzo
@@ -17,10 +18,26 @@ def net():
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
 
 
-def setup(fabric, is_ours):
-    model = net()
+def setup(policy, is_ours, shards):
+    def shard(model, mesh):
+        return mezzo.fully_shard(model, policy, mesh=mesh["data_parallel"], wrap=nn.Linear)
+
+    strategy = "ddp"
+    if shards:
+        as_folder = shards == "folder"
+        strategy = ModelParallelStrategy(
+            shard, data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=as_folder
+        )
+    fabric = MezzoFabric(policy, accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(net())
     optimizer = (mezzo.optim if is_ours else torch.optim).AdamW(model.parameters(), lr=0.01)
-    return fabric.setup(model, optimizer)
+    return fabric, model, fabric.setup_optimizers(optimizer)
+
+
+def whole(model):
+    weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.state_dict().values()]
+    return torch.cat([each.flatten() for each in weights]).tolist()
 
 
 def train(fabric, model, optimizer, given, overflow_at=()):
@@ -44,29 +61,34 @@ def main(folder):
     warnings.simplefilter("ignore")
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     found = {}
-    for policy in ("O0", "O1,dtype=float16", "O2,dtype=float16", "O2,dtype=bfloat16", "O2,dtype=float16,loss_scale=64"):
-        is_ours = policy == "O2,dtype=bfloat16"
-        fabric = MezzoFabric(policy, accelerator="cpu", devices=2, strategy="ddp")
-        fabric.launch()
+    for policy, is_ours, shards in (
+        ("O0", False, None),
+        ("O1,dtype=float16", False, None),
+        ("O2,dtype=float16", False, None),
+        ("O2,dtype=bfloat16", True, None),
+        ("O2,dtype=float16,loss_scale=64", False, None),
+        ("O1,dtype=float16", False, "file"),
+        ("O2,dtype=float16", False, "file"),
+        ("O2,dtype=bfloat16", True, "folder"),
+    ):
+        fabric, model, optimizer = setup(policy, is_ours, shards)
         mine = x[fabric.global_rank :: 2]
         given = [(part, part[:, :4].argmax(1)) for part in mine.split(4)] * 2
-        model, optimizer = setup(fabric, is_ours)
         losses = train(fabric, model, optimizer, given[:8], overflow_at=[3])
-        fabric.save(Path(folder) / "half.ckpt", {"model": model, "optimizer": optimizer})
+        path = Path(folder) / f"{policy} {shards}.ckpt"
+        fabric.save(path, {"model": model, "optimizer": optimizer})
         losses += train(fabric, model, optimizer, given[8:])
-
-        again = MezzoFabric(policy, accelerator="cpu", devices=2, strategy="ddp")
-        again.launch()
-        other, further = setup(again, is_ours)
-        again.load(Path(folder) / "half.ckpt", {"model": other, "optimizer": further})
+        again, other, further = setup(policy, is_ours, shards)
+        again.load(path, {"model": other, "optimizer": further})
         train(again, other, further, given[8:])
         stats = fabric.session.stats()
-        found[policy] = {
+        found[f"{policy} {shards}"] = {
             "losses": losses,
             "steps": stats.steps,
             "skipped": stats.skipped,
-            "weights": torch.cat([each.flatten() for each in model.state_dict().values()]).tolist(),
-            "resumed": torch.cat([each.flatten() for each in other.state_dict().values()]).tolist(),
+            "metrics": [fabric.session.metrics(), again.session.metrics()],
+            "weights": whole(model),
+            "resumed": whole(other),
         }
     (Path(folder) / f"rank{fabric.global_rank}.json").write_text(json.dumps(found))
 

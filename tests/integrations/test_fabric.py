@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, StateError, UnsupportedError
@@ -23,6 +24,7 @@ L = pytest.importorskip("lightning", reason="needs lightning")
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.loggers import CSVLogger  # noqa: E402
 
+from mezzo.integrations.fabric import check_gathers  # noqa: E402
 from mezzo.integrations.lightning import MezzoFabric, MezzoPrecision  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulating")
@@ -334,6 +336,22 @@ def test_a_closure_is_evaluated_as_often_as_in_fp32():
     assert trained(MezzoFabric("O1,dtype=bfloat16", **HERE)) == pytest.approx(trained(Fabric(**HERE)), rel=0.02)
 
 
+def test_torch_s_distributed_checkpoint_may_let_an_optimizer_make_its_state():
+    """By a step with gradients and learning rates of zero, which no loss was scaled for."""
+    run = Run(MezzoFabric("O1,dtype=float16", **HERE))
+    run.model(torch.ones(1, 8))
+    before = [param.clone() for param in run.model.parameters()]
+    state = get_optimizer_state_dict(run.model.module, run.optimizer.optimizer)["state"]
+    assert set(state) == {name for name, _ in run.model.module.named_parameters()}
+    assert all(map(torch.equal, before, run.model.parameters()))
+    next(run.model.parameters()).grad = torch.ones(32, 8)
+    with pytest.raises(StateError, match="made by a backward pass whose loss was not scaled"):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.train(batches()[:2])
+    assert run.fabric.session.stats().steps == 1
+
+
 def test_parameters_of_no_model_train_too():
     """A criterion's; they stay FP32."""
     fabric, model = MezzoFabric("O2,dtype=float16", **HERE), net()
@@ -464,9 +482,9 @@ def test_a_model_that_comes_too_late_stays_as_it_was():
     assert {param.dtype for param in double.parameters()} == {torch.float64}
 
 
-@pytest.mark.slow  # two processes that import Lightning, and train several times
+@pytest.mark.slow  # two processes that import Lightning, and train sixteen times
 def test_two_ranks_step_together(tmp_path):
-    """An overflow on one is both's; accumulation reduces once; weights are equal bit for bit; a saved run goes on."""
+    """In DDP and with shards: an overflow on one is both's; weights are equal bit for bit; a saved run goes on."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     program = Path(__file__).with_name("fabric_ranks.py")
@@ -476,8 +494,24 @@ def test_two_ranks_step_together(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    for policy, found in first.items():
-        assert found["weights"] == second[policy]["weights"], policy
-        assert (found["steps"], found["skipped"]) == (8, 1), policy
-        assert found["resumed"] == found["weights"], policy
-        assert sum(found["losses"][-4:]) == pytest.approx(sum(first["O0"]["losses"][-4:]), rel=0.01), policy
+    for name, found in first.items():
+        assert found["weights"] == second[name]["weights"], name
+        assert (found["steps"], found["skipped"]) == (8, 1), name
+        assert found["resumed"] == found["weights"], name
+        assert found["metrics"][0] == found["metrics"][1], name
+        assert sum(found["losses"][-4:]) == pytest.approx(sum(first["O0 None"]["losses"][-4:]), rel=0.01), name
+
+
+def test_remainders_of_shards_are_not_gathered_into_one_file():
+    """Refused before the strategy asks for it; elsewhere they are saved as they are."""
+
+    class Gathering:
+        _save_distributed_checkpoint = False
+
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = mezzo.optim.SGD([weight], lr=0.1)
+    check_gathers(Gathering(), [optimizer])
+    optimizer.state[weight]["remainder"] = torch.zeros(4, dtype=torch.int16)
+    check_gathers(object(), [optimizer])
+    with pytest.raises(UnsupportedError, match=r"cannot be gathered into one file[\s\S]*Gathering[\s\S]*a folder"):
+        check_gathers(Gathering(), [optimizer])

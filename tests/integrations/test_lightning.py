@@ -484,23 +484,45 @@ def test_the_door_of_the_module_itself_casts_nothing():
     assert module.net[0].weight.dtype == torch.float32
 
 
+def ranks(program, folder):
+    """Run a program that starts its ranks, and return what both have found."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name(program), folder], env=environment, cwd=folder, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
 @pytest.mark.slow  # two processes that import Lightning, and train four times
 def test_two_ranks_step_together(tmp_path):
     """An overflow on one is both's; batches and losses are FP32 there as well; weights are equal bit for bit."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    program = Path(__file__).with_name("lightning_ranks.py")
-    done = subprocess.run(
-        [sys.executable, program, tmp_path], env=environment, cwd=tmp_path, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = ranks("lightning_ranks.py", tmp_path)
     for policy, found in first.items():
         assert found["weights"] == second[policy]["weights"], policy
         assert found["seen"] == second[policy]["seen"] == {"x float32, loss float32": 16}, policy
         assert (found["steps"], found["skipped"]) == (8, 1.0), policy
         assert sum(found["losses"][-4:]) == pytest.approx(sum(first["O0"]["losses"][-4:]), rel=0.01), policy
+
+
+@pytest.mark.slow  # two processes that import Lightning, and train eleven times
+def test_two_ranks_of_a_model_in_shards(tmp_path):
+    """Gathered in the policy's dtype; an overflow on one is both's; the Trainer's checkpoints go on bit for bit."""
+    first, second = ranks("lightning_shards.py", tmp_path)
+    refused = first.pop("O2,dtype=bfloat16 mezzo mezzo False")
+    assert "cannot be gathered into one file" in refused["refused"]
+    for name, found in first.items():
+        assert found["weights"] == second[name]["weights"], name
+        assert found["resumed"] == found["weights"], name
+        assert found["resumed_losses"] == found["losses"][8:], name
+        assert found["resumed_logged"][-1] == found["logged"][-1], name
+        assert (found["steps"], found["logged"][-1]["mezzo/skipped"]) == (8, 1.0), name
+        expected = name.partition("=")[2].partition(" ")[0] if name.startswith("O2") else "float32"
+        assert found["gathered"] == [expected], name
+        reference = first["O0 torch torch False"]["losses"]
+        assert sum(found["losses"][-4:]) == pytest.approx(sum(reference[-4:]), rel=0.01), name
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------

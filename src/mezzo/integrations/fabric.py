@@ -26,8 +26,9 @@ require_extra("lightning", "mixed precision for Fabric needs lightning", "lightn
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.plugins.precision import Precision  # noqa: E402
 from lightning.fabric.strategies.dp import DataParallelStrategy  # noqa: E402
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy  # noqa: E402
 
-__all__ = ["MezzoFabric", "parts_of"]
+__all__ = ["MezzoFabric", "check_gathers", "parts_of"]
 
 _WORDS: Final = Words(begin="fabric.setup", backward="fabric.backward(loss)")
 _SETUP: Final = "model, optimizer = fabric.setup(model, optimizer), for all of them before the first forward pass"
@@ -110,6 +111,7 @@ class MezzoFabric(Fabric):
                 why="it copies the model for each batch, without what the session has made of it",
                 write='MezzoFabric(policy, strategy="ddp")',
             )
+        self._plugin.shards = isinstance(self.strategy, ModelParallelStrategy)
 
     @property
     def session(self) -> ToldPrecision | None:
@@ -158,6 +160,8 @@ class MezzoFabric(Fabric):
                 write="another name for it",
             )
         attached = self._plugin.begin()
+        if attached is not None:
+            check_gathers(self.strategy, self._plugin.optimizers)
         super().save(path, state if attached is None else {**state, _KEY: attached.state_dict()}, *args, **kwargs)
 
     def load(self, path: Any, state: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -188,13 +192,17 @@ class _SessionPlugin(Precision):
 
     Attributes:
         session: The session, while there is one.
+        shards: Whether the strategy shards models.
+        optimizers: Those that were set up.
     """
 
     def __init__(self, policy: Policy, options: dict[str, Any], schedules: Schedules | None) -> None:
         self.session: ToldPrecision | None = None
+        self.shards = False
         self._policy, self._options, self._schedules = policy, options, schedules
         self._modules: dict[nn.Module, Prepared] = {}
-        self._optimizers: list[Optimizer] = []
+        self._sharded: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
         self._standing: Standing | None = None
         self._undo = ExitStack()
         self._is_closed = False
@@ -216,36 +224,44 @@ class _SessionPlugin(Precision):
             )
         try:
             yield
+            while self._sharded:
+                self._prepare(self._sharded.pop())
             if self._standing is not None and given:
                 assert self.session is not None
                 self.session.add(given)
                 self._take_over(given)
         except BaseException:
+            self._sharded.clear()
             for each in [each for each in self._modules if each not in known]:
                 self._modules.pop(each).remove()
             raise
-        self._optimizers += given
+        self.optimizers += given
         if scheduler is not None and self._schedules is not None:
             self._undo.callback(setattr, scheduler, "__class__", type(scheduler))
             _hold(scheduler, self._schedules)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare a model, before it is moved and wrapped."""
-        if not self._is_closed:
-            is_called_by_methods = hasattr(module, "training_step")
-            self._modules[module] = prepare(parts_of(module) if is_called_by_methods else module, self._policy)
+        """Prepare a model, before it is moved and wrapped; where it is sharded, that comes first."""
+        if self.shards and not self._is_closed:
+            self._sharded.append(module)
+        elif not self._is_closed:
+            self._prepare(module)
         return module
+
+    def _prepare(self, module: nn.Module) -> None:
+        is_called_by_methods = hasattr(module, "training_step")
+        self._modules[module] = prepare(parts_of(module) if is_called_by_methods else module, self._policy)
 
     def begin(self) -> Attached | None:
         """Return what stands behind the program's calls; it begins with the first call that has an optimizer."""
-        if self._standing is None and self._optimizers:
+        if self._standing is None and self.optimizers:
             handles = list(self._modules.values())
 
             def begun(strays: list[nn.Module]) -> ToldPrecision:
-                return ToldPrecision([*handles, *strays], self._optimizers, self._policy, **self._options)
+                return ToldPrecision([*handles, *strays], self.optimizers, self._policy, **self._options)
 
             models = [handle.model for handle in handles]
-            standing = Standing(models, self._optimizers, self._policy, words=_WORDS, begin=begun)
+            standing = Standing(models, self.optimizers, self._policy, words=_WORDS, begin=begun)
             assert standing.attached is not None, "there is an optimizer"
             if self._policy.param_dtype in LOW:
                 own = [module for module, handle in self._modules.items() if handle.model is not module]
@@ -268,7 +284,7 @@ class _SessionPlugin(Precision):
         for handle in self._modules.values():
             handle.remove()
         self._undo.close()
-        self._modules, self._optimizers = {}, []
+        self._modules, self.optimizers = {}, []
         self._standing = self.session = None
         self._is_closed = True
 
@@ -337,6 +353,23 @@ def parts_of(module: nn.Module) -> nn.Module:
     for name, buffer in module.named_buffers(recurse=False):
         parts.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
     return parts
+
+
+def check_gathers(strategy: Any, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse a strategy that gathers sharded state for one file, where there is state that no rank can be sent.
+
+    Raises:
+        UnsupportedError: The remainders of split masters are such.
+    """
+    states = (tensor for each in optimizers for state in each.state.values() for tensor in state.values())
+    is_split = any(isinstance(tensor, Tensor) and tensor.dtype == torch.int16 for tensor in states)
+    if is_split and not getattr(strategy, "_save_distributed_checkpoint", True):
+        raise UnsupportedError(
+            "the state of a sharded mezzo optimizer cannot be gathered into one file",
+            where=type(strategy).__name__,
+            why="the remainders of its weights are int16, which neither gloo nor NCCL sends",
+            write="ModelParallelStrategy(save_distributed_checkpoint=True), a folder; or an optimizer of torch's",
+        )
 
 
 def _handed_on(made: Any) -> Any:

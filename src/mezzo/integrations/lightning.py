@@ -29,7 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
-from mezzo.integrations.fabric import MezzoFabric, parts_of  # noqa: E402
+from mezzo.integrations.fabric import MezzoFabric, check_gathers, parts_of  # noqa: E402
 
 __all__ = ["MezzoFabric", "MezzoPrecision"]
 
@@ -117,6 +117,7 @@ class MezzoPrecision(Precision):
             assert wrapped is not None
             self.session = MixedPrecision(wrapped, [_bare(each) for each in optimizers], **self._options)
             self._attached, self._saved = Attached(self.session), {}
+            check_gathers(module.trainer.strategy, map(_bare, optimizers))
             if self.policy.param_dtype in LOW:
                 self._attached.save_as(torch.float32, [module])
             _callbacks(module).append(self._observer)

@@ -14,6 +14,7 @@ from mezzo.cast import fp32, prepare
 from mezzo.cast.held import HeldRegion
 from mezzo.cast.nested import cast_batches
 from mezzo.errors import PolicyError, StateError
+from mezzo.optim.hypers import changes_nothing
 from mezzo.policy import Policy
 from mezzo.session.attached.attached import Attached
 from mezzo.session.session import MixedPrecision
@@ -177,6 +178,9 @@ class Standing:
                         write=f"{self._words.backward}\nwith all optimizers whose parameters the loss trains",
                     )
                 case "foreign":
+                    params = (param for group in optimizer.param_groups for param in group["params"])
+                    if changes_nothing(optimizer.param_groups, (p.grad for p in params if p.grad is not None)):
+                        return self.attached.plain_step(optimizer)()  # as where torch.distributed.checkpoint loads
                     raise StateError(
                         "these gradients were made by a backward pass whose loss was not scaled",
                         where=f"{type(optimizer).__name__}.step()",
