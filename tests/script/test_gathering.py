@@ -312,3 +312,35 @@ def test_what_a_session_tries_is_none_of_the_scripts_optimizers(report):
     text = f"{MODEL}optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)\nfor _ in range(3):\n    {STEP}"
     found, _ = report(text, policy="O3,dtype=bfloat16")
     assert (found.optimizers, found.models, found.steps, found.left_alone) == (("SGD",), ("Sequential",), 3, {})
+
+
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+def test_parameters_thaw_where_steps_have_closures(report, policy):
+    text = THAWS.replace(
+        "optimizer.zero_grad(); (model(x)", "def closure():\n        optimizer.zero_grad(); loss = (model(x)"
+    )
+    text = text.replace(
+        "square().mean().backward(); optimizer.step()",
+        "square().mean(); loss.backward(); return loss\n    optimizer.step(closure)",
+    )
+    _, plain = report(text, policy=None)
+    found, low = report(text, policy=policy)
+    assert found.steps == 6
+    assert low[:4] == plain[:4] == [6, 6, 3, 3]
+    assert low[4:] == pytest.approx(plain[4:], abs=0.01)
+
+
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16"])
+def test_an_optimizer_that_is_made_before_lbfgs_evaluates_joins_after_that_step(report, policy):
+    text = (
+        f"{MODEL}optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)\nother = torch.nn.Linear(8, 1)\n"
+        "def closure():\n    optimizer.zero_grad()\n"
+        "    loss = (model(x) - 1).square().mean(); loss.backward(); return loss\n"
+        "optimizer.step(closure)\nlate = torch.optim.SGD(other.parameters(), lr=0.1)\noptimizer.step(closure)\n"
+        "other(x).square().mean().backward(); late.step()\n"
+        "print(*model.state_dict()['2.bias'].tolist(), *other.state_dict()['bias'].tolist())\n"
+    )
+    _, plain = report(text, policy=None)
+    found, low = report(text, policy=policy)
+    assert low == pytest.approx(plain, abs=0.05)
+    assert (found.steps, found.optimizers, found.left_alone) == (3, ("LBFGS", "SGD"), {})

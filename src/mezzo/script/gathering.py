@@ -70,7 +70,7 @@ class Gathering:
 
     def region(self) -> AbstractContextManager[Any]:
         """Return the region of the session; nothing's where there is none."""
-        if self._new and torch.is_grad_enabled():
+        if self._may_begin():
             self._begin()
         return contextlib.nullcontext() if self.amp is None else self.amp.autocast()
 
@@ -200,9 +200,14 @@ class Gathering:
         self._seams.replace(nn.Module, "__call__", call)
         self._is_watching = True
 
+    def _may_begin(self) -> bool:
+        """Whether a forward pass may end the session and begin another; not one that LBFGS asks for in its step."""
+        is_evaluating = self.amp is not None and self.amp.is_evaluating
+        return bool(self._new) and torch.is_grad_enabled() and not is_evaluating
+
     def _trains(self, module: nn.Module) -> bool:
         """Whether a module's forward pass trains a parameter of a new optimizer, or of the session that has to end."""
-        if not self._new or not torch.is_grad_enabled() or module in self._known_not:
+        if module in self._known_not or not self._may_begin():
             return False
         sharding.reshard(sharding.units(module))  # an evaluation may have left whole parameters in their places
         new = self._held.union(self._added, map(id, updated(_alive(self._new))))

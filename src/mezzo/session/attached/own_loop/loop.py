@@ -189,6 +189,11 @@ class AttachedPrecision(MixedPrecision):
         """
         return int(self._core.scalers[loss_id].state.clean_steps)
 
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether a step evaluates its closure now, and perhaps again: the session cannot end inside."""
+        return self._core.evaluating is not None
+
     def close(self) -> None:
         """End the session: FP32 weights, optimizers as they were built, and every name bound to what it was before."""
         if attached_now() is self:
@@ -287,6 +292,9 @@ class _OwnLoop(Standing):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if self.attached.amp._core.is_closed:  # inside of the closure, where another session may have begun
+                optimizer.step()
+                return loss
         kind = self.attached.gradients_of(optimizer)
         if kind == "foreign":
             self.attached.take_as_they_are(optimizer)
