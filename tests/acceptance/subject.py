@@ -137,7 +137,7 @@ class Subject:
             self.add_late(late)
 
     def begin(self, config):
-        self.config = config
+        self.config, self.before = config, array(self.model.late.weight)
         options = {"max_grad_norm": config.clip, "num_losses": config.losses, "on_overflow": config.on_overflow}
         self.amp = mezzo.MixedPrecision(self.model, self.optimizers, config.policy, **options)
 

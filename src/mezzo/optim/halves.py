@@ -191,6 +191,12 @@ class HalvesOptimizer(Optimizer):
         self._edits.see([param])
         self._awaiting.discard(param)
 
+    def refine(self, param: Tensor, value: Tensor) -> None:
+        """Give a parameter the other half of a value that it was rounded from: beside a tie it is rounded anew."""
+        self.take_edits()
+        self.state[param].pop(self._form_of(param).extra, None)
+        self.adopt({param: value}, lambda each: f"a parameter of shape {tuple(each.shape)}")
+
     @torch.no_grad()
     def master_of(self, param: Tensor) -> Tensor:
         """Return the FP32 value of a parameter, as a new tensor.

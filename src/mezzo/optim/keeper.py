@@ -40,6 +40,14 @@ class Keeper(Protocol):
             NumericsError: A value that cannot be kept; nothing was changed.
         """
 
+    def refine(self, param: Tensor, value: Tensor) -> None:
+        """Give a parameter the FP32 value that it was rounded from; forward passes may have read it, and go on.
+
+        Args:
+            param: One of :meth:`stored`.
+            value: Of its shape, in FP32, which rounds to it.
+        """
+
     def take_edits(self, params: Iterable[Tensor] | None = None) -> None:
         """Take over parameters that were changed in place since their FP32 values were last rounded into them.
 

@@ -247,6 +247,11 @@ class MasterWeights:
         param.copy_(master)
         self._see(param)
 
+    @torch.no_grad()
+    def refine(self, param: Tensor, value: Tensor) -> None:
+        """Give a parameter's master the value that the parameter was rounded from."""
+        self._master[param].copy_(value)
+
     def leave(self) -> None:
         """See :meth:`remove`."""
         self.remove()

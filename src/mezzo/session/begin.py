@@ -81,7 +81,7 @@ def begun(
             if policy.dtype != torch.float32:
                 kind = "emulated in float32" if core.weights.region().emulated else "native"
                 logger.info("%s arithmetic on %s is %s", policy.dtype, next(core.weights.updated()).device.type, kind)
-            if policy.master_weights:
+            if policy.master_weights or core.weights.untrained:
                 watch(core.weights)
             if on_overflow == "explain":
                 from mezzo.overflow import Replay

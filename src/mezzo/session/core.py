@@ -169,6 +169,7 @@ class Core:
         if count != self.num_param_groups and not any(group.window for group in self.groups):
             self.groups = grouped(self.groups, self.optimizers, self.weights.masters, self.weights.name_of)
             self.num_param_groups = count
+            self.weights.take_thawed()
             for group in self.groups if self.sums_wide else ():
                 group.wide.stay_on()
             for group in self.groups:

@@ -67,7 +67,9 @@ class MixedPrecision(Settings):
     optimizers then unscale, clip and skip in their own kernel; for others one pass multiplies the gradients by clip
     coefficient / scale, left out where that is 1, and one host sync learns whether to skip. ``"explain"`` keeps the
     inputs and the models' output gradients alive until the step; both it and ``"raise"`` cost one host sync. On several
-    ranks one exchange of a few numbers, two where parameters are sharded; no host sync but with ``check_ranks``.
+    ranks one exchange of a few numbers, two where parameters are sharded; no host sync but with ``check_ranks``. Of
+    weights that are stored low and that no optimizer updates, FP32 values lie in the host's memory where rounding
+    changes them: 4 bytes each.
 
     Example:
         >>> import mezzo, torch
@@ -365,6 +367,9 @@ class MixedPrecision(Settings):
 
     def close(self) -> None:
         """Undo the preparation: FP32 weights with the masters' values, and the optimizers as they were built.
+
+        Weights and buffers that no optimizer updates get the values that they had before the session, or that were
+        loaded since, with every bit; but not what ``fully_shard`` has sharded, which stays rounded.
 
         What :func:`mezzo.prepare` has prepared stays so until its handle's ``remove()``, which gives it these values.
         """

@@ -1,4 +1,4 @@
-"""The FP32 values that a prepared model's tensors were rounded from, kept until a session adopts them."""
+"""The FP32 values that a prepared model's tensors were rounded from: those that no optimizer keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import UnsupportedError
 from mezzo.shards import placed
-from mezzo.tensors import LOW, dtype_name, mark, overflows
+from mezzo.tensors import LOW, dtype_name, is_distributed, mark, overflows
 
 __all__ = ["Originals", "Preparation", "preparations_in"]
 
@@ -35,6 +35,28 @@ class Originals:
         """
         self.values = {t: value for t, value in self.values.items() if of is not None and t not in of}
 
+    def put_aside(self) -> None:
+        """Keep what rounding took in the host's memory; where it took nothing, the tensors say it all.
+
+        Of tensors that lie in parts on several ranks nothing is kept.
+
+        **Cost**: 4 bytes of the host's for each element of a tensor that was rounded; a host sync for each tensor.
+        """
+        for tensor, value in [*self.settle().items()]:
+            if is_distributed(tensor):
+                del self.values[tensor]
+            elif value.dtype != tensor.dtype:
+                now = tensor.to(value.device)
+                if torch.equal(value.to(now.dtype), now):
+                    self._rounded.pop(tensor, None)  # so that what goes through .data is seen as well
+                exact = torch.equal(now.to(value.dtype), value)
+                self.values[tensor] = tensor.data if exact else value.cpu()
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Return what a tensor stands for, on its device, where that is kept."""
+        value = self._settled(tensor) if tensor in self.values else None
+        return None if value is None else value.to(tensor.device)
+
     def keep(self, values: Mapping[Tensor, Tensor]) -> None:
         """Take values that tensors, as they are now, stand for, however they were rounded from them."""
         self.values.update(values)
@@ -55,19 +77,22 @@ class Originals:
                 self._rounded[new] = mark(new)
         self._rounded = {t: seen for t, seen in self._rounded.items() if t not in to}
 
-    @torch.no_grad()
     def settle(self) -> dict[Tensor, Tensor]:
         """Bring the values up to date with what was written to the tensors, and return them.
 
         Element by element: where a tensor is what its value rounds to, the value stays; elsewhere the tensor counts.
         """
-        for tensor, value in self.values.items():
-            if tensor.device != value.device:
-                self.values[tensor] = value = value.to(tensor.device)
-            if tensor.dtype in LOW and self._rounded.get(tensor) != mark(tensor):
-                kept = value.to(tensor.dtype) == tensor
-                value.copy_(torch.where(kept, value, tensor.to(value.dtype)))
-        return self.values
+        return {tensor: self._settled(tensor) for tensor in self.values}
+
+    @torch.no_grad()
+    def _settled(self, tensor: Tensor) -> Tensor:
+        value = self.values[tensor]
+        if value.dtype == tensor.dtype:
+            self.values[tensor] = value = tensor.data  # which may have been given other memory
+        elif tensor.dtype in LOW and self._rounded.get(tensor) != mark(tensor):
+            now = tensor.to(value.device)
+            value.copy_(torch.where(value.to(now.dtype) == now, value, now.to(value.dtype)))
+        return value
 
     @torch.no_grad()
     def round(self) -> None:
@@ -92,7 +117,10 @@ class Originals:
                 why=f"they are beyond {torch.finfo(tensor.dtype).max:g} and would become infinite",
                 write=f"policy.keep_fp32(params=[{name!r}]), or dtype=bfloat16",
             )
-        self.values[tensor] = incoming.detach().to(tensor.device, self.values[tensor].dtype, copy=True)
+        value = self.values[tensor]
+        exact = incoming.dtype if value.dtype in LOW else value.dtype
+        self.values[tensor] = incoming.detach().to(value.device, exact, copy=True)
+        self._rounded.pop(tensor, None)
 
 
 class Preparation:

@@ -67,7 +67,8 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
 
     **Cost**: none where nothing differs. Two hooks on each module with a rule. In O2/O3 two hooks on the model, and one
     on each submodule with weights (1 to 2 µs a call), so that the one that is called from outside casts; and 4 bytes a
-    parameter for what it was rounded from, until a session adopts it or ``release_originals()`` gives it up.
+    parameter for what it was rounded from, until a session adopts it or ``release_originals()`` gives it up. What no
+    optimizer of that session updates lies in the host's memory from then on, until ``remove()``.
 
     Example:
         >>> import mezzo
@@ -194,6 +195,28 @@ class Prepared:
         """
         self._originals.release(of)
 
+    def put_originals_aside(self) -> None:
+        """Keep what is left of the tensors as they were in the host's memory, for as long as a session lasts."""
+        self._originals.put_aside()
+
+    @property
+    def has_originals(self) -> bool:
+        """Whether anything is kept of the tensors as they were."""
+        return bool(self._originals.values)
+
+    def original_of(self, tensor: Tensor) -> Tensor | None:
+        """Return what a tensor was, as :meth:`originals` does, on its device; ``None`` where it is not kept."""
+        value = self._originals.value_of(tensor)
+        return None if value is None else value.to(self._before.get(tensor, value.dtype))
+
+    def take_loaded(self, tensor: Tensor, incoming: Any, name: str) -> None:
+        """Keep what is about to be loaded into a tensor whose value before conversion is kept.
+
+        Raises:
+            UnsupportedError: It would become infinite there.
+        """
+        self._originals.take(tensor, incoming, name)
+
     def keep_originals(self, values: Mapping[Tensor, Tensor]) -> None:
         """Take tensors of the dtypes before conversion, which :meth:`remove` gives to the model's in one move each."""
         self._originals.keep({t: value for t, value in values.items() if self._before.get(t) == value.dtype})
@@ -201,7 +224,7 @@ class Prepared:
     def originals(self) -> dict[Tensor, Tensor]:
         """Return the tensors as they were before conversion, by the tensor that now stands in the model.
 
-        Elements that were written since count as they are now.
+        Elements that were written since count as they are now. Some may lie in the host's memory, or in their tensor.
         """
         return self._originals.settle()
 
@@ -313,7 +336,7 @@ class Prepared:
         for tensor, dtype in self._before.items():
             if tensor.dtype != dtype:
                 gradient, tensor.grad = tensor.grad, None
-                _store(tensor, originals[tensor] if tensor in originals else tensor.data.to(dtype))
+                _store(tensor, originals.get(tensor, tensor.data).to(tensor.device, dtype))
                 tensor.grad = None if gradient is None else gradient.to(dtype)
         self._tell_of_parts()
         self._before.clear()

@@ -225,13 +225,15 @@ class Attached:
 
     def exact(self) -> Callable[[Tensor], Tensor | None]:
         """Return what gives the FP32 value of a parameter or buffer that is stored in low precision."""
-        keepers = self._core.weights.stored(in_fp32=True)
+        weights = self._core.weights
+        keepers, value_of = weights.stored(in_fp32=True), weights.fp32_values()
         stores_low = self._core.policy.param_dtype in LOW
 
         def exact(tensor: Tensor) -> Tensor | None:
             if (keeper := keepers.get(tensor)) is not None:
                 keeper.take_edits([tensor])
-                return keeper.master_of(tensor)
+            if (value := value_of(tensor)) is not None:
+                return value
             return tensor.float() if stores_low and tensor.dtype in LOW else None
 
         return exact

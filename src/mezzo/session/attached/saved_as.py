@@ -55,10 +55,10 @@ class _SavedAs:
         if self._dtype is None:
             return
         weights = self._weights()
-        keepers = {} if weights is None else weights.stored(in_fp32=True)
+        value_of = (lambda _: None) if weights is None else weights.fp32_values()
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             saved = state.get(prefix + name)
             if tensor is None or saved is tensor or not isinstance(saved, Tensor) or saved.dtype not in CASTABLE:
                 continue
-            keeper = keepers.get(tensor)
-            state[prefix + name] = (saved if keeper is None else keeper.master_of(tensor).detach()).to(self._dtype)
+            exact = value_of(tensor)
+            state[prefix + name] = (saved if exact is None else exact).to(self._dtype)

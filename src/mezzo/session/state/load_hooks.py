@@ -27,12 +27,14 @@ def watch(weights: Weights) -> None:
     FP32 weights go to their keepers whole, and low-precision ones leave every FP32 value, or FP32 weight that the
     session restored, that rounds to them. So the state dicts of model and session load in either order. Masters that
     were edited in place are rounded into the model before it is saved or loaded, as if the edit had been made there.
-    Hooks before ``nn.Module.load_state_dict`` and ``state_dict`` of each module that has parameters, so that a part of
-    the model, or a wrapper around it, does so as exactly; a copied or unpickled model has some that do nothing.
+    Hooks before ``nn.Module.load_state_dict`` and ``state_dict`` of each module that has parameters, or buffers whose
+    FP32 values are kept, so that a part of the model, or a wrapper around it, does so as exactly; a copied or unpickled
+    model has some that do nothing.
     """
     if not weights.load_hooks:
         hook = LoadHook(weights)
-        for module in {module: None for model in weights.models for module in model.modules() if module._parameters}:
+        every = {module: None for model in weights.models for module in model.modules()}
+        for module in (each for each in every if each._parameters or (each._buffers and weights.untrained)):
             weights.load_hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
             weights.load_hooks.append(module.register_state_dict_pre_hook(hook.show))  # type: ignore[no-untyped-call]
             # What torch has copied by then is no edit, and does not count more than one of a master that follows.
@@ -77,7 +79,11 @@ class LoadHook:
         """Replace what is about to be loaded."""
         if (weights := self._weights()) is None:
             return
+        weights.take_thawed()
         stored = weights.stored(in_fp32=True)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor not in stored and prefix + name in state_dict:
+                weights.untrained.take_loaded(tensor, state_dict[prefix + name], prefix + name)
         for name, param in module._parameters.items():
             incoming = state_dict.get(prefix + name)
             if param is None or not isinstance(incoming, Tensor) or incoming.shape != param.shape:

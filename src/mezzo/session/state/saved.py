@@ -92,6 +92,7 @@ def _is_of_one_rank(core: Core) -> bool:
 
 def _masters(core: Core) -> dict[str, Tensor]:
     """Return a copy of every FP32 value that the parameters themselves lack."""
+    core.weights.take_thawed()
     stored = core.weights.stored(in_fp32=True)
     named = ((name, param) for name, param in core.weights.named_params() if param in stored)
     return {name: stored[param].master_of(param).detach().clone() for name, param in named}
@@ -203,6 +204,7 @@ def _load_masters(core: Core, state: Mapping[str, Any]) -> None:
     """Give the saved FP32 values to their keepers, or to the parameters themselves where these are FP32 now."""
     masters, weights = state["masters"], core.weights
     weights.take_edits()
+    weights.take_thawed()
     weights.restored.clear()
     stored = weights.stored(in_fp32=True)
     for name, param in weights.named_params():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo.errors import StateError, UnsupportedError, shown, some_of
 from mezzo.optim.optimizer import one_pass
@@ -62,6 +62,8 @@ class Stateful:
         masters, model = session["masters"], dict[str, Any]()
         for name, value in core.weights.named_state():
             exact = masters.get(names.get(id(value), name))
+            if exact is None and isinstance(value, nn.Parameter):
+                exact = core.weights.untrained.value_of(value)
             model[name] = exact if exact is not None else value.detach().clone() if isinstance(value, Tensor) else value
         pairs = [optimizers.saved(optimizer, lambda tensor: names[id(tensor)]) for optimizer in core.optimizers]
         session |= {

@@ -24,6 +24,7 @@ from mezzo.policy import Policy
 from mezzo.session.weights.low import LowWeights
 from mezzo.session.weights.phases import Handles
 from mezzo.session.weights.shards import Shards, halved
+from mezzo.session.weights.untrained import Untrained
 from mezzo.session.weights.words import Words
 from mezzo.session.window.wrappers import Wrappers
 from mezzo.step.consensus import Consensus
@@ -43,6 +44,7 @@ class Weights:
         policy: The policy.
         handles: The handles of those models that were prepared before.
         prepared: The models under the policy, once converted.
+        untrained: What was before of those tensors that no optimizer updates.
         masters: The FP32 masters of those optimizers that have any, by ``id`` of the optimizer.
         restored: FP32 parameters that the session's state wrote, until the next step.
         low: What refuses weights that would lose gradients or updates.
@@ -62,6 +64,8 @@ class Weights:
         self.models, self.optimizers, self.policy = models, optimizers, policy
         self.handles = handles
         self.prepared: list[Prepared] = []
+        self.untrained = Untrained(self.prepared)
+        self._num_updated = 0  # parameters whose keepers have been handed what there is of them
         self.masters: dict[int, MasterWeights] = {}
         self.restored: set[Tensor] = set()
         self.load_hooks: list[RemovableHandle] = []
@@ -86,8 +90,7 @@ class Weights:
                 self.prepared.extend(self.handles.get(model) or [Prepared(model, self.policy)])
             self._adopt(self.optimizers)
             yield
-            for prepared in self.prepared:
-                prepared.release_originals()
+            self.untrained.put_aside()
             self.wrappers = Wrappers.of(self.models, self.policy)
         except BaseException:
             self.undo()
@@ -144,7 +147,7 @@ class Weights:
                 parts = halved(self.models, self.optimizers, self.name_of)
                 for prepared in self.prepared:
                     prepared.halve(parts)
-            originals = {t: data for prepared in self.prepared for t, data in prepared.originals().items()}
+            originals = self.untrained.values_of(p for each in optimizers for p in self.updated(each))
             for each in own:
                 each.adopt(originals, self.name_of)
             for optimizer in optimizers:
@@ -152,13 +155,43 @@ class Weights:
                     self.masters[id(optimizer)] = MasterWeights(
                         optimizer, grad_dtype="param", originals=originals, hooks=False
                     )
-        kept = self.stored(in_fp32=True)  # with every bit, also for undo()
+        self._release_originals()
         for prepared in self.prepared:
-            prepared.release_originals(kept)
             prepared.join()
         keeps_masters = self.policy.master_weights or self.policy.param_dtype == torch.float32
         for each in own:
             each.join(masters=keeps_masters)
+
+    def _release_originals(self) -> None:
+        """Forget what tensors were before that an optimizer updates: keepers have every bit, also for undo().
+
+        Without masters there are none, and such weights are what the policy's format holds of them.
+        """
+        self.untrained.release(self.stored(in_fp32=True) if self.policy.master_weights else {*self.updated()})
+        self._num_updated = sum(1 for _ in self.updated())
+
+    def take_thawed(self) -> None:
+        """Let keepers have what parameters were before conversion whose groups were added since."""
+        if not self.untrained or self._num_updated == sum(1 for _ in self.updated()):
+            return
+        if self.policy.master_weights:
+            for own in one_pass(self.optimizers):
+                if frozen := self.untrained.values_of(p for p in self.updated(own) if not p.requires_grad):
+                    own.take_edits()
+                    own.adopt(frozen, self.name_of)
+            self.untrained.hand_over(self.stored(in_fp32=True))
+        self._release_originals()
+
+    def fp32_values(self) -> Callable[[Tensor], Tensor | None]:
+        """Return what gives the FP32 value of a parameter or buffer, where more is kept of it than it holds."""
+        self.take_thawed()
+        keepers = self.stored(in_fp32=True)
+
+        def value_of(tensor: Tensor) -> Tensor | None:
+            keeper = keepers.get(tensor)
+            return self.untrained.value_of(tensor) if keeper is None else keeper.master_of(tensor).detach()
+
+        return value_of
 
     def undo(self) -> None:
         """Give back FP32 weights with the values that were kept, and the optimizers as they were built.
@@ -168,6 +201,7 @@ class Weights:
         for hook in (*self._step_hooks, *self.load_hooks):
             hook.remove()
         self.load_hooks.clear()
+        self.take_thawed()
         # Read before any tensor changes its dtype, while keepers still know what belongs to which weight.
         exact = {param: keeper.master_of(param).detach() for param, keeper in self.stored().items()}
         widen = _widening(each for each in self.optimizers if as_one_pass(each) is None)

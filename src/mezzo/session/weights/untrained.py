@@ -1,0 +1,71 @@
+"""Weights and buffers that a session stores low and no optimizer updates: what they were before."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.cast.model.prepare import Prepared
+from mezzo.optim.keeper import Keeper
+
+__all__ = ["Untrained"]
+
+
+class Untrained:
+    """What a session's models had before conversion, where no keeper of an optimizer's has it.
+
+    It is for what programs get back: forward passes read the rounded weights. An element that was written since counts
+    as it is now.
+
+    Args:
+        prepared: The models under the policy; more may be added.
+    """
+
+    def __init__(self, prepared: list[Prepared]) -> None:
+        self._prepared = prepared
+
+    def __bool__(self) -> bool:
+        return any(each.has_originals for each in self._prepared)
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Return what a tensor was, on its device; ``None`` where nothing is kept of it."""
+        values = (each.original_of(tensor) for each in self._prepared)
+        return next((value for value in values if value is not None), None)
+
+    def values_of(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Return what some parameters were, those of which that is kept."""
+        return {param: value for param in params if (value := self.value_of(param)) is not None}
+
+    def put_aside(self) -> None:
+        """Let it lie in the host's memory from now on."""
+        for each in self._prepared:
+            each.put_originals_aside()
+
+    def release(self, of: Container[Tensor]) -> None:
+        """Forget what some tensors were."""
+        for each in self._prepared:
+            each.release_originals(of)
+
+    def take_loaded(self, tensor: Tensor, incoming: Any, name: str) -> None:
+        """Keep what is about to be loaded into a tensor.
+
+        Raises:
+            UnsupportedError: It would become infinite there.
+        """
+        for each in self._prepared:
+            each.take_loaded(tensor, incoming, name)
+
+    @torch.no_grad()
+    def hand_over(self, keepers: Mapping[Tensor, Keeper]) -> None:
+        """Give keepers what parameters were that they have been given since, rounded.
+
+        Args:
+            keepers: By parameter.
+        """
+        for param, keeper in keepers.items():
+            if (value := self.value_of(param)) is not None:
+                now = keeper.master_of(param).detach()
+                keeper.refine(param, torch.where(now == param, value, now))  # but where it has moved by then
