@@ -4,13 +4,16 @@ import copy
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -314,7 +317,7 @@ def test_models_are_placed_before_masters_are_made(places):
 
 @pytest.mark.slow  # two processes that import Accelerate, and train four times
 def test_two_ranks_step_together(tmp_path):
-    """An overflow on one is both's; weights are equal bit for bit, and a checkpoint goes on so."""
+    """An overflow on one is both's; weights are equal bit for bit, sharded too, and a checkpoint goes on so."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     program = Path(__file__).with_name("accelerate_ranks.py")
@@ -329,6 +332,9 @@ def test_two_ranks_step_together(tmp_path):
         assert found["weights"] == second[policy]["weights"], policy
         assert found["again"] == found["weights"], policy
         assert (found["steps"], found["skipped"]) == (8, 1), policy
+        assert found["model"] == ("FSDPSequential" if "sharded" in policy else "DistributedDataParallel")
+        computes = "float32" if "O0" in policy else re.search("float16|bfloat16", policy)[0]
+        assert found["seen"] == [f"torch.{computes}"], policy  # what the second product reads
         assert sum(found["losses"][-4:]) == pytest.approx(sum(first["O0"]["losses"][-4:]), rel=0.02), policy
 
 
@@ -350,13 +356,50 @@ def test_precision_set_besides_is_refused():
 
 @pytest.mark.parametrize(
     "kind, write",
-    [("DEEPSPEED", "in its own configuration"), ("FSDP", r"mezzo\.fully_shard in a loop"), ("MEGATRON_LM", "torchrun")],
+    [("DEEPSPEED", "in its own configuration"), ("MEGATRON_LM", "torchrun")],
 )
 def test_what_owns_the_step_is_refused(monkeypatch, kind, write):
     accelerator = accelerate.Accelerator(cpu=True)
     monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType(kind))
     with pytest.raises(UnsupportedError, match=rf"Accelerate runs with {kind}(.|\n)*write  .*{write}"):
         attach(accelerator, *model_and_optimizer(), "O1")
+
+
+@pytest.mark.parametrize("version, why", [(1, "flat pieces"), (2, "after the optimizer was built")])
+def test_accelerates_own_sharding_is_refused_by_its_version(monkeypatch, version, why):
+    accelerator = accelerate.Accelerator(cpu=True)  # where Accelerate shards on accelerators alone
+    monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType.FSDP)
+    accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=version)
+    with pytest.raises(
+        UnsupportedError, match=rf"shards with FSDP{version}\n.*\n.*{why}.*\n  write  mezzo.fully_shard"
+    ):
+        attach(accelerator, *model_and_optimizer(), "O1")
+
+
+@pytest.fixture
+def rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_a_sharded_model_is_prepared_as_it_is_and_has_a_checkpoint_of_its_own(rank, tmp_path, name):
+    model = nn.Linear(2, 1)
+    mezzo.fully_shard(model, "O2,dtype=bfloat16")
+    accelerator, optimizer = accelerate.Accelerator(cpu=True), torch.optim.SGD(model.parameters(), lr=0.1)
+    names = set(vars(accelerator))
+    amp = attach(accelerator, model, optimizer, "O2,dtype=bfloat16")
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    assert prepared is model
+    accelerator.backward(model(torch.ones(2, 2)).sum())
+    optimizer.step()
+    assert amp.stats().steps == 1
+    with pytest.raises(UnsupportedError, match=rf"accelerator.{name}_state(.|\n)*checkpoint.{name}\(.*amp.stateful"):
+        getattr(accelerator, f"{name}_state")(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    amp.close()
+    assert set(vars(accelerator)) == names
 
 
 def test_the_order_is_checked():

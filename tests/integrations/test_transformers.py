@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import mezzo
@@ -355,13 +356,27 @@ def test_what_cannot_be_meant(hf, made):
         hf.plug(trainer, "O1")
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_what_owns_the_step_is_refused(hf, made, monkeypatch, kind):
+def test_what_owns_the_step_is_refused(hf, made, monkeypatch):
     trainer = made()
     kinds = type(trainer.accelerator.distributed_type)
-    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", kinds(kind))
-    with pytest.raises(UnsupportedError, match=rf"Accelerate runs with {kind}(.|\n)*write  .*torchrun"):
+    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", kinds.DEEPSPEED)
+    with pytest.raises(UnsupportedError, match=r"Accelerate runs with DEEPSPEED(.|\n)*write  .*torchrun"):
         hf.plug(trainer, "O1")
+    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", kinds.FSDP)
+    trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2)
+    with pytest.raises(UnsupportedError, match=r"Accelerate shards with FSDP2\n(.|\n)*write  mezzo.fully_shard"):
+        hf.plug(trainer, "O1")
+
+
+def test_a_sharded_model_is_refused(hf, made):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        trainer = made()
+        mezzo.fully_shard(trainer.model, "O1")
+        with pytest.raises(UnsupportedError, match=r"the Trainer's model is sharded\n(.|\n)*write  the whole model"):
+            hf.plug(trainer, "O1")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_several_gpus_in_one_process_are_refused(hf, made, monkeypatch):

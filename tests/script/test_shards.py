@@ -121,3 +121,15 @@ def test_sharding_is_torchs_own_again(seen):
     plain = torch.distributed.fsdp.fully_shard
     seen("O2,dtype=bfloat16")
     assert torch.distributed.fsdp.fully_shard is plain
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_fsdp1_is_left_alone_by_name(seen):
+    shard = "from torch.distributed.fsdp import FullyShardedDataParallel\n"
+    shard += "model = FullyShardedDataParallel(model, device_id=torch.device('cpu'))"
+    report, _ = seen("O1,dtype=bfloat16", shard)
+    ((what, why),) = report.left_alone.items()
+    assert what == "AdamW over Sequential"
+    assert why.startswith("the model is wrapped by FullyShardedDataParallel, which is FSDP1\n")
+    assert "write  mezzo.fully_shard(model, policy), which is FSDP2" in why
+    assert report.alarm == "nothing ran in low precision"

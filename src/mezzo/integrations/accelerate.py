@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.cast import autocast
+from mezzo.cast.model import sharding
 from mezzo.errors import PolicyError, StateError, UnsupportedError, require_extra, shown
 from mezzo.integrations.told import ToldPrecision
 from mezzo.policy import Policy
@@ -59,6 +60,8 @@ def attach(
       step was skipped, which ``accelerator.optimizer_step_was_skipped`` tells;
     - ``accelerator.save_state`` and ``load_state`` go on bit for bit; state dicts, ``save_model`` and
       ``save_pretrained`` hold FP32 weights;
+    - a model that :func:`mezzo.fully_shard` has sharded before its optimizer was built is prepared as it is, and
+      ``amp.stateful()`` is its checkpoint;
     - ``accelerator.log`` tells its trackers ``mezzo/scale``, the loss scale, and ``mezzo/skipped``, a count of steps.
 
     Args:
@@ -77,7 +80,7 @@ def attach(
     Raises:
         PolicyError: A wrong policy or option; what Accelerate has prepared already; ``mixed_precision`` besides; or an
             accelerator that has a session.
-        UnsupportedError: accelerate is not installed; or DeepSpeed, FSDP, Megatron-LM or XLA.
+        UnsupportedError: accelerate is not installed; or DeepSpeed, FSDP of Accelerate's own, Megatron-LM or XLA.
         MezzoError: As :class:`mezzo.MixedPrecision`. Whatever is raised, nothing was changed, but that models may be on
             the accelerator's device already.
 
@@ -121,6 +124,11 @@ def refuse(accelerator: Accelerator) -> None:
         UnsupportedError: What it runs with owns the steps.
     """
     kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP:
+        version = 2 if accelerator.is_fsdp2 else 1
+        raise UnsupportedError(
+            f"Accelerate shards with FSDP{version}", where=f"fsdp_version={version}", why=_FSDP[version], write=_SHARDED
+        )
     if kind in _OWNERS:
         reason, write = _OWNERS[kind]
         raise UnsupportedError(f"Accelerate runs with {kind.value}", why=reason, write=write)
@@ -140,15 +148,22 @@ def refuse(accelerator: Accelerator) -> None:
 
 
 _DDP: Final = "Accelerator() under torchrun --nproc-per-node N, which is DistributedDataParallel"
+#: Why Accelerate's own sharding is refused, by its version.
+_FSDP: Final = {
+    1: "it keeps parameters in flat pieces, in which rules, masters and norms find none of a model's",
+    2: "accelerator.prepare shards the parameters after the optimizer was built, and its session with it",
+}
+_SHARDED: Final = (
+    "mezzo.fully_shard(model, policy), the optimizer, attach(accelerator, model, optimizer, policy), and then\n"
+    "accelerator.prepare(model, optimizer), which leaves the model as it is; Accelerator() without fsdp_plugin,\n"
+    "and no ACCELERATE_USE_FSDP"
+)
+_IN_PARTS: Final = 'torch.distributed.checkpoint.{}({{"app": amp.stateful()}}, checkpoint_id=path)'
 #: What else owns precision, or the steps.
 _OWNERS: Final = {
     DistributedType.DEEPSPEED: (
         "its engine runs backward passes and steps, and has masters and a loss scale of its own",
         f'"bf16": {{"enabled": true}} in its own configuration, without mezzo; or {_DDP}',
-    ),
-    DistributedType.FSDP: (
-        "accelerator.prepare shards the parameters after the optimizer was built, and its session with it",
-        f"mezzo.fully_shard in a loop of your own; or {_DDP}",
     ),
     DistributedType.MEGATRON_LM: ("its engine runs backward passes and steps", _DDP),
     DistributedType.XLA: ("gradients are reduced inside the optimizer's step there", _DDP),
@@ -231,6 +246,10 @@ class _Calls(Standing):
         self.replace(accelerator, "unscale_gradients", lambda _: self.unscale_prepared)
         self.replace(accelerator, "autocast", lambda _: partial(_region, amp))
         self.replace(accelerator, "log", lambda log: partial(_log, amp, log))
+        if any(map(sharding.units, models)):
+            self.replace(accelerator, "prepare_model", lambda plain: partial(_prepare_model, plain))
+            self.replace(accelerator, "save_state", lambda _: partial(_refuse_state, "save"))
+            self.replace(accelerator, "load_state", lambda _: partial(_refuse_state, "load"))
         scaler = _SessionScaler(amp, self, holds=holds)
         self._undo.callback(scaler.end)
         self._undo.callback(setattr, accelerator, "scaler", None)
@@ -303,6 +322,19 @@ class _SessionScaler:
     def end(self) -> None:
         """Let optimizers step by themselves: those that are prepared go on asking."""
         self._has_ended = True
+
+
+def _prepare_model(plain: Callable[..., nn.Module], model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Leave a model as it is that is sharded, and reduces its gradients by itself: what ``prepare_model`` is."""
+    return model if sharding.units(model) else plain(model, *args, **kwargs)
+
+
+def _refuse_state(name: Literal["save", "load"], *_: Any, **__: Any) -> None:
+    raise UnsupportedError(
+        f"accelerator.{name}_state knows nothing of a model that mezzo.fully_shard has sharded",
+        why="each rank has a part of the weights and of the optimizer's state, and it saves those of rank 0 for all",
+        write=_IN_PARTS.format(name),
+    )
 
 
 def _region(amp: AcceleratedPrecision, autocast_handler: Any = None) -> AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from mezzo.cast import prepare
+from mezzo.cast.model import sharding
 from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
 from mezzo.policy import Policy
 from mezzo.session.attached.own_loop.forward import CalledIn
@@ -63,7 +64,8 @@ def plug(
     Raises:
         PolicyError: No Trainer, or a plugged one; a wrong policy; ``fp16``, ``bf16``, ``fp16_full_eval`` or
             ``bf16_full_eval`` besides.
-        UnsupportedError: transformers or accelerate is not installed; or DeepSpeed, FSDP, or DataParallel.
+        UnsupportedError: transformers or accelerate is not installed; or DeepSpeed, FSDP, a sharded model, or
+            DataParallel.
 
     **Cost**: that of the session. ``hold_schedulers`` costs one host sync a step, each log one.
 
@@ -97,6 +99,13 @@ def _refuse(trainer: Trainer) -> None:
                 write=f"TrainingArguments(…) without {name}",
             )
     refuse(trainer.accelerator)
+    if isinstance(trainer.model, torch.nn.Module) and sharding.units(trainer.model):
+        raise UnsupportedError(
+            "the Trainer's model is sharded",
+            why="its checkpoints would hold the parts of one rank",
+            write="the whole model on each rank of torchrun --nproc-per-node N script.py; or a loop of your own with "
+            "mezzo.integrations.accelerate.attach",
+        )
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"the Trainer runs on {args.n_gpu} GPUs in one process",

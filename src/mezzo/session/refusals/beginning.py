@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -177,6 +178,13 @@ def _absent_device(device: Any) -> Iterator[UnsupportedError]:
 def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[MezzoError]:
     """Yield an error for each optimizer that is empty, that another session holds, or that has others' parameters."""
     known = {id(param) for model in models for param in model.parameters()}
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # nothing is wrapped before it is imported
+    if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for model in models for m in model.modules()):
+        yield UnsupportedError(
+            "the model is wrapped by FullyShardedDataParallel, which is FSDP1",
+            why="it keeps parameters in flat pieces, in which rules, masters and norms find none of a model's",
+            write="mezzo.fully_shard(model, policy), which is FSDP2; then the optimizer, then the session",
+        )
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if not any(group["params"] for group in optimizer.param_groups):
