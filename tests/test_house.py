@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 693,
     "script": 1_207,
     "selftest": 411,
-    "session": 6_855,
+    "session": 6_856,
     "step": 2_481,
     "trace": 1_060,
     "the ground": 956,

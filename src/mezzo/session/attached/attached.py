@@ -232,6 +232,7 @@ class Attached:
         def exact(tensor: Tensor) -> Tensor | None:
             if (keeper := keepers.get(tensor)) is not None:
                 keeper.take_edits([tensor])
+                return keeper.master_of(tensor)  # itself: an optimizer may be copied or pickled with the model
             if (value := value_of(tensor)) is not None:
                 return value
             return tensor.float() if stores_low and tensor.dtype in LOW else None
