@@ -138,7 +138,7 @@ def test_a_package_that_is_too_old_is_named(monkeypatch, have, asked, is_old):
     assert str(caught.value).split("\n") == [
         "reading needs json",
         f"  why    there is json {have}, and {asked} is the oldest that will do",
-        '  write  pip install --upgrade "mezzo[this]"',
+        f'  write  pip install "json>={asked}" "gone>=9"',
     ]
 
 
@@ -148,3 +148,5 @@ def test_without_metadata_no_package_is_too_old(monkeypatch):
 
     monkeypatch.setattr(metadata, "requires", requires)
     require_extra("this", "reading needs json", "json")
+    with pytest.raises(UnsupportedError, match=r'gone_away(.|\n)*write  pip install "\.\[this\]", in a clone of mezzo'):
+        require_extra("this", "reading needs what is gone", "gone_away")

@@ -95,12 +95,9 @@ def test_the_metadata_hold(core):
 def named_extras():
     """Yield each extra that an error of mezzo's tells to install, with the file."""
     for path in sorted(SOURCE.rglob("*.py")):
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require_extra":
                 yield ast.literal_eval(node.args[0]), path.name
-        for several in re.findall(r"mezzo\[([a-z,]+)\]", text):
-            yield from ((extra, path.name) for extra in several.split(","))
 
 
 def test_extras_that_errors_name_exist(core):
@@ -183,7 +180,7 @@ def test_the_wheel_works_in_an_empty_environment(builders, tmp_path):
     for name, extra in BRIDGES.items():
         bridge = [bin_ / "python", "-c", f"import mezzo.integrations.{name}"]
         refused = subprocess.run(bridge, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert f'pip install "mezzo[{extra}]"' in refused.stderr
+        assert re.search(rf'write  pip install .*"{extra}>=[\d.]+"', refused.stderr)
     resolved = run(bin_ / "pip", "install", "--dry-run", "--constraint", constraints, f"{wheel}[all]")
     assert "Would install" in resolved
     assert re.search(r"Would install .*\blightning-", resolved)

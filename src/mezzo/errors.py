@@ -11,7 +11,7 @@ import difflib
 import importlib
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Final
 
@@ -226,33 +226,38 @@ def require_extra(extra: str, what: str, *modules: str, why: str = "") -> None:
     Raises:
         UnsupportedError: A module cannot be imported, or a package of the extra is older than mezzo asks for.
     """
+    asked = _asked(extra)
+    packages = " ".join(f'"{name}>={oldest}"' for name, oldest in asked.items())
+    write = f"pip install {packages}" if packages else f'pip install ".[{extra}]", in a clone of mezzo'
     try:
         for module in modules:
             importlib.import_module(module)
     except ImportError as error:
         reason = f"{why}, and there is {error}" if why else str(error)
-        raise UnsupportedError(what, why=reason, write=f'pip install "mezzo[{extra}]"') from error
-    if old := ", ".join(_too_old(extra)):
-        raise UnsupportedError(what, why=f"there is {old}", write=f'pip install --upgrade "mezzo[{extra}]"')
+        raise UnsupportedError(what, why=reason, write=write) from error
+    if old := ", ".join(_too_old(asked)):
+        raise UnsupportedError(what, why=f"there is {old}", write=write)
 
 
-def _too_old(extra: str) -> Iterator[str]:
-    """Yield the packages of an extra that are older than the installed metadata asks for; where it has none, nothing.
-
-    What cannot be looked up, as a package under another name, is not known to be old.
-    """
+def _asked(extra: str) -> dict[str, str]:
+    """Return the oldest version of each package of an extra that will do, by the installed metadata; {} without it."""
     try:
-        asked = metadata.requires("mezzo") or []
+        lines = metadata.requires("mezzo") or []
     except metadata.PackageNotFoundError:
-        return
-    for line in asked:
-        found = re.fullmatch(rf"([\w.-]+)>=([\d.]+); extra == ['\"]{extra}['\"]", line)
+        return {}
+    found = (re.fullmatch(rf"([\w.-]+)>=([\d.]+); extra == ['\"]{extra}['\"]", line) for line in lines)
+    return {each[1]: each[2] for each in found if each}
+
+
+def _too_old(asked: Mapping[str, str]) -> Iterator[str]:
+    """Yield the packages that are older; what cannot be looked up, as one under another name, is not known to be."""
+    for name, oldest in asked.items():
         try:
-            version = metadata.version(found[1]) if found else ""
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if found and _numbers(version) < _numbers(found[2]):
-            yield f"{found[1]} {version}, and {found[2]} is the oldest that will do"
+        if _numbers(version) < _numbers(oldest):
+            yield f"{name} {version}, and {oldest} is the oldest that will do"
 
 
 def _numbers(version: str) -> list[int]:

@@ -309,7 +309,7 @@ def t5(transformers):
 
 @pytest.fixture(scope="module")
 def transformers():
-    return pytest.importorskip("transformers", reason="transformers is absent: pip install mezzo[transformers]")
+    return pytest.importorskip("transformers", reason="needs transformers")
 
 
 def tokens(step):

@@ -133,14 +133,14 @@ def test_a_foreign_directory_is_refused_before_training(mezzo, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module, extra",
-    [("matplotlib.figure", "mezzo[report]"), ("jinja2", "mezzo[report]"), ("sklearn.datasets", "mezzo[recipes]")],
+    "module, package",
+    [("matplotlib.figure", "matplotlib>=3.9"), ("jinja2", "jinja2>=3.1"), ("sklearn.datasets", "scikit-learn>=1.4")],
 )
-def test_an_absent_extra_is_named_before_training(mezzo, tmp_path, monkeypatch, module, extra):
+def test_an_absent_extra_is_named_before_training(mezzo, tmp_path, monkeypatch, module, package):
     monkeypatch.setitem(sys.modules, module, None)
     code, out, err = mezzo("compare", *SHORT)
     assert (code, out) == (3, "")
-    assert f'  write  pip install "{extra}"\n' in err
+    assert f'"{package}"' in err.partition("\n  write  pip install ")[2]
     assert "finished" not in err
     assert list(tmp_path.iterdir()) == []
 

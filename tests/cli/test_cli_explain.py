@@ -141,7 +141,7 @@ def test_a_page_that_cannot_be(mezzo, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     code, out, err = mezzo(*words)
     assert (code, out) == (3, "")
-    assert 'write  pip install "mezzo[report]"' in err
+    assert 'write  pip install "jinja2>=3.1" "matplotlib>=3.9" "plotly>=6.0"' in err
     assert not list(tmp_path.glob("**/*.html"))
 
 

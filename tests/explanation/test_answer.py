@@ -309,5 +309,5 @@ def test_a_page_without_jinja2(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UnsupportedError, match="writing a page needs jinja2") as caught:
         explanation.save_html(tmp_path / "page.html")
-    assert 'write  pip install "mezzo[report]"' in str(caught.value)
+    assert 'write  pip install "jinja2>=3.1" "matplotlib>=3.9" "plotly>=6.0"' in str(caught.value)
     assert list(tmp_path.iterdir()) == []

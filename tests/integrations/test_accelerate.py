@@ -449,5 +449,5 @@ def test_an_absent_accelerate_is_named(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     monkeypatch.delitem(sys.modules, "mezzo.integrations.accelerate")
-    with pytest.raises(UnsupportedError, match=r'pip install "mezzo\[accelerate\]"'):
+    with pytest.raises(UnsupportedError, match=r'pip install "accelerate>=1\.0"'):
         importlib.import_module("mezzo.integrations.accelerate")

@@ -558,7 +558,7 @@ def test_an_absent_lightning_is_named(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lightning", None)
     monkeypatch.delitem(sys.modules, "mezzo.integrations.lightning")
-    with pytest.raises(UnsupportedError, match=r'pip install "mezzo\[lightning\]"'):
+    with pytest.raises(UnsupportedError, match=r'pip install "lightning>=2\.4"'):
         importlib.import_module("mezzo.integrations.lightning")
 
 

@@ -119,4 +119,4 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch):
         DIGITS_CNN.load()
     text = str(error.value)
     assert text.startswith("the recipe digits-cnn needs scikit-learn\n  why    ")
-    assert text.endswith('\n  write  pip install "mezzo[recipes]"')
+    assert text.endswith('\n  write  pip install "num2words>=0.5.13" "scikit-learn>=1.4"')

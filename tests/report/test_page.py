@@ -279,7 +279,7 @@ def test_what_is_no_run_is_refused(finished_run, tmp_path):
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps(summary | {"schema": 2}))
     (run / "metrics.jsonl").touch()
-    with pytest.raises(StateError, match="a newer one wrote the run\n  write  pip install --upgrade mezzo"):
+    with pytest.raises(StateError, match=r"a newer one wrote the run\n  write  pip install \.  # in a newer clone"):
         page(run)
     assert not (run / "report.html").exists()
 
@@ -294,7 +294,10 @@ def test_broken_evidence_is_refused(recorded_run):
 @pytest.mark.parametrize("name", ["plotly.package_data", "jinja2"])
 def test_an_absent_extra_is_named(finished_run, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnsupportedError, match=r'needs plotly and jinja2\n.*\n  write  pip install "mezzo\[report\]"'):
+    with pytest.raises(
+        UnsupportedError,
+        match=r'needs plotly and jinja2\n.*\n  write  pip install "jinja2>=3.1" "matplotlib>=3.9" "plotly>=6.0"',
+    ):
         page(finished_run)
 
 

@@ -163,7 +163,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     with pytest.raises(UnsupportedError) as error:
         require_matplotlib()
     assert str(error.value).startswith("drawing curves needs matplotlib\n  why    ")
-    assert str(error.value).endswith('\n  write  pip install "mezzo[report]"')
+    assert str(error.value).endswith('\n  write  pip install "jinja2>=3.1" "matplotlib>=3.9" "plotly>=6.0"')
 
 
 def test_drawing_uses_no_global_state_of_matplotlib(run):

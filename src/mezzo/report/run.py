@@ -103,7 +103,7 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
             f"the run has schema {shown(schema)}",
             where=str(path),
             why=f"this version of mezzo reads schema {SCHEMA}" + (": a newer one wrote the run" if newer else ""),
-            write="pip install --upgrade mezzo" if newer else "",
+            write="pip install .  # in a newer clone of mezzo" if newer else "",
         )
     wrong = [*_wrong(summary, _SUMMARY, "summary.json")]
     for number, record in enumerate(records, start=1):
