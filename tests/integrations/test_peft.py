@@ -148,22 +148,18 @@ def test_adapters_train_as_in_fp32_and_load_in_plain_peft(hf, way, policy, optim
     assert results[policy] == pytest.approx(results[""], rel=0.01)
     assert len(masters) == len(adapters(model)) == 12
 
-    asked = mezzo.Policy.of(policy)
-    for key, value in model.state_dict().items():  # FP32 by now; what is frozen was stored low by O2, without a master
+    for key, value in model.state_dict().items():
         assert value.dtype == torch.float32
-        if "lora_" not in key:
-            wanted = begun[key].to(asked.dtype).float() if asked.level == "O2" else begun[key]
-            assert torch.equal(value, wanted), key
+        assert "lora_" in key or torch.equal(value, begun[key]), key
     loaded = hf.peft.PeftModel.from_pretrained(bare(hf), tmp_path / policy)
     assert all(param.dtype == torch.float32 for param in loaded.parameters())
     for key, value in adapters(loaded).items():
         assert torch.equal(value, adapters(model)[key]), key
     with torch.no_grad():
-        wanted = loss_of(loaded).item()
-        assert loss_of(model).item() == pytest.approx(wanted, rel=1e-2 if asked.level == "O2" else 1e-6)
-        merged = model.merge_and_unload()
+        assert torch.equal(loss_of(model), loss_of(loaded))
+        merged, wanted = model.merge_and_unload(), loaded.merge_and_unload()
         assert type(merged).__name__ == "GPT2LMHeadModel"
-        assert loss_of(merged).item() == pytest.approx(loss_of(loaded).item(), rel=1e-2)
+        assert torch.equal(loss_of(merged), loss_of(wanted))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
