@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +11,11 @@ from rich.console import Console
 from mezzo import recipes, report, script
 from mezzo.cli.app import app
 from mezzo.cli.compare import Out, Overwrite, Seed
-from mezzo.cli.output import console_for, exit_code, leave, note, run_directory, show_json, show_judgement
+from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
+from mezzo.cli.script.running import scripts_own
 from mezzo.cli.script.words import IsModule, OnSubject, Words, program_of, refuse_for_script
-from mezzo.errors import MezzoError
 from mezzo.recipes.inspection import DEFAULT_POLICY
-from mezzo.script.program import own_traceback
 
 __all__ = ["inspect"]
 
@@ -63,13 +60,8 @@ def inspect(
     if (program := program_of(words, is_module)) is not None:
         refuse_for_script(seed=seed)
         out = run_directory(Path(program.name).stem, out)
-        try:
-            with redirect_stdout(sys.stderr):
-                inspection = script.inspect(program, policy, steps=steps, every=every, out=out, overwrite=overwrite)
-        except MezzoError:
-            raise
-        except BaseException as error:
-            raise typer.Exit(exit_code(error.with_traceback(own_traceback(error)))) from None
+        with scripts_own():
+            inspection = script.inspect(program, policy, steps=steps, every=every, out=out, overwrite=overwrite)
     else:
         chosen = recipes.get(words[0])
         out = run_directory(words[0], out)

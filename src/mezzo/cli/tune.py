@@ -8,19 +8,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from mezzo import recipes, report
+from mezzo import recipes, report, script
 from mezzo.cli.app import app
-from mezzo.cli.compare import Seed, compared, show
+from mezzo.cli.compare import Seed, compared, compared_scripts, show
 from mezzo.cli.output import leave, note, require_free, show_json
+from mezzo.cli.script.running import scripts_own
+from mezzo.cli.script.words import IsModule, OnSubject, Words, program_of, refuse_for_script
 from mezzo.numerics import Tuned
 from mezzo.recipes.parallel import World
 
 __all__ = ["tune"]
 
 
-@app.command("tune")
+@app.command("tune", cls=OnSubject)
 def tune(
-    recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
+    words: Words,
+    is_module: IsModule = False,
     dtype: Annotated[str, typer.Option(help="What low precision is: float16 or bfloat16.")] = "float16",
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each trial.")] = 3,
     objective: Annotated[
@@ -29,16 +32,16 @@ def tune(
     after: Annotated[int, typer.Option(min=0, help="FP32 steps that the weights train before.")] = 0,
     seed: Seed = 0,
     out: Annotated[
-        Path | None, typer.Option(help="The policy file; RECIPE-DTYPE.toml when omitted.", show_default=False)
+        Path | None, typer.Option(help="The policy file; NAME-DTYPE.toml when omitted.", show_default=False)
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the policy file.")] = False,
     compare: Annotated[bool, typer.Option(help="Train under FP32, O1 and the policy that was found.")] = True,
     compare_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of these trainings; the recipe's own number when omitted.")
+        int | None, typer.Option(min=1, help="Steps of these trainings; their own number when omitted.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
 ) -> None:
-    """Find the fewest ops of a recipe that need FP32, and the loss scale, by running it.
+    """Find the fewest ops of a recipe, or of a script's model, that need FP32, and the loss scale, by running it.
 
     [bold]mezzo tune digits-cnn[/bold]                          in FP16; writes digits-cnn-float16.toml, and compares
 
@@ -48,22 +51,27 @@ def tune(
 
     [bold]mezzo train docs-lm --policy docs-lm-float16.toml[/bold]   what was found, used
 
+    [bold]mezzo tune --no-compare train.py --epochs 3[/bold]    your own script; writes train-float16.toml for mezzo run
+
+    A script runs in FP32 until its model was called --steps times. Trials work on what it was called with, and on the
+    gradients of what it returned. What the script prints goes to stderr.
+
     Every op starts low, those too that are FP32 in O1. The file says of each rule why it is there. The exit code is 4
     where gradients stay far from FP32's and no rule helps, or where training goes wrong under one of the policies.
     """
-    chosen = recipes.get(recipe)
-    path = out or Path(f"{recipe}-{dtype}.toml")
+    program = program_of(words, is_module)
+    chosen = None if program is not None else recipes.get(words[0])
+    path = out or Path(f"{words[0] if program is None else Path(program.name).stem}-{dtype}.toml")
     require_free(path, "--out", overwrite)
-    messages = Console(stderr=True)
-    with messages.status("running policies beside FP32"):
-        tuned = recipes.tune(
-            chosen,
-            dtype=dtype,
-            steps=steps,
-            objective=objective,  # type: ignore[arg-type]
-            after=after,
-            seed=seed,
-        )
+    options: Any = {"dtype": dtype, "steps": steps, "objective": objective, "after": after}
+    if program is not None:
+        refuse_for_script(seed=seed)
+        with scripts_own():
+            tuned = script.tune(program, **options)
+    else:
+        assert chosen is not None
+        with Console(stderr=True).status("running policies beside FP32"):
+            tuned = recipes.tune(chosen, seed=seed, **options)
     tuned.save(path)
     document = {"verdict": tuned.verdict, "policy": str(tuned.policy), "file": str(path), **_evidence(tuned)}
     if not as_json:
@@ -72,7 +80,10 @@ def tune(
     interrupted, alarms = False, tuned.evidence.result.is_fault
     if compare:
         policies = ["O0", f"O1,dtype={dtype}", str(tuned.policy)]
-        comparison, directory = compared(recipe, policies, compare_steps, seed, None, False, World())
+        if program is not None:
+            comparison, directory = compared_scripts(program, policies, compare_steps, None, False)
+        else:
+            comparison, directory = compared(words[0], policies, compare_steps, seed, None, False, World())
         run = report.read(directory)
         interrupted, alarms = comparison.interrupted, alarms or report.judge(run).level == "bad"
         document["comparison"] = comparison.to_dict()

@@ -9,5 +9,6 @@ from mezzo.script.report import ScriptReport
 from mezzo.script.run import ScriptRun, run
 from mezzo.script.verbs.comparison import compare
 from mezzo.script.verbs.inspection import inspect
+from mezzo.script.verbs.tuning import tune
 
-__all__ = ["Program", "Rehearsed", "ScriptReport", "ScriptRun", "compare", "inspect", "rehearse", "run"]
+__all__ = ["Program", "Rehearsed", "ScriptReport", "ScriptRun", "compare", "inspect", "rehearse", "run", "tune"]
