@@ -88,6 +88,36 @@ def without_gradients(policy):
         return found, amp.stats().steps, amp.stats().skipped
 
 
+def sharded_on_a_rank():
+    """What both loops come to over torch's own fully_shard, and what O2 is told where it gathers FP32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, on ranks alone
+
+    found = []
+    for policy, low in (("O1", None), ("O2", torch.float16), ("O2, bfloat16", torch.bfloat16)):
+        weights = []
+        for own in (True, False):
+            model, _ = build()
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(low, cast_forward_inputs=False))
+            built = torch.optim.AdamW(model.parameters(), lr=0.01)
+            amp = (mezzo.attach if own else mezzo.MixedPrecision)(model, built, POLICIES[policy])
+            for number in range(3):
+                loss = loss_of(model, 2 * number + dist.get_rank(), None if own else amp)
+                loss.backward() if own else amp.backward(loss)
+                if not own:
+                    amp.unscale_()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                built.step() if own else amp.step()
+                built.zero_grad()
+            weights.append([p.full_tensor().detach().clone() for p in model.parameters()])
+            amp.close()
+        found.append(weights)
+    model, _ = build()
+    fully_shard(model)
+    with pytest.raises(mezzo.UnsupportedError) as raised:
+        mezzo.attach(model, torch.optim.AdamW(model.parameters()), POLICIES["O2"])
+    return found, str(raised.value)
+
+
 def cases():
     found = {}
     for policy, optimizer, clips, first in (
@@ -97,7 +127,12 @@ def cases():
         ("O2, bfloat16", "mezzo", False, False),
     ):
         found[f"{policy} {optimizer}"] = ends_on_a_rank(policy, optimizer, clips, first)
-    return found, refused_on_a_rank(), {policy: without_gradients(POLICIES[policy]) for policy in ("O1", "O2")}
+    return (
+        found,
+        refused_on_a_rank(),
+        sharded_on_a_rank(),
+        {policy: without_gradients(POLICIES[policy]) for policy in ("O1", "O2")},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +141,7 @@ def ranks():
 
 
 def test_two_ranks(ranks, bits):
-    (one, refusal, _), (other, _, _) = ranks
+    (one, refusal, _, _), (other, _, _, _) = ranks
     for case, (mine, session) in one.items():
         assert bits(mine) == bits(session), case
         assert bits(mine) == bits(other[case][0]), case
@@ -115,8 +150,16 @@ def test_two_ranks(ranks, bits):
     assert "prepare first, then DistributedDataParallel(model)" in refusal
 
 
+def test_shards_of_torchs_own(ranks, bits):
+    (_, _, (one, refusal), _), (_, _, (other, _), _) = ranks
+    for (own, session), (theirs, _) in zip(one, other, strict=True):
+        assert bits(own) == bits(session) == bits(theirs)
+    assert "fully_shard gathers parameters in float32, and O2 wants float16" in refusal
+    assert "mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)" in refusal
+
+
 def test_a_rank_without_gradients_votes_and_no_rank_steps(ranks):
-    (_, _, one), (_, _, other) = ranks
+    (*_, one), (*_, other) = ranks
     assert one == other
     for steps, taken, skipped in one.values():
         scale = steps[0][2]
