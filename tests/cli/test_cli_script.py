@@ -254,7 +254,7 @@ def test_a_policy_under_which_nothing_runs_low_is_an_alert(mezzo, noisy):
 
 
 @pytest.mark.slow
-def test_each_run_of_a_script_is_a_process_of_its_own(mezzo, capfd, noisy):
+def test_each_run_of_a_script_is_a_process_of_its_own(mezzo, noisy):
     code, out, _ = mezzo("compare", "--policies", BF16, "--json", noisy)
     rows = json.loads(out)["rows"]
     assert (code, [row["policy"] for row in rows]) == (0, ["O0", BF16])
