@@ -25,7 +25,7 @@ MOST_CODE = {
     "recipes": 1_265,
     "report": 1_004,
     "scale": 693,
-    "script": 1_332,
+    "script": 1_346,
     "selftest": 411,
     "session": 6_856,
     "step": 2_481,

@@ -269,6 +269,14 @@ def test_parameters_that_thaw_join_before_a_step_and_no_step_is_lost(report, pol
     assert low[4:] == pytest.approx(plain[4:], abs=0.01)
 
 
+def test_the_loss_scale_goes_on_where_parameters_thaw_and_begins_anew_with_a_new_model(report):
+    found, _ = report(THAWS, policy="O1,dtype=float16,loss_scale=dynamic(init=64,interval=2)")
+    assert (found.scale, found.highest_scale, found.skipped) == (512, 512, 0)  # it has doubled after steps 2, 4 and 6
+    again = THAWS + THAWS.replace("thaw", "thaw again")
+    found, _ = report(again, policy="O1,dtype=float16,loss_scale=dynamic(init=64,interval=2)")
+    assert (found.scale, found.steps) == (512, 12)
+
+
 #: An optimizer that is new when another model's forward pass has begun what it trains on.
 CHAINED = """
 first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)

@@ -20,6 +20,7 @@ from mezzo.cast.model.originals import preparations_in
 from mezzo.errors import MezzoError, PolicyError, StateError
 from mezzo.explanation.words import counted
 from mezzo.policy import Policy
+from mezzo.scale.words import TORCHS_RULES
 from mezzo.script.inner import InnerCalls
 from mezzo.script.measuring import Measuring
 from mezzo.script.owners import models_of, name_of, updated
@@ -112,6 +113,7 @@ class Gathering:
             self._measuring.let_go()
         if self._inner is not None:
             self._inner.leave()
+            self._inner = None  # it keeps the session, and so optimizers that the script has no more
         self._ledger.stats.append(amp.stats())
         amp.detach()
         for param, gradient in gradients:
@@ -226,8 +228,11 @@ class Gathering:
         self._is_watching = False
         accumulated = list[Tensor]()
         if self.amp is not None:
+            scale = self._scale_now(self.amp)
             accumulated = self.end()
             gc.collect()  # what only circles of references keep is no more the script's
+            if _alive(old):  # the same training goes on
+                self._loaded += scale
         if accumulated and self._policy.param_dtype in LOW:
             what, why = (
                 "gradients of an accumulation window",
@@ -238,6 +243,14 @@ class Gathering:
                 param.grad = None
         if not self._attached(old + new) and old:
             self._attached(old)
+
+    def _scale_now(self, amp: AttachedPrecision) -> list[Mapping[str, Any]]:
+        """Return the loss scale as a GradScaler saves it; nothing where the policy has none that moves."""
+        config = self._policy.loss_scale
+        if config.mode != "dynamic":
+            return []
+        rules = {theirs: getattr(config, ours) for theirs, ours in TORCHS_RULES.items()}
+        return [{"scale": amp.stats().scale, **rules, "_growth_tracker": amp.clean_steps()}]
 
     def _attached(self, references: list[weakref.ref[Optimizer]]) -> bool:
         optimizers = _alive(references)
