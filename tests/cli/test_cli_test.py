@@ -46,9 +46,9 @@ def test_the_verdict_comes_first(mezzo, told):
     assert lines[0] == "mixed precision works here"
     assert [line[:20] for line in lines[1:3]] == ["cpu: float16 works, ", "cpu: bfloat16 works,"]
     assert "cpu: handwritten digits, FP32's loss 0.1311" in out
-    rows = [" ".join(line.split()) for line in lines if line.startswith("  O")]
+    rows = [" ".join(line.split()) for line in lines if line.startswith("O")]
     assert len(rows) == 8
-    assert rows[1] == "O1,dtype=float16 mezzo's 100 % emulated 0.1310 0.061 % skipped 65536 → 32768 bit for bit"
+    assert rows[1] == "O1,dtype=float16, mezzo's emulated 100 % 0.1310 0.061 % skipped 65536 → 32768 bit for bit"
     assert out.count("\ncpu: steps run block by block, since no compiler\n  write  apt install g++") == 1
     assert max(len(line) for line in lines[3:]) <= 120
     assert "\x1b" not in out + err
@@ -101,14 +101,17 @@ def test_json_is_one_object_and_has_the_same_exit_codes(mezzo, told):
     assert (code, json.loads(out)["results"][0]["measured"]["loss"]) == (1, "nan")
 
 
-def test_a_terminal_shows_a_bar_and_no_lines(mezzo, told, monkeypatch):
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_terminal_shows_a_bar_and_no_lines(mezzo, told, monkeypatch, columns):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", str(columns))
     told()
     code, out, err = mezzo("test", "--device", "cpu")
     plain = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out)
     assert code == 0
-    assert max(map(len, plain.splitlines())) <= 100
+    assert max(map(len, plain.splitlines())) <= columns
+    for cell in ("O2,dtype=bfloat16, mezzo's", "emulated", "100 %", "skipped", "65536 → 32768", "bit for bit"):
+        assert plain.count(cell) >= 8 - 7 * cell.startswith("O2"), "no cell is folded or cut"
     assert "8 trainings" in err
     assert "\x1b[2K" in err, "the bar vanishes"
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated
+from operator import itemgetter
+from typing import Annotated, Final
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, leave, note, show_json
 from mezzo.cli.progress import bars
 from mezzo.errors import printable
+from mezzo.report.table import Column, fitted
 from mezzo.selftest import Measured, SelfTest, TrialResult, chosen, selftest
 
 __all__ = ["check"]
@@ -23,6 +23,7 @@ __all__ = ["check"]
 #: Exit codes, as all verbs have them.
 FAILED = 1
 UNSUPPORTED = 3
+_NUMBERS: Final = ("ran low", "loss", "gradient")
 
 
 @app.command("test")
@@ -89,25 +90,33 @@ def _show(found: SelfTest) -> None:
         measured = [each.measured for each in found.results if each.device == device and each.measured is not None]
         if measured:
             console.print()
-            console.print(_table(f"{device}: {found.data}, FP32's loss {measured[0].fp32_loss:.4f}", measured))
+            title = f"{device}: {found.data}, FP32's loss {measured[0].fp32_loss:.4f}"
+            console.print(Text(title, style="bold"), soft_wrap=not console.is_terminal)
+            rows = _rows(measured)
+            shown = [Column(head=(head,), right=head in _NUMBERS, cell=itemgetter(head)) for head in rows[0]]
+            for table in fitted(shown, rows, console.width):
+                console.print()
+                console.print(table)
+            console.print(Text("gradient: how far the first is from FP32's, over the norm of that", style="dim"))
         for said in dict.fromkeys(said for each in measured for said in each.notes):
             console.print(f"\n{device}: {printable(said, keep=chr(10))}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(title: str, measured: list[Measured]) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    for head in ("policy", "AdamW", "ran low", "arithmetic", "loss", "gradient", "overflow", "loss scale", "resumed"):
-        table.add_column(head, justify="right" if head in ("ran low", "loss", "gradient") else "left", overflow="fold")
-    for each in measured:
-        scale = "–" if each.backoff is None else f"{each.scale:.6g} → {each.next_scale:.6g}"
-        table.add_row(
-            each.trial.policy, f"{each.trial.optimizer}'s", f"{100 * each.low_share:.3g} %", each.arithmetic,
-            f"{each.loss:.4f}", f"{100 * each.gradient_error:.2g} %", "skipped" if each.skipped else "not skipped",
-            scale, each.resumed,
-        )  # fmt: skip
-    table.caption = Text("gradient: how far the first is from FP32's, over the norm of that", style="dim")
-    table.caption_justify = "left"
-    return table
+def _rows(measured: list[Measured]) -> list[dict[str, str]]:
+    """Return what each training came to, by the heads of the table's columns."""
+    return [
+        {
+            "policy, AdamW": f"{each.trial.policy}, {each.trial.optimizer}'s",
+            "arithmetic": each.arithmetic,
+            "ran low": f"{100 * each.low_share:.3g} %",
+            "loss": f"{each.loss:.4f}",
+            "gradient": f"{100 * each.gradient_error:.2g} %",
+            "overflow": "skipped" if each.skipped else "not skipped",
+            "loss scale": "–" if each.backoff is None else f"{each.scale:.6g} → {each.next_scale:.6g}",
+            "resumed": each.resumed,
+        }
+        for each in measured
+    ]
 
 
 def _name(result: TrialResult) -> str:
