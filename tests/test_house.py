@@ -17,7 +17,7 @@ MOST_CODE = {
     "compat": 894,
     "distributed": 356,
     "explanation": 1_067,
-    "integrations": 873,
+    "integrations": 883,
     "numerics": 3_655,
     "optim": 1_387,
     "overflow": 813,

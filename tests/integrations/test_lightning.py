@@ -361,6 +361,26 @@ def test_averaged_weights_and_their_statistics(policy):
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.skipif(not hasattr(L.pytorch.callbacks, "WeightAveraging"), reason="Lightning 2.6 has it")
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16", "O2,dtype=bfloat16", "O2", "O3,dtype=bfloat16"])
+def test_the_average_that_is_written_at_the_end_stays(policy, tmp_path):
+    """Lightning writes it through ``.data``, when training ends; a checkpoint that is saved then has it, too."""
+
+    def averaged(policy):
+        average = L.pytorch.callbacks.WeightAveraging(avg_fn=lambda old, new, _: 0.95 * old + 0.05 * new)
+        module, trainer = fitted(policy, epochs=3, callbacks=[average])
+        average = nn.utils.parameters_to_vector(average._average_model.module.parameters())
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        return nn.utils.parameters_to_vector(module.parameters()), average
+
+    (expected, _), (found, average) = averaged(None), averaged(policy)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, average)
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=False)["state_dict"]
+    assert torch.equal(nn.utils.parameters_to_vector(saved.values()), average)
+
+
 @pytest.mark.parametrize("policy, within", [("O0", 0.0), ("O1,dtype=bfloat16", 0.02)])
 def test_lbfgs_evaluates_its_closure_again(policy, within):
     class Closing(Module):

@@ -23,6 +23,7 @@ from mezzo.tensors import LOW
 
 require_extra("lightning", "the precision plugin for Lightning needs lightning", "lightning.pytorch")
 
+import lightning.pytorch.callbacks  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
@@ -32,6 +33,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E40
 from mezzo.integrations.fabric import MezzoFabric, check_gathers, parts_of  # noqa: E402
 
 __all__ = ["MezzoFabric", "MezzoPrecision"]
+
+_AVERAGING: Any = getattr(lightning.pytorch.callbacks, "WeightAveraging", ())  # of Lightning 2.6
 
 
 class MezzoPrecision(Precision):
@@ -55,7 +58,8 @@ class MezzoPrecision(Precision):
             was skipped; those that a module steps by itself, in manual optimization, do not.
 
     Attributes:
-        session: The session, from the Trainer's ``on_fit_start`` to its ``on_fit_end``; ``None`` at other times.
+        session: The session, from the Trainer's ``on_fit_start`` to its ``on_fit_end``, or to ``on_train_end`` beside
+            a ``WeightAveraging``; ``None`` at other times.
         last_step: What the last step of the optimizer found out, as device tensors.
 
     Raises:
@@ -120,7 +124,7 @@ class MezzoPrecision(Precision):
             check_gathers(module.trainer.strategy, map(_bare, optimizers))
             if self.policy.param_dtype in LOW:
                 self._attached.save_as(torch.float32, [module])
-            _callbacks(module).append(self._observer)
+            self._observer.join(_callbacks(module))
             if self._hold_schedulers:
                 module.lr_scheduler_step = partial(self._step_scheduler, module.lr_scheduler_step)  # type: ignore[method-assign]
         return model, optimizers, lr_schedulers
@@ -133,8 +137,9 @@ class MezzoPrecision(Precision):
             self.session.close()
             self.session = self._attached = None
         if module is not None:
-            if self._observer in (callbacks := _callbacks(module)):
-                callbacks.remove(self._observer)
+            trainer: Any = module._trainer
+            if trainer is not None:  # it gets a new list, for it goes through the old one
+                trainer.callbacks = [each for each in trainer.callbacks if each is not self._observer]
             vars(module).pop("lr_scheduler_step", None)
         if self._prepared is not None:
             self._prepared.remove()
@@ -261,6 +266,12 @@ class _Observer(Callback):
     def __init__(self, plugin: MezzoPrecision) -> None:
         self._plugin = plugin
         self._skipped: Tensor | None = None
+        self._ends_early = False
+
+    def join(self, others: list[Callback]) -> None:
+        """Come last among the callbacks; or first, where one writes its average of the weights when training ends."""
+        self._ends_early = any(isinstance(each, _AVERAGING) for each in others)
+        others.insert(0 if self._ends_early else len(others), self)
 
     def stepped(self, step: Step) -> None:
         """Count a skipped step, on the device."""
@@ -279,6 +290,11 @@ class _Observer(Callback):
         if step is not None and self._skipped is not None:
             values = {"mezzo/scale": step.next_scale.float(), "mezzo/skipped": self._skipped}
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run before an average is written, through ``.data``: into FP32 weights, which keep it whole."""
+        if self._ends_early:
+            self._plugin.end()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the run while everything is still on its device."""
