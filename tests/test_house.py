@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 693,
     "script": 1_346,
     "selftest": 411,
-    "session": 6_856,
+    "session": 6_869,
     "step": 2_481,
     "trace": 1_060,
     "the ground": 961,

@@ -12,9 +12,9 @@ from mezzo import MixedPrecision, optim
 
 #: What changes models and optimizers; the rest only computes.
 WRITING = [f"mezzo/{name}.py" for name in (
-    "cast/model/prepare", "cast/model/boundaries", "optim/halves", "optim/masters", "optim/gathering",
-    "optim/optimizer", "session/session", "session/core", "session/weights/weights", "session/window/group",
-    "session/window/wide",
+    "cast/model/prepare", "cast/model/boundaries", "cast/model/originals", "optim/halves", "optim/masters",
+    "optim/gathering", "optim/optimizer", "session/session", "session/core", "session/weights/weights",
+    "session/weights/untrained", "session/window/group", "session/window/wide",
 )]  # fmt: skip
 CASES = {
     "masters": ("O2,dtype=bfloat16,emulate=true", lambda params: torch.optim.SGD(params, lr=0.1)),
@@ -118,6 +118,31 @@ def test_preparing_that_is_interrupted_leaves_the_model_as_it_was(case, bits):
     for at in places(total):
         assert lines(lambda: mezzo.prepare(model, policy), at)[1]
         assert everything(model, optimizer, bits) == before, at
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_optimizer_that_is_interrupted_while_it_is_added_leaves_frozen_weights_as_they_were(case, bits):
+    policy, make = CASES[case]
+
+    def frozen(model):
+        return bits([*model[0].parameters(), *model[1].parameters()])
+
+    def begun():
+        model, _ = build(make)
+        model[0].requires_grad_(False)
+        before = frozen(model)
+        return before, model, MixedPrecision(model, make(model[2].parameters()), policy)
+
+    def added():
+        amp.add(make(model[0].requires_grad_(True).parameters()))
+
+    before, model, amp = begun()
+    total, _ = lines(added)
+    for at in places(total):
+        before, model, amp = begun()
+        assert lines(added, at)[1]
+        amp.close()
+        assert frozen(model) == before, at
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -65,7 +65,7 @@ class Weights:
         self.handles = handles
         self.prepared: list[Prepared] = []
         self.untrained = Untrained(self.prepared)
-        self._num_updated = 0  # parameters whose keepers have been handed what there is of them
+        self._num_updated: int | None = None  # parameters whose keepers were handed what there is of them
         self.masters: dict[int, MasterWeights] = {}
         self.restored: set[Tensor] = set()
         self.load_hooks: list[RemovableHandle] = []
@@ -83,16 +83,18 @@ class Weights:
             before_step: Called with an optimizer before each of its steps.
             after_step: Called with it after each, before hooks of the user's.
         """
-        before = [_state_of(each) for each in self.optimizers]
+        before, originals = [_state_of(each) for each in self.optimizers], dict[Tensor, Tensor]()
         try:
             self._watch_steps(self.optimizers, before_step, after_step)
             for model in self.models:
                 self.prepared.extend(self.handles.get(model) or [Prepared(model, self.policy)])
+            originals = {} if self.policy.master_weights else self.untrained.values_of(self.updated())
             self._adopt(self.optimizers)
             yield
             self.untrained.put_aside()
             self.wrappers = Wrappers.of(self.models, self.policy)
         except BaseException:
+            self._keep_originals(originals)
             self.undo()
             for restore in before:
                 restore()
@@ -111,22 +113,27 @@ class Weights:
             before_step: See :meth:`converted`.
             after_step: See there.
         """
-        before, known = [_state_of(each) for each in optimizers], list(self._step_hooks)
-        self.optimizers += optimizers
+        before = [_state_of(each) for each in optimizers]
+        known, known_hooks = list(self.optimizers), list(self._step_hooks)
+        params = (param for each in optimizers for group in each.param_groups for param in group["params"])
+        originals = self.untrained.values_of(params)
         try:
+            self.optimizers += optimizers
             self._watch_steps(optimizers, before_step, after_step)
             self._adopt(optimizers)
             yield
         except BaseException:
-            for hook in self._step_hooks[len(known) :]:
+            for hook in self._step_hooks[len(known_hooks) :]:
                 hook.remove()
-            self._step_hooks = known
-            del self.optimizers[len(self.optimizers) - len(optimizers) :]
+            self._step_hooks = known_hooks
+            self.optimizers[:] = known
             for keeper in self._keepers_of(optimizers):
                 keeper.leave()
             for optimizer, restore in zip(optimizers, before, strict=True):
                 self.masters.pop(id(optimizer), None)
                 restore()
+            self._keep_originals(originals)
+            self.untrained.put_aside()
             raise
 
     def _watch_steps(
@@ -167,12 +174,17 @@ class Weights:
 
         Without masters there are none, and such weights are what the policy's format holds of them.
         """
+        num_updated = sum(1 for _ in self.updated())
         self.untrained.release(self.stored(in_fp32=True) if self.policy.master_weights else {*self.updated()})
-        self._num_updated = sum(1 for _ in self.updated())
+        self._num_updated = num_updated
+
+    def _keep_originals(self, originals: Mapping[Tensor, Tensor]) -> None:
+        for prepared in self.prepared:
+            prepared.keep_originals(originals)
 
     def take_thawed(self) -> None:
         """Let keepers have what parameters were before conversion whose groups were added since."""
-        if not self.untrained or self._num_updated == sum(1 for _ in self.updated()):
+        if not self.untrained or self._num_updated in (None, sum(1 for _ in self.updated())):
             return
         if self.policy.master_weights:
             for own in one_pass(self.optimizers):
