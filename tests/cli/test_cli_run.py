@@ -97,6 +97,7 @@ def test_a_dry_run_without_a_model_alarms(mezzo):
     "words, message",
     [
         (("absent.py",), "there is no script 'absent.py'"),
+        (("-m", "absent.module"), "there is no module 'absent.module'"),
         (("--policy", "O9", SCRIPTS / "plain.py"), "unknown level 'O9'"),
         (("--max-grad-norm", "-1", SCRIPTS / "plain.py"), "max_grad_norm is -1.0"),
         (("--json", "absent/report.json", SCRIPTS / "plain.py"), "there is no folder absent to save in"),

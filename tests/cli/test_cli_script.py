@@ -289,9 +289,12 @@ def test_a_script_that_fails_while_it_is_inspected_leaves_a_partial_run_and_its_
     assert (code, out) == (1, "")
     trace = err[err.index("Traceback") :]
     assert trace.count("  File ") == 1
-    assert trace.endswith("ValueError: the script's own\n")
+    *_, last, said = trace.splitlines()
+    assert last == "ValueError: the script's own"
+    assert said == f"{noisy} failed; what was recorded until then is in run: mezzo report run"
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert mezzo("report", "run")[0] == 0
+    code, out, _ = mezzo("report", "run")
+    assert (code, "(O2,dtype=bfloat16: 6 steps)" in out) == (0, True)
 
 
 @pytest.mark.parametrize("name", ["untrained", "functional_only"])

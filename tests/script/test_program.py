@@ -160,3 +160,15 @@ def test_options_are_refused_before_the_script_begins(policy, norm, message, cap
 def test_a_script_that_is_not_there():
     with pytest.raises(PolicyError, match=r"there is no script 'absent\.py'"):
         Program(name="absent.py")
+
+
+def test_a_module_or_a_folder_without_main_that_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.chdir(tmp_path)
+    Program(name="own_package.train", is_module=True)  # known by its package, which is not imported yet
+    for absent in ("absent_module", "absent_package.train", ".train", "__main__"):
+        with pytest.raises(PolicyError, match=f"there is no module '{absent}'"):
+            Program(name=absent, is_module=True)
+    with pytest.raises(PolicyError, match=r"there is no __main__\.py in the folder 'own_package'"):
+        Program(name="own_package")

@@ -60,8 +60,12 @@ def inspect(
     if (program := program_of(words, is_module)) is not None:
         refuse_for_script(seed=seed)
         out = run_directory(Path(program.name).stem, out)
-        with scripts_own():
-            inspection = script.inspect(program, policy, steps=steps, every=every, out=out, overwrite=overwrite)
+        try:
+            with scripts_own():
+                inspection = script.inspect(program, policy, steps=steps, every=every, out=out, overwrite=overwrite)
+        except typer.Exit:
+            note(f"{program.name} failed; what was recorded until then is in {out}: mezzo report {out}")
+            raise
     else:
         chosen = recipes.get(words[0])
         out = run_directory(words[0], out)

@@ -90,7 +90,8 @@ def _alerts(row: Mapping[str, Any], recipe: str | None, has_skips: bool, is_refe
 
 
 def _progress(run: Run) -> str:
-    taken = [f"{policy}: {len(series.step)} of {run.summary['steps']} steps" for policy, series in run.series.items()]
+    of = f" of {steps}" if (steps := run.summary["steps"]) else ""  # a script may end when it likes
+    taken = [f"{policy}: {len(series.step)}{of} steps" for policy, series in run.series.items()]
     return f"The run ended before it was summed up ({'; '.join(taken) or 'no step was taken'})."
 
 

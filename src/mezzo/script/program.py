@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from zipfile import is_zipfile
@@ -45,9 +46,16 @@ class Program:
     is_module: bool = False
 
     def __post_init__(self) -> None:
-        if not self.is_module and not Path(self.name).exists():
+        path = Path(self.name)
+        if self.is_module:
+            with _as_main(sys.argv, os.getcwd()):
+                is_there = _is_found(self.name.partition(".")[0])
+        else:
+            is_there = (path / "__main__.py").exists() if path.is_dir() else path.exists()
+        if not is_there:
+            what = "module" if self.is_module else "__main__.py in the folder" if path.is_dir() else "script"
             raise PolicyError(
-                f"there is no script {self.name!r}",
+                f"there is no {what} {self.name!r}",
                 why=f"looked up from {os.getcwd()}",
                 write="mezzo run train.py --its-own=options, or mezzo run -m package.module",
             )
@@ -66,6 +74,14 @@ class Program:
                 _run_file(os.path.join(os.getcwd(), self.name))
             else:  # a folder or an archive with a __main__, or what was compiled
                 runpy.run_path(self.name, run_name="__main__")
+
+
+def _is_found(module: str) -> bool:
+    """Whether there is a module outside of packages, which is not imported for it."""
+    try:
+        return bool(module) and find_spec(module) is not None
+    except ValueError:  # __main__, for one
+        return False
 
 
 def _run_file(path: str) -> None:
