@@ -114,7 +114,7 @@ def begun(
     name = shlex.join([*(["-m"] if program.is_module else []), program.name, *program.arguments])
     return Comparison(
         recipe=name,
-        summary="a script as it is",
+        summary="a script as it is; its final loss is the mean of the last tenth of the steps",
         metric=_metric(math.nan),
         references={},
         data_sha256="",
@@ -231,7 +231,7 @@ def _metric(base: float | None) -> Metric:
     known = base is not None and math.isfinite(base) and base != 0
     size = math.floor(math.log10(abs(base))) if known and base is not None else 0
     return Metric(
-        name="training loss over the last tenth of its steps",
+        name="training loss",
         unit="",
         unit_of_difference="",
         higher_is_better=False,
