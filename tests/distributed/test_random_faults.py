@@ -116,6 +116,7 @@ def check(cases):
             assert all(map(torch.equal, weights, their_weights)), case
 
 
+@pytest.mark.slow
 def test_two_hundred_steps_of_ranks_have_one_trace():
     check([("ddp", "SGD", 0), ("fsdp2", "mezzo.AdamW", 1)])
 

@@ -92,6 +92,7 @@ def only_the_second(path):
     return outcome(mezzo.save, {}, path) if dist.get_rank() == 1 else None
 
 
+@pytest.mark.slow
 def test_a_rank_that_saves_without_the_first_is_told_so_in_time(tmp_path):
     _, (kind, text) = on_ranks(2, only_the_second, tmp_path / "all.pt", group_timeout=2)
     assert kind == "DistributedError"
@@ -176,6 +177,7 @@ def alone(folder):
     return words
 
 
+@pytest.mark.slow
 def test_a_first_rank_that_is_killed_leaves_the_last_checkpoint_and_an_error(tmp_path):
     with pytest.raises(RankError) as failed:
         on_ranks(2, killed_while_saving, tmp_path, group_timeout=3)
