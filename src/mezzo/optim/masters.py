@@ -218,7 +218,7 @@ class MasterWeights:
                 self._see(param)
             elif params is not None:
                 # Its own bits, unless the master was changed. Through .data, for autograd sees no change then.
-                param.data.copy_(self._master[param])
+                param.data.copy_(self.master_of(param))
 
     def _see(self, param: Tensor) -> None:
         place = self._places[id(param)]

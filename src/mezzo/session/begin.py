@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from mezzo.errors import DistributedError, PolicyError, UnsupportedError, shown, some_of
+from mezzo.optim.masters import MasterWeights
 from mezzo.scale.scaler import Scaler
 from mezzo.session.agreement import by_value
 from mezzo.session.core import Core
@@ -39,6 +40,7 @@ def begun(
     restore_buffers: bool,
     scaler: Scaler | None = None,
     guards: bool = True,
+    masters: type[MasterWeights] = MasterWeights,
     **options: Any,
 ) -> Core:
     """Check everything, carry the policy out, and return what a session is made of.
@@ -54,6 +56,7 @@ def begun(
         restore_buffers: See there.
         scaler: As :class:`Core` takes it.
         guards: As :class:`Core` takes it.
+        masters: As :class:`Core` takes it.
         **options: ``num_losses`` and ``device``; see there.
     """
     with _starting(consensus) as agree:
@@ -63,6 +66,7 @@ def begun(
         trained, options["handles"], policy = with_handles(subjects, policy)
         beginning.check_session(trained, given, policy, max_grad_norm=max_grad_norm, on_overflow=on_overflow, **options)
         options |= {"consensus": consensus, "checks_ranks": checks_ranks, "scaler": scaler, "guards": guards}
+        options["masters"] = masters
         core = Core(trained, given, policy, **options)
         core.max_grad_norm, core.on_overflow = max_grad_norm, on_overflow
         core.buffers = NormBuffers(core.models) if restore_buffers else None

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError, UnsupportedError, some_of
 from mezzo.optim.hypers import changes_nothing
+from mezzo.optim.masters import MasterWeights
 from mezzo.policy import Policy
 from mezzo.scale.held import HeldScaler
 from mezzo.scale.scaler import Scaler
@@ -69,6 +70,7 @@ class Core:
         has_begun: Whether there was a backward pass, before which the models were looked at again.
         guards: Whether it refuses what is done with its optimizers and weights without it: steps, and training weights
             of low precision. Where only an optimizer is known, and no model, that is their owner's business.
+        masters: What keeps the FP32 values of weights for torch's optimizers.
         consensus: What the ranks that step together share; ``None`` where there is one rank.
         agreement: What the ranks that step together decide in each step; ``None`` where there is one rank.
         is_lent: Whether scalers that come from outside may have it, one after the other, instead of its own.
@@ -91,12 +93,13 @@ class Core:
         checks_ranks: bool = False,
         scaler: Scaler | None = None,
         guards: bool = True,
+        masters: type[MasterWeights] = MasterWeights,
     ) -> None:
         self.models, self.optimizers, self.policy = models, optimizers, policy
         self.guards = guards
         self.max_grad_norm: float | None = None
         self.on_overflow: Literal["skip", "explain", "raise"] = "skip"
-        self.weights = Weights(models, optimizers, policy, handles)
+        self.weights = Weights(models, optimizers, policy, handles, masters)
         self.weights.low.guards = guards
         self.groups: list[GradientGroup] = []
         self.num_param_groups = 0

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from mezzo.cast import Prepared, region
 from mezzo.errors import StateError
+from mezzo.optim.masters import MasterWeights
 from mezzo.policy import Policy
 from mezzo.session.backward import backward, differentiate
 from mezzo.session.begin import begun
@@ -88,6 +89,8 @@ class MixedPrecision(Settings):
         Micikevicius et al., *Mixed Precision Training*, ICLR 2018.
     """
 
+    _masters: type[MasterWeights] = MasterWeights
+
     def __init__(
         self,
         models: nn.Module | Prepared | Iterable[nn.Module | Prepared],
@@ -114,6 +117,7 @@ class MixedPrecision(Settings):
             device=device,
             on_overflow=on_overflow,
             restore_buffers=restore_buffers,
+            masters=self._masters,
         )
 
     def __repr__(self) -> str:

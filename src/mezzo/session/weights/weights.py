@@ -60,9 +60,10 @@ class Weights:
         optimizers: list[Optimizer],
         policy: Policy,
         handles: Handles,
+        kind: type[MasterWeights] = MasterWeights,
     ) -> None:
         self.models, self.optimizers, self.policy = models, optimizers, policy
-        self.handles = handles
+        self.handles, self._kind = handles, kind
         self.prepared: list[Prepared] = []
         self.untrained = Untrained(self.prepared)
         self._num_updated: int | None = None  # parameters whose keepers were handed what there is of them
@@ -159,7 +160,7 @@ class Weights:
                 each.adopt(originals, self.name_of)
             for optimizer in optimizers:
                 if optimizer not in own:
-                    self.masters[id(optimizer)] = MasterWeights(
+                    self.masters[id(optimizer)] = self._kind(
                         optimizer, grad_dtype="param", originals=originals, hooks=False
                     )
         self._release_originals()

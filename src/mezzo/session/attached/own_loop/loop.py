@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from mezzo.cast import Prepared
 from mezzo.errors import PolicyError, StateError, shown
 from mezzo.optim.optimizer import as_one_pass
+from mezzo.optim.shown import ShownMasters
 from mezzo.policy import Policy
 from mezzo.session.attached.own_loop.bound import Bound
 from mezzo.session.attached.own_loop.carried import carry, resume
@@ -132,6 +133,8 @@ class AttachedPrecision(MixedPrecision):
     Attributes:
         last_step: What the last step found and did; ``None`` before the first.
     """
+
+    _masters = ShownMasters
 
     def __init__(self, models: Any, optimizers: Any, policy: Any, *, hold_schedulers: bool, **options: Any) -> None:
         self.last_step: Step | None = None
