@@ -82,6 +82,17 @@ def gpu():
 
 
 @pytest.fixture
+def alone():
+    """A process group of this process alone, without a port."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        gc.collect()  # reducers in cycles go before their group does
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def computing(gpu):
     """A CUDA device, for tests of values, streams and memory, which the one that computes nothing has not."""
     if not gpu.computes:

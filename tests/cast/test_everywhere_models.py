@@ -218,15 +218,6 @@ def test_copies_of_a_prepared_model(policy, how, rule):
 # Wrapped models -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_process():
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def weights_after(policy, wrap, steps=3):
     """Train for some steps; return the gradients and weights of all of them."""
     model = wrap(seeded(Net))
@@ -242,13 +233,13 @@ def weights_after(policy, wrap, steps=3):
 
 
 @pytest.mark.parametrize("policy", POLICIES[:3])
-def test_a_ddp_model_trains_under_o1_as_it_does_unwrapped(policy, one_process):
+def test_a_ddp_model_trains_under_o1_as_it_does_unwrapped(policy, alone):
     wrapped = weights_after(policy, nn.parallel.DistributedDataParallel)
     assert_equal(wrapped, weights_after(policy, lambda model: model))
 
 
 @pytest.mark.parametrize("policy", POLICIES[3:])
-def test_a_converted_model_can_be_wrapped_in_ddp_afterwards(policy, one_process):
+def test_a_converted_model_can_be_wrapped_in_ddp_afterwards(policy, alone):
     def distributed(wrap):
         model = seeded(Net)
         amp, x = session(model, policy), data(4, 8)
@@ -260,7 +251,7 @@ def test_a_converted_model_can_be_wrapped_in_ddp_afterwards(policy, one_process)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_conversion_after_ddp_is_refused(level, one_process):
+def test_conversion_after_ddp_is_refused(level, alone):
     model = nn.parallel.DistributedDataParallel(seeded(Net))
     with pytest.raises(StateError, match=f"{level} cannot convert a model that DistributedDataParallel") as caught:
         session(model, f"{level},dtype=bfloat16")

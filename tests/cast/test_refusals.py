@@ -4,24 +4,12 @@ import gc
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import mezzo
 from mezzo import MixedPrecision, PolicyError, StateError, UnsupportedError
 
 CONVERTING = ["O2,emulate=true", "O2,dtype=bfloat16,emulate=true", "O3,dtype=bfloat16,emulate=true"]
-
-
-@pytest.fixture
-def process_group():
-    """One rank of gloo, without a port."""
-    if not dist.is_available():
-        pytest.skip("needs torch.distributed")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def network():
@@ -36,7 +24,7 @@ def in_session(model, policy):
     return MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
 
 
-def test_the_model_inside_a_data_parallel_wrapper_is_not_converted(process_group):
+def test_the_model_inside_a_data_parallel_wrapper_is_not_converted(alone):
     for policy, build in zip(CONVERTING, [prepared, in_session, prepared], strict=True):
         ddp = nn.parallel.DistributedDataParallel(network())
         with pytest.raises(StateError) as error:
@@ -57,12 +45,12 @@ def test_the_model_inside_a_data_parallel_wrapper_is_not_converted(process_group
 
 
 @pytest.mark.parametrize("policy", ["O0", "O1,emulate=true", "O1,dtype=bfloat16,emulate=true"])
-def test_what_converts_nothing_takes_it(process_group, policy):
+def test_what_converts_nothing_takes_it(alone, policy):
     ddp = nn.parallel.DistributedDataParallel(network())
     in_session(ddp.module, policy)
 
 
-def test_rules_for_parameters_convert_under_o1_too(process_group):
+def test_rules_for_parameters_convert_under_o1_too(alone):
     ddp = nn.parallel.DistributedDataParallel(network())
     policy = "O1,dtype=bfloat16,emulate=true,low_param=0.weight"
     with pytest.raises(StateError, match=r"O1 cannot convert parameters whose gradients(.|\n)*where  0.weight\n"):
@@ -75,7 +63,7 @@ def test_rules_for_parameters_convert_under_o1_too(process_group):
         mezzo.prepare(plain, policy)
 
 
-def test_a_kept_loss_is_the_other_cause(process_group):
+def test_a_kept_loss_is_the_other_cause(alone):
     model = network()
     output = model(torch.ones(1, 4))
     with pytest.raises(StateError, match="or a loss or output of an earlier forward pass is kept"):
@@ -84,7 +72,7 @@ def test_a_kept_loss_is_the_other_cause(process_group):
     mezzo.prepare(model, "O2,emulate=true")
 
 
-def test_a_loss_in_a_cycle_is_kept_by_nothing(process_group):
+def test_a_loss_in_a_cycle_is_kept_by_nothing(alone):
     model = network()
     kept = [model(torch.ones(1, 4))]
     kept.append(kept)
@@ -96,7 +84,7 @@ def test_a_loss_in_a_cycle_is_kept_by_nothing(process_group):
         gc.enable()
 
 
-def test_frozen_parameters_are_not_asked(process_group):
+def test_frozen_parameters_are_not_asked(alone):
     model = network()
     model[0].requires_grad_(False)
     ddp = nn.parallel.DistributedDataParallel(model)
@@ -105,7 +93,7 @@ def test_frozen_parameters_are_not_asked(process_group):
     mezzo.prepare(model[0], "O2,emulate=true")
 
 
-def test_without_a_process_group_a_kept_loss_does_not_matter():
+def test_without_a_alone_a_kept_loss_does_not_matter():
     model = network()
     output = model(torch.ones(1, 4))
     mezzo.prepare(model, "O2,dtype=bfloat16,emulate=true")

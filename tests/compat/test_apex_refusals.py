@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 
 import mezzo
@@ -148,26 +147,22 @@ def test_half_precision_models():
         )  # fmt: skip
 
 
-def test_wrapped_models(tmp_path):
+def test_wrapped_models(alone):
     model = perceptron()
     wrapped = nn.DataParallel(model)
     given = {"models": wrapped, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1)}
     refused(mezzo.StateError, "wrapped in DataParallel already", says=["one process for each device"], **given)
     says = ["then DataParallel(model)"]
     refused(mezzo.StateError, "wrapped in DataParallel already", says=says, opt_level="O2", **given)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        given["models"] = wrapped
-        says = ["then DistributedDataParallel(model)"]
-        for level in ("O2", "O3"):
-            refused(mezzo.StateError, "wrapped in DistributedDataParallel", says=says, opt_level=level, **given)
-        with initialized(wrapped, given["optimizers"], opt_level="O1") as (wrapped, optimizer):
-            with amp.scale_loss(wrapped(torch.ones(2, 8)).float().mean(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-    finally:
-        dist.destroy_process_group()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    given["models"] = wrapped
+    says = ["then DistributedDataParallel(model)"]
+    for level in ("O2", "O3"):
+        refused(mezzo.StateError, "wrapped in DistributedDataParallel", says=says, opt_level=level, **given)
+    with initialized(wrapped, given["optimizers"], opt_level="O1") as (wrapped, optimizer):
+        with amp.scale_loss(wrapped(torch.ones(2, 8)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
 
 
 def test_what_is_no_model_or_optimizer():

@@ -1,7 +1,5 @@
 """What is refused of sharded models, before anything is changed: by `fully_shard`, by sessions, and between the two."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,21 +12,6 @@ from mezzo import DistributedError, PolicyError, StateError, UnsupportedError
 from .ranks import on_ranks
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-
-
-@contextlib.contextmanager
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def alone():
-    with one_rank():
-        yield
 
 
 def net():

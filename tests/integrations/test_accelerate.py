@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,14 +27,14 @@ from accelerate.tracking import GeneralTracker, on_main_process  # noqa: E402
 
 from mezzo.integrations.accelerate import attach  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("emulating", "alone")
+pytestmark = pytest.mark.usefixtures("emulating", "anew")
 
 POLICIES = [f"{level},dtype={dtype}" for level in ("O1", "O2") for dtype in ("float16", "bfloat16")]
 OPTIMIZERS = {"torch": torch.optim.AdamW, "mezzo": mezzo.optim.AdamW}
 
 
 @pytest.fixture
-def alone():
+def anew():
     """With no trace of an accelerator of before: all of them share one state."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield
@@ -376,15 +375,8 @@ def test_accelerates_own_sharding_is_refused_by_its_version(monkeypatch, version
         attach(accelerator, *model_and_optimizer(), "O1")
 
 
-@pytest.fixture
-def rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("name", ["save", "load"])
-def test_a_sharded_model_is_prepared_as_it_is_and_has_a_checkpoint_of_its_own(rank, tmp_path, name):
+def test_a_sharded_model_is_prepared_as_it_is_and_has_a_checkpoint_of_its_own(alone, tmp_path, name):
     model = nn.Linear(2, 1)
     mezzo.fully_shard(model, "O2,dtype=bfloat16")
     accelerator, optimizer = accelerate.Accelerator(cpu=True), torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import mezzo
@@ -26,7 +25,7 @@ from mezzo.tensors import dtype_name, tensors
 from ..support.products import Products
 
 pytestmark = [
-    pytest.mark.usefixtures("emulating", "alone"),
+    pytest.mark.usefixtures("emulating", "anew"),
     pytest.mark.skipif(not (find_spec("transformers") and find_spec("accelerate")), reason="needs transformers"),
     pytest.mark.filterwarnings("ignore::Warning:transformers.*"),
 ]
@@ -54,7 +53,7 @@ def hf():
 
 
 @pytest.fixture
-def alone(hf):
+def anew(hf):
     """With no trace of an accelerator of before: all of them share one state."""
     hf.state._reset_state(reset_partial_state=True)
     yield
@@ -368,15 +367,11 @@ def test_what_owns_the_step_is_refused(hf, made, monkeypatch):
         hf.plug(trainer, "O1")
 
 
-def test_a_sharded_model_is_refused(hf, made):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        trainer = made()
-        mezzo.fully_shard(trainer.model, "O1")
-        with pytest.raises(UnsupportedError, match=r"the Trainer's model is sharded\n(.|\n)*write  the whole model"):
-            hf.plug(trainer, "O1")
-    finally:
-        dist.destroy_process_group()
+def test_a_sharded_model_is_refused(hf, made, alone):
+    trainer = made()
+    mezzo.fully_shard(trainer.model, "O1")
+    with pytest.raises(UnsupportedError, match=r"the Trainer's model is sharded\n(.|\n)*write  the whole model"):
+        hf.plug(trainer, "O1")
 
 
 def test_several_gpus_in_one_process_are_refused(hf, made, monkeypatch):

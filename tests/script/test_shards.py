@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp  # as torchrun's RANK has it imported
 
 from mezzo.errors import PolicyError
@@ -28,11 +27,7 @@ for step in range(2):
 BLOCKS = "for block in model[:2]: fully_shard(block)\nfully_shard(model)"
 
 
-@pytest.fixture(autouse=True)
-def ranks():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture
@@ -66,7 +61,6 @@ def seen(tmp_path):
     ],
 )
 def test_each_module_is_gathered_as_the_policy_says(seen, policy, linear, layer_norm, batch_norm, head):
-    report, dtypes = seen(policy)
     report, dtypes = seen(policy)
     found = {name.removeprefix("FSDP"): str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     assert found == {"Linear8": linear, "LayerNorm8": layer_norm, "BatchNorm1d8": batch_norm, "Linear1": head}

@@ -59,14 +59,6 @@ def sharded(inner):
     return DTensor.from_local(inner, mesh, [Replicate()])
 
 
-@pytest.fixture
-def alone():
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def refused(gpu, gradient):
     executor = executor_for(torch.device("cuda", 0))
     with (
