@@ -15,7 +15,6 @@ from mezzo.cast.model import sharding
 
 from .ranks import on_ranks
 from .test_fully_shard import BF16, OPTIMIZERS, batch, in_one_process, net, own_part, same, sharded, train, whole
-from .test_sharded_refusals import one_rank
 
 #: A loss scale that nothing overflows with, for losses with scales of their own.
 SCALED = mezzo.Policy.O2("float16", loss_scale=mezzo.LossScale.dynamic(init=64.0), emulate=False)
@@ -282,31 +281,30 @@ def test_replicas_and_tensor_parallel_shards_train_as_one_process_does():
 # What is read of torch's private state -----------------------------------------------------------------------
 
 
-def test_torch_keeps_what_it_is_asked_for():
-    with one_rank():
-        model = mezzo.fully_shard(net(), BF16)
-        found = sharding.units(model)
-        assert [type(unit).__mro__[1] for unit in found] == [FSDPModule] * 3
-        parts = sharding.shards(model)
-        assert {part.param for part in parts} == set(model.parameters())
-        assert {part.gathered for part in parts} == {torch.bfloat16}
-        assert {part.param.dtype for part in parts} == {torch.float32}
-        assert sharding.parts_of(found) == {}
-        gathered = sharding.gathered(model)
-        assert gathered.keys() == {part.param for part in parts}
-        assert {tensor.dtype for tensor in gathered.values()} == {torch.bfloat16}
-        assert sharding.parts_of(found) == {tensor: part for part, tensor in gathered.items()}
-        assert not sharding.has_unreduced(found)
-        assert sharding.reshards_after_backward(found)
-        model.set_requires_gradient_sync(False)
-        model(torch.ones(2, 3).bfloat16()).sum().backward()
-        assert sharding.has_unreduced(found)
-        sharding.forget_gradients(found)
-        assert not sharding.has_unreduced(found)
-        plain = net()
-        assert sharding.units(plain) == sharding.shards(plain) == []
-        fully_shard(plain.blocks[0])
-        assert sharding.units(plain) == [plain.blocks[0]]
+def test_torch_keeps_what_it_is_asked_for(alone):
+    model = mezzo.fully_shard(net(), BF16)
+    found = sharding.units(model)
+    assert [type(unit).__mro__[1] for unit in found] == [FSDPModule] * 3
+    parts = sharding.shards(model)
+    assert {part.param for part in parts} == set(model.parameters())
+    assert {part.gathered for part in parts} == {torch.bfloat16}
+    assert {part.param.dtype for part in parts} == {torch.float32}
+    assert sharding.parts_of(found) == {}
+    gathered = sharding.gathered(model)
+    assert gathered.keys() == {part.param for part in parts}
+    assert {tensor.dtype for tensor in gathered.values()} == {torch.bfloat16}
+    assert sharding.parts_of(found) == {tensor: part for part, tensor in gathered.items()}
+    assert not sharding.has_unreduced(found)
+    assert sharding.reshards_after_backward(found)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 3).bfloat16()).sum().backward()
+    assert sharding.has_unreduced(found)
+    sharding.forget_gradients(found)
+    assert not sharding.has_unreduced(found)
+    plain = net()
+    assert sharding.units(plain) == sharding.shards(plain) == []
+    fully_shard(plain.blocks[0])
+    assert sharding.units(plain) == [plain.blocks[0]]
 
 
 # FP16 gradients between ranks --------------------------------------------------------------------------------
