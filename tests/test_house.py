@@ -21,7 +21,7 @@ MOST_CODE = {
     "numerics": 3_655,
     "optim": 1_421,
     "overflow": 813,
-    "policy": 1_184,
+    "policy": 1_188,
     "recipes": 1_265,
     "report": 1_005,
     "scale": 693,

@@ -72,3 +72,26 @@ def test_an_equal_policy_compiles_nothing_new_and_another_one_does():
     assert counters["stats"]["unique_graphs"] == before
     assert compiled(x, mezzo.Policy.O1("bfloat16", emulate=True).fp32("matmul")).dtype == torch.float32
     assert counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+def test_policies_of_several_loss_scales_in_one_process():
+    torch.compiler.reset()
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+
+    def run(x, policy):
+        with mezzo.autocast(policy):
+            return x @ weight
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    before = counters["stats"]["unique_graphs"]
+    for text in ("dynamic(init=65536)", "dynamic(init=64,interval=3)", "128.0", "none"):  # whose numbers differ
+        for dtype in (torch.float16, torch.bfloat16):
+            assert compiled(x, mezzo.Policy.O1(dtype, emulate=True, loss_scale=text)).dtype == dtype
+    assert counters["stats"]["unique_graphs"] == before + 2  # a region has no loss scale
+
+
+def test_the_text_of_a_region_is_the_policy_without_its_loss_scale():
+    policy = mezzo.Policy.parse("O2,dtype=float16,loss_scale=128.0,norms=fp32_math,low=gelu")
+    assert policy.region_text() == "O2,dtype=float16,norms=fp32_math,low=gelu"
+    assert mezzo.Policy.parse(policy.region_text()) == policy.evolve(loss_scale="dynamic")

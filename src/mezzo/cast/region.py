@@ -141,7 +141,9 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 
     def __init__(self, policy: Policy | str | os.PathLike[str], device_type: str | None = None) -> None:
         if isinstance(policy, Policy) and torch.compiler.is_compiling():
-            policy = str(policy)  # which Dynamo reads field by field, and so guards: an equal policy compiles nothing
+            # Which Dynamo reads field by field, and so guards: an equal policy compiles nothing. Numbers, which only
+            # the loss scale has, would be symbols in a second graph, and no text.
+            policy = policy.region_text()
         self.region: Region = _RESOLVED[_resolve(policy, device_type)]
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 

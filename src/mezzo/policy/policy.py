@@ -252,9 +252,16 @@ class Policy:
 
     def __str__(self) -> str:
         """Write the level, the dtype, every field that differs from the level's, and the rules."""
+        return self._text_with(fields.FIELDS)
+
+    def region_text(self) -> str:
+        """Write what a region carries out: the text without the loss scale, which a session has."""
+        return self._text_with(tuple(name for name in fields.FIELDS if name != "loss_scale"))
+
+    def _text_with(self, names: tuple[str, ...]) -> str:
         values, default = self._values(), fields.level_fields(self.level, self.dtype)
         parts: list[str] = [self.level, *([] if self.level == "O0" else [f"dtype={fields.text_of(self.dtype)}"])]
-        parts += [f"{name}={fields.text_of(values[name])}" for name in fields.FIELDS if values[name] != default[name]]
+        parts += [f"{name}={fields.text_of(values[name])}" for name in names if values[name] != default[name]]
         return ",".join([*parts, *([format_rules(self.rules)] if self.rules else [])])
 
     @classmethod
