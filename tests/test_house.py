@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 693,
     "script": 1_356,
     "selftest": 411,
-    "session": 6_878,
+    "session": 6_884,
     "step": 2_481,
     "trace": 1_060,
     "the ground": 961,

@@ -107,13 +107,13 @@ def add(core: Core, optimizers: Any) -> None:
         beginning.check_added(given, core)
         agree(core.alike())
         _take_over(given)
-        groups, num_param_groups = core.groups, core.num_param_groups
+        groups, params = core.groups, core.grouped_params
         try:
             with core.weights.joined(given, core.before_step, core.writes.leaving):
                 core.group_optimizers()
                 agree(core.alike())
         except BaseException:
-            core.groups, core.num_param_groups = groups, num_param_groups
+            core.groups, core.grouped_params = groups, params
             raise
 
 

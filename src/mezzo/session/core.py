@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -58,7 +60,7 @@ class Core:
         on_overflow: What a skipped step does besides.
         weights: Models and optimizers, as the policy has them.
         groups: The optimizers by the gradients they share, each group with its accumulation window.
-        num_param_groups: How many parameter groups the optimizers had when they were grouped.
+        grouped_params: What each optimizer updated when they were grouped.
         scalers: The scale of each loss.
         stats: The count of steps.
         buffers: Batch norm's statistics before the window, with ``restore_buffers=True``.
@@ -102,7 +104,7 @@ class Core:
         self.weights = Weights(models, optimizers, policy, handles, masters)
         self.weights.low.guards = guards
         self.groups: list[GradientGroup] = []
-        self.num_param_groups = 0
+        self.grouped_params: list[list[Tensor]] = []
         device = device or next(self.weights.updated()).device
         made = (Scaler(policy.loss_scale, device, shared) for _ in range(num_losses))
         self.scalers = [*made] if scaler is None else [scaler]
@@ -167,11 +169,11 @@ class Core:
         return bool(self.inner_overflows) or any(group.window for group in self.groups)
 
     def group_optimizers(self) -> None:
-        """Group the optimizers, anew if one was given parameter groups since, outside an accumulation window."""
-        count = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
-        if count != self.num_param_groups and not any(group.window for group in self.groups):
+        """Group the optimizers, anew if one updates other parameters since, outside an accumulation window."""
+        params = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self.optimizers]
+        if not _are_same(params, self.grouped_params) and not any(group.window for group in self.groups):
             self.groups = grouped(self.groups, self.optimizers, self.weights.masters, self.weights.name_of)
-            self.num_param_groups = count
+            self.grouped_params = params
             self.weights.take_thawed()
             for group in self.groups if self.sums_wide else ():
                 group.wide.stay_on()
@@ -182,7 +184,7 @@ class Core:
 
     def keep_left(self) -> None:
         """Let gradients that a step has left be added to."""
-        self.keeps_left, self.num_param_groups = True, 0
+        self.keeps_left, self.grouped_params = True, []
         self.group_optimizers()
 
     def open_groups(self, optimizers: list[Optimizer], call: str) -> list[GradientGroup]:
@@ -389,3 +391,9 @@ def under_way(run: PlainRun) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def _are_same(some: list[list[Tensor]], others: list[list[Tensor]]) -> bool:
+    """Whether two lists of lists hold the same tensors; without Python for each, since every backward pass asks."""
+    alike = list(map(len, some)) == list(map(len, others))
+    return alike and all(map(operator.is_, chain.from_iterable(some), chain.from_iterable(others)))

@@ -87,6 +87,30 @@ def test_parameters_of_the_model_that_no_optimizer_has_are_such_leaves():
         assert_alike([g / SCALE for g in gradients(model[3])], gradients(whole[3]))
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["in place", "a new list"])
+def test_a_layer_that_takes_the_place_of_another_is_scaled_as_that_was(whole):
+    """Powers of two change no bit of BF16's gradients, so the scale must leave no trace."""
+    ends = []
+    for scale in ("none", "1024.0"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+        built = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attached(model, built, f"O1,dtype=bfloat16,emulate=true,loss_scale={scale}"):
+            for number in range(6):
+                if number == 2:
+                    model[1] = nn.Linear(8, 3)
+                    params = built.param_groups[0]["params"]
+                    if whole:
+                        built.param_groups[0]["params"] = list(model.parameters())
+                    else:
+                        params[2:] = model[1].parameters()
+                built.zero_grad()
+                model(torch.randn(4, 8)).square().sum().backward()
+                built.step()
+        ends.append(list(model.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
 def test_several_roots_and_any_gradients():
     def run(model):
         one, other = model(batch(0)[0]), model(batch(1)[0]).square().mean()

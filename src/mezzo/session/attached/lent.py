@@ -137,7 +137,7 @@ def lend(amp: MixedPrecision, words: Words | None = None, *, sums_wide: bool = F
     """
     attached, core = Attached(amp), amp._core
     core.weights.words = words or core.weights.words
-    core.is_lent, core.sums_wide, core.num_param_groups = True, sums_wide, 0
+    core.is_lent, core.sums_wide, core.grouped_params = True, sums_wide, []
     core.group_optimizers()
     unscaled = HeldScaler(LossScale.none(), core.device)
 

@@ -185,12 +185,12 @@ class _EarlierGraphs:
 
 def _python_state(core: Core) -> Callable[[], None]:
     """Return what puts a session's own Python state back, loss scales and accounts apart."""
-    groups, count = core.groups, core.num_param_groups
+    groups, params = core.groups, core.grouped_params
     on_the_way, exact = dict(core.inner_overflows), set(core.weights.restored)
     remembering = [group.remembering() for group in groups]
 
     def restore() -> None:
-        core.groups, core.num_param_groups = groups, count
+        core.groups, core.grouped_params = groups, params
         for each in remembering:
             each()
         core.inner_overflows = dict(on_the_way)
