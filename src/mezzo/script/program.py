@@ -79,8 +79,8 @@ class Program:
 def _is_found(module: str) -> bool:
     """Whether there is a module outside of packages, which is not imported for it."""
     try:
-        return bool(module) and find_spec(module) is not None
-    except ValueError:  # __main__, for one
+        return module not in ("", "__main__") and find_spec(module) is not None
+    except ValueError:  # it is imported, and from nowhere
         return False
 
 
