@@ -174,7 +174,7 @@ def test_every_leaf_of_the_tree_is_a_call_that_exists():
         module, _, function = name.rpartition(".")
         assert callable(getattr(importlib.import_module(module), function))
     assert 'on_overflow="explain"' in tree
-    assert "mezzo inspect digits-cnn" in tree
+    assert "mezzo inspect train.py" in tree
 
 
 @pytest.mark.parametrize("policy", ["O2,dtype=float16,loss_scale=none", "O3,dtype=float16", "O2,dtype=bfloat16"])

@@ -170,6 +170,21 @@ def test_nothing_recorded_is_said():
     assert diagnose(empty).lines == ("The recorded steps had no tensor of 32 bits or less.",)
 
 
+def test_a_diagnosis_prints_in_words():
+    flushed = diagnose(made(policy="O1,dtype=float16,loss_scale=1", dtype="float16", weight_gradients=torch.zeros(100)))
+    first, *rest, last = str(flushed).splitlines()
+    assert first == "All gradients are zero without a loss scale."
+    assert rest[0] == "  where  1 tensors in float16, 100 % of their values zero"
+    assert rest[2].startswith('  write  policy="O1,dtype=float16,loss_scale=dynamic(init=2**24)')
+    assert {each.line for each in flushed.formats} <= set(rest)
+    assert last.startswith(f'policy="{flushed.policy}"   # The loss scale moves')
+    safe = diagnose(made(weights=ONES, activations=ONES, weight_gradients=ONES))  # in FP32: the line says why already
+    assert str(safe).splitlines() == [*(each.line for each in safe.formats), *safe.lines, f'policy="{safe.policy}"']
+    assert str(diagnose(dataclasses.replace(made(), steps=()))) == "No step was recorded."
+    torchs = diagnose(made(dtype="float16", weight_gradients=torch.zeros(100)))
+    assert torchs.alerts[0].write == "torch.amp.GradScaler(init_scale=2.0**24)"
+
+
 def test_masks_are_no_fault_and_nans_are():
     mask = torch.cat([ONES, torch.full((10,), -float("inf"))])
     found = diagnose(made(weights=ONES, activations=mask, weight_gradients=ONES))

@@ -53,7 +53,9 @@ def test_at_zero(op, dtype):
     assert (overflow.kind, overflow.op, overflow.phase, overflow.module) == ("zero", op, phase, "")
     assert overflow.tensor.num_inf == 1
     assert sum(each.num_zeros for each in overflow.inputs) == 1
-    assert overflow.cause.startswith(f"{what}; float64 gives the same, so that no precision cures it")
+    assert overflow.cause.startswith(
+        f"{what}; float64 gives the same of what it read: no precision of this op cures it"
+    )
     assert ("a number below" in overflow.cause) == (dtype != torch.float32)
     cure = rewritten(overflow, exponent=-1.5)
     # Near 0 float16 holds neither such a power nor the derivative of 1/x, whatever is added.
@@ -83,7 +85,10 @@ def test_an_epsilon_that_float16_flushes():
 
     overflow = search(op, [1.0, 0.0])
     assert (overflow.kind, overflow.op) == ("zero", "reciprocal")
-    assert "self is float16, where a number below 3e-08 is 0, be it an epsilon or not" in overflow.cause
+    assert (
+        "self is float16, where a number below 3e-08 is 0, be it an epsilon or not; in float32 it may be none"
+        in overflow.cause
+    )
     assert search(lambda x: 1 / (x + 1e-8), [1.0, 0.0]) is None
 
 
@@ -105,7 +110,7 @@ def test_where_an_op_has_no_result(op):
     function, number, what = OUTSIDE[op]
     overflow = search(function, [0.5, number])
     assert (overflow.kind, overflow.op, overflow.phase, overflow.tensor.num_nan) == ("domain", op, "forward", 1)
-    assert overflow.cause == f"{what}; float64 gives the same, so that no precision cures it"
+    assert overflow.cause == f"{what}; float64 gives the same of what it read: no precision of this op cures it"
     assert search(rewritten(overflow, exponent=0.5), [0.5, number]) is None
 
 
@@ -385,7 +390,7 @@ def test_the_cure_of_a_scale(make, step, cured, level, scale):
     assert locate(step(model, after, x), model, policy=after, loss_scale=after.loss_scale.init) is None
 
 
-@pytest.mark.parametrize("level, text", [("O2", 'policy.evolve(loss_scale="constant(0.5)")'),
+@pytest.mark.parametrize("level, text", [("O2", 'policy.evolve(loss_scale="dynamic(init=0.5,floor=2**-126)")'),
                                          ("O3", 'mezzo.Policy.parse("O3,dtype=bfloat16,emulate=true")')])  # fmt: skip
 def test_a_scale_below_one(step, cured, level, text):
     """O3 in FP16 cannot unscale, so that its policy takes no scale."""
@@ -404,6 +409,9 @@ def test_a_scale_below_one(step, cured, level, text):
     overflow = locate(step(model, policy, x, loss=torch.sum), model, policy=policy, loss_scale=1.0)
     assert (overflow.kind, overflow.tensor.name, overflow.needed) == ("scale", "gradient of layer.weight", 1e5)
     assert overflow.cure == f"policy = {text}"
+    # The scale of O2 is dynamic, and would not come down to it; that of O3 is constant.
+    assert ("stops at its floor, 1" in overflow.cause) == (level == "O2")
+    assert "backs off to that by itself" not in overflow.cause
     policy, model = cured(overflow, policy), Steep()
     scale = policy.loss_scale.init
     assert locate(step(model, policy, x, loss=torch.sum), model, policy=policy, loss_scale=scale) is None

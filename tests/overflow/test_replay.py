@@ -315,7 +315,7 @@ def test_a_loss_that_makes_nan(make):
     assert (
         overflow.cause == "the models' outputs are finite: it was made after them, in the loss or in what leads to it"
     )
-    assert overflow.cure == "mezzo.numerics.locate(fn, model, loss_scale=4)   # fn: the forward pass and the loss"
+    assert overflow.cure == "mezzo.overflow.locate(fn, model, loss_scale=4)   # fn: the forward pass and the loss"
     names = {"mezzo": mezzo, "model": model, "fn": lambda: (model(x) * 0).sum().log()}
     assert eval(overflow.cure, names).op == "log"
 
@@ -326,7 +326,7 @@ def test_a_gradient_that_is_infinite_in_float32(make):
     loop.step(x, loss=lambda output: output.sum() * 1e30 * 1e30, scale=4.0)
     overflow = loop.locate(4.0)
     assert (overflow.kind, overflow.tensor.dtype, overflow.tensor.num_inf) == ("loss", "float32", 16)
-    assert overflow.cure.startswith("mezzo.numerics.locate(fn, model, loss_scale=4)")
+    assert overflow.cure.startswith("mezzo.overflow.locate(fn, model, loss_scale=4)")
 
 
 def test_a_scale_that_the_output_s_gradient_does_not_hold(make, cured):
@@ -341,6 +341,16 @@ def test_a_scale_that_the_output_s_gradient_does_not_hold(make, cured):
     loop.replay.clear()
     loop.step(x, loss=lambda output: output.float().sum(), scale=scale)
     assert shown(loop.locate(scale)) != ("(loss)", "", "backward", "gradient of output 0")
+
+
+def test_a_constant_scale_that_the_output_s_gradient_does_not_hold(make, cured):
+    model, x = make("chain")
+    policy = mezzo.Policy.parse(f"{FP16},loss_scale=2**40")
+    loop = Loop(model, policy=policy)
+    loop.step(x, loss=lambda output: output.float().sum(), scale=2.0**40)
+    overflow = loop.locate(2.0**40)
+    assert overflow.cure == 'policy = policy.evolve(loss_scale="dynamic")   # which finds the one that fits'
+    assert cured(overflow, policy).loss_scale == mezzo.LossScale.dynamic()
 
 
 def test_an_infinity_whose_gradient_is_finite_is_reported_last(make):
@@ -387,7 +397,7 @@ def test_inputs_changed_meanwhile_are_reported(how):
         "the overflow cannot be located: what the step was computed from has changed since\n"
         "  where  input 0['x'] (float32, 2×4)\n"
         "  why    changed in place after the model had used it, so that a replay would compute another step\n"
-        "  write  x = x + 1 in place of x += 1, until amp.step(); or mezzo.numerics.locate(fn, model)"
+        "  write  x = x + 1 in place of x += 1, until amp.step(); or mezzo.overflow.locate(fn, model)"
     )
 
 

@@ -523,14 +523,14 @@ def test_a_compiled_model_is_searched_as_it_was_written():
 def test_no_model(model):
     with pytest.raises(PolicyError, match=r"a model must be an nn.Module, not ") as caught:
         locate(lambda: torch.ones(()), model)
-    assert "write  mezzo.numerics.locate(fn, model)" in str(caught.value)
+    assert "write  mezzo.overflow.locate(fn, model)" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, 1.0, torch.tensor(1)])
 def test_no_loss(value):
     with pytest.raises(PolicyError, match="fn returned no floating tensor") as caught:
         locate(lambda: value, nn.Linear(1, 1))
-    assert "write  mezzo.numerics.locate(lambda: criterion(model(x), y), model)" in str(caught.value)
+    assert "write  mezzo.overflow.locate(lambda: criterion(model(x), y), model)" in str(caught.value)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])

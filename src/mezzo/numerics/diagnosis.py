@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from mezzo.errors import PolicyError, shown, some_of
+from mezzo.errors import PolicyError, message, shown, some_of
 from mezzo.explanation.words import format_text, share_text
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.numerics.counting import FIRST
@@ -76,7 +76,7 @@ class FormatAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What evidence comes to.
+    """What evidence comes to. It prints in words: what is wrong, which formats would do, and the policy to write.
 
     Attributes:
         formats: An answer for each format; none where the run itself was not finite, which says nothing of formats.
@@ -91,6 +91,12 @@ class Diagnosis:
     alerts: tuple[Alert, ...] = ()
     policy: Policy | None = None
     why: str = ""
+
+    def __str__(self) -> str:
+        alerts = (message(each.what, where=each.where, why=each.why, write=each.write) for each in self.alerts)
+        lines = (*alerts, *(each.line for each in self.formats), *self.lines)
+        why = f"   # {self.why}" if self.why and self.why not in lines else ""
+        return "\n".join((*lines, *(() if self.policy is None else (f'policy="{self.policy}"{why}',))))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, as JSON has them; policies as their texts."""
@@ -153,7 +159,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     # What such a weight has swallowed already is no update any more: an alert says how much that was.
     lines = [*_swallowing({path: each for path, each in lost.items() if path not in low})]
     if evidence.header.compute_dtype == FP16.name:
-        lines.append("Recorded in FP16: gradients that it flushed are zeros here; --policy O0 shows what they were.")
+        lines.append("Recorded in FP16: gradients that it flushed are zeros here; a run under O0 shows what they were.")
     return Diagnosis(formats=formats, lines=tuple(lines), alerts=tuple(alerts), policy=policy, why=why)
 
 

@@ -114,18 +114,18 @@ def not_finite(evidence: Evidence) -> Iterator[Alert]:
 def _cause(first: RecordedTensor) -> tuple[str, str]:
     """Return why a tensor is not finite, and what to write."""
     named = format_text([first.dtype])
-    explained = 'on_overflow="explain", which names the op that made the first of them'
+    explained = 'MixedPrecision(…, on_overflow="explain"), which names the op or the batch that they come from'
     if first.dtype != FP16.name:
-        why = f"{named} reaches 3.4e38: the training diverged or divided by zero, whatever the format."
-        return why, f"MixedPrecision(…, {explained}"
+        why = f"{named} reaches 3.4e38: training diverged, divided by zero or read such a batch, whatever the format."
+        return why, explained
     if first.kind == "weights":
         why = (
             f"An update left FP16's range. Without FP32 masters optimizers compute in {named}, where AdamW's eps of "
             "1e-8 is zero, and what is divided by it infinite."
         )
         return why, f'policy="O2,dtype={first.dtype}", which keeps FP32 masters'
-    why = "FP16 ends at 65504, and what is beyond becomes infinite, whatever the loss scale."
-    return why, f"dtype=bfloat16, which has the range of FP32; or {explained}, to keep that one in FP32"
+    why = "FP16 ends at 65504, whatever the loss scale, and what is beyond is infinite; or a batch had such numbers."
+    return why, f"{explained}; where it is FP16's range, dtype=bfloat16"
 
 
 def _cause_in_backward(evidence: Evidence, first: RecordedTensor) -> tuple[str, str]:
@@ -177,7 +177,7 @@ def better_scale(evidence: Evidence) -> LossScale | None:
 def _written(evidence: Evidence, scale: LossScale) -> str:
     """Write the run's policy with another loss scale; without a session it is torch's scaler that has one."""
     if evidence.header.policy is None:
-        return f"torch.amp.GradScaler(init_scale={scale.init:g})"
+        return f"torch.amp.GradScaler(init_scale=2.0**{round(math.log2(scale.init))})"
     return f'policy="{rescaled(Policy.parse(evidence.header.policy), scale)}"'
 
 

@@ -137,7 +137,8 @@ def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind
     if origin.holds is not None:
         cause = f"{_needs(origin)}: it grows without bound, and no format to train in holds it"
         return "unbounded", cause, _bound(op)
-    at_any = "; float64 gives the same, so that no precision cures it" if origin.needed is not None else ""
+    same = "; float64 gives the same of what it read: no precision of this op cures it"
+    at_any = same if origin.needed is not None else ""
     if any(each.num_zeros for each in origin.inputs) and (origin.tensor.num_inf or op == "div"):
         what, cure = _AT_ZERO.get(op, ("a division by 0, or an infinite derivative", f"x + {_EPS}, where it is 0"))
         return "zero", f"{what}{at_any}{_flushed(origin)}", cure
@@ -161,7 +162,10 @@ def _needs(origin: Origin) -> str:
 def _of_scale(origin: Origin, context: Context, lowered: float) -> str:
     needs = f"{_needs(origin)}, " if origin.needed is not None and math.isfinite(origin.needed) else ""
     text = f"{needs}with the loss scale {context.loss_scale:g}; with {power(lowered)} every gradient is finite"
-    if context.policy is not None and context.policy.loss_scale.mode == "dynamic":
+    scale = None if context.policy is None else context.policy.loss_scale
+    if scale is not None and scale.mode == "dynamic" and scale.floor > lowered:
+        text += f"\nthe scale is dynamic, and stops at its floor, {scale.floor:g}"
+    elif scale is not None and scale.mode == "dynamic":
         text += "\nwhere the scale is dynamic it backs off to that by itself, one skipped step for each power of two"
     return text
 
@@ -178,7 +182,8 @@ def _flushed(origin: Origin) -> str:
         return ""
     info = torch.finfo(getattr(torch, low.dtype))
     lost = info.smallest_normal * info.eps / 2
-    return f"\n{low.name} is {low.dtype}, where a number below {lost:.2g} is 0, be it an epsilon or not"
+    is_zero = f"{low.name} is {low.dtype}, where a number below {lost:.2g} is 0, be it an epsilon or not"
+    return f"\n{is_zero}; in float32 it may be none"
 
 
 # What no kernel of the models made --------------------------------------------------------------------
@@ -201,10 +206,12 @@ def outside_models(gradient: Tensor, number: int, output: Tensor, line: str | No
     )  # fmt: skip
     scale = context.loss_scale
     cause = "the models' outputs are finite: it was made after them, in the loss or in what leads to it"
-    cure = f"mezzo.numerics.locate(fn, model, loss_scale={scale:g})   # fn: the forward pass and the loss"
+    cure = f"mezzo.overflow.locate(fn, model, loss_scale={scale:g})   # fn: the forward pass and the loss"
     if range_.dtype == "float16" and not range_.num_nan and scale > 1:
         cause += f"\nas inf in float16, most likely by the loss scale {scale:g}, by how much is not known here"
         cure = f"{_lower_scale(context, scale / 2)}   # or lower"
+        if context.policy is not None and context.policy.loss_scale.mode == "constant":
+            cure = 'policy = policy.evolve(loss_scale="dynamic")   # which finds the one that fits'
     return _reported(origin, context, "loss", cause, cure)
 
 
@@ -318,8 +325,10 @@ def _lower_scale(context: Context, scale: float) -> str:
     """Return the text that lowers the loss scale, or where a policy has none, the format that needs none."""
     policy = context.policy or Policy.O1()
     before, after = policy.loss_scale, LossScale.constant(scale)
-    if before.mode == "dynamic" and before.floor <= scale <= (before.ceiling or math.inf):
-        after = dataclasses.replace(before, init=scale)
+    if before.mode == "dynamic" and scale <= (before.ceiling or math.inf):
+        # Where one batch needs less than the floor others may need less still.
+        floor = before.floor if before.floor <= scale else 2.0**-126
+        after = dataclasses.replace(before, init=scale, floor=floor)
     try:
         policy.evolve(loss_scale=after)
     except PolicyError:  # O3 in float16 cannot unscale

@@ -179,5 +179,5 @@ class Changed:
             "the overflow cannot be located: what the step was computed from has changed since",
             where="\n".join(map(printable, self.tensors)),
             why="changed in place after the model had used it, so that a replay would compute another step",
-            write="x = x + 1 in place of x += 1, until amp.step(); or mezzo.numerics.locate(fn, model)",
+            write="x = x + 1 in place of x += 1, until amp.step(); or mezzo.overflow.locate(fn, model)",
         )

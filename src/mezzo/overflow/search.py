@@ -89,7 +89,7 @@ def locate(
             raise PolicyError(
                 "fn returned no floating tensor",
                 why="a search begins at the loss and goes backward",
-                write="mezzo.numerics.locate(lambda: criterion(model(x), y), model)",
+                write="mezzo.overflow.locate(lambda: criterion(model(x), y), model)",
             )
         origin = search.watch.first(ends)
         if origin is not None and (
@@ -109,7 +109,7 @@ def checked_models(model: Any) -> list[nn.Module]:
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else [model]
     if not models or not all(isinstance(each, nn.Module) for each in models):
         kinds = ", ".join(type(each).__name__ for each in models) or "nothing"
-        raise PolicyError(f"a model must be an nn.Module, not {kinds}", write="mezzo.numerics.locate(fn, model)")
+        raise PolicyError(f"a model must be an nn.Module, not {kinds}", write="mezzo.overflow.locate(fn, model)")
     return models
 
 

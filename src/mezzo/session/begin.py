@@ -76,7 +76,7 @@ def begun(
                 where=f"rank {consensus.rank} of {consensus.size}",
                 why="the rank that overflowed would run its batch again, and all ranks gather parameters together",
                 write='on_overflow="skip", and step.rank_found, which names the rank; '
-                "mezzo.numerics.locate with its batch and a model that is not sharded",
+                "mezzo.overflow.locate with its batch and a model that is not sharded",
             )
         agree(core.alike())
         _take_over(given)

@@ -264,7 +264,7 @@ def _problems(core: Core, device: torch.device) -> Iterator[MezzoError]:
         yield UnsupportedError(
             f'on_overflow="{core.on_overflow}" cannot be captured',
             why=f"whether a step overflowed decides what happens next; {ONE_SYNC}",
-            write='on_overflow="skip", and mezzo.numerics.locate(fn, model) once amp.stats() shows skipped steps',
+            write='on_overflow="skip", and mezzo.overflow.locate(fn, model) once amp.stats() shows skipped steps',
         )
     params = [param for model in core.models for param in model.parameters()]
     elsewhere = {str(t.device) for t in (*params, *core.scale_tensors()) if t.device != device}
