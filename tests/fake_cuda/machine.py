@@ -20,7 +20,7 @@ import ctypes
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ __all__ = ["Graph", "Machine", "Record", "capturing", "plug_in"]
 
 #: Names of mezzo's kernels for a step's few shared numbers.
 SHARED = {"adapted", "judged", "scalars", "decided", "counted", "told", "moved_on", "account"}
-_ADDRESSES = 0x7F00_0000_0000
 _SOURCES = Path("src", "mezzo")
 
 
@@ -71,7 +70,10 @@ def plug_in(library: Path, capability: int = 90, *, has_memory: bool = False) ->
     import torch
 
     if not has_memory:
-        _give_addresses()
+        from . import fakes  # benchmarks/host.py has this file alone
+
+        fakes.give_addresses()
+        fakes.let_modules_convert()
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
     cuda.is_available = lambda: True
@@ -92,31 +94,6 @@ def plug_in(library: Path, capability: int = 90, *, has_memory: bool = False) ->
     torch.Event = _Event  # type: ignore[misc]
     torch.version.cuda = "13.0"
     _plug_in_triton(capability)
-
-
-def _give_addresses() -> None:
-    """Let FakeTensors lie somewhere, each storage by itself, aligned as the allocator aligns."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    addresses: dict[int, int] = {}
-    real_address = torch.Tensor.data_ptr
-    real_data_ptr = torch.UntypedStorage.data_ptr
-
-    def data_ptr(tensor: Any) -> int:
-        if not isinstance(tensor, FakeTensor):
-            return real_address(tensor)
-        if not tensor.numel():
-            return 0
-        return storage_data_ptr(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
-
-    def storage_data_ptr(storage: Any) -> int:
-        if storage.device.type == "cpu":
-            return real_data_ptr(storage)
-        return addresses.setdefault(storage._cdata, _ADDRESSES + (len(addresses) << 24))
-
-    torch.Tensor.data_ptr = data_ptr
-    torch.UntypedStorage.data_ptr = storage_data_ptr  # type: ignore[method-assign]
 
 
 class _Event:
@@ -199,12 +176,20 @@ def _file(path: str) -> tuple[str, bool]:
 
 
 class Machine:
-    """Where tensors may be on the device, and what was asked of it since :meth:`watched` began."""
+    """Where tensors may be on the device, and what was asked of it since :meth:`watched` began.
+
+    Args:
+        told: Fills tensors in host memory that are copied from the device, whose values it has not: zeros.
+    """
+
+    def __init__(self, told: Callable[[Any], object] = lambda host: host.zero_()) -> None:
+        self.told = told
 
     def __enter__(self) -> Machine:
         import torch
 
         self._mode = _mode()
+        self._mode.told = self.told
         self._mode.__enter__()
         torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(…, device="cuda") goes past every mode
         return self
@@ -281,6 +266,7 @@ def _mode() -> Any:
             self.fake = FakeTensorMode(allow_non_fake_inputs=True)
             #: What operations make of what they are given: a FakeTensorMode takes a millisecond for some.
             self.known: dict[Any, Any] = {}
+            self.told: Callable[[Any], object] = Tensor.zero_
 
         def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs, packet = dict(kwargs or {}), func.overloadpacket
@@ -303,7 +289,7 @@ def _mode() -> Any:
                 return None
             if packet is aten._local_scalar_dense:
                 _log("reads", "a value")
-                return torch.zeros((), dtype=given[0].dtype).item()
+                return self.read((), given[0].dtype).item()
             if packet in (
                 aten.equal,
                 aten.nonzero,
@@ -313,24 +299,36 @@ def _mode() -> Any:
                 aten._unique2,
             ):
                 _log("reads", str(packet))
+            if packet is aten.equal:
+                return given[0].shape == given[1].shape
             if packet is aten._to_copy and wanted is not None and given[0].device.type != torch.device(wanted).type:
                 self.moves(given[0], torch.device(wanted).type, bool(kwargs.get("non_blocking")))
                 dtype = kwargs.get("dtype") or given[0].dtype
                 if torch.device(wanted).type == "cpu":
-                    return torch.zeros(given[0].shape, dtype=dtype)
+                    return self.read(given[0].shape, dtype)
                 with self.fake:  # not of the tensor itself, whose value would go along where it has one element
                     return torch.empty_strided(given[0].shape, given[0].stride(), dtype=dtype, device=wanted)
             elif packet is aten.copy_ and given[0].device.type != given[1].device.type:
                 blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
                 self.moves(given[1], given[0].device.type, not blocking)
+                if given[0].device.type == "cpu":
+                    self.told(given[0])
                 return given[0]
             elif packet in allocating:
                 _log("allocations", str(packet))
             elif func.namespace == "aten" and packet not in nothing and not func.is_view:
                 _log("kernels", str(packet), place=False)
-            if packet is aten._fused_sgd_:  # its meta function asks for buffers that the first step makes
-                return None
+            if str(packet).startswith("aten._fused_") and str(packet).endswith("_"):
+                return (
+                    None  # torch's fused optimizers: some have no meta function, SGD's asks for buffers yet to be made
+                )
             return self.shaped(func, args, kwargs, leaves, all(mine))
+
+        def read(self, shape: Any, dtype: Any) -> Tensor:
+            """Return what the host finds on the device."""
+            found = torch.zeros(shape, dtype=dtype)
+            self.told(found)
+            return found
 
         def shaped(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], quickly: bool) -> Any:
             """Run an operation on shapes alone: as one like it went before, or as a FakeTensorMode does it."""
@@ -343,6 +341,8 @@ def _mode() -> Any:
                 with self.fake:
                     found = func(*args, **kwargs)
                 parts = found if isinstance(found, list | tuple) else [found]
+                if any(part is not None and not isinstance(part, Tensor) for part in parts):
+                    return found
                 self.known[like] = type(found), [_made(part, leaves) for part in parts]
                 return found
             kind, made = self.known[like]

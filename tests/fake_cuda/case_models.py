@@ -1,0 +1,132 @@
+"""Sessions over unusual models and loops on the fake device, and what their steady steps read."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+
+from .case_sessions import FIRST
+from .machine import Machine
+
+FUSED = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
+
+
+class Odd(nn.Module):
+    """Tied, 0-dim, empty, frozen and unused parameters, and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale, self.empty, self.unused = (nn.Parameter(torch.ones(shape)) for shape in [(), (0, 4), (5,)])
+        self.frozen = nn.Parameter(torch.ones(16), requires_grad=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.embedding(x) * self.scale + self.frozen) + self.empty.sum()
+
+
+def odd():
+    with torch.device("cuda"):
+        return Odd(), torch.zeros(3, 5, dtype=torch.long)
+
+
+def images():
+    with torch.device("cuda"):
+        model = nn.Sequential(
+            nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 4)
+        )
+        batch = torch.randn(2, 4, 8, 8)
+    layout = {"memory_format": torch.channels_last}
+    return model.to(**layout), batch.to(**layout)
+
+
+def plain():
+    with torch.device("cuda"):
+        return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)), torch.randn(8, 16)
+
+
+class Loop:
+    """A session over a model, and its step."""
+
+    def __init__(self, policy, make_model, make_optimizer, **options):
+        self.model, self.batch = make_model()
+        self.optimizer = make_optimizer(self.model)
+        self.amp = mezzo.MixedPrecision(self.model, self.optimizer, policy, max_grad_norm=1.0, **options)
+
+    def backward(self):
+        with self.amp.autocast():
+            loss = self.model(self.batch).float().square().mean()
+        self.amp.backward(loss)
+
+    def end(self):
+        self.amp.step()
+        self.amp.zero_grad()
+
+    def step(self):
+        self.backward()
+        self.end()
+
+    def steady(self, machine, steps=6):
+        """Return what some steps ask of the device, once nothing is left that happens only once."""
+        for _ in range(FIRST):
+            self.step()
+        with machine.watched() as record:
+            for _ in range(steps):
+                self.step()
+        return record
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make_model, make", [(odd, FUSED), (images, mezzo.optim.AdamW)])
+def test_models_of_any_kind_are_never_waited_for(machine, level, make_model, make):
+    loop = Loop(f"{level},dtype=float16", make_model, lambda model: make(model.parameters()))
+    assert loop.steady(machine).reads == []
+
+
+def tensor_lr(model):
+    optimizer = FUSED(model.parameters(), capturable=True)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.full((), 1e-3, device="cuda")
+    return optimizer
+
+
+def groups(model):
+    first, *others = model.parameters()
+    return mezzo.optim.AdamW([{"params": [first], "lr": torch.full((), 1e-3, device="cuda")}, {"params": others}])
+
+
+@pytest.mark.parametrize("make", [tensor_lr, groups])
+def test_learning_rates_that_are_tensors_stay_on_the_device(machine, make):
+    assert Loop("O2,dtype=float16", plain, make).steady(machine).reads == []
+
+
+def test_without_a_predicate_the_host_asks_once_a_step_and_for_nothing_else(machine):
+    loop = Loop("O1,dtype=float16", plain, lambda model: torch.optim.NAdam(model.parameters(), foreach=True))
+    reads = loop.steady(machine).reads
+    assert len(reads) == 6
+    assert all("session/verdict.py" in read for read in reads)
+
+
+@pytest.mark.parametrize("make", [mezzo.optim.AdamW, FUSED])
+def test_a_session_goes_on_after_its_state_was_loaded_in_the_middle_of_a_window(make):
+    def told(host):  # an account: neither skipped nor failed, and a scale of one
+        host.fill_(host.is_floating_point())
+        if host.dim():
+            host[:2] = 0
+
+    with Machine(told) as machine:
+        loop = Loop("O2,dtype=float16", plain, lambda model: make(model.parameters()))
+        loop.step()
+        loop.backward()
+        states = [each.state_dict() for each in (loop.model, loop.optimizer, loop.amp)]
+        loop.end()
+        for each, state in zip((loop.model, loop.optimizer, loop.amp), states, strict=True):
+            each.load_state_dict(state)
+        loop.end()
+        assert loop.amp.stats().steps == 2
+        assert loop.steady(machine).reads == []
