@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, StateError, UnsupportedError
+from mezzo.integrations.parts import check_gathers
 from mezzo.tensors import dtype_name, tensors
 
 from ..support.products import Products
@@ -24,7 +25,6 @@ L = pytest.importorskip("lightning", reason="needs lightning")
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.loggers import CSVLogger  # noqa: E402
 
-from mezzo.integrations.fabric import check_gathers  # noqa: E402
 from mezzo.integrations.lightning import MezzoFabric, MezzoPrecision  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulating")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mezzo.cast import Prepared, autocast, prepare
 from mezzo.cast.nested import cast_floating
 from mezzo.errors import PolicyError, StateError, UnsupportedError, require_extra
+from mezzo.integrations.parts import check_gathers, parts_of
 from mezzo.integrations.told import ToldPrecision, check_options, explain_to
 from mezzo.policy import Policy
 from mezzo.session.attached import Attached, Standing, Words
@@ -28,7 +29,7 @@ from lightning.fabric.plugins.precision import Precision  # noqa: E402
 from lightning.fabric.strategies.dp import DataParallelStrategy  # noqa: E402
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy  # noqa: E402
 
-__all__ = ["MezzoFabric", "check_gathers", "parts_of"]
+__all__ = ["MezzoFabric"]
 
 _WORDS: Final = Words(begin="fabric.setup", backward="fabric.backward(loss)")
 _SETUP: Final = "model, optimizer = fabric.setup(model, optimizer), for all of them before the first forward pass"
@@ -337,39 +338,6 @@ class _SessionPlugin(Precision):
     def main_params(self, optimizer: Optimizer) -> Any:
         """Yield what an optimizer updates: FP32 masters, or the parameters themselves."""
         return super().main_params(optimizer) if self.session is None else self.session.master_params(optimizer)
-
-
-def parts_of(module: nn.Module) -> nn.Module:
-    """Return a module with the same parts under the same names, which is never called itself.
-
-    The wrapper of ``strategy="ddp"`` calls ``training_step`` as if it were the module's ``forward``: casts at its door
-    would give it batches, and losses, in low precision. The parts are called from within it.
-    """
-    parts = nn.Module()
-    for name, child in module.named_children():
-        parts.add_module(name, child)
-    for name, param in module.named_parameters(recurse=False):
-        parts.register_parameter(name, param)
-    for name, buffer in module.named_buffers(recurse=False):
-        parts.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
-    return parts
-
-
-def check_gathers(strategy: Any, optimizers: Iterable[Optimizer]) -> None:
-    """Refuse a strategy that gathers sharded state for one file, where there is state that no rank can be sent.
-
-    Raises:
-        UnsupportedError: The remainders of split masters are such.
-    """
-    states = (tensor for each in optimizers for state in each.state.values() for tensor in state.values())
-    is_split = any(isinstance(tensor, Tensor) and tensor.dtype == torch.int16 for tensor in states)
-    if is_split and not getattr(strategy, "_save_distributed_checkpoint", True):
-        raise UnsupportedError(
-            "the state of a sharded mezzo optimizer cannot be gathered into one file",
-            where=type(strategy).__name__,
-            why="the remainders of its weights are int16, which neither gloo nor NCCL sends",
-            write="ModelParallelStrategy(save_distributed_checkpoint=True), a folder; or an optimizer of torch's",
-        )
 
 
 def _handed_on(made: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared, prepare
 from mezzo.errors import PolicyError, require_extra
+from mezzo.integrations.parts import check_gathers, parts_of
 from mezzo.integrations.told import check_options, explain_to
 from mezzo.policy import Policy
 from mezzo.session import MixedPrecision, Step
@@ -30,7 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
-from mezzo.integrations.fabric import MezzoFabric, check_gathers, parts_of  # noqa: E402
+from mezzo.integrations.fabric import MezzoFabric  # noqa: E402
 
 __all__ = ["MezzoFabric", "MezzoPrecision"]
 
