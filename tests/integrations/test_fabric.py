@@ -1,5 +1,6 @@
 """`MezzoFabric` in place of Lightning's Fabric: FP32's losses with low kernels, and all that a program does with it."""
 
+import copy
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, StateError, UnsupportedError
@@ -421,6 +423,57 @@ def test_closed_it_trains_in_fp32_as_fabric_does():
     assert set(products.dtypes) == {"float32"}
     assert any(not torch.equal(masters[name], param) for name, param in run.model.module.named_parameters())
     assert Run(run.fabric).train(batches()[:2]).losses == Run(Fabric(**HERE)).train(batches()[:2]).losses
+
+
+@pytest.mark.parametrize(
+    "policy, kind", [("O1", "torch"), ("O2", "torch"), ("O2,dtype=bfloat16", "mezzo"), ("O3", "SGD")]
+)
+def test_copies_are_plain_fp32_models(policy, kind, tmp_path):
+    fabric = MezzoFabric(policy, **HERE)
+    run = Run(fabric, kind)
+    kept = {name: tensor.clone() for name, tensor in net().state_dict().items()}
+    for _ in range(2):  # before the session, and under it
+        for original in (run.model, run.model.module):
+            copied = copy.deepcopy(original)
+            assert not any(module._forward_pre_hooks or "__deepcopy__" in vars(module) for module in copied.modules())
+            assert all(torch.equal(value, kept[name]) for name, value in copied.named_parameters())
+            assert copied(batches()[0][0]).dtype == torch.float32
+        torch.save(run.model.module, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert all(torch.equal(value, kept[name]) for name, value in loaded.named_parameters())
+        copy.deepcopy(run.optimizer)  # which shares hooks with what it wraps
+        run.train(batches()[:2])
+        kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    assert fabric.session.stats().steps == 2
+    fabric.close()
+    assert "__deepcopy__" not in vars(run.model.module)
+
+
+def test_a_module_of_lightnings_is_copied_with_its_fabric():
+    fabric, module = MezzoFabric("O2,dtype=bfloat16", **HERE), Module()
+    model, _ = fabric.setup(module, module.configure_optimizers())
+    fabric.backward(model.training_step(batches()[0], 0))
+    copied = copy.deepcopy(module)
+    assert {param.dtype for param in copied.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16", "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_averages_are_of_fp32_values(policy, kind):
+    fabric = MezzoFabric(policy, **HERE)
+    run = Run(fabric, kind)
+    averaged = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    seen = []
+    for batch in batches():
+        run.train([batch], every=1)
+        averaged.update_parameters(run.model)
+        seen.append(nn.utils.parameters_to_vector(run.model.state_dict().values()).double())
+    expected = seen[0]
+    for each in seen[1:]:
+        expected = 0.9 * expected + 0.1 * each
+    found = nn.utils.parameters_to_vector(averaged.module.parameters())
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 16 * torch.finfo(torch.float32).eps * expected.abs().max()
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------

@@ -381,6 +381,69 @@ def test_the_average_that_is_written_at_the_end_stays(policy, tmp_path):
     assert torch.equal(nn.utils.parameters_to_vector(saved.values()), average)
 
 
+class Seen(L.Callback):
+    """What an average is of: the FP32 values that checkpoints would hold."""
+
+    def __init__(self):
+        self.at_start, self.after_step = [], []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.at_start.append(nn.utils.parameters_to_vector(pl_module.state_dict().values()).double())
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.after_step.append(nn.utils.parameters_to_vector(pl_module.state_dict().values()).double())
+
+
+@pytest.mark.parametrize(
+    "policy, optimizer", [("O2,dtype=bfloat16", "torch"), ("O2,dtype=bfloat16", "mezzo"), ("O2", "torch")]
+)
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_stochastic_averages_keep_all_bits(policy, optimizer, is_normed):
+    """With a norm of batches Lightning writes the average before a last epoch, and at the end of training otherwise."""
+    module, seen = Module(optimizer), Seen()
+    if is_normed:
+        module.net[1] = nn.BatchNorm1d(32, affine=False, track_running_stats=True)
+    average = L.pytorch.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+    fitted(policy, module=module, epochs=4, callbacks=[seen, average])
+    taken = [nn.utils.parameters_to_vector(average._average_model.parameters()), module_weights(module)]
+    assert torch.equal(*taken)
+    if not is_normed:
+        expected = sum(seen.at_start) / 4
+        assert (taken[0] - expected).abs().max() < 4 * torch.finfo(torch.float32).eps * expected.abs().max()
+    assert not {"update_parameters", "transfer_weights"} & vars(average).keys()
+
+
+def module_weights(module):
+    return nn.utils.parameters_to_vector(module.parameters())
+
+
+@pytest.mark.skipif(not hasattr(L.pytorch.callbacks, "WeightAveraging"), reason="Lightning 2.6 has it")
+@pytest.mark.parametrize("policy", ["O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+def test_averages_of_every_step_are_of_fp32_values_and_come_back_from_validation(policy):
+    seen = Seen()
+    average = L.pytorch.callbacks.WeightAveraging(avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
+    module = Module()
+    trainer(policy, epochs=2, callbacks=[seen, average]).fit(module, data(), data())
+    expected = seen.after_step[0]
+    for each in seen.after_step[1:]:
+        expected = 0.9 * expected + 0.1 * each
+    assert (module_weights(module) - expected).abs().max() < 16 * torch.finfo(torch.float32).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16", "O2,dtype=bfloat16"])
+def test_a_copy_that_is_made_while_it_trains_is_a_plain_fp32_module(policy):
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.copied = copy.deepcopy(pl_module)
+            self.expected = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    copies = Copies()
+    fitted(policy, module=Scheduled(), epochs=1, callbacks=[copies])
+    assert all(torch.equal(value, copies.expected[name]) for name, value in copies.copied.named_parameters())
+    assert not {"__deepcopy__", "lr_scheduler_step"} & vars(copies.copied).keys()
+    assert copies.copied.net(data().dataset[:2][0]).dtype == torch.float32
+
+
 @pytest.mark.parametrize("policy, within", [("O0", 0.0), ("O1,dtype=bfloat16", 0.02)])
 def test_lbfgs_evaluates_its_closure_again(policy, within):
     class Closing(Module):

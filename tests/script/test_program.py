@@ -1,5 +1,6 @@
 """A script as the interpreter would run it: arguments, paths, exits, tracebacks; and every name of torch put back."""
 
+import gc
 import subprocess
 import sys
 import traceback
@@ -24,6 +25,11 @@ from mezzo.script import Program, run
 from .conftest import SCRIPTS
 
 POLICY = "O2,dtype=bfloat16"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_session_of_other_tests():
+    gc.collect()
 
 
 def names():

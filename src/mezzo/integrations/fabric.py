@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, Literal
@@ -19,6 +19,7 @@ from mezzo.integrations.parts import check_gathers, parts_of
 from mezzo.integrations.told import ToldPrecision, check_options, explain_to
 from mezzo.policy import Policy
 from mezzo.session.attached import Attached, Standing, Words
+from mezzo.session.attached.own_loop.copies import Copies
 from mezzo.session.attached.own_loop.schedules import Schedules
 from mezzo.tensors import LOW
 
@@ -31,7 +32,7 @@ from lightning.fabric.strategies.model_parallel import ModelParallelStrategy  # 
 
 __all__ = ["MezzoFabric"]
 
-_WORDS: Final = Words(begin="fabric.setup", backward="fabric.backward(loss)")
+_WORDS: Final = Words(begin="fabric.setup", updated="fabric.session.master_params()", backward="fabric.backward(loss)")
 _SETUP: Final = "model, optimizer = fabric.setup(model, optimizer), for all of them before the first forward pass"
 #: Where a session's state stands among what a program saves.
 _KEY: Final = "mezzo"
@@ -202,6 +203,7 @@ class _SessionPlugin(Precision):
         self.shards = False
         self._policy, self._options, self._schedules = policy, options, schedules
         self._modules: dict[nn.Module, Prepared] = {}
+        self._copies: dict[nn.Module, Copies] = {}
         self._sharded: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._standing: Standing | None = None
@@ -234,6 +236,7 @@ class _SessionPlugin(Precision):
         except BaseException:
             self._sharded.clear()
             for each in [each for each in self._modules if each not in known]:
+                self._copies.pop(each).leave()
                 self._modules.pop(each).remove()
             raise
         self.optimizers += given
@@ -251,7 +254,18 @@ class _SessionPlugin(Precision):
 
     def _prepare(self, module: nn.Module) -> None:
         is_called_by_methods = hasattr(module, "training_step")
-        self._modules[module] = prepare(parts_of(module) if is_called_by_methods else module, self._policy)
+        handle = prepare(parts_of(module) if is_called_by_methods else module, self._policy)
+        self._modules[module] = handle
+        self._copies[module] = Copies([module], lambda: self._exact(handle))
+
+    def _exact(self, handle: Prepared) -> Callable[[Tensor], Tensor | None]:
+        """Return what gives the FP32 value of a model's tensors, before the session and under it."""
+        attached = None if self._standing is None else self._standing.attached
+        return handle.original_of if attached is None else attached.exact()
+
+    def __deepcopy__(self, memo: Any) -> _SessionPlugin:
+        """Return itself: a LightningModule is copied with its Fabric, and a session cannot be."""
+        return self
 
     def begin(self) -> Attached | None:
         """Return what stands behind the program's calls; it begins with the first call that has an optimizer."""
@@ -282,10 +296,12 @@ class _SessionPlugin(Precision):
         """End the session, and give all models their FP32 weights back."""
         if self._standing is not None:
             self._standing.end()
+        for copies in self._copies.values():
+            copies.leave()
         for handle in self._modules.values():
             handle.remove()
         self._undo.close()
-        self._modules, self.optimizers = {}, []
+        self._modules, self._copies, self.optimizers = {}, {}, []
         self._standing = self.session = None
         self._is_closed = True
 

@@ -20,12 +20,15 @@ from mezzo.integrations.told import check_options, explain_to
 from mezzo.policy import Policy
 from mezzo.session import MixedPrecision, Step
 from mezzo.session.attached import Attached
+from mezzo.session.attached.averages import in_fp32
+from mezzo.session.attached.own_loop.copies import Copies
 from mezzo.tensors import LOW
 
 require_extra("lightning", "the precision plugin for Lightning needs lightning", "lightning.pytorch")
 
 import lightning.pytorch.callbacks  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
@@ -89,6 +92,7 @@ class MezzoPrecision(Precision):
         self._prepared: Prepared | None = None
         self._module: LightningModule | None = None
         self._attached: Attached | None = None
+        self._copies: Copies | None = None
         self._observer = _Observer(self)
         self._saved: dict[str, Any] = {}
 
@@ -126,8 +130,10 @@ class MezzoPrecision(Precision):
             if self.policy.param_dtype in LOW:
                 self._attached.save_as(torch.float32, [module])
             self._observer.join(_callbacks(module))
+            self._copies = Copies([module], self._attached.exact)
             if self._hold_schedulers:
-                module.lr_scheduler_step = partial(self._step_scheduler, module.lr_scheduler_step)  # type: ignore[method-assign]
+                step = partial(self._step_scheduler, module.lr_scheduler_step)
+                self._copies.bind(module, "lr_scheduler_step", step)
         return model, optimizers, lr_schedulers
 
     def end(self) -> None:
@@ -137,11 +143,14 @@ class MezzoPrecision(Precision):
             self._saved = self.state_dict()
             self.session.close()
             self.session = self._attached = None
+        if self._copies is not None:
+            self._copies.leave()
+            self._copies = None
+        self._observer.leave()
         if module is not None:
             trainer: Any = module._trainer
             if trainer is not None:  # it gets a new list, for it goes through the old one
                 trainer.callbacks = [each for each in trainer.callbacks if each is not self._observer]
-            vars(module).pop("lr_scheduler_step", None)
         if self._prepared is not None:
             self._prepared.remove()
             self._prepared = None
@@ -267,12 +276,24 @@ class _Observer(Callback):
     def __init__(self, plugin: MezzoPrecision) -> None:
         self._plugin = plugin
         self._skipped: Tensor | None = None
-        self._ends_early = False
+        self._averaging: list[Any] = []  # callbacks that write their averages of the weights when training ends
+        self._swa: list[Callback] = []  # and those that read and write weights in functions of their own
+        self._averages: dict[Tensor, Tensor] = {}  # while a validation has swapped them for the weights
 
     def join(self, others: list[Callback]) -> None:
         """Come last among the callbacks; or first, where one writes its average of the weights when training ends."""
-        self._ends_early = any(isinstance(each, _AVERAGING) for each in others)
-        others.insert(0 if self._ends_early else len(others), self)
+        self._averaging = [each for each in others if isinstance(each, _AVERAGING)]
+        self._swa = [each for each in others if isinstance(each, StochasticWeightAveraging)]
+        for each in self._swa:
+            vars(each).update(update_parameters=partial(_update_in_fp32, each), transfer_weights=_transfer_in_fp32)
+        others.insert(0 if self._averaging else len(others), self)
+
+    def leave(self) -> None:
+        """Let callbacks read and write weights as they are again."""
+        for each in self._swa:
+            for name in ("update_parameters", "transfer_weights"):
+                vars(each).pop(name, None)
+        self._swa = []
 
     def stepped(self, step: Step) -> None:
         """Count a skipped step, on the device."""
@@ -294,8 +315,21 @@ class _Observer(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the run before an average is written, through ``.data``: into FP32 weights, which keep it whole."""
-        if self._ends_early:
+        if self._averaging:
             self._plugin.end()
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep averages that are about to be swapped for weights in low precision, and would come back rounded."""
+        if any(param.dtype in LOW for param in pl_module.parameters()):
+            models = (each._average_model.module for each in self._averaging)
+            tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+            self._averages = {tensor: tensor.detach().clone() for tensor in tensors}
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give averages their values back, before others see them."""
+        for tensor, value in self._averages.items():
+            tensor.data.copy_(value)
+        self._averages = {}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the run while everything is still on its device."""
@@ -310,6 +344,16 @@ def _bare(optimizer: Any) -> Optimizer:
     """Return the optimizer inside Lightning's wrapper."""
     found: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return found
+
+
+def _update_in_fp32(callback: Any, average: nn.Module, model: nn.Module, *args: Any) -> None:
+    """Let ``StochasticWeightAveraging`` average FP32 values."""
+    type(callback).update_parameters(average, in_fp32(model), *args)
+
+
+def _transfer_in_fp32(average: nn.Module, model: nn.Module) -> None:
+    """Have a model's keepers take an average whole, as what it loads."""
+    model.load_state_dict({name: param.detach() for name, param in average.named_parameters()}, strict=False)
 
 
 def _callbacks(module: LightningModule) -> list[Callback]:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from mezzo.errors import MezzoError
 from mezzo.policy import Policy
 from mezzo.recipes import StepRecord
-from mezzo.script.averages import replace_averages
 from mezzo.script.gathering import Gathering
 from mezzo.script.own_amp import replace_amp
 from mezzo.script.program import Enough, Program, own_traceback
@@ -90,7 +89,6 @@ def run(
         gathering = Gathering(begin, chosen, ledger, seams)
         prepared = prepare_wrapped(chosen, ledger, seams)
         replace_amp(gathering, ledger, seams)
-        replace_averages(seams)
         log = StepLog(str(chosen), told, steps, seams)
         try:
             with under_way(log), entered, contextlib.suppress(Enough):

@@ -309,9 +309,9 @@ class Core:
         self.writes.entering()  # the last line: what follows is the optimizer's own code
 
     def _refuse_foreign_step(self, optimizer: Optimizer) -> None:
-        group = next(group for group in self.groups if optimizer in group.optimizers)
-        if group.window is None and not group.has_gradients():
-            return
+        group = next((group for group in self.groups if optimizer in group.optimizers), None)
+        if group is None or (group.window is None and not group.has_gradients()):
+            return  # the first is of a wrapper that shares an optimizer's hooks
         involved = (*group.params([optimizer]), *group.leaves([optimizer]))
         if changes_nothing(optimizer.param_groups, (p.grad for p in involved if p.grad is not None)):
             return  # torch.distributed.checkpoint lets an optimizer make its state so

@@ -1,6 +1,7 @@
 """Steps, forward passes and copies of a plain loop while it is attached."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -389,8 +390,32 @@ def test_a_copy_keeps_hooks_of_the_users():
     assert calls == [1]
 
 
-def test_an_average_of_weights_begins_with_fp32():
+def test_an_average_of_weights_is_one_of_fp32_values():
     model, built = build()
+    seen = []
     with attached(model, built, "O2,dtype=bfloat16"):
         averaged = AveragedModel(model)
+        low = AveragedModel(nn.Linear(3, 3).bfloat16())  # one that is stored low reads what is stored
         assert {p.dtype for p in averaged.parameters()} == {torch.float32}
+        for number in range(4):
+            train(model, built, steps=[number], spoilt=())
+            averaged.update_parameters(model)
+            low.update_parameters(nn.Linear(3, 3).bfloat16())
+            seen.append(nn.utils.parameters_to_vector(model.state_dict().values()).double())
+    assert torch.allclose(
+        nn.utils.parameters_to_vector(averaged.parameters()).double(), sum(seen) / 4, rtol=0, atol=1e-6
+    )
+
+
+def test_averages_are_torch_s_own_again_where_a_session_ends_or_is_forgotten():
+    gc.collect()  # sessions of other tests
+    plain = AveragedModel.update_parameters
+    model, built = build()
+    with attached(model, built, "O2,dtype=bfloat16"):
+        assert AveragedModel.update_parameters is not plain
+    assert AveragedModel.update_parameters is plain
+    amp = mezzo.attach(model, built, "O2,dtype=bfloat16")
+    assert AveragedModel.update_parameters is not plain
+    del amp, model, built
+    gc.collect()
+    assert AveragedModel.update_parameters is plain

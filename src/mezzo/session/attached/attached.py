@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from mezzo.errors import StateError
 from mezzo.scale import LossScale
 from mezzo.scale.held import HeldScaler
+from mezzo.session.attached.averages import ExactAverages
 from mezzo.session.attached.saved_as import save_as
 from mezzo.session.attached.under_way import Root, UnderWay
 from mezzo.session.backward import scaler_of
@@ -200,12 +201,16 @@ class Attached:
     def save_as(self, dtype: torch.dtype, models: list[nn.Module] | None = None) -> None:
         """Have state dicts hold values of a dtype, until the session is closed: :func:`save_as`.
 
+        Averages that torch makes of the weights then read FP32 values, if that is the dtype: :class:`ExactAverages`.
+
         Args:
             dtype: The dtype.
             models: Whose; the session's when omitted.
         """
         core = self._core
         core.weights.load_hooks += save_as(core.models if models is None else models, dtype, core.weights)
+        if dtype == torch.float32:
+            core.weights.load_hooks.append(ExactAverages(core.weights))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state without the masters, for programs that save FP32 weights besides: :meth:`save_as`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,14 @@ from mezzo.tensors import LOW
 __all__ = ["Weights"]
 
 T = TypeVar("T")
+
+
+class Removable(Protocol):
+    """What can be taken off again."""
+
+    def remove(self) -> None:
+        """Take it off."""
+        ...
 
 
 class Weights:
@@ -69,7 +77,7 @@ class Weights:
         self._num_updated: int | None = None  # parameters whose keepers were handed what there is of them
         self.masters: dict[int, MasterWeights] = {}
         self.restored: set[Tensor] = set()
-        self.load_hooks: list[RemovableHandle] = []
+        self.load_hooks: list[Removable] = []
         self._step_hooks: list[RemovableHandle] = []
         self.low = LowWeights(optimizers, policy, self.name_of)
         self.shards = Shards(models)

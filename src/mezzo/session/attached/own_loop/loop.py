@@ -61,6 +61,7 @@ def attach(
     - ``scheduler.step()`` waits where all steps since its last one were skipped;
     - ``model.state_dict()`` holds FP32 values, and ``optimizer.state_dict()`` the session's state under ``"mezzo"``,
       which plain torch ignores: a program's own checkpoints go on bit for bit;
+    - ``AveragedModel.update_parameters(model)`` averages FP32 values;
     - ``copy.deepcopy(model)`` and what ``torch.save(model)`` writes are plain FP32 models.
 
     Code of the program's own that reads or writes ``.grad`` between ``backward`` and ``step`` sees it with the scale;
