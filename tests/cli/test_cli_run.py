@@ -1,6 +1,7 @@
 """``mezzo run``: exit codes, the report on stderr, JSON, the policy's file, one dry step."""
 
 import json
+import sys
 
 import pytest
 
@@ -39,6 +40,71 @@ def test_a_crash_is_shown_as_python_shows_it_and_reported_all_the_same(mezzo):
     assert err.startswith("Traceback (most recent call last):\n  File ")
     assert "in <module>\n    raise ValueError(\"the script's own\")\nValueError: the script's own\nmezzo run " in err
     assert "steps        1, none skipped" in err
+
+
+LOOP = """
+import sys, torch
+model = torch.nn.Linear(16, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad(); model(torch.ones(8, 16)).sum().backward(); optimizer.step()
+    print("step", step, end="\\r", file=getattr(sys, "{stream}"))
+{end}
+"""
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("end", ["", "raise ValueError(1)"])
+def test_the_report_begins_on_a_line_of_its_own(mezzo, tmp_path, stream, end):
+    path = tmp_path / "open.py"
+    path.write_text(LOOP.format(stream=stream, end=end))
+    write = sys.stdout.write
+    _, out, err = mezzo("run", "--policy", BF16, path)
+    assert sys.stdout.write == write
+    assert (out if stream == "stdout" else err).startswith("step 0\r")
+    first = err if stream == "stdout" else err.rpartition("\r")[2]
+    assert first.startswith("\nTraceback" if end else f"\nmezzo run {path} under")
+    assert f"\nmezzo run {path} under" in err
+
+
+def test_a_report_follows_whole_lines_at_once(mezzo, tmp_path):
+    path = tmp_path / "whole.py"
+    path.write_text(LOOP.format(stream="stderr", end="").replace("\\r", "\\n"))
+    assert f"step 3\nmezzo run {path} under" in mezzo("run", "--policy", BF16, path)[2]
+
+
+PARSER = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--epochs')\nparser.parse_args()\n"
+
+
+@pytest.mark.parametrize(
+    "verb, words, hint",
+    [
+        (["run"], ["--policy", "O2", "--epochs", "3"], "--policy O2"),
+        (["run"], ["--policy=O2,dtype=bfloat16", "--dry"], "--policy=O2,dtype=bfloat16 --dry"),
+        (["run", "--dry"], ["--max-grad-norm", "1"], "--max-grad-norm 1"),
+        (["explain"], ["--policy", "O2"], "--policy O2"),
+        (["inspect"], ["--every", "5"], "--every 5"),
+        (["tune"], ["--dtype", "bfloat16"], "--dtype bfloat16"),
+    ],
+)
+def test_options_behind_a_script_that_does_not_know_them_are_pointed_at(mezzo, tmp_path, verb, words, hint):
+    path = tmp_path / "parses.py"
+    path.write_text(PARSER)
+    code, _, err = mezzo(*verb, path, *words)
+    assert code == 2
+    assert "error: unrecognized arguments" in err
+    assert (
+        f"mezzo: {hint.split()[0].partition('=')[0]} stands behind the script's name\n"
+        "  why    what follows the script is the script's own, and it does not seem to know it\n"
+        f"  write  {hint} before {path}, if it is meant for mezzo\n"
+    ) in err
+
+
+@pytest.mark.parametrize("words", [["--other", "3"], ["--epochs", "3"]])
+def test_other_words_that_a_script_does_not_know_are_its_own_matter(mezzo, tmp_path, words):
+    path = tmp_path / "parses.py"
+    path.write_text(PARSER)
+    assert "stands behind" not in mezzo("run", path, *words)[2]
 
 
 def test_skipping_most_steps_alarms(mezzo, tmp_path):

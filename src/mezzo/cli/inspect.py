@@ -61,7 +61,7 @@ def inspect(
         refuse_for_script(seed=seed)
         out = run_directory(Path(program.name).stem, out)
         try:
-            with scripts_own():
+            with scripts_own(program):
                 inspection = script.inspect(program, policy, steps=steps, every=every, out=out, overwrite=overwrite)
         except typer.Exit:
             note(f"{program.name} failed; what was recorded until then is in {out}: mezzo report {out}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +11,9 @@ import typer
 
 from mezzo import script
 from mezzo.cli.app import app
-from mezzo.cli.output import exit_code, note, require_free
+from mezzo.cli.output import note, require_free
 from mezzo.cli.script.first_step import explain_script
+from mezzo.cli.script.running import ended_lines, ended_with
 from mezzo.errors import printable
 from mezzo.files import whole
 from mezzo.policy import Policy
@@ -88,16 +88,16 @@ def run(
             assert lines is not None
             lines.write(f"{record_text(record)}\n".encode())
 
-        ended = script.run(
-            program,
-            chosen,
-            max_grad_norm=max_grad_norm,
-            hold_schedulers=hold_schedulers,
-            steps=steps,
-            told=None if lines is None else write,
-        )
-    code = exit_code(ended.error)
-    sys.stdout.flush()
+        with ended_lines():
+            ended = script.run(
+                program,
+                chosen,
+                max_grad_norm=max_grad_norm,
+                hold_schedulers=hold_schedulers,
+                steps=steps,
+                told=None if lines is None else write,
+            )
+    code = ended_with(program, ended.error)
     if is_first:
         for line in ended.report.lines:
             note(printable(line))

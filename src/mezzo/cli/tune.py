@@ -66,7 +66,7 @@ def tune(
     options: Any = {"dtype": dtype, "steps": steps, "objective": objective, "after": after}
     if program is not None:
         refuse_for_script(seed=seed)
-        with scripts_own():
+        with scripts_own(program):
             tuned = script.tune(program, **options)
     else:
         assert chosen is not None

@@ -9,7 +9,8 @@ from typing import NoReturn
 
 import typer
 
-from mezzo.cli.output import exit_code, note, show_explanation, show_json
+from mezzo.cli.output import note, show_explanation, show_json
+from mezzo.cli.script.running import ended_lines, ended_with
 from mezzo.explanation.table import renderables
 from mezzo.policy import Policy
 from mezzo.script import Program, rehearse
@@ -32,7 +33,7 @@ def explain_script(program: Program, policy: Policy, *, full: bool = False, as_j
     Raises:
         typer.Exit: With the script's exit code if it has ended before its first step; with 4 if nothing would run low.
     """
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), ended_lines():
         found = rehearse(program, policy)
     if as_json:
         models = [json.loads(each.to_json()) for each in found.explanations]
@@ -45,4 +46,4 @@ def explain_script(program: Program, policy: Policy, *, full: bool = False, as_j
     ran_low = any(product.dtype in map(dtype_name, LOW) for each in found.explanations for product in each.products)
     if not found.explanations and found.error is None:
         note(f"{program.name} called no model to train before its first step")
-    raise typer.Exit(exit_code(found.error) or (0 if ran_low else _ALERT))
+    raise typer.Exit(ended_with(program, found.error) or (0 if ran_low else _ALERT))
