@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError, message, nearest, shown, some_of
 from mezzo.optim.state import EXTRAS, WEIGHT_DTYPES
@@ -19,7 +20,9 @@ from mezzo.step.storage import storage
 from mezzo.step.update import RULES
 from mezzo.tensors import CASTABLE, described, dtype_name
 
-__all__ = ["check_arguments", "check_group", "check_state", "check_unchanged", "in_host_memory", "in_words", "ordered"]
+__all__ = [
+    "Look", "check_arguments", "check_group", "check_state", "check_unchanged", "in_host_memory", "in_words", "ordered",
+]  # fmt: skip
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
 #: Of the other halves that go with a weight of any low precision; a compensation has the weight's own.
@@ -43,6 +46,21 @@ _TORCH_ONLY: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "decoupled_weight_decay": ("that is another class here", "leave it out; mezzo.optim.AdamW where it is True"),
     }
 )
+
+
+class Look:
+    """A hook before optimizers' steps that writes nothing: what a step has made ready stays so behind it.
+
+    Args:
+        look: Is called with the optimizer; it may raise.
+    """
+
+    def __init__(self, look: Callable[[Optimizer], object]) -> None:
+        self._look = look
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Look at an optimizer that is about to step."""
+        self._look(optimizer)
 
 
 def check_arguments(optimizer: object, others: Mapping[str, Any]) -> None:

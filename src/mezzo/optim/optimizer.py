@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.errors import StateError, UnsupportedError
-from mezzo.optim.checks import check_arguments, check_group, check_unchanged, ordered
+from mezzo.optim.checks import Look, check_arguments, check_group, check_unchanged, ordered
 from mezzo.optim.halves import Group
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import SavedOptimizer
@@ -183,6 +183,8 @@ class OnePassOptimizer(SavedOptimizer):
         self._refuse_half_way()
         prepared = verdict, self._work(verdict)
         hooks = len(self._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
+        if hooks > 1:
+            hooks -= sum(isinstance(hook, Look) for hook in _global_optimizer_pre_hooks.values())
         self._prepared = prepared if keep and hooks == 1 else None
 
     @property

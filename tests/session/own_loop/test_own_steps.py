@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
 
 import mezzo
@@ -126,10 +127,65 @@ def test_an_optimizer_inside_of_another_one():
         with pytest.raises(mezzo.StateError, match="an optimizer inside of another one steps by itself"):
             built.inner.step()
         assert all(map(torch.equal, before, model.parameters()))
-    assert not built.inner._optimizer_step_pre_hooks
+    assert not _global_optimizer_pre_hooks
 
 
 # Gradients that nobody scaled -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["O1,emulate=true", "O2,emulate=true", "O2,dtype=bfloat16,emulate=true"])
+def test_an_optimizer_that_is_not_attached_is_refused_and_told_what_to_write(policy):
+    model, built = build()
+    with attached(model, built, policy):
+        later = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, 0).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(mezzo.StateError, match="is not attached updates parameters that are") as refused:
+            later.step()
+        assert "SGD.step(): 0.weight" in str(refused.value)
+        assert "amp.add(optimizer)" in str(refused.value)
+        assert all(map(torch.equal, before, model.parameters()))
+        built.step()
+        built.zero_grad()
+        later.step()  # without gradients it does nothing
+    loss_of(model, 0).backward()
+    later.step()
+
+
+def test_optimizers_beside_the_attached_ones_and_around_them_step():
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    model, built = build()
+    other = network()
+    beside = torch.optim.SGD(other.parameters(), lr=0.1)
+    twin, before = network(), [p.detach().clone() for p in model.parameters()]
+    with attached(model, built, "O1,emulate=true"):
+        (loss_of(model, 0) + loss_of(other, 0)).backward()
+        beside.step()
+        Around(built).step()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    loss_of(twin, 0).backward()
+    plain.step()
+    for mine, theirs in zip(other.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_where_no_scale_is_carried_any_optimizer_may_step():
+    model, built = build()
+    with attached(model, built, "O1,dtype=bfloat16,emulate=true") as amp:
+        loss_of(model, 0).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with attached(model, built, "O1,emulate=true") as amp:
+        loss_of(model, 0).backward()
+        amp.unscale_()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def test_gradients_that_were_assigned_are_taken_as_they_are():

@@ -7,6 +7,11 @@ import types
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mezzo.optim.checks import Look
+
 __all__ = ["Bound", "Make"]
 
 #: Returns what replaces a function, and is given that function.
@@ -66,6 +71,14 @@ class Bound:
             cell.cell_contents = make(plain)
         else:
             self.replace(place, name, make)
+
+    def before_steps(self, look: Callable[[Optimizer], object]) -> None:
+        """Have something look at every optimizer that is about to step.
+
+        Args:
+            look: Is called with it; it may raise, and writes nothing.
+        """
+        self._undo.callback(register_optimizer_step_pre_hook(Look(look)).remove)
 
     def give_back(self) -> None:
         """Put everything back; what others have bound since stays."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared
-from mezzo.errors import PolicyError, StateError, shown
+from mezzo.errors import PolicyError, StateError, shown, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.shown import ShownMasters
 from mezzo.policy import Policy
@@ -30,6 +30,7 @@ from mezzo.session.session import MixedPrecision
 from mezzo.session.weights.phases import with_handles
 from mezzo.session.weights.words import Words
 from mezzo.session.window.window import NoGradient
+from mezzo.tensors import LOW
 
 __all__ = ["AttachedPrecision", "attach"]
 
@@ -246,6 +247,8 @@ class _OwnLoop(Standing):
             if schedules is not None:
                 schedules.bind(self.bound)
             self._carry(optimizers)
+            here = weakref.ref(self)
+            self.bound.before_steps(lambda optimizer: None if (loop := here()) is None else loop.check(optimizer))
         except BaseException:
             self.end()
             raise
@@ -262,19 +265,46 @@ class _OwnLoop(Standing):
         for optimizer in optimizers:
             for handle in carry(self.attached.amp._core, optimizer):
                 self._undo.callback(handle.remove)
-            for inner in (each for each in vars(optimizer).values() if isinstance(each, Optimizer)):
-                self._undo.callback(inner.register_step_pre_hook(self._refuse_inner).remove)
 
-    def _refuse_inner(self, inner: Optimizer, *_: Any) -> None:
-        """Refuse a step of an optimizer inside of another one, as SAM has it, with gradients that carry the scale."""
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse a step of an optimizer that is not attached, with gradients of parameters that are.
+
+        It may be around one that is attached, whose step it calls, or inside of one, as SAM has it, in whose step.
+
+        Args:
+            optimizer: The one that is about to step.
+
+        Raises:
+            StateError: Its gradients carry the loss scale, or its weights are stored low.
+        """
         assert self.attached is not None
         core = self.attached.amp._core
-        if core.evaluating is None and core.writes.is_done and any(group.window for group in core.groups):
+        if core.is_closed or core.evaluating is not None or not core.writes.is_done:
+            return
+        if any(each in core.optimizers for each in (optimizer, *_inside(optimizer))):
+            return
+        windows = [(group, group.window) for group in core.groups if group.window is not None]
+        if windows and any(optimizer in _inside(each) for each in core.optimizers):
             raise StateError(
                 "an optimizer inside of another one steps by itself",
-                where=type(inner).__name__,
+                where=type(optimizer).__name__,
                 why="no call that is taken over has led there: its gradients carry the loss scale, and are not checked",
                 write="optimizer.step(closure), the closure with loss.backward()",
+            )
+        its = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        held = [
+            core.weights.name_of(leaf)
+            for group, window in windows
+            for leaf in group.leaves()
+            if id(leaf) in its and (window.carries_scale or leaf.dtype in LOW)
+        ]
+        if held:
+            raise StateError(
+                "an optimizer that is not attached updates parameters that are",
+                where=f"{type(optimizer).__name__}.step(): {some_of(held)}",
+                why="their gradients carry the loss scale, or the weights are stored low and have their masters",
+                write="amp.add(optimizer), where it is made; or in the place of the one before it, amp.detach(), then "
+                "the new\noptimizer and mezzo.attach(model, optimizer, policy)",
             )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -314,3 +344,8 @@ def _evaluates_once(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known to evaluate a closure once, before it updates anything."""
     of_torch = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
     return of_torch or as_one_pass(optimizer) is not None
+
+
+def _inside(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one has as its attributes."""
+    return [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
