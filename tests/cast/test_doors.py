@@ -187,6 +187,52 @@ def test_recomputation_is_inside(reentrant):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("policy", LOW)
+def test_what_is_recomputed_comes_from_outside_again_where_it_did(policy, reentrant):
+    """Checkpoints of a training loop's own around parts of a model, and calls of the same parts without."""
+
+    def gradients(part):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 4))
+        with mezzo.prepare(model, policy).autocast():
+            x = torch.arange(32.0).reshape(4, 8).requires_grad_()
+            model(x).float().sum().backward()  # from inside, as far as its parts are concerned
+            for module in model:
+                x = part(module, x)
+            assert x.dtype == torch.float32
+            x.square().sum().backward()
+        return [param.grad for param in model.parameters()]
+
+    expected = gradients(lambda module, x: module(x))
+    found = gradients(lambda module, x: checkpoint(module, x, use_reentrant=reentrant))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_part_that_was_called_from_outside_is_recomputed_inside_where_it_was():
+    torch.manual_seed(0)
+    part = nn.Linear(8, 8)
+    seen = []
+    part.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = part
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=False)
+
+    model = Checkpointed()
+    x = torch.randn(2, 8)
+    with mezzo.prepare(model, LOW[0]).autocast():
+        loss = model(x).sum()
+        part(x)
+        loss.backward()
+    assert seen == [torch.bfloat16] * 3
+    assert all(param.grad.dtype == torch.bfloat16 for param in part.parameters())
+
+
 def test_modules_kept_in_fp32_get_fp32_from_outside():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), nn.BatchNorm1d(2))
     seen = []

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
@@ -180,6 +181,7 @@ class Door:
         self._make = make
         self._boundary: Boundary | None = None
         self._hooks: list[RemovableHandle] = []
+        self._was_outside = False  # the last call, which a checkpoint may repeat when no call of the model lasts
 
     def attach(self, module: nn.Module) -> None:
         """Hook the module, outside all hooks that it has."""
@@ -201,11 +203,13 @@ class Door:
         for entrance in self.entrances:
             inside = inside or entrance.is_open()
         if inside:
+            self._was_outside = False
             if self._boundary is not None:  # it may be this module that calls itself
                 self.entrances[0].enter(self)
             return None
-        if runs_backward():
+        if runs_backward() and not (self._was_outside and _is_wide((args, kwargs))):  # recomputed inside its model
             return None
+        self._was_outside = True
         if self._boundary is None:
             self.install(module)
         assert self._boundary is not None
@@ -223,6 +227,11 @@ class Door:
         if self._boundary is None or not self.entrances[0].leave(self):
             return None
         return self._boundary.exit(module, args, output)
+
+
+def _is_wide(given: Any) -> bool:
+    """Whether anything in a call's arguments is FP32, as what comes from outside is, and nothing inside a model."""
+    return any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in pytree.tree_leaves(given))
 
 
 def doors_of(module: nn.Module) -> Iterator[Door]:
