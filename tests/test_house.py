@@ -23,7 +23,7 @@ MOST_CODE = {
     "overflow": 821,
     "policy": 1_188,
     "recipes": 1_265,
-    "report": 1_005,
+    "report": 1_023,
     "scale": 693,
     "script": 1_329,
     "selftest": 411,

@@ -86,8 +86,9 @@ def test_each_policy_is_one_line_in_a_wide_terminal(summary):
     assert max(map(len, lines)) <= 200
 
 
-@pytest.mark.parametrize("width", [50, 60, 80, 100, 120, 160])
+@pytest.mark.parametrize("width", [*range(45, 165), 80, 100, 120, 180, 200])
 def test_a_narrow_terminal_shows_every_number_whole_under_its_policy(summary, width):
+    """At every width: a part that is wider than was reckoned by one character cuts the policies."""
     text = text_of(summary, width)
     assert text.count("O2,dtype=float16") == len(results_tables(summary, width))
     for head in ("accuracy", "best,", "saved for", "weights + gradients", "ms per step,", "non-finite"):
@@ -96,6 +97,22 @@ def test_a_narrow_terminal_shows_every_number_whole_under_its_policy(summary, wi
         assert number in text, number
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_long_policy_is_folded_at_commas(summary, width):
+    long = (
+        "O2,dtype=float16,loss_scale=dynamic(init=2^12),fp32=softmax:layer_norm,fp32_module=blocks.*.norm,reduce=wire"
+    )
+    summary["rows"][1] = summary["rows"][1] | {"policy": long}
+    text = text_of(summary, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert len(results_tables(summary, width)) <= 4
+    names = [line.split(" ")[0] for line in text.splitlines()]
+    pieces = [name for name in names if name and name in long]
+    assert long in "".join(pieces)
+    assert all(piece.endswith((",", "wire")) for piece in pieces)
 
 
 def test_a_wide_terminal_gets_one_table_and_an_absurd_one_a_column_each(summary):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rich import box
@@ -19,6 +20,8 @@ __all__ = ["Column", "columns", "facts", "fitted", "results_tables", "seed_text"
 
 Row = Mapping[str, Any]
 _GAP = 2
+#: What a policy's text is left at least, before it is folded at a comma.
+_LEAST: Final = 24
 #: Columns that are there only where something was measured, by the first lines of their heads.
 _SOMETIMES: Final = {
     "best,": "best_metric", "saved for": "saved_bytes", "products": "low_share", "peak": "peak_bytes",
@@ -92,7 +95,7 @@ def results_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
     Args:
         summary: What ``summary.json`` holds.
         width: Of the terminal, in characters. Numbers are never folded or cut: columns that do not fit go to a
-            further part, which names the policies again.
+            further part, which names the policies again. A policy that takes a third of the width is folded at commas.
 
     Returns:
         Rich tables, one row per policy that was trained.
@@ -102,7 +105,8 @@ def results_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
 
 def fitted(shown: Sequence[Column], rows: Sequence[Row], width: int) -> list[Table]:
     """Make a table in as many parts as a width asks for; each begins with the first column."""
-    first, *others = shown
+    given, *others = shown
+    first = replace(given, cell=lambda row: _at_commas(given.cell(row), max(width // 3, _LEAST)))
     parts: list[list[Column]] = [[]]
     left = width - _width(first, rows)
     for column in others:
@@ -116,11 +120,16 @@ def fitted(shown: Sequence[Column], rows: Sequence[Row], width: int) -> list[Tab
 
 
 def _table(shown: Sequence[Column], rows: Sequence[Row]) -> Table:
-    # With a padding on the right of each cell but the last, columns are _GAP apart.
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    # With a padding on the right of each cell but the last, and the box's own blank, columns are _GAP apart.
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold"
+    )
     for column in shown:
         table.add_column(
-            _text("\n".join(column.head)), justify="right" if column.right else "left", no_wrap=column.right
+            _text("\n".join(column.head)),
+            justify="right" if column.right else "left",
+            no_wrap=column.right,
+            overflow="fold",
         )
     for row in rows:
         table.add_row(
@@ -215,6 +224,19 @@ def _policy(row: Row) -> str:
     if row["status"] == "finished":
         return str(row["policy"])
     return f"{row['policy']}\n({row['status']} at step {row['steps']})"
+
+
+def _at_commas(text: str, width: int) -> str:
+    """Fold lines behind commas where they are longer than a width; what has none stays in one piece."""
+    lines = [""]
+    for piece in re.split(r"(?<=,)|(\n)", text):
+        if piece == "\n":
+            lines.append("")
+        elif piece:
+            if lines[-1] and cell_len(lines[-1] + piece) > width:
+                lines.append("")
+            lines[-1] += piece
+    return "\n".join(lines)
 
 
 def _number(value: float | str | None, form: str) -> str:
