@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import typer.main
 
 import mezzo
 from mezzo import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
@@ -63,3 +64,17 @@ def test_each_error_has_its_exit_code(capsys, monkeypatch, error, code):
     monkeypatch.setattr("mezzo.cli.app", fail)
     assert run(capsys, "formats") == (code, "", "mezzo: the fault\n  write  the cure\n")
     assert callable(app)
+
+
+def test_an_example_in_a_help_is_one_line_of_a_terminal_of_80_columns():
+    def commands(group):
+        for command in group.commands.values():
+            yield command
+            yield from commands(command) if hasattr(command, "commands") else ()
+
+    root = typer.main.get_command(app)
+    paragraphs = [part for command in (root, *commands(root)) for part in (command.help or "").split("\n\n")]
+    lines = [re.sub(r"\[/?bold\]", "", line).strip() for part in paragraphs for line in part.splitlines()]
+    examples = [line for line in lines if re.match(r"(mezzo|torchrun) \S+ +\S", line) and not line.endswith((",", "."))]
+    assert len(examples) > 40
+    assert [line for line in examples if len(line) > 78] == []

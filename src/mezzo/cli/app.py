@@ -32,7 +32,7 @@ def _show_version(wanted: bool) -> None:
     mezzo train digits-cnn --policy O1,dtype=bfloat16
     mezzo run train.py              your own script as it is, in mixed precision
     mezzo tune digits-cnn           which ops need FP32, found by running
-    mezzo inspect digits-cnn        which formats are safe for it, at which loss scale
+    mezzo inspect digits-cnn        which formats are safe, at which loss scale
     mezzo report runs/demo          a run as one HTML file
     mezzo explain digits-cnn        what runs low, what does not, and why
     mezzo ops softmax               what the lists say about an op

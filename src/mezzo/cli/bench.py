@@ -36,7 +36,7 @@ def step(
 ) -> None:
     """Time one optimizer step, with bytes moved and kept, and the share of this machine's copy bandwidth.
 
-    [bold]mezzo bench step[/bold]                                   14 M parameters in GPT-2's shapes
+    [bold]mezzo bench step[/bold]  14 M parameters in GPT-2's shapes
 
     [bold]mezzo bench step --shapes gpt2-small --dtype float16[/bold]
 

@@ -54,15 +54,15 @@ def compare(
 ) -> None:
     """Train a recipe, or a script as it is, under several policies, and compare.
 
-    [bold]mezzo compare digits-cnn[/bold]   FP32, then O1, O2, O3 in FP16 and O1, O2 in BF16: about a minute
+    [bold]mezzo compare digits-cnn[/bold]   FP32, O1 to O3 in FP16, O1 and O2 in BF16: a minute
 
     [bold]mezzo compare docs-lm --policies "O0; O2,dtype=bfloat16" --steps 300[/bold]
 
     [bold]mezzo compare digits-cnn --policies "O0; O1,dtype=float16,low=softmax" --json[/bold]
 
-    [bold]torchrun --nproc-per-node 2 -m mezzo compare docs-lm --parallel ddp[/bold]   in two processes
+    [bold]torchrun --nproc-per-node 2 -m mezzo compare docs-lm --parallel ddp[/bold]
 
-    [bold]mezzo compare --policies "O1,dtype=bfloat16" train.py --epochs 3[/bold]       your own script
+    [bold]mezzo compare --policies "O1,dtype=bfloat16" train.py[/bold]   your own script
 
     A recipe has the same weights and batches under every policy. A script runs in FP32 and under each policy, each time
     in a process of its own: seed its random numbers. It writes its files each time, and prints to stderr; its losses

@@ -59,19 +59,19 @@ def explain(
 ) -> None:
     """Say what runs in low precision, what does not and why, what casts cost, and what to write.
 
-    [bold]mezzo explain digits-cnn[/bold]                              a recipe, in FP16, level O1
+    [bold]mezzo explain digits-cnn[/bold]                        a recipe, in FP16, level O1
 
     [bold]mezzo explain docs-lm --policy O1,dtype=bfloat16,low=softmax[/bold]
 
-    [bold]mezzo explain docs-lm --policy O1 --against O2[/bold]        what the second policy would change
+    [bold]mezzo explain docs-lm --policy O1 --against O2[/bold]  what the second would change
 
-    [bold]mezzo explain docs-lm --full[/bold]                          every op of every module, every cast
+    [bold]mezzo explain docs-lm --full[/bold]                    every op, every cast
 
-    [bold]mezzo explain docs-lm --html page.html[/bold]                a page with all of it
+    [bold]mezzo explain docs-lm --html page.html[/bold]          a page with all of it
 
-    [bold]mezzo explain mypackage.models:tiny --json[/bold]            your own model, for a program to read
+    [bold]mezzo explain mypackage.models:tiny --json[/bold]      your own model, for a program
 
-    [bold]mezzo explain --policy O2 train.py --epochs 3[/bold]         your own script, until its first step is done
+    [bold]mezzo explain --policy O2 train.py --epochs 3[/bold]   your own script's first step
 
     A factory takes no argument and returns (model, inputs) or (model, inputs, loss): inputs are a tensor, a tuple of
     arguments or a mapping of keyword arguments; loss maps the model's output to a scalar. Modules are looked up from

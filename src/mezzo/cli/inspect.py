@@ -41,13 +41,13 @@ def inspect(
 ) -> None:
     """Train a recipe or a script, record where its numbers lie, and say which formats are safe, at which scale, why.
 
-    [bold]mezzo inspect digits-cnn[/bold]                                in FP32: would FP16, BF16 or FP8 do?
+    [bold]mezzo inspect digits-cnn[/bold]                          in FP32: would FP16 do?
 
-    [bold]mezzo inspect docs-lm --policy O3,dtype=bfloat16[/bold]       what goes wrong under this policy?
+    [bold]mezzo inspect docs-lm --policy O3,dtype=bfloat16[/bold]  what goes wrong under it?
 
     [bold]mezzo inspect docs-lm --steps 200 --every 20 --out runs/look[/bold]
 
-    [bold]mezzo inspect --steps 200 train.py --epochs 3[/bold]          your own script, ended after 200 steps
+    [bold]mezzo inspect --steps 200 train.py --epochs 3[/bold]     your own script, 200 steps
 
     Of a script the largest model is recorded; what it prints goes to stderr. An error of its own leaves a partial run.
 

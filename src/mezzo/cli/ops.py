@@ -33,17 +33,17 @@ def ops(
 ) -> None:
     """Show which precision a policy gives to each op, what torch alone would do, and why.
 
-    [bold]mezzo ops[/bold]                every op that mezzo classifies
+    [bold]mezzo ops[/bold]                        every op that mezzo classifies
 
-    [bold]mezzo ops softmax[/bold]        one, by any spelling: torch.softmax, aten::softmax.int, nn.Softmax
+    [bold]mezzo ops softmax[/bold]                one, by any spelling: nn.Softmax, F.softmax
 
     [bold]mezzo ops 'conv*' --policy O1,dtype=bfloat16,fp32=conv1d[/bold]
 
-    [bold]mezzo ops 'fft_*' --device cuda[/bold]    what the policy leaves to torch on an accelerator
+    [bold]mezzo ops 'fft_*' --device cuda[/bold]  what is left to torch on an accelerator
 
-    [bold]mezzo ops paddle:mul[/bold]     Paddle's name, where torch's means something else
+    [bold]mezzo ops paddle:mul[/bold]             Paddle's name, where torch's means another
 
-    [bold]mezzo ops 'fft_*' --json[/bold] for a program to read
+    [bold]mezzo ops 'fft_*' --json[/bold]         for a program to read
 
     fp32: inputs cast to FP32. low: to the policy's dtype. promote: to the widest among them. native: left as they are.
     fp32_math: FP32 inside, the input's dtype out. ban: refused.

@@ -55,15 +55,15 @@ def run(
 ) -> None:
     """Run a training script as it is, in mixed precision.
 
-    [bold]mezzo run train.py --epochs 3[/bold]                         what comes after the script is the script's
+    [bold]mezzo run train.py --epochs 3[/bold]                      --epochs is the script's
 
     [bold]mezzo run --policy O2,dtype=bfloat16 train.py[/bold]
 
-    [bold]mezzo run -m package.train --epochs 3[/bold]                 a module, as with python -m
+    [bold]mezzo run -m package.train --epochs 3[/bold]              a module, as python -m
 
-    [bold]mezzo run --dry train.py[/bold]                              one step: what would run low, what not and why
+    [bold]mezzo run --dry train.py[/bold]                           what would run low, and why
 
-    [bold]torchrun --nproc-per-node 2 -m mezzo run train.py[/bold]     in two processes
+    [bold]torchrun --nproc-per-node 2 -m mezzo run train.py[/bold]  in two processes
 
     One session over all optimizers begins with the first training step: backward passes are scaled, gradients clipped
     unscaled, steps checked; torch.autocast and GradScaler of the script become the session's. State dicts hold FP32.

@@ -43,15 +43,15 @@ def tune(
 ) -> None:
     """Find the fewest ops of a recipe, or of a script's model, that need FP32, and the loss scale, by running it.
 
-    [bold]mezzo tune digits-cnn[/bold]                          in FP16; writes digits-cnn-float16.toml, and compares
+    [bold]mezzo tune digits-cnn[/bold]                              in FP16, and compares
 
-    [bold]mezzo tune docs-lm --dtype bfloat16 --after 100[/bold]     on weights that have trained a little
+    [bold]mezzo tune docs-lm --dtype bfloat16 --after 100[/bold]    on weights trained a little
 
-    [bold]mezzo tune docs-lm --no-compare --json[/bold]         the evidence, for a program to read
+    [bold]mezzo tune docs-lm --no-compare --json[/bold]             evidence for a program
 
-    [bold]mezzo train docs-lm --policy docs-lm-float16.toml[/bold]   what was found, used
+    [bold]mezzo train docs-lm --policy docs-lm-float16.toml[/bold]  what was found, used
 
-    [bold]mezzo tune --no-compare train.py --epochs 3[/bold]    your own script; writes train-float16.toml for mezzo run
+    [bold]mezzo tune --no-compare train.py --epochs 3[/bold]        your own script
 
     A script runs in FP32 until its model was called --steps times. Trials work on what it was called with, and on the
     gradients of what it returned. What the script prints goes to stderr.

@@ -38,11 +38,11 @@ def check(
 ) -> None:
     """Say whether mixed precision works on this machine: small real trainings in each format, against FP32.
 
-    [bold]mezzo test[/bold]                                   every device and format; half a minute a device
+    [bold]mezzo test[/bold]                                  all devices; half a minute each
 
-    [bold]mezzo test --device cuda:1 --dtype float16[/bold]   one GPU, one format
+    [bold]mezzo test --device cuda:1 --dtype float16[/bold]  one GPU, one format
 
-    [bold]mezzo test --json[/bold]                            the verdict and all that was measured
+    [bold]mezzo test --json[/bold]                           the verdict, and all measured
 
     Under O1 and O2, with torch's fused optimizer and with mezzo's: kernels are counted by the precision that they
     really run in, gradients and losses compared with FP32's, a step that overflows must write nothing and lower the
