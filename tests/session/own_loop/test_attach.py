@@ -81,6 +81,8 @@ def test_names_are_bound_until_it_is_detached():
         "total": (nn.utils, "get_total_norm"),
         "StepLR": (torch.optim.lr_scheduler.LRScheduler, "step"),
         "Plateau": (torch.optim.lr_scheduler.ReduceLROnPlateau, "step"),
+        "scaler": (torch.amp.GradScaler, "step"),
+        "unscaling": (torch.amp.GradScaler, "unscale_"),
         "subclasses": (torch.optim.lr_scheduler.LRScheduler, "__init_subclass__"),
     }
     insides = [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.get_total_norm]

@@ -177,6 +177,48 @@ def test_optimizers_beside_the_attached_ones_and_around_them_step():
     assert not any(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize("policy", ["O1,emulate=true", "O2,dtype=bfloat16,emulate=true"])
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_a_scaler_besides_is_refused_and_a_disabled_one_is_not(policy, call):
+    model, built = build()
+    with attached(model, built, policy) as amp:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(loss_of(model, 0)).backward()
+        with pytest.raises(mezzo.StateError, match="a GradScaler scales the loss besides") as refused:
+            getattr(scaler, call)(built)
+        assert f"GradScaler.{call}(SGD)" in str(refused.value)
+        assert "GradScaler(enabled=False)" in str(refused.value)
+        assert all(map(torch.equal, before, model.parameters()))
+        built.zero_grad()
+        off = torch.amp.GradScaler("cpu", enabled=False)
+        off.scale(loss_of(model, 0)).backward()
+        off.unscale_(built)
+        off.step(built)
+        off.update()
+        assert (amp.stats().steps, amp.stats().skipped) == (1, 0)
+        other = network()
+        beside = torch.optim.SGD(other.parameters(), lr=0.1)
+        scaler.scale(loss_of(other, 0)).backward()
+        scaler.step(beside)
+
+
+@pytest.mark.parametrize("call", [[], ["unscale_"]])
+def test_a_scaler_scales_alone_where_the_session_does_not(call):
+    ends = []
+    for scales in (True, False):
+        model, built = build()
+        with attached(model, built, "O1,dtype=bfloat16,emulate=true"):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
+            scaler.scale(loss_of(model, 0)).backward()
+            for name in call:
+                getattr(scaler, name)(built)
+            scaler.step(built)
+            scaler.update()
+        ends.append(list(model.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
 def test_where_no_scale_is_carried_any_optimizer_may_step():
     model, built = build()
     with attached(model, built, "O1,dtype=bfloat16,emulate=true") as amp:

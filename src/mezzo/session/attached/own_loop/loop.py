@@ -22,6 +22,7 @@ from mezzo.session.attached.own_loop.carried import carry, resume
 from mezzo.session.attached.own_loop.clipping import Clipping
 from mezzo.session.attached.own_loop.forward import CalledIn
 from mezzo.session.attached.own_loop.passes import Passes
+from mezzo.session.attached.own_loop.scalers import refuse_scalers
 from mezzo.session.attached.own_loop.schedules import Schedules
 from mezzo.session.attached.standing import Standing
 from mezzo.session.refusals import beginning, calls
@@ -249,6 +250,7 @@ class _OwnLoop(Standing):
             self._carry(optimizers)
             here = weakref.ref(self)
             self.bound.before_steps(lambda optimizer: None if (loop := here()) is None else loop.check(optimizer))
+            refuse_scalers(self.bound, lambda optimizer: (loop := here()) is not None and loop.scales(optimizer))
         except BaseException:
             self.end()
             raise
@@ -265,6 +267,12 @@ class _OwnLoop(Standing):
         for optimizer in optimizers:
             for handle in carry(self.attached.amp._core, optimizer):
                 self._undo.callback(handle.remove)
+
+    def scales(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients of an optimizer are other than plain ones until its step."""
+        assert self.attached is not None
+        core = self.attached.amp._core
+        return self.unscales and not core.is_closed and optimizer in core.optimizers
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse a step of an optimizer that is not attached, with gradients of parameters that are.
