@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 693,
     "script": 1_329,
     "selftest": 411,
-    "session": 7_000,
+    "session": 7_008,
     "step": 2_481,
     "trace": 1_060,
     "the ground": 961,

@@ -182,6 +182,35 @@ def test_gradients_that_are_only_returned_are_torchs_own():
         assert not amp.step().skipped
 
 
+def penalized(model, built):
+    """A step of a penalty on ``.grad`` itself."""
+    loss_of(model, 0).backward(create_graph=True)
+    sum(param.grad.float().square().sum() for param in model.parameters()).backward()
+    built.step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
+def test_gradients_that_are_differentiated_again_carry_no_scale_or_are_refused():
+    model, built = build()
+    with attached(model, built, "O1,emulate=true"):
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(mezzo.StateError, match="carry the loss scale would be differentiated again") as refused:
+            penalized(model, built)
+        assert "torch.autograd.grad(loss, params, create_graph=True)" in str(refused.value)
+        assert gradients(model) == [None] * len(before)
+        assert all(map(torch.equal, before, model.parameters()))
+        loss_of(model, 0).backward()
+        built.step()
+    ends = []
+    for policy in (None, "O0"):
+        model, built = build()
+        with contextlib.nullcontext() if policy is None else attached(model, built, policy):
+            penalized(model, built)
+            model.zero_grad()  # torch warns of the cycle otherwise
+        ends.append(list(model.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
 def test_the_sessions_own_calls_work_as_well():
     model, built = build()
     with attached(model, built, "O0,loss_scale=8") as amp:

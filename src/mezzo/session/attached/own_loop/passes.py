@@ -89,7 +89,8 @@ class Passes:
             **kwargs: As it takes them.
 
         Raises:
-            StateError: It begins at an edge of a graph, or ends inside of it.
+            StateError: It begins at an edge of a graph, or ends inside of it; or its gradients, which carry the scale,
+                are to be differentiated.
         """
         core = self._core
         inputs = args[2] if len(args) > 2 else ()
@@ -98,6 +99,14 @@ class Passes:
         if not groups and not reached.runs_others:
             return plain(roots, gradients, *args, **kwargs)
         _refuse_edges(roots, inputs, others)
+        if len(args) > 1 and args[1] and core.scalers[0].changes_gradients:
+            raise StateError(
+                "gradients that carry the loss scale would be differentiated again",
+                where="loss.backward(create_graph=True)",
+                why="what is computed of .grad would have the scale in it, and its own gradients a power of it",
+                write="torch.autograd.grad(loss, params, create_graph=True), which returns them without the scale;\n"
+                "or a policy of dtype=bfloat16, which has none",
+            )
         wanted: list[Optimizer] | None = None
         if not reached.runs_others and len(groups) < len(core.groups):
             wanted = [optimizer for group in groups for optimizer in group.optimizers]
