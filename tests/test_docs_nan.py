@@ -187,3 +187,16 @@ def test_what_is_said_of_weights_holds(policy):
     amp.backward(loss)
     assert not amp.step().skipped
     assert bool(model.weight.isfinite().all()) == ("bfloat16" in policy)
+
+
+def test_an_attached_loop_says_where_each_overflow_began(caplog):
+    assert 'mezzo.attach(model, optimizer, "O1,dtype=float16", on_overflow="explain")' in PAGE
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = mezzo.attach(model, optimizer, "O1,dtype=float16", on_overflow="explain")
+    model(torch.tensor([[1.0, 2.0, 3.0, float("inf")]])).sum().backward()
+    optimizer.step()
+    found = amp.last_step.overflow
+    amp.detach()
+    assert found.kind == "input"
+    assert str(found) in caplog.text

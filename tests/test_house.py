@@ -25,7 +25,7 @@ MOST_CODE = {
     "recipes": 1_265,
     "report": 1_023,
     "scale": 693,
-    "script": 1_329,
+    "script": 1_331,
     "selftest": 411,
     "session": 7_008,
     "step": 2_481,

@@ -120,6 +120,7 @@ def test_skipping_most_steps_alarms(mezzo, tmp_path):
     code, _, err = mezzo("run", "--policy", BF16, path)
     assert code == 4
     assert err.splitlines()[0].endswith("; 3 of 4 steps were skipped")
+    assert "  steps        4, 3 skipped; docs/nan.md says how to find out why" in err
 
 
 def test_json_and_policy_are_written(mezzo, tmp_path):

@@ -190,7 +190,7 @@ class Policy:
             its dtype, so nothing ever casts them, rules included; the reason says what the op gets otherwise.
 
         Raises:
-            PolicyError: Nobody knows the op, or torch no such device type.
+            PolicyError: No table and no rule knows the op, or torch no such device type.
 
         Example:
             >>> policy = Policy.O1("bfloat16", rules=[])

@@ -13,6 +13,7 @@ import torch
 from mezzo.documents import jsonable
 from mezzo.explanation.words import counted, format_text, scale_text, share_text
 from mezzo.numerics.footprint import StateBytes
+from mezzo.numerics.skips import MANY
 from mezzo.session import Stats
 
 __all__ = ["Ledger", "ScriptReport"]
@@ -80,7 +81,8 @@ class ScriptReport:
     def _lines(self) -> Iterator[str]:
         yield f"mezzo run {self.program} under {self.policy}: {self._answer()}"
         if self.steps:
-            yield f"  steps        {self.steps}, {self.skipped or 'none'} skipped"
+            found = "; docs/nan.md says how to find out why" if self.skipped > MANY * self.steps else ""
+            yield f"  steps        {self.steps}, {self.skipped or 'none'} skipped{found}"
             yield f"  loss scale   {self._scales()}"
         for label, names in (("models", self.models), ("optimizers", self.optimizers)):
             if names:

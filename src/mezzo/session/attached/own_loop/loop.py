@@ -127,10 +127,10 @@ class AttachedPrecision(MixedPrecision):
     """The session that :func:`attach` returns: a :class:`MixedPrecision` which the program's own calls drive.
 
     Args:
-        models: See :func:`attach`, and so on.
-        optimizers: See there.
-        policy: See there.
-        hold_schedulers: See there.
+        models: See :func:`attach`.
+        optimizers: See :func:`attach`.
+        policy: See :func:`attach`.
+        hold_schedulers: See :func:`attach`.
         **options: Of :class:`MixedPrecision`.
 
     Attributes:
