@@ -375,9 +375,57 @@ def undone():
     return wrong
 
 
+FROZEN = ("first.", "blocks.0.")
+
+
+def frozen(policy, optimizer, order, loads):
+    """Names of frozen parameters that differ in a bit from what they were or what was loaded: in session, and after."""
+    model = net()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(FROZEN))
+    handle = mezzo.prepare(model, policy) if order == "prepare, fully_shard" else None
+    mezzo.fully_shard(model, policy)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = mezzo.optim.AdamW(trained, lr=0.01) if optimizer == "mezzo" else OPTIMIZERS[optimizer](trained)
+    amp = mezzo.MixedPrecision(handle or model, optimizer, policy)
+    expected = net().state_dict()
+    if loads:
+        expected = {name: value / 3 for name, value in expected.items()}
+        set_model_state_dict(model, {**expected}, options=StateDictOptions(full_state_dict=True))
+    train(model, amp, steps=2)
+    low = {param.dtype for name, param in model.named_parameters() if name.startswith(FROZEN)}
+    values = ((name, amp._core.weights.untrained.value_of(p)) for name, p in model.named_parameters())
+    kept = {name: value.full_tensor() for name, value in values if value is not None and name.startswith(FROZEN)}
+    amp.close()
+    if handle is not None:
+        handle.remove()
+    expected = {name: value for name, value in expected.items() if name.startswith(FROZEN)}
+    left = {name: value for name, value in whole(model).items() if name.startswith(FROZEN)}
+    return same({name: expected[name] for name in kept}, kept), same(expected, left), len(kept) >= 2 and len(low)
+
+
+O3 = "O3,dtype=bfloat16,emulate=false"
+FROZEN_WAYS = [(BF16, "adamw", "fully_shard", True), (FP16, "mezzo", "prepare, fully_shard", False)]
+MORE_FROZEN_WAYS = [
+    (policy, optimizer, order, loads)
+    for policy, optimizer in ((BF16, "mezzo"), (FP16, "adamw"), (O3, "sgd"))
+    for order in ("fully_shard", "prepare, fully_shard")
+    for loads in (False, True)
+]
+
+
+def frozen_in(ways):
+    return {way: found for way in ways if (found := frozen(*way))[:2] != ([], []) or not found[2]}
+
+
 def test_what_is_undone_has_every_bit():
     for wrong in on_ranks(2, undone):
         assert wrong == [[]] * 4
+
+
+@pytest.mark.parametrize("ways", [FROZEN_WAYS, pytest.param(MORE_FROZEN_WAYS, marks=pytest.mark.slow)])
+def test_frozen_parts_come_back_bit_for_bit(ways):
+    assert on_ranks(2, frozen_in, ways) == [{}, {}]
 
 
 # Bytes on the wire ---------------------------------------------------------------------------------------

@@ -373,7 +373,7 @@ class MixedPrecision(Settings):
         """Undo the preparation: FP32 weights with the masters' values, and the optimizers as they were built.
 
         Weights and buffers that no optimizer updates get the values that they had before the session, or that were
-        loaded since, with every bit; but not what ``fully_shard`` has sharded, which stays rounded.
+        loaded since, with every bit, in shards too.
 
         What :func:`mezzo.prepare` has prepared stays so until its handle's ``remove()``, which gives it these values.
         """

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import UnsupportedError
-from mezzo.shards import placed
-from mezzo.tensors import LOW, dtype_name, is_distributed, mark, overflows
+from mezzo.shards import placed, sharded_as
+from mezzo.tensors import LOW, dtype_name, is_distributed, local, mark, overflows
 
 __all__ = ["Originals", "Preparation", "preparations_in"]
 
@@ -20,7 +20,8 @@ class Originals:
     """What tensors held before they were converted, and whether that is still what they stand for.
 
     Attributes:
-        values: The values, by the tensor that now stands in the model.
+        values: The values, by the tensor that now stands in the model; of one that lies in parts on several ranks this
+            rank's part alone, once it lies in the host's memory.
     """
 
     def __init__(self) -> None:
@@ -38,15 +39,13 @@ class Originals:
     def put_aside(self) -> None:
         """Keep what rounding took in the host's memory; where it took nothing, the tensors say it all.
 
-        Of tensors that lie in parts on several ranks nothing is kept.
-
-        **Cost**: 4 bytes of the host's for each element of a tensor that was rounded; a host sync for each tensor.
+        **Cost**: 4 bytes of the host's for each element of a tensor that was rounded, of parts for each of this rank's;
+        a host sync for each tensor. No communication.
         """
-        for tensor, value in [*self.settle().items()]:
-            if is_distributed(tensor):
-                del self.values[tensor]
-            elif value.dtype != tensor.dtype:
-                now = tensor.to(value.device)
+        for tensor in [*self.values]:
+            value = local(self._settled(tensor))
+            if value.dtype != tensor.dtype:
+                now = local(tensor).to(value.device)
                 if torch.equal(value.to(now.dtype), now):
                     self._rounded.pop(tensor, None)  # so that what goes through .data is seen as well
                 exact = torch.equal(now.to(value.dtype), value)
@@ -54,8 +53,11 @@ class Originals:
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return what a tensor stands for, on its device, where that is kept."""
-        value = self._settled(tensor) if tensor in self.values else None
-        return None if value is None else value.to(tensor.device)
+        return self._whole(tensor).to(tensor.device) if tensor in self.values else None
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        value = self._settled(tensor)
+        return value if is_distributed(value) else sharded_as(value, tensor)
 
     def keep(self, values: Mapping[Tensor, Tensor]) -> None:
         """Take values that tensors, as they are now, stand for, however they were rounded from them."""
@@ -82,7 +84,7 @@ class Originals:
 
         Element by element: where a tensor is what its value rounds to, the value stays; elsewhere the tensor counts.
         """
-        return {tensor: self._settled(tensor) for tensor in self.values}
+        return {tensor: self._whole(tensor) for tensor in self.values}
 
     @torch.no_grad()
     def _settled(self, tensor: Tensor) -> Tensor:
@@ -90,15 +92,16 @@ class Originals:
         if value.dtype == tensor.dtype:
             self.values[tensor] = value = tensor.data  # which may have been given other memory
         elif tensor.dtype in LOW and self._rounded.get(tensor) != mark(tensor):
-            now = tensor.to(value.device)
-            value.copy_(torch.where(value.to(now.dtype) == now, value, now.to(value.dtype)))
+            mine = local(value)
+            now = local(tensor).to(mine.device)
+            mine.copy_(torch.where(mine.to(now.dtype) == now, mine, now.to(mine.dtype)))
         return value
 
     @torch.no_grad()
     def round(self) -> None:
         """Write the values, rounded to nearest, into their tensors. Through ``.data``: they stand for the same."""
         for tensor, value in self.values.items():
-            tensor.data.copy_(value)
+            local(tensor.data).copy_(local(value))
 
     @torch.no_grad()
     def take(self, tensor: Tensor, incoming: Any, name: str) -> None:
@@ -110,7 +113,8 @@ class Originals:
         wide = isinstance(incoming, Tensor) and incoming.is_floating_point() and incoming.dtype not in LOW
         if tensor not in self.values or not wide or incoming.shape != tensor.shape:
             return
-        if overflows(incoming, tensor.dtype):
+        incoming = placed(incoming, tensor)
+        if overflows(local(incoming), tensor.dtype):
             raise UnsupportedError(
                 f"values do not fit {dtype_name(tensor.dtype)}",
                 where=name,
@@ -119,7 +123,8 @@ class Originals:
             )
         value = self.values[tensor]
         exact = incoming.dtype if value.dtype in LOW else value.dtype
-        self.values[tensor] = incoming.detach().to(value.device, exact, copy=True)
+        kept = incoming if is_distributed(value) else local(incoming)
+        self.values[tensor] = kept.detach().to(value.device, exact, copy=True)
         self._rounded.pop(tensor, None)
 
 
