@@ -15,6 +15,12 @@ LAUNCHES = {
     ("O1 bf16", "split", "plain"): (["squares", "roots", "adamw_plain"], 5),
     ("O1 fp16", "split", "plain"): (["squares", "roots", "adamw_plain"], 5),
     ("O1 fp16, skips counted", "split", "plain"): (["squares", "roots", "adamw_plain"], 9),  # four for the window
+    ("O1 fp16", "split", "buffers restored"): (
+        ["squares", "roots", "adamw_plain"],
+        13,
+    ),  # four for floats, and for counts
+    ("O2 fp16", "split", "unscaled"): (["squares", "roots", "adamw_split", "adamw_plain"], 12),
+    ("O2 fp16", "fused AdamW", "unscaled"): ([], 13),
     ("O1 fp16", "split", "two losses"): (["squares", "roots", "adamw_plain"], 10),  # two are all norms of one's sums
     ("O3 bf16", "moments", "plain"): (["squares", "roots", "adamw_plain"], 5),  # no masters: plain BF16 weights
     ("O2 bf16", "split", "plain"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 6),  # FP32 norms
@@ -28,11 +34,13 @@ LAUNCHES = {
 
 
 def one_step(machine, trained):
-    """What ``amp.step()`` asks of the device, once there is nothing left that happens only once."""
+    """What ``amp.step()`` asks of the device, and ``amp.unscale_()`` before it: after what happens only once."""
     for _ in range(FIRST):
         trained.step()
     trained.backward_all()
     with machine.watched() as record:
+        if trained.way == "unscaled":
+            trained.amp.unscale_()
         trained.amp.step()
     trained.amp.zero_grad()
     return record
@@ -50,6 +58,28 @@ def test_a_step_launches_no_more_for_many_tensors_than_for_few(machine, policy, 
     if optimizer == "moments":
         moments = [state[name] for state in trained[0].optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         assert {moment.dtype for moment in moments} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("policy, optimizer", [("O2 bf16", "moments"), ("O2 fp16", "fused AdamW")])
+def test_the_rest_of_a_window_launches_no_more_for_many_tensors_either(machine, policy, optimizer):
+    found = []
+    for layers in (1, 6):
+        trained = Trained(policy, optimizer, layers=layers)
+        passes = []
+        for _ in range(3):
+            with machine.watched() as record:
+                trained.backward_all()
+            passes.append(record.kernels)
+        # From the second pass on sums are FP32: the first gradients become so together, later ones in torch's engine.
+        assert [kernels.count("aten._foreach_copy_") for kernels in passes] == [0, 1, 0]
+        assert passes[1].count("aten._to_copy") == passes[2].count("aten._to_copy")
+        trained.amp.step()
+        with machine.watched() as cleared:
+            trained.amp.zero_grad(set_to_none=False)
+        found.append(cleared.kernels)
+    assert found[0] == found[1]
+    assert {*found[0]} == {"aten._foreach_zero_"}
+    assert len(found[0]) <= 2  # one for each dtype
 
 
 def test_triton_describes_the_arguments_of_a_kernel_once(machine, monkeypatch):

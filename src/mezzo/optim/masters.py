@@ -18,6 +18,7 @@ from mezzo.optim.gathering import gather
 from mezzo.optim.keeper import in_fp32
 from mezzo.optim.state import widened_state
 from mezzo.shards import locals_of, placed
+from mezzo.step.gradients import clear_to_zeros
 from mezzo.tensors import LOW, addresses, mark, versions
 
 __all__ = ["MasterWeights", "masters_of"]
@@ -278,11 +279,10 @@ class MasterWeights:
         self.drop_gradients()
         for master, gradient in zip(shown, zeros, strict=True):
             master.grad = gradient
-        for param in self._master:
-            if set_to_none or param.grad is None:
-                param.grad = None
-            else:
-                param.grad.detach_().zero_()
+        if not set_to_none:
+            clear_to_zeros(self._master)
+        for param in self._master if set_to_none else ():
+            param.grad = None
         if self._master and is_asked_by_checkpoint():
             # It had state made, by a step with zero gradients and rates, and has put the rates back.
             self.optimizer.state.clear()

@@ -22,7 +22,7 @@ from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import SavedOptimizer
 from mezzo.shards import locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
-from mezzo.step.gradients import with_gradients
+from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import FULL
 from mezzo.step.update import UpdateRule
@@ -123,6 +123,18 @@ class OnePassOptimizer(SavedOptimizer):
         if joined is not None:
             joined.own.append(own)
         self._complete()
+
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients.
+
+        Args:
+            set_to_none: Let go of them; otherwise they become zeros, by one kernel for each device and dtype.
+        """
+        if set_to_none:
+            super().zero_grad()
+        else:
+            clear_to_zeros(param for _, param in self._pairs())
 
     @_disable_dynamo  # addresses and kernels of its own are nothing to trace: torch.compile breaks the graph here
     @torch.no_grad()

@@ -19,7 +19,10 @@ from mezzo.step.passes import NoKernel
 from mezzo.step.whole import Call
 from mezzo.tensors import LOW, is_distributed, local, moved
 
-__all__ = ["Stale", "alike", "dense", "is_left", "left_over", "mark", "multiplications", "norms", "with_gradients"]
+__all__ = [
+    "Stale", "alike", "clear_to_zeros", "dense", "is_left", "left_over", "mark", "multiplications", "norms",
+    "with_gradients",
+]  # fmt: skip
 
 Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
@@ -167,6 +170,23 @@ def multiplications(gradients: list[Tensor], multiplier: Tensor) -> list[Call]:
         )
         for (device, _), group in groups.items()
     ]
+
+
+@torch.no_grad()
+def clear_to_zeros(params: Iterable[Tensor]) -> None:
+    """Write zeros into the gradients of parameters, as ``zero_grad(set_to_none=False)`` does; few launches for all."""
+    together = []
+    for gradient in (param.grad for param in params if param.grad is not None):
+        if gradient.grad_fn is None:
+            gradient.requires_grad_(False)
+        else:
+            gradient.detach_()
+        if gradient.layout == torch.strided and not is_distributed(gradient):
+            together.append(gradient)
+        else:
+            gradient.zero_()
+    for places in alike(together).values():
+        torch._foreach_zero_([together[place] for place in places])
 
 
 def alike(tensors: list[Tensor]) -> Alike:

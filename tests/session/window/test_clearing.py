@@ -236,3 +236,35 @@ def test_gradients_filled_with_zeros_after_unscale_are_zeros_on_both_sides(make,
             with pytest.raises(StateError, match="no parameter has a gradient"):
                 loop.amp.step()
         assert loop.model.weight.tolist() == [[1.0, 1.0]], way
+
+
+class Kept(nn.Linear):
+    """Clears its gradients in a way of its own."""
+
+    cleared = 0
+
+    def zero_grad(self, set_to_none=True):
+        type(self).cleared += 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16,emulate=true", "O2,dtype=bfloat16,emulate=true"])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_zeros_are_written_into_gradients_of_every_kind_that_stay_the_same_tensors(policy, make):
+    Kept.cleared = 0
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2), "lookup": nn.Embedding(5, 3, sparse=True)})
+    own, rest = Kept(3, 2), torch.optim.SGD(model["lookup"].parameters(), lr=RATE)
+    amp = MixedPrecision([model, own], [make(model["a"].parameters(), lr=RATE), rest], policy)
+    params = [*model.parameters(), *own.parameters()]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    lookup = model["lookup"].weight
+    lookup.grad = torch.ones_like(lookup).to_sparse(1)
+    graph = model["b"].weight  # no optimizer has it, and its gradient is part of a graph
+    graph.grad = torch.ones_like(graph) * torch.ones((), requires_grad=True)
+    gradients = [param.grad for param in params]
+    amp.zero_grad(set_to_none=False)
+    assert all(param.grad is gradient for param, gradient in zip(params, gradients, strict=True))
+    assert all(not gradient.to_dense().any() for gradient in gradients)
+    assert graph.grad.grad_fn is None
+    assert Kept.cleared == 1

@@ -21,6 +21,7 @@ from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.optim.state import widened_state
 from mezzo.policy import Policy
+from mezzo.session.weights.clearing import clear
 from mezzo.session.weights.low import LowWeights
 from mezzo.session.weights.phases import Handles
 from mezzo.session.weights.shards import Shards, halved
@@ -261,9 +262,7 @@ class Weights:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of models and masters."""
-        holders: list[Optimizer | nn.Module] = [*self.optimizers, *self.models]
-        for each in holders:
-            each.zero_grad(set_to_none)
+        clear(self.optimizers, self.models, self.stored(), set_to_none)
         self.shards.forget_gradients()
 
     def refuse_replaced(self, leaves: Iterable[Tensor]) -> None:

@@ -15,7 +15,8 @@ from mezzo.errors import StateError, some_of
 from mezzo.optim.masters import MasterWeights
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
-from mezzo.session.window.sums import batches, unscaled
+from mezzo.session.window.sums import unscaled
+from mezzo.session.window.together import batches
 from mezzo.session.window.waiting import Waiting
 from mezzo.session.window.wide import WideGradients
 from mezzo.session.window.window import CarriedScale, LossShare, Window

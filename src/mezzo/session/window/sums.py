@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from operator import attrgetter
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mezzo.session.window.together import in_dtype
 from mezzo.session.window.wide import added
 from mezzo.shards import locals_of, sharded_as
 from mezzo.tensors import local, moved
 
-__all__ = ["batches", "unscaled"]
-
-#: Elements of a batch at most, but for its last gradient's: so that few gradients wait for the sum of all.
-_TOGETHER: Final = 1 << 24
-_KIND: Final = attrgetter("device", "dtype", "layout")
-
-
-def batches(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield parameters in their order, together as long as one launch can widen and unscale their gradients.
-
-    Args:
-        params: Tensors that all have a gradient.
-    """
-    kinds: list[Any] = [_KIND(param.grad) for param in params]
-    first, elements = 0, 0
-    for place, param in enumerate(params):
-        if place > first and (
-            kinds[place] != kinds[first] or kinds[first][-1] != torch.strided or elements >= _TOGETHER
-        ):
-            yield params[first:place]
-            first, elements = place, 0
-        elements += param.numel()
-    if params:
-        yield params[first:]
+__all__ = ["unscaled"]
 
 
 def unscaled(gradients: list[Any], factor: Tensor | None, sums: list[Tensor | None]) -> list[Tensor]:
     """Return gradients in FP32 or wider, multiplied, and added to the sums that there are.
 
     Args:
-        gradients: Of one of :func:`batches`.
+        gradients: Of one of :func:`.together.batches`.
         factor: 0-d float32: what to multiply by; ``None`` for nothing.
         sums: What to add to, by place.
     """
@@ -56,10 +32,7 @@ def unscaled(gradients: list[Any], factor: Tensor | None, sums: list[Tensor | No
         (gradient,), (before,) = gradients, sums
         wide = gradient.to(dtype) if factor is None else gradient.to(dtype) * factor
         return [wide if before is None else added(before, wide)]
-    found = gradients
-    if gradients[0].dtype != dtype:
-        found = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
-        torch._foreach_copy_(found, gradients)
+    found = in_dtype(gradients, dtype)
     if factor is not None:
         found = list(torch._foreach_mul(found, factor))
     dense = [before for before in sums if before is not None and before.layout == torch.strided]

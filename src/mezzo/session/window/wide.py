@@ -14,6 +14,7 @@ from mezzo.errors import StateError
 from mezzo.optim.keeper import Keeper
 from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import one_pass
+from mezzo.session.window.together import cast
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import LOW, is_distributed
 
@@ -40,7 +41,7 @@ class WideGradients:
         shown: What each master and its parameter were shown, empty once that is over; ``None`` where nothing was shown
             since the last step.
 
-    **Cost**: no pass over gradients that are FP32 already.
+    **Cost**: no pass over gradients that are FP32 already; few launches for all others.
     """
 
     def __init__(
@@ -72,12 +73,17 @@ class WideGradients:
         """
         keepers: list[Keeper] = [*one_pass(self._optimizers), *self._masters]
         for keeper in keepers:
-            params: list[Any] = keeper.stored()
-            for param in (each for each in params if id(each) not in but):
+            params: list[Any] = [param for param in keeper.stored() if id(param) not in but]
+            held = []
+            for param in params:
                 # Gradients of parts are made by fully_shard, which assigns the first in the parameter's dtype.
                 wide = None if param.grad is None and is_distributed(param) else torch.float32
-                if param.grad_dtype != wide or (param.grad is not None and param.grad.dtype != wide):
-                    self._give(param, None if param.grad is None else param.grad.float(), wide)
+                if param.grad is None and param.grad_dtype != wide:
+                    self._give(param, None, wide)
+                elif param.grad is not None and {param.grad_dtype, param.grad.dtype} != {wide}:
+                    held.append(param)
+            for param, gradient in cast(held, torch.float32):
+                self._give(param, gradient, torch.float32)
 
     def stay_on(self) -> None:
         """Sum in FP32 from the first backward pass of each window on, where a parameter's FP32 value is kept."""
@@ -98,14 +104,18 @@ class WideGradients:
         """
         was_shown, self.shown = self.shown is not None, None
         still = self._stays_on
+        rounded = dict[torch.dtype, list[Any]]()
         for param in self.params() if self.is_on else ():
             first = torch.float32 if self._stays_on else param.dtype
             if param.grad is None:
                 param.grad_dtype = first
             elif was_shown:
-                self._give(param, param.grad.to(first), first)
+                rounded.setdefault(first, []).append(param)
             else:  # cleared to zeros, which have the dtype that they had
                 still = True
+        for first, params in rounded.items():
+            for param, gradient in cast(params, first):
+                self._give(param, gradient, first)
         self.is_on = still
         return was_shown
 
@@ -144,10 +154,12 @@ class WideGradients:
     def show(self) -> None:
         """Let users see unscaled gradients, and edit them, on the models' parameters as on their masters."""
         shown, self.is_on = [], True
-        for param, master in (*self.pairs(), *((param, param) for param in self._of_one_pass())):
+        pairs = [*self.pairs(), *((param, param) for param in self._of_one_pass())]
+        for param, _ in pairs:
             param.grad_dtype = None
-            if master.grad is not None:
-                master.grad = master.grad.to(torch.float32)
+        for master, gradient in cast([master for _, master in pairs if master.grad is not None], torch.float32):
+            master.grad = gradient
+        for param, master in pairs:
             param.grad = master.grad
             shown.append((master, param, master.grad))
         self.shown = shown
