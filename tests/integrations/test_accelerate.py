@@ -154,6 +154,25 @@ def test_save_state_goes_on_bit_for_bit(tmp_path, policy, optimizer):
     assert all(map(torch.equal, straight.whole(), other.whole()))
 
 
+@pytest.mark.parametrize("policy", ["O0", "O2,dtype=bfloat16"])
+def test_a_checkpoint_of_a_plain_program_goes_on_under_a_policy_and_back(tmp_path, policy):
+    plain = Program().epoch()
+    plain.accelerator.save_state(tmp_path / "plain")
+    plain.epoch()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    other = Program(policy)
+    other.accelerator.load_state(str(tmp_path / "plain"))
+    assert other.accelerator.scaler is not None
+    other.epoch()
+    assert other.rates == plain.rates[4:]
+    assert other.losses == pytest.approx(plain.losses[8:], rel=0 if policy == "O0" else 0.02)
+    other.accelerator.save_state(tmp_path / "back")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    back = Program()
+    back.accelerator.load_state(tmp_path / "back")
+    assert all(map(torch.equal, back.module.state_dict().values(), other.module.state_dict().values()))
+
+
 @pytest.mark.parametrize("policy", ["O1,dtype=float16", "O2,dtype=float16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_skipped_step_writes_nothing_holds_the_scheduler_and_is_logged(policy, optimizer):

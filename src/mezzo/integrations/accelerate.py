@@ -29,6 +29,7 @@ require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils.constants import SCALER_NAME  # noqa: E402
 
 __all__ = ["AcceleratedPrecision", "attach"]
 
@@ -250,6 +251,8 @@ class _Calls(Standing):
             self.replace(accelerator, "prepare_model", lambda plain: partial(_prepare_model, plain))
             self.replace(accelerator, "save_state", lambda _: partial(_refuse_state, "save"))
             self.replace(accelerator, "load_state", lambda _: partial(_refuse_state, "load"))
+        else:
+            self.replace(accelerator, "load_state", lambda plain: partial(_load_state, accelerator, plain))
         scaler = _SessionScaler(amp, self, holds=holds)
         self._undo.callback(scaler.end)
         self._undo.callback(setattr, accelerator, "scaler", None)
@@ -327,6 +330,19 @@ class _SessionScaler:
 def _prepare_model(plain: Callable[..., nn.Module], model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """Leave a model as it is that is sharded, and reduces its gradients by itself: what ``prepare_model`` is."""
     return model if sharding.units(model) else plain(model, *args, **kwargs)
+
+
+def _load_state(
+    accelerator: Accelerator, plain: Callable[..., None], input_dir: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Load a checkpoint, of a program without a session too: what ``accelerator.load_state`` is."""
+    scaler = accelerator.scaler
+    if input_dir is not None and not os.path.isfile(os.path.join(os.path.expanduser(input_dir), SCALER_NAME)):
+        accelerator.scaler = None  # whose file Accelerate would ask for
+    try:
+        plain(input_dir, *args, **kwargs)
+    finally:
+        accelerator.scaler = scaler
 
 
 def _refuse_state(name: Literal["save", "load"], *_: Any, **__: Any) -> None:
