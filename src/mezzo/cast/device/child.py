@@ -8,8 +8,10 @@ nothing of mezzo: it must start in a bare interpreter, and before anything has t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -258,6 +260,9 @@ def main(dtypes: list[str], setting: str | None, limit: str) -> dict[str, dict[s
     Returns:
         Under ``"free"``, ``"limited"`` and ``"used"``: for each format the outcome of each case.
     """
+    # What a first backward pass imports, half a second of it: once here, not in the copy of each case.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
     def tried(under: str | None) -> dict[str, dict[str, Tried]]:
         return {dtype: try_format(partial(try_in_copy, dtype, under)) for dtype in dtypes}
