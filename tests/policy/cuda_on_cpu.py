@@ -2,13 +2,11 @@
 
 The lists are read from the header that torch ships, and registered for the AutocastCPU key with torch's own casting
 rules; what the CPU lists beyond them falls through. torch's own operator samples are then run four ways, and the
-dtypes that come out are printed as JSON; the argument says how many samples of each op. A program of its own, for it
-replaces kernels of the whole process.
+dtypes that come out are returned. It takes a process of its own, for it replaces kernels of the whole process.
 """
 
-import json
 import re
-import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -211,10 +209,12 @@ def _dtypes(value):
     return [_dtypes(item) for item in value] if isinstance(value, list | tuple) else type(value).__name__
 
 
-def main():
+def compared(num_samples):
+    """Run so many samples of each op four ways: a row for each, with the dtypes of each way."""
     import mezzo
 
-    everything = list(cases(int(sys.argv[1])))
+    warnings.simplefilter("ignore")
+    everything = list(cases(num_samples))
     rows = [dict(zip(("op", "variant", "sample", "inputs"), case[:4], strict=True)) for case in everything]
     policy = mezzo.Policy.O1("bfloat16", emulate=False)
     ways = {
@@ -231,8 +231,4 @@ def main():
         for row, case in zip(rows, everything, strict=True):
             row["cuda"] = outcome(*case[4:])
     del library
-    json.dump(rows, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    return rows

@@ -1,17 +1,15 @@
 """The op table against torch itself: CUDA's autocast simulated at the dispatcher, and the CPU's own."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from mezzo import Policy, PolicyError
 from mezzo.policy.ops import OPS, resolve
+
+from ..distributed.ranks import on_ranks
+from .cuda_on_cpu import compared
 
 # Where the portable lists give another dtype than CUDA's autocast, on purpose. Rows without a low kernel on CUDA are
 # not repeated: CUDA raises, and so does the simulation, except on empty inputs.
@@ -40,12 +38,8 @@ def row_of(name):
 
 @pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids="samples {}".format)
 def rows(request):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("cuda_on_cpu.py")), str(request.param)],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    (found,) = on_ranks(1, compared, request.param, timeout=300, backend=None)
+    return found
 
 
 def test_the_samples_are_many(rows):

@@ -3,15 +3,15 @@
 import json
 import math
 import shutil
-import subprocess
 import sys
 
 import pytest
-from matplotlib.figure import Figure
 
 from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.report import curves, require_matplotlib
 from mezzo.report.picture import smooth
+
+from ..distributed.ranks import on_ranks
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def figures(monkeypatch):
         saved.append(self)
         self.draw_without_rendering()
 
-    monkeypatch.setattr(Figure, "savefig", savefig)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
     return saved
 
 
@@ -147,7 +147,7 @@ def test_a_failed_drawing_leaves_the_old_picture(run, monkeypatch):
         file.write(b"half a pic")
         raise OSError("disk full")
 
-    monkeypatch.setattr(Figure, "savefig", fail)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
     with pytest.raises(OSError, match="disk full"):
         curves(run)
     assert (run / "curves.png").read_bytes() == before
@@ -168,12 +168,14 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
 
 def test_drawing_uses_no_global_state_of_matplotlib(run):
     """pyplot would keep figures alive and open a window where there is a screen."""
-    code = (
-        "import sys; from mezzo.report import curves; "
-        "assert 'matplotlib' not in sys.modules, 'imported before it is needed'; "
-        f"curves({str(run)!r}); assert 'matplotlib.pyplot' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert on_ranks(1, drawn_alone, run, backend=None) == [(set(), set())]
+
+
+def drawn_alone(run):
+    """In a process of its own: what is imported before a picture is drawn, and of what must never be."""
+    before = {"matplotlib"} & sys.modules.keys()
+    curves(run)
+    return before, {"matplotlib.pyplot"} & sys.modules.keys()
 
 
 def test_smooth_is_the_exact_weighted_mean():
