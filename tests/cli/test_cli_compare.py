@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mezzo.cli.progress import watching
 from mezzo.policy import Policy
-from mezzo.recipes import compare, get
+from mezzo.recipes import compare, get, training
 from mezzo.recipes.comparison import DEFAULT_POLICIES
 
 pytestmark = pytest.mark.usefixtures("emulating")
@@ -161,8 +161,40 @@ def test_the_default_policies_are_those_of_the_comparison():
     assert [part.strip() for part in text.split(";")] == list(DEFAULT_POLICIES)
 
 
-def test_ctrl_c_sums_up_what_there_is_and_exits_130(tmp_path):
-    words = ["compare", "digits-cnn", "--policies", "O0; O1,dtype=float16,emulate=true", "--steps", "3", "--out", "run"]
+INTERRUPTED = ("digits-cnn", "--policies", "O0; O1,dtype=float16,emulate=true", "--steps", "3", "--out", "run")
+
+
+def check_interrupted(code, out, err, folder):
+    """Of two policies the second was interrupted in its third step."""
+    assert code == 130, err
+    assert "(interrupted at step 2)" in out
+    assert out.rstrip().splitlines()[-1] == "interrupted"
+    assert "Traceback" not in err
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["interrupted"] is True
+    assert [(row["status"], row["steps"]) for row in summary["rows"]] == [("finished", 3), ("interrupted", 2)]
+    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 5
+    assert (folder / "run" / "curves.png").stat().st_size > 0
+
+
+def test_ctrl_c_sums_up_what_there_is_and_exits_130(mezzo, tmp_path, monkeypatch, pictures):
+    step = training.Training._step
+
+    def interrupted(self, number, **options):
+        if self.policy.level == "O1" and number == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, number, **options)
+
+    monkeypatch.setattr(training.Training, "_step", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
+    try:
+        check_interrupted(*mezzo("compare", *INTERRUPTED), tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+def test_ctrl_c_from_outside_ends_a_process_with_130(tmp_path):
     # The second policy never ends: its steps wait, so that the signal finds it at work.
     code = (
         "import signal, time; from mezzo.cli import main; from mezzo.recipes import training\n"
@@ -173,7 +205,7 @@ def test_ctrl_c_sums_up_what_there_is_and_exits_130(tmp_path):
         "    if self.policy.level == 'O1' and number == 3: print('ready', flush=True); time.sleep(100)\n"
         "    return step(self, number, **kw)\n"
         "training.Training._step = slow\n"
-        f"main({words!r})"
+        f"main({['compare', *INTERRUPTED]!r})"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -181,15 +213,7 @@ def test_ctrl_c_sums_up_what_there_is_and_exits_130(tmp_path):
     assert child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    assert child.returncode == 130, err
-    assert "(interrupted at step 2)" in out
-    assert out.rstrip().splitlines()[-1] == "interrupted"
-    assert "Traceback" not in err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["interrupted"] is True
-    assert [(row["status"], row["steps"]) for row in summary["rows"]] == [("finished", 3), ("interrupted", 2)]
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
-    assert (tmp_path / "run" / "curves.png").exists()
+    check_interrupted(child.returncode, out, err, tmp_path)
 
 
 def test_training_that_goes_wrong_under_a_policy_exits_with_4_and_is_told_of(mezzo, tmp_path):
