@@ -49,6 +49,12 @@ def test_the_cells_of_another_policy_compare_with_the_reference(summary):
     assert found["steps skipped"] == "2"
 
 
+def test_a_difference_that_rounds_to_zero_has_no_minus(summary):
+    row = next(row for row in summary["rows"] if row["policy"] == "O2,dtype=float16")
+    row["difference"] = -1e-9
+    assert cells(summary, "O2,dtype=float16")["final − O0, points"] == "+0.00"
+
+
 def test_an_interrupted_policy_says_so_and_shows_what_is_unknown_as_a_dash(summary):
     found = cells(summary, "O3,dtype=float16")
     assert found["policy"] == "O3,dtype=float16\n(interrupted at step 120)"

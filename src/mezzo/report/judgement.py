@@ -117,7 +117,7 @@ def _differences(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
     sign = 1.0 if metric["higher_is_better"] else -1.0
     worst = min(others, key=lambda policy: sign * others[policy] if math.isfinite(others[policy]) else -math.inf)
     unit = f" {metric['unit_of_difference']}".rstrip()
-    least = f"{others[worst]:+.{metric['decimals']}f}{unit} ({worst})"
+    least = f"{others[worst]:+z.{metric['decimals']}f}{unit} ({worst})"
     if all(map(math.isfinite, others.values())):
         better = sign * others[worst] >= 0
         words = "no policy is worse than it" if better else f"the worst difference is {least}"

@@ -56,7 +56,7 @@ def columns(summary: Mapping[str, Any]) -> list[Column]:
     base = next((row for row in summary["rows"] if row["policy"] == summary["reference"]), None)
 
     def value(key: str, sign: str = "") -> Callable[[Row], str]:
-        return lambda row: _number(row[key], f"{sign}.{metric['decimals']}f")
+        return lambda row: _number(row[key], f"{sign}z.{metric['decimals']}f")
 
     def size(read: Callable[[Row], int | None]) -> Callable[[Row], str]:
         return lambda row: _size(read(row), None if base is None or row is base else read(base))
