@@ -113,13 +113,18 @@ def test_what_was_one_tensor_is_one_tensor(policy, optimizer):
             assert twin(tokens).dtype == torch.float32
 
 
-@pytest.mark.parametrize("policy", ["O1", "O2, bfloat16"])
-def test_an_optimizer_beside_it_trains_it(policy):
-    model, built = build("AdamW")
+@pytest.mark.parametrize("policy", ["O1", "O2, bfloat16", "O2", "O3, bfloat16"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "mezzo"])
+def test_an_optimizer_beside_it_trains_it(policy, optimizer):
+    model, built = build(optimizer)
     amp = mezzo.attach(model, built, POLICIES[policy])
     train(model, built, spoilt=())
-    copies = [way(each) for way in (saved, copy.deepcopy) for each in ([model, built], [built, model])]
+    save = (lambda value: pickle.loads(pickle.dumps(value))) if optimizer == "mezzo" else saved
+    copies = [way(each) for way in (save, copy.deepcopy) for each in ([model, built], [built, model])]
+    alone = save(built)
+    assert {param.dtype for group in alone.param_groups for param in group["params"]} == {torch.float32}
     amp.detach()
+    assert not {"__deepcopy__", "__reduce_ex__"} & vars(built).keys()
     train(model, built, spoilt=())
     for one, other in copies:
         twin, theirs = (one, other) if isinstance(one, nn.Module) else (other, one)

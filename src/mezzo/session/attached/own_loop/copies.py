@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
+
+from mezzo.session.attached.own_loop.carried import CARRIED
+from mezzo.tensors import LOW
 
 __all__ = ["Copies", "Exact", "is_ours"]
 
@@ -45,6 +49,7 @@ class Copies:
         self._exact = exact
         self._wide: Any = WeakIdKeyDictionary()  # the tensor that stands for one of the model's in a pickle, weakly
         self._bound: dict[nn.Module, dict[str, tuple[Any, Any]]] = {}  # what is bound, and what was there before
+        self._optimizers: list[Optimizer] = []
         for module in {each: None for model in models for each in model.modules()}:
             self.bind(module, "__deepcopy__", partial(self._copy, module))
             self.bind(module, "__reduce_ex__", partial(self._reduce, module))
@@ -61,8 +66,28 @@ class Copies:
         self._bound.setdefault(module, {})[name] = value, names.get(name, _ABSENT)
         names[name] = value
 
+    def share(self, optimizers: Iterable[Optimizer]) -> None:
+        """Have copies and pickles of optimizers over low-precision parameters be plain ones over FP32 parameters.
+
+        Those are the parameters of the model that is copied, or pickled, with the optimizer. One over FP32 masters
+        needs none of that; one with a way of its own to be pickled is left to it.
+
+        Args:
+            optimizers: The optimizers.
+        """
+        for each in optimizers:
+            is_low = any(param.dtype in LOW for group in each.param_groups for param in group["params"])
+            if is_low and type(each).__getstate__ is Optimizer.__getstate__:
+                vars(each)["__deepcopy__"] = partial(self._copy_optimizer, each)
+                vars(each)["__reduce_ex__"] = partial(self._reduce_optimizer, each)
+                self._optimizers.append(each)
+
     def leave(self) -> None:
         """Put back what was there before; what others have bound since stays."""
+        for optimizer in self._optimizers:
+            for name in ("__deepcopy__", "__reduce_ex__"):
+                vars(optimizer).pop(name, None)
+        self._optimizers = []
         for module in self._bound:
             self._unbind(module)
         self._bound = {}
@@ -103,6 +128,20 @@ class Copies:
                 is_master = isinstance(value, nn.Parameter)  # which an optimizer may have that is copied with it
                 made = copy.deepcopy(value, memo) if is_master else _like(tensor, value.detach().clone())
                 memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+
+    def _copy_optimizer(self, optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+        exact = self._exact()
+
+        def wide(param: Tensor) -> Tensor:
+            if id(param) not in memo and (value := exact(param)) is not None:
+                memo[id(param)] = _like(param, value.detach().clone())
+            return copy.deepcopy(param, memo)
+
+        return _plain(optimizer, wide, copy.deepcopy)
+
+    def _reduce_optimizer(self, optimizer: Optimizer, protocol: Any) -> Any:
+        exact = self._exact()
+        return _plain(optimizer, lambda param: self._in_fp32(param, exact)).__reduce_ex__(protocol)
 
     # Pickles ------------------------------------------------------------------------------------------------
 
@@ -179,6 +218,18 @@ def _without_ours(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     for name in (*_HOOKS, *_BESIDE) if ours else ():
         if hooks := names.get(name):
             yield hooks, OrderedDict((key, hook) for key, hook in hooks.items() if key not in ours)
+
+
+def _plain(
+    optimizer: Optimizer, wide: Callable[[Tensor], Tensor], own: Callable[[Any], Any] = lambda state: state
+) -> Optimizer:
+    """Return an optimizer as a pickle is read, over other parameters, with the state that a state dict has."""
+    groups = [{**group, "params": list(map(wide, group["params"]))} for group in optimizer.param_groups]
+    plain: Any = type(optimizer).__new__(type(optimizer))
+    plain.__setstate__({"defaults": {**optimizer.defaults}, "state": defaultdict(dict), "param_groups": groups})
+    plain.load_state_dict(own({key: each for key, each in optimizer.state_dict().items() if key != CARRIED}))
+    made: Optimizer = plain
+    return made
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ class CalledIn:
         region: Returns the region for one call.
         output_dtype: What floating outputs are cast to; ``None`` leaves them.
         exact: Returns what gives the FP32 value of a parameter or buffer that is stored in another dtype, for copies.
+
+    Attributes:
+        copies: What copies and pickles of the models are.
     """
 
     def __init__(
@@ -41,13 +44,13 @@ class CalledIn:
     ) -> None:
         self._region, self._output_dtype = region, output_dtype
         self._here = threading.local()
-        self._copies = Copies(models, exact)
+        self.copies = Copies(models, exact)
         for model in dict.fromkeys(map(_wrapped, models)):  # one may be listed twice, or with its wrapper
-            self._copies.bind(model, "forward", types.MethodType(self._around(model), model))
+            self.copies.bind(model, "forward", types.MethodType(self._around(model), model))
 
     def leave(self) -> None:
         """Give the models their own ``forward`` back."""
-        self._copies.leave()
+        self.copies.leave()
 
     def _around(self, model: nn.Module) -> Callable[..., Any]:
         plain, here, region, dtype = model.forward, self._here, self._region, self._output_dtype

@@ -64,7 +64,8 @@ def attach(
     - ``model.state_dict()`` holds FP32 values, and ``optimizer.state_dict()`` the session's state under ``"mezzo"``,
       which plain torch ignores: a program's own checkpoints go on bit for bit;
     - ``AveragedModel.update_parameters(model)`` averages FP32 values;
-    - ``copy.deepcopy(model)`` and what ``torch.save(model)`` writes are plain FP32 models.
+    - ``copy.deepcopy(model)`` and what ``torch.save(model)`` writes are plain FP32 models, and optimizers
+      that are copied or saved with them update these.
 
     Code of the program's own that reads or writes ``.grad`` between ``backward`` and ``step`` sees it with the scale;
     ``amp.unscale_()`` before it. So do hooks of parameters and of tensors between them and the loss.
@@ -240,8 +241,8 @@ class _OwnLoop(Standing):
         self._passes, self._clipping = Passes(self.attached), Clipping(amp)
         try:
             wide = torch.float32 if policy.output_dtype is None else None
-            called = CalledIn(models, amp.autocast, wide, self.attached.exact)
-            self._undo.callback(called.leave)
+            self._called = CalledIn(models, amp.autocast, wide, self.attached.exact)
+            self._undo.callback(self._called.leave)
             self._undo.callback(self.bound.give_back)
             self.bound.replace(torch.autograd, "_engine_run_backward", self._passes.around)
             self._clipping.bind(self.bound)
@@ -264,6 +265,7 @@ class _OwnLoop(Standing):
 
     def _carry(self, optimizers: list[Optimizer]) -> None:
         assert self.attached is not None
+        self._called.copies.share(optimizers)
         for optimizer in optimizers:
             for handle in carry(self.attached.amp._core, optimizer):
                 self._undo.callback(handle.remove)
