@@ -28,7 +28,7 @@ MOST_CODE = {
     "script": 1_331,
     "selftest": 411,
     "session": 7_100,
-    "step": 2_498,
+    "step": 2_507,
     "trace": 1_060,
     "the ground": 961,
 }

@@ -442,21 +442,32 @@ def test_triton_is_tried_where_it_is_to_run(device, launches):
     assert not executor._known
 
 
-FAILURES = [
-    (RuntimeError("\nFailed to find C compiler. Please specify\nmore"), "why    Failed to find C compiler"),
-    (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), r"why    Command '\['/usr/bin/gcc', 'main.c'\]'"),
-    (AssertionError(), "why    AssertionError"),
-]
+CACHE = "/home/of nobody/.triton/cache"
+COMPILER, FOLDER = r"apt install gcc python3-dev", r"TRITON_CACHE_DIR=, a folder that you can write to"
+FAILURES = {
+    "no compiler": (RuntimeError("\nFailed to find C compiler. Please\nmore"), "Failed to find C compiler", COMPILER),
+    "no Python.h": (
+        subprocess.CalledProcessError(1, ["/bin/gcc", "main.c"]), r"Command '\['/bin/gcc', 'main.c'\]'", COMPILER
+    ),
+    "no libcuda": (AssertionError(), "AssertionError", COMPILER),
+    "CC is not there": (FileNotFoundError(2, "No such file", "/opt/cc"), "No such file.*/opt/cc", COMPILER),
+    "no home": (FileNotFoundError(2, "No such file", "/home/of nobody"), "No such file.*/home/of nobody", FOLDER),
+    "read-only": (PermissionError(13, "Permission denied", f"{CACHE}/ab/c.so"), "Permission denied", FOLDER),
+    "full": (OSError(28, "No space left on device"), "No space left on device", FOLDER),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("failure, why", FAILURES, ids=["no compiler", "no Python.h", "no libcuda"])
-def test_triton_without_what_it_builds_launchers_with_is_refused(monkeypatch, failure, why):
+@pytest.mark.parametrize("case", FAILURES)
+def test_triton_without_what_it_builds_launchers_with_is_refused(monkeypatch, case):
+    failure, why, write = FAILURES[case]
+
     def launch(*_, **__):
         raise failure
 
+    monkeypatch.setenv("TRITON_CACHE_DIR", CACHE)
     monkeypatch.setattr(source_of, "jitted", lambda *_: {(1,): launch})
     with pytest.raises(
-        UnsupportedError, match=rf"(?s)Triton cannot launch.*on cpu.*{why}.*apt install gcc python3-dev"
+        UnsupportedError, match=rf"(?s)Triton cannot launch.*on cpu.*why    [^\n]*{why}.*write  {write}"
     ):
         Triton().require(torch.device("cpu"))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -99,7 +101,7 @@ class Triton:
                 "Triton cannot launch an optimizer kernel here",
                 where=f"squares, roots on {device}",
                 why=reasons[0] if reasons else type(error).__name__,
-                write="apt install gcc python3-dev (or another C compiler, and CC=its path)",
+                write=_cure(error),
             ) from error
 
     @torch.no_grad()
@@ -296,6 +298,16 @@ def _release(tables: Sequence[Tensor]) -> None:
     for table in tables:
         if table.device.type == "cuda":
             table.record_stream(torch.cuda.current_stream(table.device))
+
+
+def _cure(error: Exception) -> str:
+    """Say what lets Triton build its kernels: a folder for what it keeps, or a compiler."""
+    if isinstance(error, OSError):
+        cache = Path(importlib.import_module("triton").knobs.cache.dir)
+        file = cache if error.filename is None else Path(str(error.filename))  # none where the disk is full
+        if cache.is_relative_to(file) or file.is_relative_to(cache):
+            return "TRITON_CACHE_DIR=, a folder that you can write to, on a disk with room"
+    return "apt install gcc python3-dev (or another C compiler, and CC=its path)"
 
 
 def _is_capturing(device: torch.device) -> bool:
