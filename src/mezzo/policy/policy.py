@@ -219,7 +219,7 @@ class Policy:
             reason = f"{entry.reason}: FP32 inside, the input's dtype out"
             return Decision(treatment="fp32_math", rule=None, reason=reason, source="norms=fp32_math")
         if not self.autocast:
-            why = f"{self.level} casts no single op: each runs in the dtypes it is given"
+            why = f"{self.level} casts no op"
             return Decision(treatment="native", rule=None, reason=why, source=f"level {self.level}")
         if entry is None:
             return Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
