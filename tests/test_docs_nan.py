@@ -200,3 +200,28 @@ def test_an_attached_loop_says_where_each_overflow_began(caplog):
     amp.detach()
     assert found.kind == "input"
     assert str(found) in caplog.text
+
+
+@pytest.mark.parametrize("is_half", [True, False])
+def test_adam_breaks_a_half_model_and_o2_does_not(is_half):
+    assert "where Adam's eps of 10⁻⁸ is 0 after `model.half()`: leave the model in FP32, and take O2" in PAGE
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    nn.init.constant_(model[0].bias, -100.0)  # a dead unit: its gradients and so their squares are 0
+    model = model.half() if is_half else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    amp = None if is_half else mezzo.MixedPrecision(model, optimizer, "O2,dtype=float16,loss_scale=128")
+    x = torch.ones(2, 4)
+    if amp is None:
+        model(x.half()).float().sum().backward()
+        optimizer.step()
+        found = locate(lambda: model(x.half()).float().sum(), model)
+        assert found.kind == "parameter"
+        assert found.cause.endswith(
+            "without FP32 masters an optimizer computes in float16, where Adam's eps of 1e-8 is 0"
+        )
+        return
+    with amp.autocast():
+        loss = model(x).sum()
+    amp.backward(loss)
+    assert not amp.step().skipped
+    assert all(bool(param.isfinite().all()) for param in model.parameters())

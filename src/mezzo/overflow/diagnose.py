@@ -100,7 +100,10 @@ def _judged(origin: Origin, context: Context, lowered: float | None) -> tuple[Ki
         return "written", "the code itself names inf or nan there, and it reaches the end of the pass", _FINITE_MASK
     name, before = origin.tensor.name, "was not finite before the"
     if origin.role == "parameter":
-        return "parameter", f"the parameter {name} {before} pass: an earlier update or load made it so", _RELOAD
+        cause = f"the parameter {name} {before} pass: an earlier update or load made it so"
+        if origin.tensor.dtype == "float16" and not (context.policy is not None and context.policy.master_weights):
+            cause += "\nwithout FP32 masters an optimizer computes in float16, where Adam's eps of 1e-8 is 0"
+        return "parameter", cause, _RELOAD
     if origin.role == "buffer":
         return "buffer", f"the buffer {name} {before} pass: running statistics keep what one bad batch left", _RELOAD
     cure = "x = torch.nan_to_num(x)   # or leave the batch out"
