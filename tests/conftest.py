@@ -36,6 +36,11 @@ if FAKE:  # before anything asks torch for a device
 if torch.backends.mkldnn.is_available():
     torch.ops.mkldnn._is_mkldnn_bf16_supported()  # oneDNN reads its limit here, whatever a test does to the environment
 
+if not (FAKE or torch.cuda.is_available() or torch.xpu.is_available()):
+    # For devices that may come, torch.manual_seed writes down the whole stack twice: milliseconds, thousands of times.
+    for device in (torch.cuda, torch.xpu):
+        device.random._lazy_call = lambda *_, **__: None
+
 # Time says nothing on a shared machine; and a landing is judged by examples that its author saw, too. Other ones:
 # HYPOTHESIS_PROFILE=search, with --hypothesis-seed to repeat them.
 settings.register_profile("mezzo", deadline=None, derandomize=True)
@@ -55,6 +60,13 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def swept():
+    """Nor among what the files before have left, modules that they imported for the most part."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
