@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 693,
     "script": 1_331,
     "selftest": 411,
-    "session": 7_100,
+    "session": 7_110,
     "step": 2_507,
     "trace": 1_060,
     "the ground": 961,

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+import operator
 import pickle
 import subprocess
 import sys
@@ -287,3 +288,26 @@ def test_copies_without_masters_lack_nothing(caplog, policy):
     with caplog.at_level(logging.WARNING):
         copy.deepcopy(model)
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("begin", ["MixedPrecision", "mezzo.attach"])
+def test_parameters_that_would_be_replaced_are_refused(begin, bits):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = {"MixedPrecision": MixedPrecision, "mezzo.attach": mezzo.attach}[begin](
+        model, optimizer, "O2,dtype=bfloat16,emulate=true"
+    )
+    try:
+        params, before = list(model.parameters()), bits(model.state_dict())
+        with pytest.raises(mezzo.StateError, match="puts other parameters in the place") as refused:
+            model.load_state_dict(fp32_weights(), assign=True)
+        assert "0.weight, 0.bias" in str(refused.value)
+        assert f"before {begin}(model, …)" in str(refused.value)
+        assert all(map(operator.is_, model.parameters(), params))
+        assert bits(model.state_dict()) == before
+        model[1].load_state_dict({}, assign=True)  # has none
+    finally:
+        amp.close()
+    model.load_state_dict(fp32_weights(), assign=True)
+    assert bits(dict(model.state_dict())) == bits(fp32_weights())

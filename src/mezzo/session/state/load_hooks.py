@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mezzo.cast.model.sharding import flags_of_all
-from mezzo.errors import UnsupportedError, message
+from mezzo.errors import StateError, UnsupportedError, message, some_of
 from mezzo.session.weights.weights import Weights
 from mezzo.shards import placed
 from mezzo.tensors import dtype_name, is_distributed, local, overflows
@@ -75,10 +75,20 @@ class LoadHook:
             masters.take_edits(params)
 
     @torch.no_grad()
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+    ) -> None:
         """Replace what is about to be loaded."""
         if (weights := self._weights()) is None:
             return
+        named = [prefix + name for name in module._parameters if prefix + name in state_dict]
+        if local_metadata.get("assign_to_params_buffers") and weights.policy.master_weights and named:
+            raise StateError(
+                "load_state_dict(…, assign=True) puts other parameters in the place of a session's",
+                where=some_of(named),
+                why="the optimizer has those that are there, and would train the new ones no more",
+                write=f"load_state_dict(…) without assign; or with it before {weights.words.begin}(model, …)",
+            )
         weights.take_thawed()
         stored = weights.stored(in_fp32=True)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
