@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Final
 
@@ -192,6 +193,7 @@ def parse_rules(key: str, names: str) -> tuple[Rule, ...]:
     return tuple(Rule(treatment, op=op, module=module if at else None) for op, at, module in scoped)
 
 
+@lru_cache(maxsize=4096)  # a region of a policy that is new asks it of each rule for each op
 def _is_glob(text: str) -> bool:
     return any(character in text for character in "*?[")
 
