@@ -28,7 +28,7 @@ MOST_CODE = {
     "script": 1_331,
     "selftest": 411,
     "session": 7_110,
-    "step": 2_507,
+    "step": 2_523,
     "trace": 1_060,
     "the ground": 961,
 }

@@ -95,8 +95,9 @@ def test_triton_describes_the_arguments_of_a_kernel_once(machine, monkeypatch):
     assert described == []
 
 
-def test_gradients_that_moved_are_uploaded_once_for_both_passes(machine):
-    record = one_step(machine, Trained("O1 bf16", "split", layers=3))
+@pytest.mark.parametrize("policy", ["O1 bf16", "O2 bf16"])  # of one dtype, and of two
+def test_gradients_that_moved_are_uploaded_once_for_both_passes(machine, policy):
+    record = one_step(machine, Trained(policy, "split", layers=3))
     assert len(record.uploads) <= 1
     assert not [each for each in record.pinned if "triton/launch.py" not in each]
 

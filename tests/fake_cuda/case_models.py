@@ -102,7 +102,9 @@ def groups(model):
 
 @pytest.mark.parametrize("make", [tensor_lr, groups])
 def test_learning_rates_that_are_tensors_stay_on_the_device(machine, make):
-    assert Loop("O2,dtype=float16", plain, make).steady(machine).reads == []
+    record = Loop("O2,dtype=float16", plain, make).steady(machine)
+    assert record.reads == []
+    assert len(record.uploads) <= 6  # three buckets find where gradients lie in the one table that pass 1 had uploaded
 
 
 def test_without_a_predicate_the_host_asks_once_a_step_and_for_nothing_else(machine):

@@ -216,6 +216,30 @@ def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypat
     assert len(uploads) == 1
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_buckets_of_any_dtype_find_their_gradients_in_the_table_of_pass_1(uploads):
+    executor = Triton()
+    buckets = [bucket_of("adamw", "split", dtype, [(20,), (3, 5)]) for dtype in (BF16, FP16)]
+    theirs = [moved(bucket, "cpu") for bucket in buckets]
+    updates = [executor.prepare(bucket) for bucket in buckets]
+    kept = []
+    for number in range(2):
+        uploads.clear()
+        pairs = [gradients_of(bucket, number, bucket.weights[0].dtype) for bucket in buckets]
+        mixed = [gradient for pair in zip(*pairs, strict=True) for gradient in pair]
+        kept += mixed  # so that the next lie elsewhere
+        norms = executor.norms(mixed)
+        expected = torch.stack([torch.linalg.vector_norm(gradient.double()).float() for gradient in mixed])
+        torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0.0)
+        check = judge(norms, torch.tensor(1 / 1024))
+        for bucket, update, their, gradients in zip(buckets, updates, theirs, pairs, strict=True):
+            advance([bucket.step, their.step], check.found_inf)
+            update(gradients, check)
+            pure_step(their, gradients, check)
+            assert_same_but_for_nan(bucket, their)
+    assert len(uploads) == 1
+
+
 def alike_steps(executor, bucket, update, count):
     """Steps with gradients that lie elsewhere each time, all of them alive until the last."""
     sets = [gradients_of(bucket, number, BF16) for number in range(count)]

@@ -130,8 +130,13 @@ class _TritonNorms:
     ) -> None:
         refuse_capture(device, "gradients of other shapes")
         self.device, self.kept = device, kept
-        self.addresses = _Addresses(len(kinds), device, kept, latest)
+        self.addresses = _Addresses(len(kinds), device, kept, latest, is_first=True)
         lengths = as_table([length for _, length in kinds])
+        # Buckets of pass 2 are of one dtype: they find their gradients side by side.
+        first_of = {dtype: place for place, (dtype, _) in reversed(list(enumerate(kinds)))}
+        self.order = sorted(range(len(kinds)), key=lambda place: first_of[kinds[place][0]])
+        positions = torch.empty_like(lengths)
+        positions[self.order] = torch.arange(len(kinds), device="cpu")
         # of each gradient's sums, in the order of the launches
         spans = torch.empty(len(kinds), 2, dtype=torch.int32, device="cpu")
         self.launches: list[tuple[source.Launch, Tensor]] = []
@@ -143,13 +148,14 @@ class _TritonNorms:
             kind = {"TYPE": source.element_type(dtype), "BITS": dtype == torch.bfloat16}
             squares = source.jitted(source.norm_source(), "squares")
             launch = source.Launch(squares, _OPTIONS, **kind, CHUNK=CHUNK, BLOCK=NORM_BLOCK)
+            chunks[:, 0] = positions[chunks[:, 0]]
             self.launches.append((launch, _uploaded(chunks, device)))
             self.total += len(chunks)
         self.roots = source.Launch(source.jitted(source.norm_source(), "roots"), _OPTIONS, BLOCK=ROOT_BLOCK)
-        self.lengths, self.spans = _uploaded(lengths, device), _uploaded(spans, device)
+        self.lengths, self.spans = _uploaded(lengths[self.order], device), _uploaded(spans, device)
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
-        table = self.addresses.of(vectors)
+        table = self.addresses.of([vectors[place] for place in self.order])
         partials = torch.empty(self.total, dtype=torch.float32, device=self.device)
         norms = torch.empty(len(vectors), dtype=torch.float32, device=self.device)
         if _is_capturing(self.device):
@@ -228,11 +234,14 @@ class _Addresses:
         count: How many tensors.
         device: Where they are.
         kept: What a graph reads, and therefore stays.
-        latest: The last table of each device, for both passes: in most steps they read the same gradients.
+        latest: The last table of pass 1 on each device, for both passes: in most steps they read the same gradients.
+        is_first: Whether these are pass 1's.
     """
 
-    def __init__(self, count: int, device: torch.device, kept: list[object], latest: _Latest) -> None:
-        self.count, self.device, self.kept, self.latest = count, device, kept, latest
+    def __init__(
+        self, count: int, device: torch.device, kept: list[object], latest: _Latest, *, is_first: bool = False
+    ) -> None:
+        self.count, self.device, self.kept, self.latest, self.is_first = count, device, kept, latest, is_first
         self.seen: tuple[int, ...] | None = None
         self.table = torch.empty(0, dtype=torch.int64, device=device)
         self.reserve: list[tuple[Tensor, Tensor]] = []
@@ -252,11 +261,22 @@ class _Addresses:
             self.reserve += self.spares(self.room - len(self.reserve))
         if seen != self.seen:
             self.release()
-            known = self.latest.get(self.device)
-            if known is None or known[0] != seen:
-                known = self.latest[self.device] = seen, _uploaded(as_table(seen), self.device)
-            self.seen, self.table = known
+            table = self.known(seen)
+            self.seen, self.table = seen, _uploaded(as_table(seen), self.device) if table is None else table
+        if self.is_first:
+            self.latest[self.device] = self.seen, self.table
         return self.table
+
+    def known(self, seen: tuple[int, ...]) -> Tensor | None:
+        """Return the part of pass 1's table that has some addresses, if they lie side by side there."""
+        there, table = self.latest.get(self.device, ((), self.table))
+        if there == seen:
+            return table
+        if not seen or seen[0] not in there:
+            return None
+        first = there.index(seen[0])
+        end = first + len(seen)
+        return table[first:end] if there[first:end] == seen else None
 
     def captured(self, seen: tuple[int, ...]) -> Tensor:
         if seen == self.seen:
