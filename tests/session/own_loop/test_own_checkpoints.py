@@ -186,3 +186,18 @@ def test_states_of_two_optimizers_load_one_after_the_other(bits):
         found.append(([p.detach().clone() for p in amp.master_params()], amp.stats()))
         amp.detach()
     assert bits(found[0]) == bits(found[1])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "mezzo"])
+def test_looking_at_the_state_of_a_models_parameter_leaves_the_checkpoint_as_it_was(optimizer, bits):
+    model, built = build(optimizer)
+    with attached(model, built, "O2,dtype=bfloat16,emulate=true"):
+        train(model, built)
+        built.state["rounds"] = 0  # of the program's own
+        before = built.state_dict()["state"]
+        for param in model.parameters():
+            dict(built.state[param])
+        assert bits(built.state_dict()["state"]) == bits(before)
+        train(model, built)
+        assert built.state.pop("rounds") == 0
+    assert {id(key) for key in built.state} == {id(param) for param in model.parameters()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -32,6 +33,14 @@ def carry(core: Core, optimizer: Optimizer) -> list[RemovableHandle]:
     """
     loaded = list[Mapping[str, Any]]()
 
+    def forget(optimizer: Optimizer) -> None:
+        """Drop what a look at ``state[p]`` of a model's own parameter has left: torch knows no number for it."""
+        known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        tensors = [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in known]
+        looked_at = [key for key in tensors if optimizer.state[key] == {}]
+        for key in looked_at:
+            del optimizer.state[key]
+
     def add(_: Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict[CARRIED] = saved.save(core, weights=False)
 
@@ -47,6 +56,7 @@ def carry(core: Core, optimizer: Optimizer) -> list[RemovableHandle]:
             resume(core, loaded.pop())
 
     return [
+        optimizer.register_state_dict_pre_hook(forget),
         optimizer.register_state_dict_post_hook(add),
         optimizer.register_load_state_dict_pre_hook(take),
         optimizer.register_load_state_dict_post_hook(load),
