@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 693,
     "script": 1_331,
     "selftest": 411,
-    "session": 7_118,
+    "session": 7_119,
     "step": 2_523,
     "trace": 1_060,
     "the ground": 961,

@@ -170,3 +170,18 @@ def test_state_that_its_owner_keeps_low_beside_fp32_weights_is_left_alone():
         optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=torch.bfloat16)
     MixedPrecision(model, optimizer, "O1,emulate=true").close()
     assert floating(optimizer.state) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16,emulate=true", "O2,dtype=bfloat16,emulate=true"])
+def test_an_optimizer_that_keeps_state_by_words_too_is_closed_with_it(policy):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state["rounds"] = 3
+    amp = mezzo.MixedPrecision(model, optimizer, policy)
+    with amp.autocast():
+        loss = model(torch.ones(2, 4)).sum()
+    amp.backward(loss)
+    amp.step()
+    amp.close()
+    assert optimizer.state["rounds"] == 3
+    assert set(optimizer.state) == {"rounds", *model.parameters()}

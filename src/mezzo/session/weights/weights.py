@@ -378,7 +378,8 @@ def _state_of(optimizer: Optimizer) -> Callable[[], None]:
 
 def _widening(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
     """Return what gives weights that are low now, and FP32 when called, state in FP32: torch's has their dtype."""
-    low = [(weakref.ref(each), param) for each in optimizers for param in each.state if param.dtype in LOW]
+    held = ((each, key) for each in optimizers for key in each.state if isinstance(key, Tensor))  # or words of its own
+    low = [(weakref.ref(each), param) for each, param in held if param.dtype in LOW]
 
     def widen() -> None:
         for reference, param in low:
