@@ -18,6 +18,7 @@ def summed(number):
 
 
 def failing(fault):
+    dist.barrier()  # both have found each other
     if dist.get_rank() == 1:
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -38,5 +39,5 @@ def test_ranks_return_in_their_order_and_reach_each_other(count):
 )
 def test_what_became_of_a_rank_is_told(fault, text):
     with pytest.raises(RankError, match=text) as caught:
-        on_ranks(2, failing, fault, timeout=1)
+        on_ranks(2, failing, fault, timeout=1 if fault == "asleep" else 60)
     assert 1 in caught.value.texts
