@@ -64,6 +64,15 @@ def test_a_few_skipped_steps_are_the_price_of_a_dynamic_scale(judged):
     assert judged({}, HEALTHY | {"skipped_steps": 15}, HEALTHY).alerts == ()
 
 
+def test_steps_that_the_reference_skips_are_those_that_plain_fp32_takes(judged):
+    rows = ({"skipped_steps": 150}, HEALTHY | {"skipped_steps": 149}, HEALTHY)
+    reference, scaled = judged(*rows).alerts
+    assert reference.why == (
+        "Their gradients were not finite. Plain FP32 takes such steps, and each loss after them is NaN."
+    )
+    assert scaled.why == "Their gradients were not finite at the loss scale, and their batches were lost."
+
+
 def test_one_policy_is_compared_with_nothing(judged, summary):
     summary["rows"] = summary["rows"][1:2]
     assert judged().lines == ("O2,dtype=float16: test accuracy 99.16 % after 300 steps.",)

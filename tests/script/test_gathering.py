@@ -322,15 +322,26 @@ def test_what_a_session_tries_is_none_of_the_scripts_optimizers(report):
     assert (found.optimizers, found.models, found.steps, found.left_alone) == (("SGD",), ("Sequential",), 3, {})
 
 
+#: The same, where each step has a closure.
+THAWS_IN_CLOSURES = THAWS.replace(
+    "optimizer.zero_grad(); (model(x)", "def closure():\n        optimizer.zero_grad(); loss = (model(x)"
+).replace(
+    "square().mean().backward(); optimizer.step()",
+    "square().mean(); loss.backward(); return loss\n    optimizer.step(closure)",
+)
+
+
+def test_a_step_that_begins_anew_in_its_closure_is_measured_once(report):
+    plain, inside = (
+        report(text.replace("number == 3", "number == 1"), policy=BF16)[0] for text in (THAWS, THAWS_IN_CLOSURES)
+    )
+    assert inside.measured_steps == plain.measured_steps == 3
+    assert inside.flops == plain.flops
+
+
 @pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
 def test_parameters_thaw_where_steps_have_closures(report, policy):
-    text = THAWS.replace(
-        "optimizer.zero_grad(); (model(x)", "def closure():\n        optimizer.zero_grad(); loss = (model(x)"
-    )
-    text = text.replace(
-        "square().mean().backward(); optimizer.step()",
-        "square().mean(); loss.backward(); return loss\n    optimizer.step(closure)",
-    )
+    text = THAWS_IN_CLOSURES
     _, plain = report(text, policy=None)
     found, low = report(text, policy=policy)
     assert found.steps == 6

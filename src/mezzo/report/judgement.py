@@ -85,6 +85,8 @@ def _alerts(row: Mapping[str, Any], recipe: str | None, has_skips: bool, is_refe
         yield Alert(level="bad", what="Nothing ran in low precision.", where=policy, why="The difference says nothing.")
     if steps and not has_skips and skipped > max(1, MANY * steps):
         why = "Their gradients were not finite at the loss scale, and their batches were lost."
+        if is_reference:
+            why = "Their gradients were not finite. Plain FP32 takes such steps, and each loss after them is NaN."
         level: Level = "bad" if skipped > steps / 2 else "warn"
         yield Alert(level=level, what=f"{skipped} of {steps} steps were skipped.", where=policy, why=why)
 

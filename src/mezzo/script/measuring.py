@@ -29,7 +29,7 @@ class Measuring:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._products = ledger, Products()
         self._wrapped: list[tuple[Optimizer, Any, Any]] = []
-        self._is_entered = self._is_over = False
+        self._is_entered = self._is_over = self._is_in_step = False
         self._enter()
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
@@ -42,7 +42,13 @@ class Measuring:
 
         @functools.wraps(getattr(plain, "__func__", plain))
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            result = plain(*args, **kwargs)
+            if measuring._is_in_step:  # a session that begins in its closure calls it again
+                return plain(*args, **kwargs)
+            measuring._is_in_step = True
+            try:
+                result = plain(*args, **kwargs)
+            finally:
+                measuring._is_in_step = False
             measuring._count()
             return result
 
