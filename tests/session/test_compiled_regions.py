@@ -56,16 +56,21 @@ def test_a_region_made_inside_a_whole_graph(policy, kind):
     assert counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
-def test_an_equal_policy_compiles_nothing_new_and_another_one_does():
-    torch.compiler.reset()
-    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+def compiled_product():
+    """A compiled function of a batch of 8 columns and a policy."""
+    weight = torch.randn(8, 8)
 
     def run(x, policy):
         with mezzo.autocast(policy):
             return x @ weight
 
-    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    return torch.compile(run, backend="eager", fullgraph=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+def test_an_equal_policy_compiles_nothing_new_and_another_one_does():
+    torch.compiler.reset()
+    x, compiled = torch.randn(4, 8), compiled_product()
     assert compiled(x, mezzo.Policy.O1("bfloat16", emulate=True)).dtype == torch.bfloat16
     before = counters["stats"]["unique_graphs"]
     compiled(x, mezzo.Policy.O1("bfloat16", emulate=True))
@@ -77,13 +82,7 @@ def test_an_equal_policy_compiles_nothing_new_and_another_one_does():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
 def test_policies_of_several_loss_scales_in_one_process():
     torch.compiler.reset()
-    x, weight = torch.randn(4, 8), torch.randn(8, 8)
-
-    def run(x, policy):
-        with mezzo.autocast(policy):
-            return x @ weight
-
-    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    x, compiled = torch.randn(4, 8), compiled_product()
     before = counters["stats"]["unique_graphs"]
     for text in ("dynamic(init=65536)", "dynamic(init=64,interval=3)", "128.0", "none"):  # whose numbers differ
         for dtype in (torch.float16, torch.bfloat16):

@@ -57,7 +57,7 @@ class Program:
             raise PolicyError(
                 f"there is no {what} {self.name!r}",
                 why=f"looked up from {os.getcwd()}",
-                write="mezzo run train.py --its-own=options, or mezzo run -m package.module",
+                write="a path that is there, then the script's own options; or -m package.module",
             )
 
     def run(self) -> None:
