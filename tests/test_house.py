@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 559,
-    "cast": 2_949,
+    "cast": 2_954,
     "cli": 1_324,
     "compat": 894,
     "distributed": 356,
@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 693,
     "script": 1_337,
     "selftest": 411,
-    "session": 7_119,
+    "session": 7_116,
     "step": 2_523,
     "trace": 1_060,
     "the ground": 961,
@@ -112,6 +112,48 @@ def test_what_a_file_offers_is_in_it():
         if "__getattr__" not in bound and not bound.issuperset(offered):
             missing[path] = sorted(set(offered) - bound)
     assert missing == {}
+
+
+def test_no_file_reads_private_names_of_another():
+    torchs = {"_local_tensor", "_modules", "_parameters", "_values", "_version"}  # which classes of ours have as well
+    own = {path: set(_private_names(parsed(text))) for path, text in sources().items()}
+    ours = set().union(*own.values()) - torchs
+    reads = [
+        f"{path}:{node.lineno} {ast.unparse(node)}"
+        for path, text in sources().items()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.Attribute) and node.attr in ours - own[path] and not _is_own(node.value)
+    ]
+    imports = [
+        f"{path}:{node.lineno} {alias.name}"
+        for path, text in sources().items()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mezzo")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert reads + imports == []
+
+
+def _private_names(tree: ast.Module):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names = [node.name]
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            names = [node.attr if isinstance(node, ast.Attribute) else node.id]
+        else:
+            continue
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+def _is_own(value: ast.expr) -> bool:
+    return ast.unparse(value) in ("self", "cls", "super()")
+
+
+def test_few_files_read_stack_frames():
+    """None looks for a frame of ours: two look for torch's, and two for the user's line or whether a script calls."""
+    readers = {path for path, text in sources().items() if "_getframe" in text or "currentframe" in text}
+    assert readers == {"cast/recompute.py", "optim/torch_checkpoint.py", "script/seams.py", "trace/frames.py"}
 
 
 def test_one_file_knows_how_to_write_files_whole():

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import PolicyError, StateError, some_of
-from mezzo.optim.asked import is_asked_by_checkpoint, no_distributed_checkpoint
+from mezzo.optim.torch_checkpoint import is_asked_by_checkpoint, no_distributed_checkpoint
 from mezzo.optim.checks import ordered
 from mezzo.optim.gathering import gather
 from mezzo.optim.keeper import in_fp32

@@ -15,7 +15,7 @@ from mezzo.session.begin import add
 from mezzo.session.core import Core, current
 from mezzo.session.refusals import beginning
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "core_of"]
 
 
 class Settings:
@@ -113,3 +113,8 @@ class Settings:
         )
         self._core.require_open("add")
         add(self._core, optimizers)
+
+
+def core_of(session: Settings) -> Core:
+    """Return the core of a session, for call styles that stand beside its face."""
+    return session._core

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -20,12 +19,12 @@ from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import multiplications
 from mezzo.step.passes import Verdict, as_fused
 from mezzo.step.whole import Call, Piece, Work, at_once
+from mezzo.tensors import versions
 
 __all__ = ["Writes", "lacks_momentum", "takes_flag", "update"]
 
 logger = logging.getLogger(__name__)
 
-_VERSION: Final = attrgetter("_version")
 #: What a fused optimizer is told besides, whose gradients were divided already.
 _UNSCALED: Final[dict[str, Tensor | None]] = {"grad_scale": None}
 
@@ -196,7 +195,7 @@ class Writes(Work):
 
     def _step_of_another(self, optimizer: Optimizer) -> list[Call]:
         self._at, step, self._came_back.args = optimizer, self.plain_steps.get(optimizer, optimizer.step), ()
-        self._versions = list(map(_VERSION, self.params))
+        self._versions = versions(self.params)
         calls: list[Call] = [step, partial(self._stepped.append, optimizer)]
         if not getattr(type(optimizer).step, "hooked", False):
             return calls
@@ -228,9 +227,7 @@ class Writes(Work):
         own = None if self._at is None else as_one_pass(self._at)
         half_way = own is not None and own.is_half_way
         # An error may come after some weights were written too: of a later group, for instance.
-        within = self._begun and (
-            not isinstance(error, Exception) or list(map(_VERSION, self.params)) != self._versions
-        )
+        within = self._begun and (not isinstance(error, Exception) or versions(self.params) != self._versions)
         if not self._is_whole and (self._stepped or half_way or within):
             _disarm(self._at)
             return

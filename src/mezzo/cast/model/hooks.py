@@ -1,11 +1,11 @@
-"""Hooks of a model that belong to what has put them there."""
+"""Hooks of models and optimizers that belong to what has put them there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["OwnHook"]
+__all__ = ["OwnHook", "is_ours", "owner_of"]
 
 
 class OwnHook:
@@ -25,3 +25,14 @@ class OwnHook:
 
     def __reduce__(self) -> Any:
         return OwnHook, ()
+
+
+def owner_of(hook: Any) -> Any:
+    """Return whose method a hook is; one that is no method belongs to itself."""
+    hook = getattr(hook, "hook", hook)  # as modules wrap those on loading
+    return getattr(hook, "__self__", hook)
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether this package has put a hook where it is."""
+    return type(owner_of(hook)).__module__.partition(".")[0] == __name__.partition(".")[0]

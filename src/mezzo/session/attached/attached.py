@@ -25,6 +25,7 @@ from mezzo.session.backward import scaler_of
 from mezzo.session.refusals.calls import check_loss_id, chosen
 from mezzo.session.scale import adapt_at_once
 from mezzo.session.session import MixedPrecision
+from mezzo.session.settings import core_of
 from mezzo.session.state import saved
 from mezzo.step.whole import Call, at_once
 from mezzo.tensors import LOW, moved
@@ -49,6 +50,7 @@ class Attached:
 
     Attributes:
         amp: The session.
+        core: Its core.
         without_gradients: Optimizers whose parameters were reached by a pass that was not for them, since it was last
             for them: these gradients were dropped.
 
@@ -69,7 +71,7 @@ class Attached:
     """
 
     def __init__(self, amp: MixedPrecision, *, keeps_plain: bool = False) -> None:
-        self.amp, self._core, self._keeps_plain = amp, amp._core, keeps_plain
+        self.amp, self.core, self._keeps_plain = amp, core_of(amp), keeps_plain
         self.without_gradients: set[Optimizer] = set()
         self._under_way: Callable[[], UnderWay | None] = lambda: None
         self._taken: dict[Optimizer, tuple[Any, types.MethodType]] = {}  # what was there before on the instance, ours
@@ -95,7 +97,7 @@ class Attached:
 
         **Cost**: one product; around the backward pass what ``amp.backward`` costs. No host sync.
         """
-        core = self._core
+        core = self.core
         core.require_open("backward")
         wanted = None if optimizers is None else chosen(optimizers, core.optimizers)
         scaler = scaler_of(core, loss_id)
@@ -113,8 +115,8 @@ class Attached:
         """Open the windows for a backward pass that is about to go through a scaled loss: a hook of that loss."""
         under_way = self._under_way()
         if under_way is None:
-            self._core.require_open("backward")
-            under_way = UnderWay(self._core, self.without_gradients, keeps_plain=self._keeps_plain)
+            self.core.require_open("backward")
+            under_way = UnderWay(self.core, self.without_gradients, keeps_plain=self._keeps_plain)
             self._under_way = weakref.ref(under_way)
             # The engine alone holds it: should the pass fail, it is dropped with all that the pass was.
             Variable._execution_engine.queue_callback(under_way)
@@ -131,8 +133,8 @@ class Attached:
         Args:
             optimizer: One of the session's, whose gradients no pass of the session has made.
         """
-        none = HeldScaler(LossScale.none(), self._core.device)
-        for group in self._core.groups:
+        none = HeldScaler(LossScale.none(), self.core.device)
+        for group in self.core.groups:
             if optimizer in group.optimizers:
                 group.find(none, none.state.scale)
 
@@ -151,7 +153,7 @@ class Attached:
 
         **Cost**: that of ``unscale_``; no host sync.
         """
-        core = self._core
+        core = self.core
         wanted = set(chosen(optimizers, core.optimizers))
         windows = {g: g.window for g in core.groups if g.window is not None and not wanted.isdisjoint(g.optimizers)}
         known = {group: len(window.settled) for group, window in windows.items()}
@@ -185,7 +187,7 @@ class Attached:
             StateError: Gradients that carry the scale of before wait for a step.
             PolicyError: No loss scale.
         """
-        core = self._core
+        core = self.core
         if any(group.window for group in core.groups):
             raise StateError(
                 "the loss scale cannot be set between a backward pass and its step",
@@ -207,7 +209,7 @@ class Attached:
             dtype: The dtype.
             models: Whose; the session's when omitted.
         """
-        core = self._core
+        core = self.core
         core.weights.load_hooks += save_as(core.models if models is None else models, dtype, core.weights)
         if dtype == torch.float32:
             core.weights.load_hooks.append(ExactAverages(core.weights))
@@ -217,7 +219,7 @@ class Attached:
 
         **Cost**: a host sync.
         """
-        return saved.save(self._core, weights=False)
+        return saved.save(self.core, weights=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, or that of the session, with its masters.
@@ -225,14 +227,14 @@ class Attached:
         Raises:
             StateError: As :meth:`MixedPrecision.load_state_dict`.
         """
-        saved.load(self._core, state_dict, weights=bool(state_dict.get("masters")))
-        self._core.writes.drop()
+        saved.load(self.core, state_dict, weights=bool(state_dict.get("masters")))
+        self.core.writes.drop()
 
     def exact(self) -> Callable[[Tensor], Tensor | None]:
         """Return what gives the FP32 value of a parameter or buffer that is stored in low precision."""
-        weights = self._core.weights
+        weights = self.core.weights
         keepers, value_of = weights.stored(in_fp32=True), weights.fp32_values()
-        stores_low = self._core.policy.param_dtype in LOW
+        stores_low = self.core.policy.param_dtype in LOW
 
         def exact(tensor: Tensor) -> Tensor | None:
             if (keeper := keepers.get(tensor)) is not None:
@@ -249,7 +251,7 @@ class Attached:
 
         **Cost**: a host sync.
         """
-        return [scaler.state_dict() for scaler in self._core.scalers]
+        return [scaler.state_dict() for scaler in self.core.scalers]
 
     # Steps --------------------------------------------------------------------------------------------------
 
@@ -274,13 +276,13 @@ class Attached:
         ours = types.MethodType(taken_over, optimizer)
         at_once(
             partial(taken.__setitem__, optimizer, (before, ours)),
-            partial(self._core.writes.plain_steps.__setitem__, optimizer, plain),
+            partial(self.core.writes.plain_steps.__setitem__, optimizer, plain),
             partial(vars(optimizer).__setitem__, "step", ours),
         )
 
     def plain_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return what ``optimizer.step`` was before it was taken over."""
-        return self._core.writes.step_of(optimizer)
+        return self.core.writes.step_of(optimizer)
 
     def gradients_of(self, optimizer: Optimizer) -> Literal["scaled", "none", "dropped", "foreign"]:
         """Say what gradients a step of one optimizer would find.
@@ -289,7 +291,7 @@ class Attached:
             ``"scaled"`` for those that passes of the session have made, unscaled since or not; ``"none"``;
             ``"dropped"`` for none, since passes that reached its parameters were not for it; ``"foreign"`` for others.
         """
-        (group,) = (group for group in self._core.groups if optimizer in group.optimizers)
+        (group,) = (group for group in self.core.groups if optimizer in group.optimizers)
         if not group.has_gradients() and (group.window is None or not group.window.unscaled_sums):
             return "dropped" if optimizer in self.without_gradients else "none"
         return "foreign" if group.window is None else "scaled"
@@ -300,5 +302,5 @@ class Attached:
             instance, calls = vars(optimizer), list[Call]()
             if instance.get("step") is ours:
                 calls = [partial(instance.pop, "step") if before is None else partial(instance.update, step=before)]
-            plain_steps = self._core.writes.plain_steps
+            plain_steps = self.core.writes.plain_steps
             at_once(*calls, partial(plain_steps.pop, optimizer, None), partial(self._taken.pop, optimizer, None))

@@ -135,7 +135,8 @@ def lend(amp: MixedPrecision, words: Words | None = None, *, sums_wide: bool = F
         >>> optimizer.param_groups[0]["params"][0].dtype
         torch.float32
     """
-    attached, core = Attached(amp), amp._core
+    attached = Attached(amp)
+    core = attached.core
     core.weights.words = words or core.weights.words
     core.is_lent, core.sums_wide, core.grouped_params = True, sums_wide, []
     core.group_optimizers()

@@ -80,9 +80,9 @@ class Standing:
                 )
                 undo.callback(MixedPrecision.close, amp)
                 self.attached = Attached(amp, keeps_plain=True)
-                amp._core.weights.words = words
+                self.attached.core.weights.words = words
                 if begin is not None:
-                    amp._core.keep_left()  # a program's own loop may clear gradients only before its next loss
+                    self.attached.core.keep_left()  # a program's own loop may clear gradients only before its next loss
                 undo.callback(self.attached.give_back)
                 for optimizer in optimizers:
                     self.attached.take_over(optimizer, self.step)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, sgd
 
 from mezzo.cast import Prepared
+from mezzo.cast.model.hooks import is_ours, owner_of
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, raise_together, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.state import held_state
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "check_added",
     "check_session",
-    "guards",
     "listed",
     "listed_optimizers",
     "models_and_optimizers",
@@ -196,7 +196,7 @@ def _unfit(models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[Mez
                 where=kind,
                 write="model.to_empty(device=…), then initialise or load them; then the optimizer, then the session",
             )
-        if any(guards(owner) for owner in owners(optimizer)):
+        if any(getattr(owner, "guards", True) for owner in owners(optimizer)):  # a scaler by itself lets others have it
             yield StateError(
                 "the optimizer belongs to a session or to MasterWeights already",
                 where=kind,
@@ -245,15 +245,9 @@ def _stands_still(dtype: torch.dtype, count: int) -> bool:
     return bool((param != 0.5).any())
 
 
-def guards(owner: Any) -> bool:
-    """Whether what holds an optimizer lets nothing else have it: a scaler by itself does."""
-    return getattr(owner, "guards", True)
-
-
 def owners(optimizer: Optimizer) -> list[Any]:
     """Return what holds an optimizer, a session or ``MasterWeights``; it may have masters in its parameters' places."""
-    found = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    return [owner for owner in found if type(owner).__module__.startswith("mezzo.")]
+    return [owner_of(hook) for hook in optimizer._optimizer_step_pre_hooks.values() if is_ours(hook)]
 
 
 def _without_masters(

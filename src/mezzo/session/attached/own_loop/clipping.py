@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad
 
 from mezzo.session.attached.own_loop.bound import Bound
 from mezzo.session.session import MixedPrecision
+from mezzo.session.settings import core_of
 
 __all__ = ["Clipping"]
 
@@ -26,7 +27,7 @@ class Clipping:
     """
 
     def __init__(self, amp: MixedPrecision) -> None:
-        self._amp, self._core = amp, amp._core
+        self._amp, self._core = amp, core_of(amp)
         self._runs = False
 
     def bind(self, bound: Bound) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mezzo.cast.model.hooks import is_ours
 from mezzo.session.attached.own_loop.carried import CARRIED
 from mezzo.tensors import LOW
 
-__all__ = ["Copies", "Exact", "is_ours"]
+__all__ = ["Copies", "Exact"]
 
 #: Returns what gives the FP32 value of a tensor that is stored in another dtype.
 Exact: TypeAlias = Callable[[], Callable[[Tensor], Tensor | None]]
@@ -234,10 +235,3 @@ def _plain(
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-
-
-def is_ours(hook: Any) -> bool:
-    """Whether a hook of a module is one that mezzo has put there."""
-    hook = getattr(hook, "hook", hook)  # as modules wrap those on loading
-    owner = getattr(hook, "__self__", hook)
-    return type(owner).__module__.partition(".")[0] == "mezzo"

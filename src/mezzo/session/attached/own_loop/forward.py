@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mezzo.cast.model.hooks import is_ours
 from mezzo.cast.nested import cast_floating
-from mezzo.session.attached.own_loop.copies import Copies, Exact, is_ours
+from mezzo.session.attached.own_loop.copies import Copies, Exact
 
 __all__ = ["CalledIn"]
 

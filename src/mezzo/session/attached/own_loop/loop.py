@@ -267,13 +267,13 @@ class _OwnLoop(Standing):
         assert self.attached is not None
         self._called.copies.share(optimizers)
         for optimizer in optimizers:
-            for handle in carry(self.attached.amp._core, optimizer):
+            for handle in carry(self.attached.core, optimizer):
                 self._undo.callback(handle.remove)
 
     def scales(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of an optimizer are other than plain ones until its step."""
         assert self.attached is not None
-        core = self.attached.amp._core
+        core = self.attached.core
         return self.unscales and not core.is_closed and optimizer in core.optimizers
 
     def check(self, optimizer: Optimizer) -> None:
@@ -288,7 +288,7 @@ class _OwnLoop(Standing):
             StateError: Its gradients carry the loss scale, or its weights are stored low.
         """
         assert self.attached is not None
-        core = self.attached.amp._core
+        core = self.attached.core
         if core.is_closed or core.evaluating is not None or not core.writes.is_done:
             return
         if any(each in core.optimizers for each in (optimizer, *_inside(optimizer))):
@@ -336,13 +336,13 @@ class _OwnLoop(Standing):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if self.attached.amp._core.is_closed:  # inside of the closure, where another session may have begun
+            if self.attached.core.is_closed:  # inside of the closure, where another session may have begun
                 optimizer.step()
                 return loss
         kind = self.attached.gradients_of(optimizer)
         if kind == "foreign":
             self.attached.take_as_they_are(optimizer)
-        if kind == "none" and self.attached.amp._core.agreement is None:
+        if kind == "none" and self.attached.core.agreement is None:
             self.attached.plain_step(optimizer)()
             return loss
         with contextlib.suppress(NoGradient):  # on no rank

@@ -53,7 +53,7 @@ class Passes:
     """
 
     def __init__(self, attached: Attached) -> None:
-        self._attached, self._core = attached, attached.amp._core
+        self._attached, self._core = attached, attached.core
         self._groups: list[GradientGroup] | None = None
         self._group_of: dict[int, GradientGroup] = {}
 
