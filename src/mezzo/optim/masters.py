@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import PolicyError, StateError, some_of
-from mezzo.optim.torch_checkpoint import is_asked_by_checkpoint, no_distributed_checkpoint
 from mezzo.optim.checks import ordered
 from mezzo.optim.gathering import gather
 from mezzo.optim.keeper import in_fp32
 from mezzo.optim.state import widened_state
+from mezzo.optim.torch_checkpoint import is_asked_by_checkpoint, no_distributed_checkpoint
 from mezzo.shards import locals_of, placed
 from mezzo.step.gradients import clear_to_zeros
 from mezzo.tensors import LOW, addresses, mark, versions
