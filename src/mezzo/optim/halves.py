@@ -149,7 +149,7 @@ class HalvesOptimizer(Optimizer):
         ]
 
     @torch.no_grad()
-    def write(self, param: Tensor, value: Tensor) -> None:
+    def write(self, param: Tensor, value: Tensor, *, refines: bool = False) -> None:
         """Give a parameter another value.
 
         A value in the parameter's own dtype leaves a full master that rounds to it, and a remainder where it is the
@@ -159,10 +159,16 @@ class HalvesOptimizer(Optimizer):
         Args:
             param: One of :meth:`stored`.
             value: Of its shape, in FP32 or in the parameter's own dtype; a DTensor, or whole, for a DTensor.
+            refines: Whether the parameter was rounded from it: beside a tie it is rounded anew.
 
         Raises:
             NumericsError: A value that split storage cannot hold; nothing was changed.
         """
+        if refines:
+            self.take_edits()
+            self.state[param].pop(self._form_of(param).extra, None)
+            self.adopt({param: value}, lambda each: f"a parameter of shape {tuple(each.shape)}")
+            return
         state, value, here = self.state[param], placed(value, param), local(param)
         if value.dtype == param.dtype and (param in self._awaiting or "master" in state):
             param.copy_(value)
@@ -190,12 +196,6 @@ class HalvesOptimizer(Optimizer):
                 state[form.extra] = sharded_as(extra, param)
         self._edits.see([param])
         self._awaiting.discard(param)
-
-    def refine(self, param: Tensor, value: Tensor) -> None:
-        """Give a parameter the other half of a value that it was rounded from: beside a tie it is rounded anew."""
-        self.take_edits()
-        self.state[param].pop(self._form_of(param).extra, None)
-        self.adopt({param: value}, lambda each: f"a parameter of shape {tuple(each.shape)}")
 
     @torch.no_grad()
     def master_of(self, param: Tensor) -> Tensor:

@@ -28,24 +28,18 @@ class Keeper(Protocol):
     def master_of(self, param: Tensor) -> Tensor:
         """Return the FP32 value of a parameter; it is not to be written to."""
 
-    def write(self, param: Tensor, value: Tensor) -> None:
+    def write(self, param: Tensor, value: Tensor, *, refines: bool = False) -> None:
         """Give a parameter another value.
 
         Args:
             param: One of :meth:`stored`.
             value: Of its shape. In FP32 it is kept whole. In the parameter's own dtype it leaves each FP32 value that
                 rounds to it.
+            refines: Whether it is the FP32 value that the parameter was rounded from. Forward passes that have read
+                the parameter go on then.
 
         Raises:
             NumericsError: A value that cannot be kept; nothing was changed.
-        """
-
-    def refine(self, param: Tensor, value: Tensor) -> None:
-        """Give a parameter the FP32 value that it was rounded from; forward passes may have read it, and go on.
-
-        Args:
-            param: One of :meth:`stored`.
-            value: Of its shape, in FP32, which rounds to it.
         """
 
     def take_edits(self, params: Iterable[Tensor] | None = None) -> None:

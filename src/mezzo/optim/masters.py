@@ -234,24 +234,23 @@ class MasterWeights:
         return list(self._master)
 
     @torch.no_grad()
-    def write(self, param: Tensor, value: Tensor) -> None:
+    def write(self, param: Tensor, value: Tensor, *, refines: bool = False) -> None:
         """Give a parameter another value, and its master.
 
         Args:
             param: One of :meth:`stored`.
             value: Of its shape. In the parameter's own dtype it leaves each value of the master that rounds to it.
+            refines: Whether the parameter was rounded from it, and stays.
         """
         master, value = self._master[param], placed(value.to(param.device), param)
+        if refines:
+            master.copy_(value)
+            return
         if value.dtype == param.dtype:
             value = torch.where(master.to(param.dtype) == value, master, value.float())
         master.copy_(value)
         param.copy_(master)
         self._see(param)
-
-    @torch.no_grad()
-    def refine(self, param: Tensor, value: Tensor) -> None:
-        """Give a parameter's master the value that the parameter was rounded from."""
-        self._master[param].copy_(value)
 
     def leave(self) -> None:
         """See :meth:`remove`."""

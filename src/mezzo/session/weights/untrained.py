@@ -68,4 +68,5 @@ class Untrained:
         for param, keeper in keepers.items():
             if (value := self.value_of(param)) is not None:
                 now = keeper.master_of(param).detach()
-                keeper.refine(param, torch.where(now == param, value, now))  # but where it has moved by then
+                # But where it has moved by then.
+                keeper.write(param, torch.where(now == param, value, now), refines=True)
