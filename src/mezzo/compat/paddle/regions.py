@@ -13,8 +13,8 @@ import torch
 from mezzo.cast import autocast
 from mezzo.cast.device import default_kinds
 from mezzo.cast.region import Region
+from mezzo.compat.paddle.lists import PADDLES_LEVELS, checked_names, policy_of
 from mezzo.errors import PolicyError, not_switches, raise_together, unknown_word
-from mezzo.policy.paddle import PADDLES_LEVELS, checked_names, policy_of
 
 __all__ = ["LOW", "auto_cast", "last_dtype", "word_of", "wrong_dtype", "wrong_words"]
 

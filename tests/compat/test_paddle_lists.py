@@ -6,9 +6,9 @@ from torch.nn import functional
 
 import mezzo
 from mezzo import Policy, PolicyError
+from mezzo.compat.paddle.lists import rules
 from mezzo.policy.ops import OPS, resolve
 from mezzo.policy.ops.lists import FLEET, PADDLE
-from mezzo.policy.paddle import rules
 
 HALVES = (torch.float16, torch.bfloat16)
 WHITE, BLACK, EXTRA = PADDLE["white list"], PADDLE["black list"], PADDLE["extra black list"]
