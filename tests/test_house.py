@@ -12,9 +12,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 559,
-    "cast": 2_954,
+    "cast": 2_900,
     "cli": 1_324,
-    "compat": 1_037,
+    "compat": 1_141,
     "distributed": 356,
     "explanation": 1_067,
     "integrations": 950,
@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 693,
     "script": 1_337,
     "selftest": 411,
-    "session": 7_116,
+    "session": 7_066,
     "step": 2_523,
     "trace": 1_060,
     "the ground": 961,

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from mezzo.compat.apex.functions import FUNCTIONS
 from mezzo.compat.apex.options import policy_of
+from mezzo.compat.apex.refusals import known, listed, unfit
 from mezzo.compat.apex.running import NOW
 from mezzo.errors import StateError, not_switches, raise_together, shown, some_of
 from mezzo.session.attached import Attached, Standing, Words
-from mezzo.session.refusals.standing import known, listed, unfit
 
 __all__ = [
     "deinitialize", "disable_casts", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict",

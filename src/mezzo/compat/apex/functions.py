@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from mezzo.cast.by_name import ByName, Pin
+from mezzo.compat.apex.by_name import ByName, Pin
 from mezzo.compat.apex.running import NOW
 from mezzo.errors import StateError
 

@@ -1,4 +1,4 @@
-"""Functions that are cast in a way of their own where a call style casts ops: decorated, or known by their names."""
+"""Functions that are cast in a way of their own while amp casts ops: decorated, or known by their names."""
 
 from __future__ import annotations
 

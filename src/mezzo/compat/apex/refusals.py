@@ -1,4 +1,4 @@
-"""What stands against a session that a call style begins, by what its own call was given."""
+"""What ``initialize`` and its like refuse of what they were given, before anything is changed."""
 
 from __future__ import annotations
 
