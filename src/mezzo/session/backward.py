@@ -1,4 +1,4 @@
-"""The window's station: scaled backward passes, whose gradients wait in windows for the step that takes them."""
+"""The first station, the window: scaled backward passes, whose gradients wait for the step that takes them."""
 
 from __future__ import annotations
 

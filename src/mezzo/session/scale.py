@@ -1,4 +1,4 @@
-"""The last station of a step: the loss scales that took part move, on the device, and the step says what it found."""
+"""The fourth station, the scale: loss scales that took part move, on the device, and the step says what it found."""
 
 from __future__ import annotations
 

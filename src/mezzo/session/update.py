@@ -1,4 +1,4 @@
-"""The second station of a step, after its verdict: the optimizers update, or skip, whole or not at all."""
+"""The third station, the update: the optimizers do what the verdict says, or skip, whole or not at all."""
 
 from __future__ import annotations
 

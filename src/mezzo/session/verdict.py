@@ -1,4 +1,4 @@
-"""The first station of a step: the gradients of some optimizers are gathered from their windows, and judged."""
+"""The second station, the verdict: the gradients of some optimizers are gathered from their windows, and judged."""
 
 from __future__ import annotations
 

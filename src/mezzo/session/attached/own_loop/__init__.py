@@ -3,7 +3,7 @@
 Nothing that another call style means lives here.
 """
 
-from mezzo.session.attached.own_loop.carried import CARRIED
+from mezzo.session.attached.own_loop.checkpoints import CARRIED
 from mezzo.session.attached.own_loop.loop import AttachedPrecision, attach
 
 __all__ = ["CARRIED", "AttachedPrecision", "attach"]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.cast.model.hooks import is_ours
-from mezzo.session.attached.own_loop.carried import CARRIED
+from mezzo.session.attached.own_loop.checkpoints import CARRIED
 from mezzo.tensors import LOW
 
 __all__ = ["Copies", "Exact"]

@@ -18,7 +18,7 @@ from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.shown import ShownMasters
 from mezzo.policy import Policy
 from mezzo.session.attached.own_loop.bound import Bound
-from mezzo.session.attached.own_loop.carried import carry, resume
+from mezzo.session.attached.own_loop.checkpoints import carry, resume
 from mezzo.session.attached.own_loop.clipping import Clipping
 from mezzo.session.attached.own_loop.forward import CalledIn
 from mezzo.session.attached.own_loop.passes import Passes
