@@ -34,7 +34,7 @@ def cast_floating(value: T, dtype: torch.dtype, of: Container[torch.dtype] = CAS
     Args:
         value: Tensors in tuples, lists, dicts, named tuples, dataclasses, mappings and packed sequences, nested.
         dtype: The target.
-        of: The dtypes that are cast; without float64, which is left alone where nobody asks for more.
+        of: The dtypes that are cast; when omitted float64 is none of them.
 
     Returns:
         The same structure, of the same types.

@@ -192,9 +192,9 @@ class Finding:
         kind: ``disagreement``: measured dtypes are not what the policy decided. ``idle rule``: it decided nothing in
             this run. ``shadowed rule``: earlier rules match all that it matches. ``unreachable``: a rule names an op
             inside a C++ composite, where nothing reaches. ``FP32 product``: a product ran in FP32 under a policy that
-            computes in low precision, whoever decided so, with its share of the FLOPs of all products in the forward
-            pass. ``fast path``: in inference the module runs as one
-            function. ``no backward``: nothing requires a gradient.
+            computes in low precision, by its own decision or not, with its share of the FLOPs of all products in the
+            forward pass. ``fast path``: in inference the module runs as one function. ``no backward``: nothing
+            requires a gradient.
         where: A rule, or a module and an op.
         text: What was found, and what to do about it.
     """

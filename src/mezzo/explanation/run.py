@@ -48,7 +48,7 @@ def explain(
     the policy decides, it decides for the device that the tensors are on. The pass runs on a deep copy of the model
     in the state it is in (``train()`` or ``eval()``) and on copies of the inputs, and puts the random states back: the
     model, its buffers, gradients, hooks and the inputs stay as they are. Hooks and ``forward`` of the copy do run, so
-    what they write elsewhere is written. No loss scale is applied and no optimizer step taken.
+    what they write to other objects is written. No loss scale is applied and no optimizer step taken.
 
     Args:
         model: The model, not prepared yet.

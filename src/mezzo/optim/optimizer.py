@@ -190,7 +190,7 @@ class OnePassOptimizer(SavedOptimizer):
 
         Args:
             verdict: What the update will be given.
-            keep: Whether nobody writes to gradients until then; hooks of others before the step may.
+            keep: Whether the session writes to no gradient until then; hooks of other code before the step may.
         """
         self._refuse_half_way()
         prepared = verdict, self._work(verdict)

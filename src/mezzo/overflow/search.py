@@ -43,7 +43,7 @@ def locate(
     scale. A tensor counts if it reaches the loss or a gradient: an attention mask's -inf, which a softmax consumes, is
     not blamed. A gradient that overflows because of the loss scale is told from others by trying lower scales.
 
-    Gradients, buffers and random states are as before afterwards; what ``fn`` itself writes elsewhere is written.
+    Gradients, buffers and random states are as before afterwards; what ``fn`` writes to other objects is written.
 
     Args:
         fn: Runs the forward pass, in its own autocast region if there is one, and returns the loss, or any tensors in

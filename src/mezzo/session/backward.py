@@ -52,7 +52,7 @@ def backward(core: Core, loss: Tensor, optimizers: list[Optimizer], loss_id: int
 
 
 class WindowPass:
-    """A backward pass into the windows of some optimizers, whoever runs it: what is done before it and after it.
+    """A backward pass into the windows of some optimizers: what is done before it and after it, whatever call runs it.
 
     Args:
         core: The session.

@@ -24,7 +24,7 @@ _SMALLEST_NORMAL_FP16: Final = 2.0**-14
 #: The largest |weight| that each format's high half can stand for; BF16's is just below the midpoint to 2^128.
 _LARGEST: Final = {torch.float16: 65504.0, torch.bfloat16: (2.0 - 2.0**-8 - 2.0**-23) * 2.0**127}
 
-#: Elements handled at a time: on the CPU so that temporaries stay within a cache, elsewhere within a fraction of a GiB.
+#: Elements handled at a time: on the CPU so that temporaries stay within a cache, on others within a fraction of a GiB.
 _CPU_BLOCK: Final = 1 << 18
 _DEVICE_BLOCK: Final = 1 << 26
 

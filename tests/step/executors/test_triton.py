@@ -208,7 +208,7 @@ def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypat
     for _ in range(tables.RESERVE - 1):
         take(executor, bucket, update, [gradient.clone() for gradient in gradients_of(bucket, 1, BF16)])
     with pytest.raises(
-        UnsupportedError, match=r"(?s)cannot be captured.*lay elsewhere 4 times.*write  as many such steps"
+        UnsupportedError, match=r"(?s)cannot be captured.*had new addresses 4 times.*write  as many such steps"
     ):
         take(executor, bucket, update, [gradient.clone() for gradient in gradients])
     capturing = False
@@ -256,7 +256,7 @@ def test_the_reserve_follows_what_rehearsals_take(monkeypatch):
         monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
         alike_steps(executor, bucket, update, 5)
     assert len(executor._kept) > 4 * 5
-    with pytest.raises(UnsupportedError, match=r"(?s)lay elsewhere 16 times.*at most 64 in it"):
+    with pytest.raises(UnsupportedError, match=r"(?s)had new addresses 16 times.*at most 64 in it"):
         alike_steps(executor, moved(bucket, "cpu"), lambda gradients, check: None, 17)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
     other = Triton()

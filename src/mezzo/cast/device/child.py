@@ -138,7 +138,7 @@ def run_case(case: str, dtype: torch.dtype, device: str = "cpu", sizes: tuple[in
 
 
 def time_case(case: str, dtype: torch.dtype, device: str = "cpu", size: int = SIZES[-1]) -> float:
-    """Time one case, as the minimum of a few repeats: in seconds of the processor on a CPU, of the clock elsewhere.
+    """Time one case, as the minimum of a few repeats: in seconds of the processor on a CPU, of the clock on others.
 
     A CPU that other programs share is the same CPU: what they take of its time must not make a format slow.
 

@@ -99,7 +99,7 @@ def arithmetic(dtype: torch.dtype, device_type: str = "cpu", emulate: Literal["a
     Emulation reaches what a region sees. It does not reach C++ callers (TorchScript, autograd's own functions),
     nor what a user computes with low-precision weights outside a region. So where the format would kill the process
     and the limit comes too late, oneDNN is switched off in it, as by ``torch.backends.mkldnn.set_flags(False)``:
-    torch's own kernels, which sum in FP32 and round once, compute what nobody emulates. The log says so.
+    torch's own kernels, which sum in FP32 and round once, compute what is not emulated. The log says so.
 
     Args:
         dtype: The compute format of a policy.
@@ -205,7 +205,7 @@ def _tried_here(dtype: torch.dtype) -> Choice:
     sets_limit = own_setting is None and report.needs_isa_limit  # a limit of the user's own is not overridden
     if sets_limit:
         os.environ[ISA_VARIABLE] = limit
-    # From here on it is settled what oneDNN obeys, whoever puts the environment back. Only then it is tried.
+    # oneDNN reads the variable once. It obeys that from here on, whatever the environment becomes, and can be tried.
     read_limit()
     trouble = survives_here(dtype, cases)
     where = f"{ISA_VARIABLE}={own_setting}" if own_setting else f"no {ISA_VARIABLE}"

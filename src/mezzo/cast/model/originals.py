@@ -82,7 +82,7 @@ class Originals:
     def settle(self) -> dict[Tensor, Tensor]:
         """Bring the values up to date with what was written to the tensors, and return them.
 
-        Element by element: where a tensor is what its value rounds to, the value stays; elsewhere the tensor counts.
+        Element by element: where the value rounds to what the tensor is, it stays. Where not, the tensor counts.
         """
         return {tensor: self._whole(tensor) for tensor in self.values}
 

@@ -39,7 +39,7 @@ class Attached:
     What :meth:`scaled` returns may be differentiated by whatever call: ``scaled.backward()``, or
     ``torch.autograd.backward`` of several, or of something that is computed from it. As that pass begins, the session's
     windows open, and as it ends they take note of what it made, so that gradients are summed, told apart by their
-    scales and counted as those of ``amp.backward`` are. A pass that begins elsewhere is left alone.
+    scales and counted as those of ``amp.backward`` are. A pass that reaches no scaled loss is left alone.
 
     :meth:`take_over` has ``optimizer.step()`` do what is said there, until :meth:`give_back`.
 

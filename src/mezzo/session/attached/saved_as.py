@@ -40,7 +40,7 @@ class _SavedAs:
     """A hook of modules; it keeps no session alive, and a copied one does nothing.
 
     Args:
-        dtype: What to save in; ``None`` for what is there.
+        dtype: What to save in; ``None`` for the dtype that each tensor has.
         weights: The session's.
     """
 

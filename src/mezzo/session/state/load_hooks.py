@@ -130,7 +130,7 @@ def _overflows_anywhere(incoming: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _whole(exact: Tensor, incoming: Tensor) -> Tensor:
-    """Return what is loaded, with the bits that a narrower dtype has lost where it agrees with what is there."""
+    """Return what is loaded; where it is the present value in a narrower dtype, with the bits that this has lost."""
     if incoming.element_size() >= exact.element_size():
         return incoming
     return torch.where(exact.to(incoming.dtype) == incoming, exact, incoming.to(exact.dtype))

@@ -87,7 +87,7 @@ class Waiting:
             return
         self.is_known = reduction.is_known
         if is_first and not self._wide.is_on:
-            return  # there is nothing yet, or what is there has its parameter's dtype
+            return  # there is no gradient yet, or it has its parameter's dtype
         if self.ranks not in (1, reduction.ranks):
             self._average()
         self.is_reduced = self.is_reduced or all(leaf.grad is None for leaf in reduction.near)

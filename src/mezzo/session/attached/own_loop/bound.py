@@ -22,7 +22,7 @@ _ABSENT: Final = object()
 
 
 class Bound:
-    """What was bound, and the way back; it refers to no session, so that one that nobody needs any more is let go of.
+    """What was bound, and the way back. It refers to no session, so that it keeps none alive.
 
     Example:
         >>> import math

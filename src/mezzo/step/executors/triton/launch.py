@@ -41,9 +41,9 @@ CHUNK: Final = 1 << 14
 NORM_BLOCK: Final = 1 << 12
 #: Sums of chunks that are added at a time.
 ROOT_BLOCK: Final = 1 << 10
-#: How often gradients may lie elsewhere while graphs are captured, from one uncaptured step to the next: as often as
-#: alike ones were stepped with outside of a graph, which rehearsals of the captured step do; within these bounds, so
-#: that training without graphs does not fill memory.
+#: How many tables of addresses are kept ready for gradients of captured steps, from one uncaptured step to the next: as
+#: many as there were steps with alike gradients outside of a graph, which rehearsals are; within these bounds, so that
+#: training without graphs does not fill memory.
 RESERVE: Final = 4
 LARGEST_RESERVE: Final = 64
 #: Sets of gradients whose tables pass 1 remembers.
@@ -253,8 +253,8 @@ class _Addresses:
         if _is_capturing(self.device):
             return self.captured(seen)
         self.calls += 1
-        # Doubled, since memory is pinned slowly. Calls count even where nothing has moved: gradients that one rehearsal
-        # after the other finds at the same place lie elsewhere in a graph.
+        # Doubled, since memory is pinned slowly. Calls count even where no address has changed: gradients that have one
+        # address in all rehearsals have another in the graph.
         if self.room < min(self.calls, LARGEST_RESERVE):
             self.room *= 2
         if len(self.reserve) < self.room:
@@ -285,7 +285,7 @@ class _Addresses:
         if not self.reserve:
             refuse_capture(
                 self.device,
-                f"gradients that lay elsewhere {self.room} times already",
+                f"gradients that had new addresses {self.room} times already",
                 f"as many such steps before the capture, outside of torch.cuda.graph; at most {LARGEST_RESERVE} in it",
             )
         host, table = self.reserve.pop()
