@@ -46,7 +46,7 @@ class Document:
         """
         name = cls.__name__.lower()
 
-        def refused(why: str, what: str = f"this is not an {name}") -> StateError:
+        def refused(why: str, what: str = f"this is no {name}") -> StateError:
             return StateError(what, why=why, write=f"{name}.to_json(), read back with {cls.__name__}.from_json(text)")
 
         try:

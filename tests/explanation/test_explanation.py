@@ -116,7 +116,7 @@ def test_a_real_one_goes_to_json_and_back(make, name, policy):
     ],
 )
 def test_what_is_no_explanation(text, why):
-    with pytest.raises(StateError, match="this is not an explanation") as caught:
+    with pytest.raises(StateError, match="this is no explanation") as caught:
         Explanation.from_json(text)
     assert caught.match(why)
     assert caught.match(r"write  explanation.to_json\(\)")
@@ -311,5 +311,5 @@ def test_names_of_modules_move_no_cursor():
 
 
 def test_json_nested_without_end_is_refused():
-    with pytest.raises(StateError, match="this is not an explanation\n  why    not JSON: maximum recursion"):
+    with pytest.raises(StateError, match="this is no explanation\n  why    not JSON: maximum recursion"):
         Explanation.from_json("[" * 100_000)

@@ -89,7 +89,7 @@ def test_reports_of_every_kind_are_json():
     ],
 )
 def test_what_is_no_overflow(text, why):
-    with pytest.raises(StateError, match=f"this is not an overflow\n  why    {why}") as caught:
+    with pytest.raises(StateError, match=f"this is no overflow\n  why    {why}") as caught:
         Overflow.from_json(text)
     assert "write  overflow.to_json(), read back with Overflow.from_json(text)" in str(caught.value)
 
@@ -108,7 +108,7 @@ def test_it_is_a_frozen_value():
 
 
 def test_json_nested_without_end_is_refused():
-    with pytest.raises(StateError, match="this is not an overflow"):
+    with pytest.raises(StateError, match="this is no overflow"):
         Overflow.from_json("[" * 100_000)
 
 

@@ -362,7 +362,7 @@ def test_precisions_and_casts_are_those_of_the_explanation(recorded_run):
 def test_a_broken_explanation_is_refused(recorded_run):
     (recorded_run / "explanation.json").write_text("{}")
     place = re.escape(str(recorded_run / "explanation.json"))
-    with pytest.raises(StateError, match=rf"explanation cannot be read\n  where  {place}\n  why    this is not an"):
+    with pytest.raises(StateError, match=rf"explanation cannot be read\n  where  {place}\n  why    this is no "):
         page(recorded_run)
     good = mezzo.explain(torch.nn.Linear(2, 2), torch.ones(1, 2), "O0").to_json()
     for text, why in (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mezzo.errors import StateError, nearest, raise_together, shown
 
-__all__ = ["ScaleState", "inverse"]
+__all__ = ["VALUES", "ScaleState", "inverse", "is_count", "is_whole"]
 
 COUNTERS = ("clean_steps", "budget", "floor_overflows")
 KEYS = ("scale", *COUNTERS, "window")
@@ -141,7 +141,7 @@ def _problems(state: Mapping[str, Any]) -> Iterator[StateError]:
     for key in state:
         if key not in KEYS:
             yield StateError(f"unknown key {shown(key)}", where=where, why=nearest(shown(key), KEYS))
-    for key, (fits, why) in _VALUES.items():
+    for key, (fits, why) in VALUES.items():
         if key in state and not fits(state[key]):
             yield StateError(f"{key} cannot be {shown(state[key])}", where=where, why=f"it is {why}")
 
@@ -152,8 +152,14 @@ def _is_scale(value: Any) -> bool:
     return is_number and 2.0**-149 <= value <= torch.finfo(torch.float32).max
 
 
-def _is_count(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether a value is an integer that float64 holds."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is one from 0 on."""
+    return is_whole(value) and value >= 0
 
 
 def _is_window(value: Any) -> bool:
@@ -161,8 +167,9 @@ def _is_window(value: Any) -> bool:
 
 
 #: What each key of a saved state can be.
-_VALUES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+VALUES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "scale": (_is_scale, "a positive float32 number"),
-    **dict.fromkeys(COUNTERS, (_is_count, "a whole number")),
+    "clean_steps": (is_whole, "a whole number"),
+    **dict.fromkeys(("budget", "floor_overflows"), (is_count, "a whole number from 0")),
     "window": (_is_window, "text of '.' and 'X'"),
 }

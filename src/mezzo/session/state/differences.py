@@ -15,6 +15,7 @@ from torch import Tensor
 from mezzo.errors import PolicyError, StateError, printable, shown
 from mezzo.optim.checks import in_words
 from mezzo.policy import Policy
+from mezzo.scale.state import VALUES, is_count, is_whole
 from mezzo.session.core import Core
 from mezzo.tensors import described, dtype_name, overflows
 
@@ -175,14 +176,6 @@ def _problems(value: Any, form: Form, where: str) -> Iterator[str]:
                 yield f"{at} is missing"
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_whole(value)
-
-
 def _is_description(value: Any) -> bool:
     """Whether a text is one of :func:`mezzo.tensors.described`."""
     found = re.fullmatch(r"(\w+) \[(\d+(, \d+)*)?\]", value) if isinstance(value, str) else None
@@ -196,19 +189,14 @@ def _is_policy(value: Any) -> bool:
         return False
 
 
-_WHOLE = _A("a whole number", _is_whole)
-_COUNT = _A("a whole number from 0", lambda value: _is_whole(value) and value >= 0)
-_NUMBER = _A("a number", _is_number)
-_RANKS = _A("a whole number from 1", lambda value: _is_whole(value) and value >= 1)
-# Neither 0 nor infinity once it is a float32.
-_SCALE = _A(
-    "a positive float32 number",
-    lambda value: _is_number(value) and 2.0**-149 <= value <= torch.finfo(torch.float32).max,
-)
+_SCALE_STATE = {name: _A(kind, fits) for name, (fits, kind) in VALUES.items()}
+_SCALE, _MARKS = _SCALE_STATE["scale"], _SCALE_STATE["window"]
+_COUNT = _A("a whole number from 0", is_count)
+_NUMBER = _A("a number", lambda value: isinstance(value, float) or is_whole(value))
+_RANKS = _A("a whole number from 1", lambda value: is_count(value) and value > 0)
 _FLAG = _A("True or False", lambda value: isinstance(value, bool))
 _TEXT = _A("text", lambda value: isinstance(value, str))
 _DESCRIPTION = _A("a dtype and a shape", _is_description)
-_MARKS = _A("text of '.' and 'X'", lambda value: isinstance(value, str) and set(value) <= {".", "X"})
 
 
 def _tensor(kind: str, dtype: torch.dtype | None = None, *layouts: torch.layout) -> _A:
@@ -235,12 +223,10 @@ _WINDOW: Form = {
 }
 
 _STATE: Form = {
-    "version": _A(f"{STATE_VERSION}", lambda value: _is_whole(value) and value == STATE_VERSION),
+    "version": _A(f"{STATE_VERSION}", lambda value: is_whole(value) and value == STATE_VERSION),
     "policy": _A("a policy's text", _is_policy),
     "parameters": {str: _DESCRIPTION},
-    "loss_scales": [
-        {"scale": _SCALE, "clean_steps": _WHOLE, "budget": _COUNT, "floor_overflows": _COUNT, "window": _MARKS}
-    ],
+    "loss_scales": [_SCALE_STATE],
     "stats": {
         "steps": _COUNT,
         "skipped": _COUNT,
