@@ -1,7 +1,7 @@
-"""Optimizers that store each weight once and update everything in one pass, without asking the host.
+"""Optimizers that store each weight once and update everything in one pass, and FP32 masters around any others.
 
-Here belong torch's signatures, parameter groups and state dicts. What an update does to an element, how weights lie in
-memory and how kernels are launched is said in ``mezzo.step``.
+Here belong what both have in common (``keeper``), torch's signatures, parameter groups and state dicts. What an update
+does to an element, how weights lie in memory and how kernels are launched is said in ``mezzo.step``.
 """
 
 from mezzo.optim.classes import SGD, Adam, AdamW, Lion

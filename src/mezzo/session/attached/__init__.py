@@ -1,6 +1,6 @@
-"""Sessions whose backward passes and steps are made by the user's own calls: what other call styles are built on.
+"""Sessions whose backward passes and steps are made by the user's own calls: what call styles are built on.
 
-No call style lives here: what its calls mean is said in ``compat/``.
+``own_loop`` is that of plain torch, ``mezzo.attach``. What calls of other systems mean is said in ``compat/``.
 """
 
 from mezzo.session.attached.around import AroundOptimizer

@@ -17,8 +17,8 @@ from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.session.core import Core
 from mezzo.session.state import other_scalers
-from mezzo.session.state.differences import STATE_VERSION, check
 from mezzo.session.state.load_hooks import watch
+from mezzo.session.state.refusals import STATE_VERSION, check
 from mezzo.session.window.window import Window
 from mezzo.step.gradients import is_left, left_over
 from mezzo.tensors import described

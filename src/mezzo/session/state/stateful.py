@@ -12,7 +12,7 @@ from mezzo.errors import StateError, UnsupportedError, shown, some_of
 from mezzo.optim.optimizer import one_pass
 from mezzo.session.core import Core
 from mezzo.session.state import optimizers, saved
-from mezzo.session.state.differences import check
+from mezzo.session.state.refusals import check
 from mezzo.tensors import LOW, described, dtype_name, local, overflows
 
 __all__ = ["Stateful"]

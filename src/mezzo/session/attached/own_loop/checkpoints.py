@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.session.core import Core
 from mezzo.session.state import saved
-from mezzo.session.state.differences import check
+from mezzo.session.state.refusals import check
 
 __all__ = ["CARRIED", "carry", "resume"]
 

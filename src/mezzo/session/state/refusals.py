@@ -1,4 +1,4 @@
-"""Why a saved state cannot be continued by a session: every difference, found before anything is changed.
+"""What stands against a saved state that a session is to continue: every difference, found before anything is changed.
 
 What each value of a state may be stands in a table at the end.
 """
