@@ -8,6 +8,8 @@ VERSIONS := $(VENV)/constraints.txt
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint $(VERSIONS) --editable
 # pip would compile these files one by one; as with pip, one that does not compile is left as it is.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+# The processes that tests start read compiled files, in a shell that keeps Python from writing them too.
+TESTING := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
 # One environment, filled in steps: what the demo needs, what the site needs, and the rest, which tests and checks need.
 DEMO := $(VENV)/.demo
 DOCS := $(VENV)/.docs
@@ -43,10 +45,10 @@ demo: $(DEMO)  ## train a real model in FP32 and in mixed precision, side by sid
 	$(BIN)/mezzo compare digits-cnn --out runs/demo --overwrite
 
 test: $(READY)  ## run every test that needs neither GPU nor minutes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
+	$(TESTING) $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 test-all: $(READY)  ## run every test that needs no GPU, those that take minutes too
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	$(TESTING) $(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(READY)  ## format, lint, types, import contract
 	$(BIN)/ruff format --check .

@@ -34,7 +34,7 @@ STEPS = 30
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 TestSessions = Sessions.TestCase
 TestSessions.settings = settings(
-    max_examples=100, stateful_step_count=STEPS, derandomize=True, deadline=None, suppress_health_check=QUIET
+    max_examples=60, stateful_step_count=STEPS, derandomize=True, deadline=None, suppress_health_check=QUIET
 )
 
 

@@ -11,6 +11,7 @@ from training.nets import NETS
 
 from ..distributed.ranks import on_ranks
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 

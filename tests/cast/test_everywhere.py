@@ -1,5 +1,7 @@
 """Recomputed and compiled, a model gives the gradients of the plain eager run, bit for bit."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
 
-from ..support.tables import pairwise, thinned
+from ..support.tables import pairwise
 
 LEVELS, DTYPES, EMULATE = ("O1", "O2"), ("float16", "bfloat16"), ("true", "false")
 POLICIES = [
@@ -167,7 +169,11 @@ def whole_graph(policy, where, backend):
     "policy, where, backend",
     [
         *pairwise(WHOLE_GRAPH, ["outside", "inside"], ["eager", "aot_eager"]),
-        *thinned(WHOLE_GRAPH, ["outside", "inside"], ["inductor"], every=8),
+        # Inductor's first compilation takes ten seconds where it has kept none yet.
+        *(
+            pytest.param(policy, where, "inductor", marks=pytest.mark.slow)
+            for policy, where in itertools.product(WHOLE_GRAPH, ["outside", "inside"])
+        ),
     ],
 )
 def test_one_graph_with_the_region_outside_or_inside(policy, where, backend):

@@ -28,7 +28,7 @@ def region_maker(kind, model, policy):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
-@pytest.mark.parametrize("policy, kind", thinned(POLICIES, ["session", "prepared", "plain"], every=2))
+@pytest.mark.parametrize("policy, kind", thinned(POLICIES, ["session", "prepared", "plain"], every=4))
 def test_a_region_made_inside_a_whole_graph(policy, kind):
     torch.compiler.reset()
     torch.manual_seed(0)

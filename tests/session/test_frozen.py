@@ -10,6 +10,8 @@ from torch.nn.functional import cross_entropy
 import mezzo
 from mezzo import MixedPrecision, UnsupportedError, optim
 
+from ..support.tables import thinned
+
 POLICIES = [f"{level},dtype={dtype},emulate=true" for level in ("O2", "O3") for dtype in ("float16", "bfloat16")]
 LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 MAKE = {
@@ -177,10 +179,9 @@ def test_values_that_do_not_fit_are_refused_while_they_load(bits):
     amp.close()
 
 
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["thawed first", "thawed after"])
-@pytest.mark.parametrize("begin", [five_lines, own_loop])
-@pytest.mark.parametrize("make", MAKE)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy, make, begin, is_frozen", thinned(POLICIES, MAKE, [five_lines, own_loop], [False, True], every=2)
+)
 def test_a_layer_that_thaws_goes_on_from_the_weights_that_it_had(policy, make, begin, is_frozen, bits):
     """As if its group had been there from the beginning, without gradients: the oracle is that run."""
 

@@ -7,6 +7,8 @@ from torch import nn
 import mezzo
 from mezzo import MixedPrecision, UnsupportedError
 
+from ..support.tables import thinned
+
 FOREIGN = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-3),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-4),
@@ -69,9 +71,7 @@ def test_the_message():
     )
 
 
-@pytest.mark.parametrize("policy", FP32_LEVELS)
-@pytest.mark.parametrize("optimizer", MEZZO)
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype, optimizer, policy", thinned(LOW, MEZZO, FP32_LEVELS, every=2))
 def test_mezzo_s_own_are_welcome(dtype, optimizer, policy):
     """But not to unscale FP16 gradients in FP16 where nothing is kept beside the weight."""
     torch.manual_seed(0)  # weights of which 100 small steps are seen in BF16

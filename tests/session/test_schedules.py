@@ -8,6 +8,7 @@ from torch.optim import lr_scheduler, swa_utils
 import mezzo
 from mezzo import MixedPrecision, PolicyError
 
+from ..support.tables import thinned
 from .loops import assert_same, backward, batch, network, session, sgd, state, train, weights
 
 EVERY = [
@@ -37,9 +38,12 @@ def rates(optimizer):
     return [(group["lr"], group["momentum"]) for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("given", [lambda s: s, lambda s: [s], lambda s: (s,), lambda s: s.step])
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("policy", ["O0", "O1,emulate=true", "O2,emulate=true"])
+GIVEN = [lambda s: s, lambda s: [s], lambda s: (s,), lambda s: s.step]
+
+
+@pytest.mark.parametrize(
+    "policy, name, given", thinned(["O0", "O1,emulate=true", "O2,emulate=true"], SCHEDULERS, GIVEN, every=2)
+)
 def test_schedulers_move_with_the_weights_and_only_then(policy, name, given):
     model, optimizer, amp = session(policy)
     scheduler = SCHEDULERS[name](optimizer)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mezzo import LossScale, MixedPrecision, Policy, ScaleCollapsed
 
+from ..support.tables import thinned
 from .counted import INF, NAN, Weights, iterate, session
 
 # The account ---------------------------------------------------------------------------------------------
@@ -153,10 +154,10 @@ def test_no_lines_where_no_scale_moves(rules, caplog):
 # Collapse ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O0", "O1,emulate=true", "O2,emulate=true"])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("poison", [INF, NAN])
+@pytest.mark.parametrize(
+    "level, fused, read, poison",
+    thinned(["O0", "O1,emulate=true", "O2,emulate=true"], [False, True], [False, True], [INF, NAN], every=2),
+)
 def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, read, poison):
     """Fifteen bring 2**15 to the floor, the others stand there: the patience. The next step, or a reading, raises."""
     patience = 285 if (level, fused, poison) == ("O1,emulate=true", False, INF) else 45

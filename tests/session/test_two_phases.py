@@ -10,6 +10,8 @@ from torch import nn
 import mezzo
 from mezzo import MixedPrecision, Policy, PolicyError, StateError, UnsupportedError, optim
 
+from ..support.tables import thinned
+
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
@@ -45,8 +47,7 @@ def at_once(make, policy, seed=0):
     return model, MixedPrecision(model, make(model.parameters()), policy)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, name", thinned(POLICIES, OPTIMIZERS, every=2))
 def test_a_session_over_a_prepared_model_is_the_one_that_prepares_it_itself(policy, name, bits):
     make = OPTIMIZERS[name]
     one, at_first = at_once(make, policy)

@@ -9,11 +9,11 @@ from torch import nn
 from mezzo import MixedPrecision, NumericsError, ScaleCollapsed, StateError
 from mezzo.session.window.window import Window
 
+from ...support.tables import thinned
 from .runs import OPTIMIZERS, ORDERS, POLICIES, Run, linear, one_step, through_a_file
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, optimizer", thinned(POLICIES, OPTIMIZERS, every=2))
 def test_ten_steps_after_loading_are_the_same_in_whatever_order(policy, optimizer, bits):
     run = Run(policy, optimizer)
     run.train(range(4))
@@ -90,8 +90,7 @@ WINDOWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("open_window", WINDOWS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, open_window", thinned(POLICIES, WINDOWS, every=2))
 def test_a_window_continues_where_it_was_saved(policy, open_window, bits):
     """In two orders of loading, other ones for the next window; each policy meets all of them."""
     first = WINDOWS.index(open_window) % 3

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from mezzo import MasterWeights, MixedPrecision, StateError, UnsupportedError, optim
 
+from ...support.tables import thinned
+
 # What torch says of a checkpoint in one process, and of its own options.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -66,8 +68,7 @@ def train(model, amp, numbers):
         amp.zero_grad()
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps, flat", thinned([0, 2], [False, True], every=2))
 def test_state_dicts_go_from_one_session_to_another(steps, flat, bits):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     for policy, name in WORKS:

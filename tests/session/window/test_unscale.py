@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from mezzo import MixedPrecision, PolicyError, StateError
 
+from ...support.tables import thinned
 from ..loops import Syncs, assert_same, backward, batch, network, session, sgd, weights
 
 SCALED = [
@@ -121,10 +122,7 @@ EDITS = [norm_clipped, value_clipped, noisy, normalised, replaced, one_dropped, 
 SIDES = {"masters": lambda model, amp: [*amp.master_params()], "model": lambda model, amp: [*model.parameters()]}
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize("policy, edit, fused, side", thinned(EVERY, EDITS, [False, True], SIDES, every=2))
 def test_the_step_takes_the_gradients_as_they_were_edited(policy, edit, fused, side):
     """Plain SGD fed the very gradients that the edit left is the oracle, whatever the precision."""
     model, _, amp = session(policy, lambda params: sgd(params, fused=fused))

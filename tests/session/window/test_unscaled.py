@@ -11,6 +11,7 @@ from torch.nn import functional
 import mezzo
 from mezzo import MixedPrecision, StateError
 
+from ...support.tables import thinned
 from ..loops import assert_same, backward, batch, network, session, sgd, weights
 
 LOW = [
@@ -156,10 +157,7 @@ CLEARED = {
 }
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("by", CLEARED)
-@pytest.mark.parametrize("keeper", KEEPERS)
-@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("policy, keeper, by, to_none", thinned(LOW, KEEPERS, CLEARED, [True, False], every=2))
 def test_after_clearing_unscaled_gradients_the_next_are_right(policy, keeper, by, to_none):
     (model, _, amp), (other, _, never) = session(policy, KEEPERS[keeper]), session(policy, KEEPERS[keeper])
     backward(amp, model, 0)

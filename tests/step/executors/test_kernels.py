@@ -171,8 +171,8 @@ ALL = [
 
 
 def test_two_steps_are_the_pure_function_bit_for_bit(kernels):
-    # Triton's interpreter takes half a second for each; every rule, storage and dtype is in any third case.
-    for case in PAIRED[:: 3 if kernels.is_interpreted else 1]:
+    # Each takes half a second, interpreted or compiled; every rule, storage and dtype is in any third case.
+    for case in PAIRED[kernels.is_interpreted :: 3]:
         check_bits(kernels, *case)
 
 
