@@ -95,6 +95,17 @@ def test_no_class_has_the_name_of_another():
     assert twice == {}
 
 
+def test_a_protocol_has_five_methods_at_most():
+    large = {
+        node.name: len(methods)
+        for text in sources().values()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
+        if len(methods := [each for each in node.body if isinstance(each, ast.FunctionDef)]) > 5
+    }
+    assert large == {}
+
+
 def test_what_a_file_offers_is_in_it():
     missing = {}
     for path, text in sources().items():

@@ -43,45 +43,45 @@ def test_one_bad_value_anywhere_is_found_and_placed(executor):
     for bad, place in product([math.inf, -math.inf, math.nan], [(0, 0), (0, 300_000), (1, 599), (3, 0)]):
         gradients = gradients_of(torch.float16)
         gradients[place[0]].view(-1)[place[1]] = bad
-        check = judge(executor().norms(gradients), torch.tensor(1.0))
-        assert check.found_inf
-        assert check.norms.isfinite().tolist() == [index != place[0] for index in range(len(gradients))]
+        verdict = judge(executor().norms(gradients), torch.tensor(1.0))
+        assert verdict.found_inf
+        assert verdict.norms.isfinite().tolist() == [index != place[0] for index in range(len(gradients))]
 
 
 @pytest.mark.parametrize("executor", [Portable, Cpp])
 def test_the_largest_gradients_of_float16_are_finite(executor):
     gradients = [torch.full((400_000,), 65504.0, dtype=torch.float16)]
-    check = judge(executor().norms(gradients), torch.tensor(2.0**-16))
-    assert not check.found_inf
-    torch.testing.assert_close(check.grad_norm.item(), 65504 * 400_000**0.5 * 2.0**-16, rtol=4e-6, atol=0)
+    verdict = judge(executor().norms(gradients), torch.tensor(2.0**-16))
+    assert not verdict.found_inf
+    torch.testing.assert_close(verdict.grad_norm.item(), 65504 * 400_000**0.5 * 2.0**-16, rtol=4e-6, atol=0)
 
 
 @pytest.mark.parametrize("executor", [Portable, Cpp])
 def test_no_gradients_at_all(executor):
-    check = judge(executor().norms([]), torch.tensor(1.0), max_norm=1.0)
-    assert check.grad_norm == 0
-    assert not check.found_inf
+    verdict = judge(executor().norms([]), torch.tensor(1.0), max_norm=1.0)
+    assert verdict.grad_norm == 0
+    assert not verdict.found_inf
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6, torch.tensor(0.5)])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW])
 def test_the_verdict_is_torch_s_unscaling_and_clipping(dtype, max_norm):
     gradients = gradients_of(dtype, 8.0)
-    check = judge(Portable().norms(gradients), torch.tensor(1 / 1024), max_norm=max_norm)
+    verdict = judge(Portable().norms(gradients), torch.tensor(1 / 1024), max_norm=max_norm)
     params = [torch.nn.Parameter(torch.zeros_like(gradient, dtype=torch.float64)) for gradient in gradients]
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient.double() / 1024
     norm = torch.nn.utils.clip_grad_norm_(params, math.inf if max_norm is None else float(max_norm))
-    torch.testing.assert_close(check.grad_norm.double(), norm, rtol=4e-6, atol=0)
+    torch.testing.assert_close(verdict.grad_norm.double(), norm, rtol=4e-6, atol=0)
     for param, gradient in zip(params, gradients, strict=True):
-        torch.testing.assert_close(gradient.double() * check.multiplier.double(), param.grad, rtol=4e-6, atol=0)
-    assert not check.found_inf
-    assert all(value.dim() == 0 for value in (check.grad_norm, check.found_inf, check.multiplier))
+        torch.testing.assert_close(gradient.double() * verdict.multiplier.double(), param.grad, rtol=4e-6, atol=0)
+    assert not verdict.found_inf
+    assert all(value.dim() == 0 for value in (verdict.grad_norm, verdict.found_inf, verdict.multiplier))
 
 
 def test_the_coefficient_is_torch_s_with_its_epsilon():
-    check = judge(torch.tensor([1e-6]), torch.tensor(1.0), max_norm=1e-6)
-    assert check.multiplier.item() == pytest.approx(0.5, rel=1e-6)  # 1e-6 / (1e-6 + 1e-6)
+    verdict = judge(torch.tensor([1e-6]), torch.tensor(1.0), max_norm=1e-6)
+    assert verdict.multiplier.item() == pytest.approx(0.5, rel=1e-6)  # 1e-6 / (1e-6 + 1e-6)
     assert judge(torch.tensor([0.0]), torch.tensor(1.0), max_norm=1.0).multiplier == 1
     assert judge(torch.tensor([0.5]), torch.tensor(0.25), max_norm=1.0).multiplier == 0.25
 

@@ -104,11 +104,11 @@ def advance(steps, found_inf):
 def take(executor, bucket, update, gradients, *, inverse=1 / 1024, max_norm=None):
     """One whole step, as a session would take it."""
     before = [gradient.clone() for gradient in gradients]
-    check = judge(executor.norms(gradients), torch.tensor(inverse), max_norm=max_norm)
-    advance([bucket.step], check.found_inf)
-    update(gradients, check)
+    verdict = judge(executor.norms(gradients), torch.tensor(inverse), max_norm=max_norm)
+    advance([bucket.step], verdict.found_inf)
+    update(gradients, verdict)
     assert same_bits(gradients, before)  # whatever happens, gradients are never written
-    return check
+    return verdict
 
 
 def values_of(bucket):
@@ -217,8 +217,8 @@ def check_that_nothing_is_written(executor, bad):
     before = [tensor.clone() for tensor in tensors_of(bucket)]
     gradients = gradients_of(bucket, 1, BF16)
     gradients[1][2, 3] = bad
-    check = take(executor, bucket, update, gradients)
-    assert check.found_inf
+    verdict = take(executor, bucket, update, gradients)
+    assert verdict.found_inf
     assert same_bits(tensors_of(bucket), before)
     assert not take(executor, bucket, update, gradients_of(bucket, 2, BF16)).found_inf
     assert bucket.step == 2
@@ -239,11 +239,11 @@ def test_where_the_flag_stays_on_the_device_the_old_bits_are_written_again(compi
         assert not same_bits(tensors_of(bucket), before)
 
 
-def pure_step(bucket, index, gradient, check):
+def pure_step(bucket, index, gradient, verdict):
     """The pure function on whole tensors: what every executor is measured against."""
     scalars, targets = bucket.rule.scalars(bucket.hypers, bucket.step), bucket.targets(index)
     key, order = torch.tensor(0, dtype=torch.int32), torch.zeros((), dtype=torch.int32)  # nothing here is random
-    values = updated(bucket.rule, bucket.storage, gradient, targets, scalars, check.multiplier, key, order)
+    values = updated(bucket.rule, bucket.storage, gradient, targets, scalars, verdict.multiplier, key, order)
     for target, value in zip(targets, values, strict=True):
         target.copy_(value)
 
@@ -269,10 +269,10 @@ def check_layout(executor, weight):
         gradients = [random(weight.shape, step).to(BF16).contiguous(), random(weight.shape, step + 9).to(BF16)]
         if step:  # laid out as the weight is, this time
             gradients = [torch.empty_like(weight, dtype=BF16).copy_(gradient) for gradient in gradients]
-        check = take(executor, mine, update, gradients)
-        advance([theirs.step], check.found_inf)
+        verdict = take(executor, mine, update, gradients)
+        advance([theirs.step], verdict.found_inf)
         for index, gradient in enumerate(gradients):
-            pure_step(theirs, index, gradient, check)
+            pure_step(theirs, index, gradient, verdict)
     assert mine.weights[0].stride() == torch.empty_like(weight).stride()
     for one, other in zip(values_of(mine), values_of(theirs), strict=True):
         torch.testing.assert_close(one, other, rtol=2.0**-22, atol=2.0**-24)
@@ -459,9 +459,9 @@ def test_neither_pass_asks_the_device_for_a_value(master):
             extras=[extra and torch.empty_like(weight, dtype=extra) for weight in weights],
             states=[(torch.zeros_like(weight, dtype=BF16), torch.zeros_like(weight, dtype=FP32)) for weight in weights],
         )
-        check = judge(executor.norms(weights), torch.tensor(1.0), max_norm=1.0)
-    advance([bucket.step], check.found_inf)
-    executor.prepare(bucket)(weights, check)
+        verdict = judge(executor.norms(weights), torch.tensor(1.0), max_norm=1.0)
+    advance([bucket.step], verdict.found_inf)
+    executor.prepare(bucket)(weights, verdict)
 
 
 def test_where_torch_cannot_compile_the_error_names_the_way_out(monkeypatch):

@@ -110,11 +110,11 @@ def test_nothing_is_asked_of_a_tensor():
             gradients[1][0, 0] = torch.inf
         before = [tensor.clone() for tensor in tensors_of(bucket)]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
-            check = judge(executor.norms(gradients), torch.tensor(1 / 1024), max_norm=1.0)
-            advance([bucket.step], check.found_inf)
-            update(gradients, check)
+            verdict = judge(executor.norms(gradients), torch.tensor(1 / 1024), max_norm=1.0)
+            advance([bucket.step], verdict.found_inf)
+            update(gradients, verdict)
         assert "aten::_local_scalar_dense" not in {event.name for event in profiled.events()}
-        assert same_bits(tensors_of(bucket), before) is bool(check.found_inf) is bool(number)
+        assert same_bits(tensors_of(bucket), before) is bool(verdict.found_inf) is bool(number)
 
 
 @pytest.mark.parametrize("count", [1, 40])
@@ -157,13 +157,13 @@ def test_old_tables_of_norms_are_forgotten():
 def test_two_threads_of_python_may_step_at_once():
     buckets = [bucket_of("adamw", "split", BF16, [(200_000,)]) for _ in range(2)]
     executor = Cpp()
-    checks = []
+    verdicts = []
     for bucket in buckets:
         gradients = gradients_of(bucket, 0, BF16)
-        check = judge(executor.norms(gradients), torch.tensor(1 / 1024))
-        advance([bucket.step], check.found_inf)
-        checks.append((executor.prepare(bucket), gradients, check))
-    threads = [threading.Thread(target=update, args=(gradients, check)) for update, gradients, check in checks]
+        verdict = judge(executor.norms(gradients), torch.tensor(1 / 1024))
+        advance([bucket.step], verdict.found_inf)
+        verdicts.append((executor.prepare(bucket), gradients, verdict))
+    threads = [threading.Thread(target=update, args=(gradients, verdict)) for update, gradients, verdict in verdicts]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -186,9 +186,9 @@ def test_a_negative_view_is_read_as_what_it_is():
     before = bucket.weights[0].clone()
     gradient = torch._neg_view(torch.ones(300))
     assert gradient.is_neg()
-    check = judge(executor.norms([gradient]), torch.tensor(1.0))
-    advance([bucket.step], check.found_inf)
-    executor.prepare(bucket)([gradient], check)
+    verdict = judge(executor.norms([gradient]), torch.tensor(1.0))
+    advance([bucket.step], verdict.found_inf)
+    executor.prepare(bucket)([gradient], verdict)
     assert (bucket.weights[0] > before).all()
 
 
@@ -228,9 +228,9 @@ def test_no_weights_at_all():
 
 
 def test_a_float64_bound_does_not_change_what_kernels_read():
-    check = judge(torch.tensor([2.0]), torch.tensor(1.0), max_norm=torch.tensor(1.0, dtype=torch.float64))
-    assert check.multiplier.dtype == FP32
-    assert check.multiplier == pytest.approx(0.5)
+    verdict = judge(torch.tensor([2.0]), torch.tensor(1.0), max_norm=torch.tensor(1.0, dtype=torch.float64))
+    assert verdict.multiplier.dtype == FP32
+    assert verdict.multiplier == pytest.approx(0.5)
 
 
 def test_full_masters_do_not_read_the_weight_they_round():

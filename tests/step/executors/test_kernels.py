@@ -97,13 +97,13 @@ def made(device, *args, **kwargs):
     return moved(bucket_of(*args, **kwargs), device)
 
 
-def pure_step(bucket, gradients, check):
+def pure_step(bucket, gradients, verdict):
     """What every executor is measured against, predicated like this one."""
     seeds = keys(bucket.step, len(gradients), bucket.seed)
     for index, gradient in enumerate(gradients):
         scalars, targets = bucket.rule.scalars(bucket.hypers, bucket.step), bucket.targets(index)
         order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
-        numbers = scalars, check.multiplier, seeds[index], order
+        numbers = scalars, verdict.multiplier, seeds[index], order
         with Ieee():
             values = updated(bucket.rule, bucket.storage, gradient, targets, *numbers)
         for target, value in zip(targets, values, strict=True):
@@ -113,11 +113,11 @@ def pure_step(bucket, gradients, check):
 def step(executor, bucket, update, gradients, **kwargs):
     inverse = torch.tensor(1 / 1024, device=bucket.step.device)
     before = [gradient.clone() for gradient in gradients]
-    check = judge(executor.norms(gradients), inverse, **kwargs)
-    advance([bucket.step], check.found_inf)
-    update(gradients, check)
+    verdict = judge(executor.norms(gradients), inverse, **kwargs)
+    advance([bucket.step], verdict.found_inf)
+    update(gradients, verdict)
     assert same_bits(gradients, before)
-    return check
+    return verdict
 
 
 def on(device, tensors):
@@ -146,9 +146,9 @@ def check_bits(kernels, name, master, rounding, dtype, gradient_dtype, state_dty
     for number in range(2):
         gradients = on(kernels.device, gradients_of(mine, number, gradient_dtype))
         gradients[0][:3] = gradients[0][20:40] = 0.0
-        check = step(executor, mine, update, gradients, max_norm=1.0)
-        advance([theirs.step], check.found_inf)
-        pure_step(theirs, gradients, check)
+        verdict = step(executor, mine, update, gradients, max_norm=1.0)
+        advance([theirs.step], verdict.found_inf)
+        pure_step(theirs, gradients, verdict)
         assert_same_but_for_nan(mine, theirs)
     assert mine.weights[0].isnan().any()
 
@@ -259,9 +259,9 @@ def check_layout(kernels, layout):
         if number:  # laid out as the weight is, this time
             gradients = [torch.empty_like(weight, dtype=BF16, device=kernels.device).copy_(each) for each in gradients]
         with Ieee():  # weights with gaps are updated by torch's operations
-            check = step(executor, mine, update, gradients)
-        advance([theirs.step], check.found_inf)
-        pure_step(theirs, gradients, check)
+            verdict = step(executor, mine, update, gradients)
+        advance([theirs.step], verdict.found_inf)
+        pure_step(theirs, gradients, verdict)
     assert mine.weights[0].stride() == holder.stride()
     assert_same_but_for_nan(mine, theirs)
 
@@ -272,9 +272,9 @@ def test_states_that_lie_otherwise_than_their_weight_are_updated_too(kernels):
     theirs, executor = moved(mine, kernels.device), kernels.executor()
     gradients = on(kernels.device, gradients_of(mine, 0, BF16))
     with Ieee():
-        check = step(executor, mine, executor.prepare(mine), gradients)
-    advance([theirs.step], check.found_inf)
-    pure_step(theirs, gradients, check)
+        verdict = step(executor, mine, executor.prepare(mine), gradients)
+    advance([theirs.step], verdict.found_inf)
+    pure_step(theirs, gradients, verdict)
     assert_same_but_for_nan(mine, theirs)
 
 
@@ -349,7 +349,7 @@ def check_untouched_rows(kernels, name, state):
     update = executor.prepare(mine)
     for number in range(2):
         gradients = [torch.zeros_like(gradient) for gradient in on(kernels.device, gradients_of(mine, number, BF16))]
-        check = step(executor, mine, update, gradients, max_norm=1.0)
-        advance([theirs.step], check.found_inf)
-        pure_step(theirs, gradients, check)
+        verdict = step(executor, mine, update, gradients, max_norm=1.0)
+        advance([theirs.step], verdict.found_inf)
+        pure_step(theirs, gradients, verdict)
         assert same_bits(on("cpu", tensors_of(mine)), on("cpu", tensors_of(theirs)))

@@ -115,9 +115,9 @@ def test_tensors_without_memory_are_refused_before_any_launch(device, launches):
     bucket, executor = made(device, "adamw", "split", BF16, [(20,), (20,)]), Triton()
     update = executor.prepare(bucket)
     gradients = [gradients_of(bucket, 0, BF16)[0].to(device), Wrapped(torch.ones(20, dtype=BF16, device=device))]
-    check = judge(torch.ones(2, device=device), torch.ones((), device=device))
+    verdict = judge(torch.ones(2, device=device), torch.ones((), device=device))
     before = [tensor.clone() for tensor in tensors_of(bucket)]
-    for read in (lambda: executor.norms(gradients), lambda: update(gradients, check)):
+    for read in (lambda: executor.norms(gradients), lambda: update(gradients, verdict)):
         with pytest.raises(UnsupportedError, match=r"cannot find a tensor\n  where  Wrapped of shape \(20,\)"):
             read()
     assert launches == []
@@ -143,10 +143,10 @@ def test_torch_s_operations_around_them_do_not_either(device):
         update = executor.prepare(bucket)
         gradients = on(device, gradients_of(bucket, 0, BF16))
         step(executor, bucket, update, gradients)
-        check = judge(executor.norms(gradients), torch.ones((), device=device))
+        verdict = judge(executor.norms(gradients), torch.ones((), device=device))
         with Kernels() as kernels:
             executor.norms(gradients)
-            update(gradients, check)
+            update(gradients, verdict)
         counts.append(kernels.count)
     assert counts[0] == counts[1]
 
@@ -196,9 +196,9 @@ def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypat
     assert any(each[0] is update.table for each in kept if isinstance(each, tuple))
     theirs = moved(bucket, "cpu")
     elsewhere = [gradient.clone() for gradient in gradients]
-    check = take(executor, bucket, update, elsewhere)
-    advance([theirs.step], check.found_inf)
-    pure_step(theirs, elsewhere, check)
+    verdict = take(executor, bucket, update, elsewhere)
+    advance([theirs.step], verdict.found_inf)
+    pure_step(theirs, elsewhere, verdict)
     assert_same_but_for_nan(bucket, theirs)
     assert not uploads
     addresses = torch.tensor([gradient.data_ptr() for gradient in elsewhere])
@@ -231,11 +231,11 @@ def test_buckets_of_any_dtype_find_their_gradients_in_the_table_of_pass_1(upload
         norms = executor.norms(mixed)
         expected = torch.stack([torch.linalg.vector_norm(gradient.double()).float() for gradient in mixed])
         torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0.0)
-        check = judge(norms, torch.tensor(1 / 1024))
+        verdict = judge(norms, torch.tensor(1 / 1024))
         for bucket, update, their, gradients in zip(buckets, updates, theirs, pairs, strict=True):
-            advance([bucket.step, their.step], check.found_inf)
-            update(gradients, check)
-            pure_step(their, gradients, check)
+            advance([bucket.step, their.step], verdict.found_inf)
+            update(gradients, verdict)
+            pure_step(their, gradients, verdict)
             assert_same_but_for_nan(bucket, their)
     assert len(uploads) == 1
 
@@ -257,7 +257,7 @@ def test_the_reserve_follows_what_rehearsals_take(monkeypatch):
         alike_steps(executor, bucket, update, 5)
     assert len(executor._kept) > 4 * 5
     with pytest.raises(UnsupportedError, match=r"(?s)had new addresses 16 times.*at most 64 in it"):
-        alike_steps(executor, moved(bucket, "cpu"), lambda gradients, check: None, 17)
+        alike_steps(executor, moved(bucket, "cpu"), lambda gradients, verdict: None, 17)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
     other = Triton()
     alike = other.prepare(theirs)
@@ -294,9 +294,9 @@ def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding)
     )
     theirs, executor = moved(mine, "cpu"), Triton()
     gradients, inverse = gradients_of(mine, 0, BF16), torch.tensor(1 / 1024)
-    check = judge(executor.norms(gradients), inverse, max_norm=1.0)
-    advance([mine.step, theirs.step], check.found_inf)
-    pure_step(theirs, gradients, check)
+    verdict = judge(executor.norms(gradients), inverse, max_norm=1.0)
+    advance([mine.step, theirs.step], verdict.found_inf)
+    pure_step(theirs, gradients, verdict)
     monkeypatch.setattr(source_of, "update_source", source_of.update_source.__wrapped__)  # traced anew
     before = torch.get_default_dtype()
     try:
@@ -307,11 +307,11 @@ def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding)
             norms = executor.norms(gradients)
             assert norms.dtype == executor.norms([]).dtype == FP32
             assert executor.norms([]).device == norms.device
-            executor.prepare(mine)(gradients, check)
+            executor.prepare(mine)(gradients, verdict)
             executor.require(torch.device("cpu"))
     finally:
         torch.set_default_dtype(before)
-    assert same_bits([norms], [check.norms])
+    assert same_bits([norms], [verdict.norms])
     assert_same_but_for_nan(mine, theirs)
 
 
@@ -320,15 +320,15 @@ def test_tables_of_other_tensors_cannot_be_made_while_a_graph_is_captured(monkey
     bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
     update = executor.prepare(bucket)
     gradients = gradients_of(bucket, 0, BF16)
-    check = take(executor, bucket, update, gradients)
+    verdict = take(executor, bucket, update, gradients)
     before = [tensor.clone() for tensor in tensors_of(bucket)]
     monkeypatch.setattr(tables, "_is_capturing", lambda device: True)
     with pytest.raises(UnsupportedError, match=r"(?s)cannot be captured.*gradients of other shapes, on cpu"):
         executor.norms(gradients[:1])
     with pytest.raises(UnsupportedError, match="weights or states that were given other memory"):
-        update([gradient.float() for gradient in gradients], check)
+        update([gradient.float() for gradient in gradients], verdict)
     with pytest.raises(UnsupportedError, match="weights or states"):
-        executor.prepare(bucket)(gradients, check)
+        executor.prepare(bucket)(gradients, verdict)
     assert same_bits(tensors_of(bucket), before)
 
 
@@ -549,9 +549,9 @@ def test_a_step_makes_no_host_sync(no_syncs, state):
     update, inverse = executor.prepare(bucket), torch.tensor(1 / 1024, device="cuda")
     sets = [on("cuda", gradients_of(bucket, number, BF16)) for number in range(4)]  # each lies elsewhere
     for number in (0, 0, 1, 2, 3):
-        check = judge(executor.norms(sets[number]), inverse, max_norm=1.0)
-        advance([bucket.step], check.found_inf)
-        update(sets[number], check)
+        verdict = judge(executor.norms(sets[number]), inverse, max_norm=1.0)
+        advance([bucket.step], verdict.found_inf)
+        update(sets[number], verdict)
         if number == 0:
             no_syncs()
 
@@ -564,11 +564,11 @@ def test_the_profiler_counts_the_same_kernels_for_one_tensor_and_for_many():
         bucket, executor = made("cuda", "adamw", "split", BF16, [(3000,)] * number), Triton()
         update, gradients = executor.prepare(bucket), on("cuda", gradients_of(bucket, 0, BF16))
         step(executor, bucket, update, gradients)
-        check = judge(executor.norms(gradients), torch.ones((), device="cuda"))
+        verdict = judge(executor.norms(gradients), torch.ones((), device="cuda"))
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             executor.norms(gradients)
-            update(gradients, check)
+            update(gradients, verdict)
             torch.cuda.synchronize()
         names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         counts.append((len(names), [names.count(each) for each in ("squares", "roots", "adamw_split")]))
@@ -585,9 +585,9 @@ def test_a_captured_step_replays_what_the_eager_one_does(where):
     updates = executor.prepare(mine), executor.prepare(theirs)
 
     def run(bucket, update, gradients):
-        check = judge(executor.norms(gradients), inverse, max_norm=1.0)
-        advance([bucket.step], check.found_inf)
-        update(gradients, check)
+        verdict = judge(executor.norms(gradients), inverse, max_norm=1.0)
+        advance([bucket.step], verdict.found_inf)
+        update(gradients, verdict)
 
     static = on("cuda", gradients_of(mine, 0, BF16))
     stream = torch.cuda.Stream()
