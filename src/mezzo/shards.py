@@ -25,7 +25,7 @@ def locals_of(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:
-    """Return a tensor that lies over the ranks as another does, of which this rank's shard is given.
+    """Return a tensor that is sharded over ranks as another one is, from this rank's shard of it.
 
     Args:
         shard: Of any dtype, in the shape of ``local(whole)``.

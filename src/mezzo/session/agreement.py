@@ -62,7 +62,7 @@ class Agreement:
         self.consensus.step, self._is_due, self._has_norms = step, True, False
 
     def whole(self, params: list[Tensor], norms: Tensor) -> tuple[Tensor, Tensor]:
-        """Return norms of whole gradients, and norms whose own norm is that of all gradients.
+        """Return the norms of whole gradients, and numbers whose 2-norm is that of all gradients of all stages.
 
         Args:
             params: Whose gradients.

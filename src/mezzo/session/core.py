@@ -158,7 +158,7 @@ class Core:
         }
 
     def bits_of(self, optimizers: Iterable[Optimizer]) -> int:
-        """Return which of its optimizers some are, as the bits of a number."""
+        """Return a number whose bits say which of the session's optimizers these are."""
         return sum(1 << self.optimizers.index(optimizer) for optimizer in optimizers)
 
     # Gradients --------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Core:
                 self.consensus.follow(self.weights.updated(), self.weights.name_of)
 
     def keep_left(self) -> None:
-        """Let gradients that a step has left be added to."""
+        """Let backward passes add to gradients that a step has left."""
         self.keeps_left, self.grouped_params = True, []
         self.group_optimizers()
 
@@ -362,7 +362,7 @@ class PlainRun:
         return judged
 
     def refuse_capture(self, what: str, **words: str) -> None:
-        """Refuse a call that captures a train step, runs a captured one, or cannot be captured, as part of this run.
+        """Refuse a call that cannot be part of a captured step; the user's own loop refuses none.
 
         Args:
             what: The call.

@@ -163,7 +163,7 @@ def adapt(scalers: list[Scaler], judged: Judged, inner_overflows: Mapping[int, T
 
 
 def adapt_at_once(scalers: list[Scaler], shares: list[LossShare], losses: list[tuple[int, Tensor]]) -> None:
-    """Move the scales of gradients before the step that takes them, which then moves no scale that has moved on.
+    """Move loss scales before the step that takes their gradients; that step leaves them alone then.
 
     Args:
         scalers: The scale of each loss.
@@ -250,7 +250,7 @@ def _in_turn(parts: list[Part]) -> _Found:
 
 
 def _together(parts: list[Part], found_inf: Tensor) -> _Found:
-    """Do the same on a device that is not the host, and account for the step whose gradients were not finite.
+    """Move all scales at once, on a device that is not the host, and return what the host wants to know of the step.
 
     In one launch where kernels can be written.
     """

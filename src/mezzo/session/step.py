@@ -117,7 +117,7 @@ def _finished(
     pieces: list[Piece],
     schedulers: list[Callable[[], Any]],
 ) -> Step:
-    """Do some pieces of work and all that ends a step, whole, whatever interrupts it."""
+    """Do the writes of a step and all that ends it, whole, whatever interrupts it."""
     # The host asks about the overflow only where it has to act on the answer.
     where = _explained(core, judged) if core.replay is not None and overflowed() else None
     scales_before = [scaler.remembering() for scaler in core.scalers]

@@ -247,7 +247,7 @@ class Prepared:
             raise StateError.together(problems)
 
     def follow(self) -> None:
-        """Mean the parts that ``fully_shard`` has put in the places of parameters since.
+        """Go over to the parts that ``fully_shard`` has put in the places of parameters since.
 
         Raises:
             MezzoError: It gathers them in other dtypes than the policy wants, or left some out.

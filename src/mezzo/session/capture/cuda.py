@@ -71,7 +71,7 @@ class CudaGraph:
                 torch.cuda.set_stream(around)  # which torch leaves undone where the capture has failed
 
     def replay(self) -> None:
-        """Compute, without waiting, what the recorded run would have computed with the values of now, in its memory."""
+        """Run the recorded kernels again, without waiting, on the values that their memory holds now."""
         self._graph.replay()
 
 

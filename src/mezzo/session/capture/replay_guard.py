@@ -36,7 +36,7 @@ class ReplayGuard:
         self._edited = snapshot.edited()
 
     def has_moved(self) -> bool:
-        """Whether the graph is of memory, or of decisions, that are not the session's any more."""
+        """Whether the session has other memory, or has decided otherwise, than when the graph was recorded."""
         return (
             any(t.data_ptr() != address or t.requires_grad != trains for t, address, trains in self._tensors)
             or not _are_same(_parts(self.core), self._parts)
@@ -107,7 +107,7 @@ def _choices(core: Core) -> tuple[Any, ...]:
 
 
 def _parts(core: Core) -> list[Any]:
-    """Return what optimizers may exchange for another of its kind, and a graph knows by its memory.
+    """Return the objects that optimizers may replace by others, while a graph goes on with the memory of these.
 
     Their state, the tensors in it, and of mezzo's optimizers the hyper-parameters that are tensors in the device's
     memory; numbers, and tensors in the host's, are brought over before each replay.

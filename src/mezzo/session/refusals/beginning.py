@@ -246,7 +246,7 @@ def _stands_still(dtype: torch.dtype, count: int) -> bool:
 
 
 def owners(optimizer: Optimizer) -> list[Any]:
-    """Return what holds an optimizer, a session or ``MasterWeights``; it may have masters in its parameters' places."""
+    """Return the sessions and ``MasterWeights`` that hold an optimizer, by their hooks before its steps."""
     return [owner_of(hook) for hook in optimizer._optimizer_step_pre_hooks.values() if is_ours(hook)]
 
 

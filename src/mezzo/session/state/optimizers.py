@@ -152,6 +152,6 @@ def _as(value: Any, mine: Any) -> Any:
 
 
 def lying_as(value: Any, mine: Any) -> Any:
-    """Return what was saved as a tensor lies here; numbers, and tensors of another shape, as they are."""
+    """Return a saved tensor sharded as one here is; numbers, and tensors of another shape, as they are."""
     both = isinstance(value, Tensor) and isinstance(mine, Tensor)
     return placed(value, mine) if both and value.shape == mine.shape else value

@@ -137,7 +137,7 @@ def _session_of(state: Any) -> Mapping[str, Any]:
 
 
 def _other_tensors(core: Core, model: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what of the models' states, parameters apart, is another than the saved."""
+    """Yield what differs from the saved state of the models, parameters apart."""
     params = {name for name, _ in core.weights.named_params()}
     mine = dict(core.weights.named_state())
     for name in dict.fromkeys((*model, *mine)):

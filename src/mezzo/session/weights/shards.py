@@ -17,7 +17,7 @@ __all__ = ["Shards", "halved"]
 
 
 class Shards:
-    """What the models of a session hold in parts; there may be nothing, and then nothing is done.
+    """The parameters of a session's models that are sharded; where there are none, nothing is done.
 
     Args:
         models: The models.
@@ -63,7 +63,7 @@ class Shards:
         return sharding.ranks_summed(self._units) if self._sums else 1
 
     def refuse_second_pass(self) -> None:
-        """Refuse a backward pass that another is to go through, where the first lets go of what is gathered."""
+        """Refuse a first backward pass of two through one graph, where it frees the gathered parameters."""
         if sharding.reshards_after_backward(self._units):
             raise UnsupportedError(
                 "a gradient that is differentiated again needs parameters that are let go after the first pass",

@@ -31,21 +31,21 @@ class Untrained:
         return any(each.has_originals for each in self._prepared)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return what a tensor was, on its device; ``None`` where nothing is kept of it."""
+        """Return the value that a tensor had, on its device; ``None`` where none is kept."""
         values = (each.original_of(tensor) for each in self._prepared)
         return next((value for value in values if value is not None), None)
 
     def values_of(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Return what some parameters were, those of which that is kept."""
+        """Return the values before conversion of those parameters of which they are kept."""
         return {param: value for param in params if (value := self.value_of(param)) is not None}
 
     def put_aside(self) -> None:
-        """Let it lie in the host's memory from now on."""
+        """Move these values to the host's memory."""
         for each in self._prepared:
             each.put_originals_aside()
 
     def release(self, of: Container[Tensor]) -> None:
-        """Forget what some tensors were."""
+        """Forget the values of some tensors."""
         for each in self._prepared:
             each.release_originals(of)
 
@@ -60,7 +60,7 @@ class Untrained:
 
     @torch.no_grad()
     def hand_over(self, keepers: Mapping[Tensor, Keeper]) -> None:
-        """Give keepers what parameters were that they have been given since, rounded.
+        """Give keepers the values before conversion of parameters that came to them, rounded, since.
 
         Args:
             keepers: By parameter.

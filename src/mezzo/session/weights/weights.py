@@ -180,7 +180,7 @@ class Weights:
             each.join(masters=keeps_masters)
 
     def _release_originals(self) -> None:
-        """Forget what tensors were before that an optimizer updates: keepers have every bit, also for undo().
+        """Forget the values before conversion of tensors that an optimizer updates: keepers have every bit.
 
         Without masters there are none, and such weights are what the policy's format holds of them.
         """
@@ -193,7 +193,7 @@ class Weights:
             prepared.keep_originals(originals)
 
     def take_thawed(self) -> None:
-        """Let keepers have what parameters were before conversion whose groups were added since."""
+        """Give keepers the values before conversion of parameters whose groups were added since."""
         if not self.untrained or self._num_updated in (None, sum(1 for _ in self.updated())):
             return
         if self.policy.master_weights:
@@ -366,7 +366,7 @@ class Weights:
 
 
 def _state_of(optimizer: Optimizer) -> Callable[[], None]:
-    """Return what puts back an optimizer's state as it is now, the same tensors of it."""
+    """Return a function that puts back an optimizer's state as it is now, with the same tensors."""
     state = {key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()}
 
     def restore() -> None:
@@ -377,7 +377,7 @@ def _state_of(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _widening(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Return what gives weights that are low now, and FP32 when called, state in FP32: torch's has their dtype."""
+    """Return a function that widens the state of weights that are low now: torch keeps it in their dtype."""
     held = ((each, key) for each in optimizers for key in each.state if isinstance(key, Tensor))  # or words of its own
     low = [(weakref.ref(each), param) for each, param in held if param.dtype in LOW]
 

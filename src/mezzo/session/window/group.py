@@ -139,7 +139,7 @@ class GradientGroup:
             window.carried = CarriedScale(0, scale, scale._version, is_one=not scaler.changes_gradients)
 
     def keep_unscaled(self) -> None:
-        """Begin a window, if there is none, with gradients that are there and carry no scale: they are added to.
+        """Begin a window with gradients that carry no scale, if there is none: backward passes add to these.
 
         Raises:
             StateError: They are those of the last step.
@@ -149,7 +149,7 @@ class GradientGroup:
             self._open()
 
     def _open(self) -> Window:
-        """Begin a window of whose gradients nothing is known yet."""
+        """Begin a window; nothing is known of its gradients yet."""
         self.wide.end()
         self.waiting.start()
         self.window = Window()
@@ -173,7 +173,7 @@ class GradientGroup:
             window.carried = replace(window.carried, ranks=self.waiting.ranks)
 
     def _note_new_gradients(self) -> None:
-        """Remember the gradients in ``.grad``, where sums of other scales are set aside: a user cannot see those."""
+        """Remember the gradients in ``.grad`` where sums of other scales are set aside, which no user sees."""
         window = self.window
         if window is not None and window.unscaled_sums:
             there = ((param, leaf.grad) for param, leaf in self.with_leaves())

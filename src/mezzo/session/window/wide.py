@@ -165,7 +165,7 @@ class WideGradients:
         self.shown = shown
 
     def agree(self) -> None:
-        """Let both sides have what was assigned to one of them.
+        """Give a gradient that was assigned to a parameter to its master too, and the other way round.
 
         Raises:
             StateError: Both were assigned, with different values; nothing was changed.

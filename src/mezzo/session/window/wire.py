@@ -89,7 +89,7 @@ class Wire:
 
 
 def _there(flat: Tensor, part: Tensor, whole: Tensor) -> Tensor:
-    """Return what lies in one flat tensor where a part lies in another."""
+    """Return the piece of one flat tensor that has the places which a part has in another."""
     return flat.as_strided(part.shape, part.stride(), part.storage_offset() - whole.storage_offset())
 
 

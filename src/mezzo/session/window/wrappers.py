@@ -78,7 +78,7 @@ class _Wrapped:
 
 
 class _Reach:
-    """What wrappers reduce of the gradients of some optimizers, whichever backward pass it is.
+    """The gradients of some optimizers that wrappers reduce, in whichever backward pass.
 
     Args:
         leaves: The parameters of the models that the optimizers update.
@@ -147,7 +147,7 @@ class Reduction:
 
     @property
     def wires(self) -> list[Wire]:
-        """What reduces them, where it is known."""
+        """The communication hooks that reduce them, where these are known."""
         return [each.wire for each in self.wrapped if each.wire is not None]
 
     @property
@@ -171,7 +171,7 @@ class Reduction:
 
 
 class Wrappers:
-    """The wrappers of a session's models, of which it need not be told.
+    """The wrappers of a session's models, which it finds by itself.
 
     Args:
         models: The models.
@@ -331,7 +331,7 @@ class Wrappers:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let no forward pass be for reducing: those of all wrappers, and of modules that FSDP2 shards."""
+        """Enter ``no_sync()`` of all wrappers, and what is like it of modules that FSDP2 shards."""
         self._search(has_run=False)
         if not self._pauses:
             for each in self._known:
