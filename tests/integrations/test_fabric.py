@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, StateError, UnsupportedError
-from mezzo.integrations.parts import check_gathers
+from mezzo.integrations.trainer_and_fabric import check_gathers
 from mezzo.tensors import dtype_name, tensors
 
 from ..support.products import Products

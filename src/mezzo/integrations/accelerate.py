@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from mezzo.cast import autocast
 from mezzo.cast.model import sharding
 from mezzo.errors import PolicyError, StateError, UnsupportedError, require_extra, shown
-from mezzo.integrations.told import ToldPrecision
+from mezzo.integrations.logs import ToldPrecision
 from mezzo.policy import Policy
 from mezzo.session import MixedPrecision
 from mezzo.session.attached import Standing, Words

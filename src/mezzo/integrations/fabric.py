@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from mezzo.cast import Prepared, autocast, prepare
 from mezzo.cast.nested import cast_floating
 from mezzo.errors import PolicyError, StateError, UnsupportedError, require_extra
-from mezzo.integrations.parts import check_gathers, parts_of
-from mezzo.integrations.told import ToldPrecision, check_options, explain_to
+from mezzo.integrations.logs import ToldPrecision, check_options, explain_to
+from mezzo.integrations.trainer_and_fabric import check_gathers, parts_of
 from mezzo.policy import Policy
 from mezzo.session.attached import Attached, Standing, Words
 from mezzo.session.attached.own_loop.copies import Copies

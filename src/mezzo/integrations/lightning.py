@@ -15,8 +15,8 @@ from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared, prepare
 from mezzo.errors import PolicyError, require_extra
-from mezzo.integrations.parts import check_gathers, parts_of
-from mezzo.integrations.told import check_options, explain_to
+from mezzo.integrations.logs import check_options, explain_to
+from mezzo.integrations.trainer_and_fabric import check_gathers, parts_of
 from mezzo.policy import Policy
 from mezzo.session import MixedPrecision, Step
 from mezzo.session.attached import Attached

@@ -14,8 +14,8 @@ from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared
 from mezzo.errors import PolicyError, StateError, shown, some_of
+from mezzo.optim.data_writes import ShownMasters
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.optim.shown import ShownMasters
 from mezzo.policy import Policy
 from mezzo.session.attached.own_loop.bound import Bound
 from mezzo.session.attached.own_loop.checkpoints import carry, resume

@@ -1,4 +1,4 @@
-"""Masters of parameters that programs write to which know of none."""
+"""Masters in a program that knows of none: what it writes into parameters through ``.data`` counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What frameworks' own logs are told of a session, and the options that all of their plugins take."""
+"""What a session has for the logs of frameworks, and the options that all of their plugins take."""
 
 from __future__ import annotations
 
