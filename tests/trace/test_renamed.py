@@ -1,4 +1,4 @@
-"""What the casting room's private helpers and modules are called makes no difference to what is said of them."""
+"""What mezzo's functions, classes and modules are called makes no difference to what is said of a pass."""
 
 import inspect
 import sys
@@ -42,8 +42,8 @@ def _renamed(code):
 
 @contextmanager
 def all_renamed():
-    """Rename every function, class and module of ``mezzo.cast`` inside the block."""
-    modules = {name: module for name, module in sys.modules.items() if name.startswith("mezzo.cast.")}
+    """Rename every function, class and module of mezzo inside the block."""
+    modules = {name: module for name, module in sys.modules.items() if name.startswith("mezzo.")}
     classes = {
         c for m in modules.values() for c in vars(m).values() if inspect.isclass(c) and c.__module__ == m.__name__
     }
