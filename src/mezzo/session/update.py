@@ -93,8 +93,8 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 def takes_flag(optimizer: Optimizer) -> bool:
     """Whether an optimizer's kernels take a flag for skipping; a loaded state may have turned them off."""
-    fused = all(group.get("fused", True) for group in optimizer.param_groups)
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and fused
+    supports_flag: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return supports_flag and all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def lacks_momentum(optimizer: Optimizer, steps: Callable[[Tensor], bool]) -> bool:
@@ -173,7 +173,7 @@ class Writes(Work):
         pieces: list[Piece] = [partial(self._step_of_another, optimizer), partial(self._stepped_with, masters)]
         if flags is None:
             return pieces
-        return [lambda: [partial(vars(optimizer).update, flags)], *pieces, partial(_disarm, optimizer)]
+        return [lambda: [partial(optimizer.__dict__.update, flags)], *pieces, partial(_disarm, optimizer)]
 
     def step_of_mezzo(self, optimizer: OnePassOptimizer, verdict: Verdict, before: int) -> list[Call]:
         """Step with one of mezzo's optimizers, or skip: a piece.
