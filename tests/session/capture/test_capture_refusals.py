@@ -286,5 +286,22 @@ def test_a_closed_session_and_nesting_are_refused():
     refused(outer, StateError, "a captured step inside a train step", lambda *d: (outer.train_step(*d), captured(*d)))
     refused(outer, StateError, r"mezzo\.capture\(\) inside", lambda *d: (outer.train_step(*d), loop.captured()))
     loop.amp.close()
-    with pytest.raises(StateError, match=r"a captured step after amp\.close\(\)"):
+    with pytest.raises(StateError, match=r"captured\(\) after close\(\)"):
+        captured(*batch(0))
+
+
+def test_an_update_that_was_interrupted_half_way_is_refused():
+    class Interrupted(torch.optim.AdamW):
+        def step(self, closure=None):
+            if armed:
+                raise KeyboardInterrupt
+            super().step(closure)
+
+    armed = []
+    loop = Loop(make=lambda groups: Interrupted(groups, lr=torch.tensor(1e-2), fused=True, capturable=True))
+    captured = loop.captured()
+    armed.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train_step(*batch(0))
+    with pytest.raises(StateError, match="an update was interrupted half-way"):
         captured(*batch(0))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import KeyPath, TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 from mezzo.errors import PolicyError, raise_together
 from mezzo.tensors import described
 
 __all__ = ["Batch", "Layout"]
+
+#: What an argument's nest holds, each with the path to it, and how it is nested.
+_Nest: TypeAlias = tuple[list[tuple[KeyPath, Any]], TreeSpec]
 
 
 class Layout:
@@ -29,7 +33,7 @@ class Layout:
 
     def __init__(self, train_step: Callable[..., Any], example: tuple[Any, ...]) -> None:
         self.names = _names(train_step, example)
-        self._arguments = [_Argument.of(name, value) for name, value in zip(self.names, example, strict=True)]
+        self._example = [tree_flatten_with_path(argument) for argument in example]
 
     def leaves(self, batch: tuple[Any, ...]) -> list[Any]:
         """Return what a batch's nests hold, in order, if the batch is like the example.
@@ -46,59 +50,50 @@ class Layout:
                 where=", ".join(self.names),
                 write=f"captured({', '.join(self.names)})",
             )
-        found = [_Argument.of(name, value) for name, value in zip(self.names, batch, strict=True)]
-        problems = [each for pair in zip(self._arguments, found, strict=True) for each in _differences(*pair)]
-        raise_together(problems)
-        return [leaf for argument in found for leaf in argument.leaves.values()]
+        found = [tree_flatten_with_path(argument) for argument in batch]
+        alike = zip(self.names, self._example, found, strict=True)
+        raise_together(problem for name, example, given in alike for problem in _differences(name, example, given))
+        return [leaf for leaves, _ in found for _, leaf in leaves]
 
     def nest(self, leaves: list[Any]) -> tuple[Any, ...]:
         """Return arguments from what their nests hold."""
         rest = iter(leaves)
-        return tuple(tree_unflatten([next(rest) for _ in each.leaves], each.structure) for each in self._arguments)
+        return tuple(tree_unflatten(islice(rest, len(own)), structure) for own, structure in self._example)
 
 
-class _Argument(NamedTuple):
-    """One argument: what its nests hold, by the names of the places, and how they are nested."""
-
-    name: str
-    leaves: dict[str, Any]
-    structure: TreeSpec
-
-    @classmethod
-    def of(cls, name: str, value: Any) -> _Argument:
-        leaves, structure = tree_flatten_with_path(value)
-        return cls(name, {name + keystr(path): leaf for path, leaf in leaves}, structure)
-
-    def __str__(self) -> str:
-        leaves = [described(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves.values()]
-        return str(tree_unflatten(leaves, self.structure))
-
-
-def _differences(example: _Argument, given: _Argument) -> Iterator[PolicyError]:
-    if given.structure != example.structure:
+def _differences(name: str, example: _Nest, given: _Nest) -> Iterator[PolicyError]:
+    """Yield why an argument is not like that of the example."""
+    (leaves, structure), (found, other) = example, given
+    if other != structure:
         yield PolicyError(
-            f"{example.name} has another structure than in the example",
-            where=f"{example} → {given}",
+            f"{name} has another structure than in the example",
+            where=f"{_shown(example)} → {_shown(given)}",
             why="the graph reads the tensors that were there when it was captured",
             write="the same nest of tensors in each call, or mezzo.capture(…) for each",
         )
         return
-    for (name, before), now in zip(example.leaves.items(), given.leaves.values(), strict=True):
+    for (path, before), (_, now) in zip(leaves, found, strict=True):
         if isinstance(before, Tensor) or isinstance(now, Tensor):
             if _like(before) != _like(now):
                 yield PolicyError(
-                    f"{name} is not like the example",
+                    f"{name}{keystr(path)} is not like the example",
                     where=f"{_like(before)} → {_like(now)}",
                     why="a graph is captured for one shape, dtype and device",
                     write="DataLoader(…, drop_last=True), or mezzo.capture(…) for each shape",
                 )
         elif not _same(before, now):
+            place = name + keystr(path)
             yield PolicyError(
-                f"{name} is not what it was in the example",
+                f"{place} is not what it was in the example",
                 where=f"{before!r} → {now!r}",
                 why="only tensors are read at each replay; all else was decided when the step was captured",
-                write=f"torch.tensor({now!r}) as {name}, or mezzo.capture(…) for each value",
+                write=f"torch.tensor({now!r}) as {place}, or mezzo.capture(…) for each value",
             )
+
+
+def _shown(nest: _Nest) -> str:
+    leaves, structure = nest
+    return str(tree_unflatten([described(v) if isinstance(v, Tensor) else v for _, v in leaves], structure))
 
 
 class Batch:
@@ -111,12 +106,7 @@ class Batch:
     """
 
     def __init__(self, layout: Layout, leaves: list[Any], device: torch.device) -> None:
-        self._leaves = [
-            torch.empty_like(leaf, device=device).requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
+        self._leaves = [_empty(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.arguments = layout.nest(self._leaves)
 
     @torch.no_grad()
@@ -131,6 +121,10 @@ class Batch:
         for mine in self._leaves:
             if isinstance(mine, Tensor):
                 mine.grad = None
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(like, device=device).requires_grad_(like.requires_grad)
 
 
 def _names(train_step: Callable[..., Any], example: tuple[Any, ...]) -> list[str]:

@@ -47,16 +47,12 @@ class ReplayGuard:
         """Refuse a replay that would not be the session's next step; nothing is changed.
 
         Raises:
-            StateError: The session is closed, an accumulation window is open, or an option that the graph has frozen
-                is another now.
+            StateError: The session is closed, its last update is half-way, an accumulation window is open, or an option
+                that the graph has frozen is another now.
             ScaleCollapsed: As ``amp.step()`` raises it.
         """
         core = self.core
-        if core.is_closed:
-            raise StateError(
-                "a captured step after amp.close()",
-                write="a new MixedPrecision(model, optimizer, policy), and mezzo.capture(…) of a step with it",
-            )
+        core.require_open("captured")
         if core.has_gradients_to_step:
             raise StateError(
                 "a captured step inside an accumulation window",
