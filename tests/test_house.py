@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 696,
     "script": 1_337,
     "selftest": 411,
-    "session": 7_046,
+    "session": 7_032,
     "step": 2_523,
     "trace": 1_060,
     "the ground": 961,

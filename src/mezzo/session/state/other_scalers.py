@@ -18,41 +18,30 @@ __all__ = ["loss_scales", "one_number"]
 logger = logging.getLogger(__name__)
 
 
-class _Scaler(NamedTuple):
-    """What a GradScaler's state holds beside its scale.
+class _Library(NamedTuple):
+    """What a GradScaler's state holds.
 
     Args:
         name: The class.
         clean: The key that counts clean steps.
         rules: By key the field of a LossScale that it is.
-        fixed: What it has no key for, and always does.
-        more: Other keys.
+        more: Other keys that are numbers.
     """
 
     name: str
     clean: str
     rules: Mapping[str, str]
-    fixed: Mapping[str, Any]
     more: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys but that of the scale, which both have."""
-        return (self.clean, *self.rules, *self.more)
+        """All keys; each library's own but the first, which both have."""
+        return ("scale", self.clean, *self.rules, *self.more)
 
 
-_TORCH: Final = _Scaler(
-    "torch.amp.GradScaler",
-    clean="_growth_tracker",
-    rules=TORCHS_RULES,
-    fixed={"hysteresis": 1, "growth_offset": 0, "skip_rate_limit": None},
-)
-_PADDLE: Final = _Scaler(
-    "paddle.amp.GradScaler",
-    clean="incr_count",
-    rules=PADDLES_RULES,
-    fixed={"growth_offset": 0, "skip_rate_limit": None},
-    more=("decr_count", "use_dynamic_loss_scaling"),
+_TORCH: Final = _Library("torch.amp.GradScaler", "_growth_tracker", TORCHS_RULES)
+_PADDLE: Final = _Library(
+    "paddle.amp.GradScaler", "incr_count", PADDLES_RULES, ("decr_count", "use_dynamic_loss_scaling")
 )
 _APEX: Final = "loss_scaler"
 
@@ -91,53 +80,53 @@ def loss_scales(state: Any, policy: Policy, num_losses: int) -> list[ScaleState]
                 write="nothing: leave amp.load_state_dict() out, and the loss scale starts afresh",
             )
         return [config.start()] * num_losses
-    if not state.keys().isdisjoint(_PADDLE.keys):
-        return [_paddle(state, config)] * num_losses
-    if not state.keys().isdisjoint(("scale", *_TORCH.keys)):
-        _require(state, ("scale", *_TORCH.keys), _TORCH.name, config)
-        scale = _state(config, _TORCH.name, scale=state["scale"], clean_steps=state[_TORCH.clean])
-        _log_other_rules(_TORCH, state, state["scale"], config)
-        return [scale] * num_losses
+    if not state.keys().isdisjoint((*_TORCH.keys, *_PADDLE.keys)):
+        is_torchs = state.keys().isdisjoint(_PADDLE.keys[1:])
+        return [_of_gradscaler(_TORCH if is_torchs else _PADDLE, state, config)] * num_losses
     if all(isinstance(key, str) and key.startswith(_APEX) for key in state):
         return _apex(state, config, num_losses)
     return None
+
+
+def _of_gradscaler(library: _Library, state: Mapping[str, Any], config: LossScale) -> ScaleState:
+    scale: Any = state.get("scale") if library is _TORCH else one_number(state.get("scale"))
+    if library is _PADDLE and state.get("use_dynamic_loss_scaling") is False:
+        if config.mode == "dynamic" or scale != config.init:
+            raise StateError(
+                f"the state of {library.name} has the constant loss scale {shown(scale)}, and this session another",
+                why=f"its loss scale is {config}",
+                write=f'policy="O1,loss_scale={shown(scale)}"; or load nothing, and the session\'s own is used',
+            )
+        return config.start()
+    _require(state, library.keys, library.name, config)
+    numbers = (*library.rules, *library.more)
+    if odd := [key for key in numbers if not isinstance(state[key], Real) or not abs(state[key]) < math.inf]:
+        where = "\n".join(f"{key} is {shown(state[key])}" for key in odd)
+        raise StateError(f"the state of {library.name} has wrong values", where=where, why="each is a finite number")
+    left = max(1, min(config.hysteresis, config.hysteresis - state.get("decr_count", 0)))
+    made = _state(config, library.name, scale=scale, clean_steps=state[library.clean], budget=left)
+    _log_other_rules(library, state, scale, config)
+    return made
 
 
 def _apex(state: Mapping[str, Any], config: LossScale, num_losses: int) -> list[ScaleState]:
     constant = [each.get("loss_scale") if isinstance(each, Mapping) else None for each in state.values()]
     if config.mode != "dynamic" and constant == [config.init] * num_losses:
         return [config.start()] * num_losses
-    _require(state, (), "apex.amp", config)
+    names = [f"{_APEX}{number}" for number in range(len(state))]
+    _require(state, names, "apex.amp", config)
     if len(state) != num_losses:
         raise StateError(
             f"the state of apex.amp has {len(state)} losses, and this session {num_losses}",
             write=f"MixedPrecision(…, num_losses={len(state)})",
         )
-    names = [f"{_APEX}{number}" for number in range(num_losses)]
-    _require(state, names, "apex.amp", config)
+    made = []
     for name in names:
-        if not isinstance(state[name], Mapping):
-            raise StateError(f"{name} is a {type(state[name]).__name__}", where="the state of apex.amp")
-        _require(state[name], ("loss_scale", "unskipped"), f"apex.amp, {name}", config)
-    saved = [(f"apex.amp, {name}", state[name]["loss_scale"], state[name]["unskipped"]) for name in names]
-    return [_state(config, library, scale=scale, clean_steps=clean) for library, scale, clean in saved]
-
-
-def _paddle(state: Mapping[str, Any], config: LossScale) -> ScaleState:
-    scale = one_number(state.get("scale"))
-    if state.get("use_dynamic_loss_scaling") is False:
-        if config.mode == "dynamic" or scale != config.init:
-            raise StateError(
-                f"the state of {_PADDLE.name} has the constant loss scale {shown(scale)}, and this session another",
-                why=f"its loss scale is {config}",
-                write=f'policy="O1,loss_scale={shown(scale)}"; or load nothing, and the session\'s own is used',
-            )
-        return config.start()
-    _require(state, ("scale", *_PADDLE.keys), _PADDLE.name, config)
-    _require_numbers(_PADDLE, state, *_PADDLE.more)
-    left = max(1, min(config.hysteresis, config.hysteresis - state["decr_count"]))
-    made = _state(config, _PADDLE.name, scale=scale, clean_steps=state[_PADDLE.clean], budget=left)
-    _log_other_rules(_PADDLE, state, scale, config)
+        saved, library = state[name], f"apex.amp, {name}"
+        if not isinstance(saved, Mapping):
+            raise StateError(f"{name} is a {type(saved).__name__}", where="the state of apex.amp")
+        _require(saved, ("loss_scale", "unskipped"), library, config)
+        made.append(_state(config, library, scale=saved["loss_scale"], clean_steps=saved["unskipped"]))
     return made
 
 
@@ -167,24 +156,19 @@ def _require(state: Mapping[str, Any], keys: Iterable[str], library: str, config
         raise StateError(f"the state of {library} lacks {', '.join(missing)}", why=has)
 
 
-def _require_numbers(scaler: _Scaler, state: Mapping[str, Any], *keys: str) -> None:
-    if odd := [key for key in keys if not isinstance(state[key], Real) or not abs(state[key]) < math.inf]:
-        where = "\n".join(f"{key} is {shown(state[key])}" for key in odd)
-        raise StateError(f"the state of {scaler.name} has wrong values", where=where, why="each is a finite number")
-
-
-def _log_other_rules(scaler: _Scaler, state: Mapping[str, Any], scale: float, config: LossScale) -> None:
+def _log_other_rules(library: _Library, state: Mapping[str, Any], scale: float, config: LossScale) -> None:
     """Say by which rules a scale goes on that followed others where it was saved."""
-    _require_numbers(scaler, state, *scaler.rules)
-    theirs: dict[str, Any] = {ours: state[key] for key, ours in scaler.rules.items()} | dict(scaler.fixed)
+    # What a library has no word for it always does.
+    theirs: dict[str, Any] = {"hysteresis": 1, "growth_offset": 0, "skip_rate_limit": None}
+    theirs |= {ours: state[key] for key, ours in library.rules.items()}
     # What the other has no bounds for, or other ones, matters only once the scale is beyond the session's.
     if config.ceiling is not None and scale > config.ceiling:
         theirs["ceiling"] = None
     if scale < config.floor:
         theirs["floor"] = LossScale.like("torch").floor
-    if scaler is _PADDLE and config.hysteresis > 1:
+    if library is _PADDLE and config.hysteresis > 1:
         theirs["refill"] = LossScale.like("paddle").refill
     pairs = ((name, saved, getattr(config, name)) for name, saved in theirs.items())
     if other := [f"{name} {shown(saved)} → {now}" for name, saved, now in pairs if saved != now]:
         log = "the loss scale goes on by this session's rules, not by those of %s: %s"
-        logger.info(log, scaler.name, ", ".join(other))
+        logger.info(log, library.name, ", ".join(other))
