@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 559,
-    "cast": 2_900,
+    "cast": 2_896,
     "cli": 1_324,
     "compat": 1_141,
     "distributed": 356,
@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 696,
     "script": 1_337,
     "selftest": 411,
-    "session": 7_032,
+    "session": 7_024,
     "step": 2_523,
     "trace": 1_060,
     "the ground": 961,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.errors import UnsupportedError
+from mezzo.errors import UnsupportedError, some_of
 from mezzo.shards import placed, sharded_as
 from mezzo.tensors import LOW, dtype_name, is_distributed, local, mark, overflows
 
-__all__ = ["Originals", "Preparation", "preparations_in"]
+__all__ = ["Originals", "Preparation", "do_not_fit", "preparations_in"]
 
 
 class Originals:
@@ -115,12 +115,7 @@ class Originals:
             return
         incoming = placed(incoming, tensor)
         if overflows(local(incoming), tensor.dtype):
-            raise UnsupportedError(
-                f"values do not fit {dtype_name(tensor.dtype)}",
-                where=name,
-                why=f"they are beyond {torch.finfo(tensor.dtype).max:g} and would become infinite",
-                write=f"policy.keep_fp32(params=[{name!r}]), or dtype=bfloat16",
-            )
+            raise do_not_fit([name], tensor.dtype)
         value = self.values[tensor]
         exact = incoming.dtype if value.dtype in LOW else value.dtype
         kept = incoming if is_distributed(value) else local(incoming)
@@ -163,4 +158,19 @@ def preparations_in(model: nn.Module) -> list[Any]:
     owners = (getattr(hook, "hook", None) for hook in hooks)
     return list(
         {id(o.handle): o.handle for o in owners if isinstance(o, Preparation) and o.handle is not None}.values()
+    )
+
+
+def do_not_fit(names: Sequence[str], dtype: torch.dtype) -> UnsupportedError:
+    """Build the error of values that a lower precision cannot hold.
+
+    Args:
+        names: Whose values; none where other ranks hold them.
+        dtype: The precision.
+    """
+    return UnsupportedError(
+        f"values do not fit {dtype_name(dtype)}",
+        where=some_of(names) or "weights of another rank",
+        why=f"they are beyond {torch.finfo(dtype).max:g} and would become infinite",
+        write=f"policy.keep_fp32(params=[{repr(names[0]) if names else '…'}]), or dtype=bfloat16",
     )

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from mezzo.cast import accumulators
 from mezzo.cast.model.boundaries import stored_tensors
 from mezzo.cast.model.boundary import Boundary
-from mezzo.cast.model.originals import preparations_in
+from mezzo.cast.model.originals import do_not_fit, preparations_in
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.model.sharding import Shard, flags_of_all
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
@@ -226,13 +226,7 @@ def _cannot_convert(
             write="model.float() first, or a policy with the parameters' own dtype",
         )
     if overflowing := [t for t in converting if t in lost]:
-        dtype = converting[overflowing[0]]
-        yield UnsupportedError(
-            f"values do not fit {dtype_name(dtype)}",
-            where=some_of([names[t] for t in overflowing]),
-            why=f"they are beyond {torch.finfo(dtype).max:g} and would become infinite",
-            write=f"policy.keep_fp32(params=[{names[overflowing[0]]!r}]), or dtype=bfloat16",
-        )
+        yield do_not_fit([names[t] for t in overflowing], converting[overflowing[0]])
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         yield StateError(
             f"{policy.level} cannot convert a model that DistributedDataParallel already wraps",

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.cast.model.originals import do_not_fit
 from mezzo.cast.model.sharding import flags_of_all
-from mezzo.errors import StateError, UnsupportedError, message, some_of
+from mezzo.errors import StateError, message, some_of
 from mezzo.session.weights.weights import Weights
 from mezzo.shards import placed
 from mezzo.tensors import dtype_name, is_distributed, local, overflows
@@ -108,12 +109,7 @@ class LoadHook:
                 continue
             incoming = _whole(param if keeper is None else keeper.master_of(param), incoming)
             if _overflows_anywhere(incoming, param.dtype):
-                raise UnsupportedError(
-                    f"values do not fit {dtype_name(param.dtype)}",
-                    where=prefix + name,
-                    why=f"they are beyond {torch.finfo(param.dtype).max:g} and would become infinite",
-                    write=f"policy.keep_fp32(params=[{prefix + name!r}]), or dtype=bfloat16",
-                )
+                raise do_not_fit([prefix + name], param.dtype)
             if keeper is None:
                 param.copy_(incoming)
             else:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.errors import StateError, UnsupportedError, shown, some_of
+from mezzo.cast.model.originals import do_not_fit
+from mezzo.errors import StateError, shown
 from mezzo.optim.optimizer import one_pass
 from mezzo.session.core import Core
 from mezzo.session.state import optimizers, saved
 from mezzo.session.state.refusals import check
-from mezzo.tensors import LOW, described, dtype_name, local, overflows
+from mezzo.tensors import LOW, described, local, overflows
 
 __all__ = ["Stateful"]
 
@@ -154,13 +155,8 @@ def _refuse_overflows(core: Core, model: Mapping[str, Any]) -> None:
     """Refuse weights that would become infinite, on all ranks if on one."""
     low = [(name, param) for name, param in core.weights.named_params() if param.dtype in LOW]
     bad = [name for name, param in low if overflows(local(model[name]), param.dtype)]
+    found = torch.tensor([float(len(bad))], device=core.device)
     if core.consensus is not None:
-        count = core.consensus.largest(torch.tensor([float(len(bad))], device=core.device))
-        bad = bad or ["weights of another rank"] * int(count.item())
-    if bad:
-        raise UnsupportedError(
-            f"values do not fit {dtype_name(core.policy.dtype)}",
-            where=some_of(bad),
-            why="they would become infinite; nothing was loaded",
-            write="dtype=bfloat16, or policy.keep_fp32(params=[…]) for these",
-        )
+        found = core.consensus.largest(found)
+    if found.item():
+        raise do_not_fit(bad, core.policy.dtype)
