@@ -203,4 +203,4 @@ def _timed(
 
 
 def _nothing() -> None:
-    """What makes a call ready that needs nothing."""
+    """Make nothing ready, for a call that needs nothing."""

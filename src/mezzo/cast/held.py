@@ -59,7 +59,7 @@ class HeldRegion:
         return self.is_here and any(map(torch.is_autocast_enabled, self._region.device_types))
 
     def off(self) -> contextlib.AbstractContextManager[None]:
-        """Cast nothing in here: for backward passes and optimizers' steps, which bring their own precision."""
+        """Cast nothing inside the block: for backward passes and optimizers' steps, which have their own precision."""
         return with_autocast(self._region.device_types if self.is_here else (), False)
 
     def on(self) -> contextlib.AbstractContextManager[None]:

@@ -103,7 +103,7 @@ class WeightCasts:
                 self._end()
 
     def begin(self) -> None:
-        """Be as if the outermost region ended here and began anew: in one that is never left."""
+        """Forget casts as if the outermost region ended here and began anew: for a region that is never left."""
         self._end()
         self._regions += 1
 

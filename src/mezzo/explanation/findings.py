@@ -117,7 +117,7 @@ def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], see
 
 
 def _winners(rule: Rule, policy: Policy, modules: Iterable[str]) -> list[Rule]:
-    """Return who decides wherever a rule matches: about its own ops, or about one that no rule names."""
+    """Return which rules decide where one matches: about its own ops, or about an op that no rule names."""
     ops = ("any other op",) if rule.op is None else rule.ops
     places = [None, *modules] if rule.module is None else [path for path in modules if rule.matches_module(path)]
     return [next(each for each in policy.rules if each.matches(op=op, module=place)) for op in ops for place in places]

@@ -97,7 +97,7 @@ class Watch:
         """Need nothing of what a call returns: its kernels have been looked at."""
 
     def _place(self) -> Place:
-        """Return where a kernel belongs, inside the backward passes that emulation runs within its own as well."""
+        """Return where a kernel belongs; emulation runs backward passes inside its own, whose kernels belong to it."""
         nodes = (note.about for note in reversed(notes()) if isinstance(note.about, BackwardCFunction))
         node = next(nodes, None) if self.where.is_backward else None
         return self.where.place() if node is None else self.where.of_node(node)

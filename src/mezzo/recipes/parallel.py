@@ -248,7 +248,7 @@ def _group(world: World) -> Iterator[None]:
 
 @contextmanager
 def _in_order(world: World) -> Iterator[None]:
-    """Let no rank leave the others in the middle of a step: of Ctrl-C they tell each other, once a step.
+    """At Ctrl-C end all ranks between two steps: they tell each other of it once a step.
 
     torchrun ends all ranks when one has failed: that signal waits too, for what they have to say about it.
     """

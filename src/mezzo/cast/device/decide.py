@@ -173,7 +173,7 @@ def intended(report: DeviceReport, dtype: torch.dtype) -> Action:
 
 
 def _chosen(native: Choice, dtype: torch.dtype, device_type: str, emulate: Literal["auto"] | bool) -> Choice:
-    """Return what a user's word makes of native arithmetic, which ``native`` says to emulate where it must not run."""
+    """Return the choice under a user's ``emulate``, where ``native`` is the choice without it."""
     if emulate is True:
         return Choice(action="emulate", reason="emulate=True asks for it")
     if emulate is False and native.action == "emulate":

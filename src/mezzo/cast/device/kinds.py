@@ -33,7 +33,7 @@ def devices() -> list[str]:
 
 
 def default_kinds() -> tuple[str, ...]:
-    """Return what a region covers that belongs to no model: the accelerator, or where there is none the CPU."""
+    """Return the device types of a region that belongs to no model: the accelerator, or where there is none the CPU."""
     return (devices()[-1],)
 
 
