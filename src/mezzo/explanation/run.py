@@ -23,7 +23,7 @@ from mezzo.tensors import each_tensor
 from mezzo.trace.calls import Decider
 from mezzo.trace.frames import here
 from mezzo.trace.kernels import Shape
-from mezzo.trace.modes import ModuleHooks, watching
+from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python, require_scalar
 from mezzo.trace.trace import Trace
 from mezzo.trace.where import Where
@@ -100,25 +100,21 @@ def _traced(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, loss: Loss | None, devices: list[torch.device]
 ) -> Explanation:
     trace = Trace(Decider(policy, _ruled(model, policy)), policy.dtype, Where(until=here()))
-    hooks = [(module, ModuleHooks(trace, path)) for path, module in model.named_modules()]
-    for module, each in hooks:
-        each.inside(module, is_prepared=False)
     handle = Prepared(model, policy, tells=False)  # a finding does
     handle.release_originals()
-    for module, each in hooks:
-        each.around(module)
     region = handle.autocast()
     trace.learn(model, (args, kwargs))
-    with region, watching(trace):
-        output = model(*args, **kwargs)
-        value = None if loss is None else require_scalar(loss(output), *_NO_LOSS)
-    starts = _starts(output) if value is None else [value]
-    differentiable = [tensor for tensor in starts if tensor.requires_grad]
-    if differentiable:
-        # A sum in FP32 gives every output a gradient of ones, in the output's dtype.
-        ones = [torch.ones_like(tensor) for tensor in differentiable]
-        with watching(trace, backward=True):
-            region.run_backward(differentiable, grad_tensors=ones)  # type: ignore[arg-type]
+    with hooked(trace, [model]):
+        with region, watching(trace):
+            output = model(*args, **kwargs)
+            value = None if loss is None else require_scalar(loss(output), *_NO_LOSS)
+        starts = _starts(output) if value is None else [value]
+        differentiable = [tensor for tensor in starts if tensor.requires_grad]
+        if differentiable:
+            # A sum in FP32 gives every output a gradient of ones, in the output's dtype.
+            ones = [torch.ones_like(tensor) for tensor in differentiable]
+            with watching(trace, backward=True):
+                region.run_backward(differentiable, grad_tensors=ones)  # type: ignore[arg-type]
     rows = tuple(_built(Row, key, count=count) for key, count in trace.rows.items())
     misaligned = (
         _built(Misaligned, key, count=count, paddings=_paddings(shape, multiple))

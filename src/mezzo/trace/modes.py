@@ -21,7 +21,7 @@ from mezzo.trace.calls import opened_by_region
 from mezzo.trace.names import numbered
 from mezzo.trace.where import Place, Where
 
-__all__ = ["CallMode", "KernelMode", "KernelWatch", "ModuleHooks", "Observer", "hooked", "is_watched", "watching"]
+__all__ = ["CallMode", "KernelMode", "KernelWatch", "Observer", "hooked", "is_watched", "watching"]
 
 _BACKWARD_FUNCTIONS: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -61,7 +61,7 @@ def is_watched() -> bool:
     return any(isinstance(mode, KernelMode) for mode in _get_current_dispatch_mode_stack())
 
 
-class ModuleHooks:
+class _ModuleHooks:
     """The hooks of one module.
 
     Args:
@@ -74,18 +74,16 @@ class ModuleHooks:
         self._entered: list[Place] = []
         self._pushed: list[CallMode | None] = []
 
-    def around(self, module: nn.Module) -> list[RemovableHandle]:
-        """Say of the module that it runs; outside of the hooks by which a prepared one casts and enters its region."""
+    def on(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hook a module: outside of the hooks by which a prepared one casts it is told that the module runs.
+
+        Inside of them the module's calls are watched.
+        """
         return [
             module.register_forward_pre_hook(self._enter, prepend=True),
             module.register_forward_hook(self._leave, always_call=True),
-        ]
-
-    def inside(self, module: nn.Module, *, is_prepared: bool) -> list[RemovableHandle]:
-        """Watch the module's calls inside of those hooks, which are there already or still to come."""
-        return [
-            module.register_forward_pre_hook(self._push, prepend=not is_prepared),
-            module.register_forward_hook(self._pop, prepend=is_prepared, always_call=True),
+            module.register_forward_pre_hook(self._push),
+            module.register_forward_hook(self._pop, prepend=True, always_call=True),
         ]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -115,8 +113,7 @@ def hooked(observer: Observer, models: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as hooks:
         for prefix, model in numbered(models):
             for path, module in model.named_modules():
-                own = ModuleHooks(observer, f"{prefix}{path}".rstrip("."))
-                for handle in (*own.around(module), *own.inside(module, is_prepared=True)):
+                for handle in _ModuleHooks(observer, f"{prefix}{path}".rstrip(".")).on(module):
                     hooks.callback(handle.remove)
         yield
 
