@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,13 +14,12 @@ from mezzo import recipes, report, script
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
-from mezzo.cli.script.words import IsModule, OnSubject, Words, program_of, refuse_for_script
-from mezzo.policy import Policy
+from mezzo.cli.script.words import IsModule, OnSubject, Subject, Words, refuse_for_script, stem_of, subject_of
 from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
 from mezzo.recipes.parallel import Parallel, World, joined
 from mezzo.script import Program
 
-__all__ = ["carry_out", "compare", "compared", "compared_scripts", "show"]
+__all__ = ["carry_out", "compare", "compared", "show"]
 
 Steps = Annotated[
     int | None, typer.Option(min=1, help="Steps per policy; the recipe's, or the script's, own number when omitted.")
@@ -73,92 +72,67 @@ def compare(
     exit code is 130.
     """
     texts = [text.strip() for text in policies.split(";")]
-    texts = [text for text in texts if text]
-    if (program := program_of(words, is_module)) is not None:
+    subject = subject_of(words, is_module)
+    options: Any = {"steps": steps, "seed": seed, "out": out, "overwrite": overwrite}
+    if isinstance(subject, Program):
         refuse_for_script(seed=seed, parallel=parallel)
-        sum_up(*compared_scripts(program, texts, steps, out, overwrite), as_json)
-        return
-    carry_out(words[0], texts, steps, seed, out, overwrite, parallel, as_json)
+    carry_out(subject, [text for text in texts if text], parallel=parallel, as_json=as_json, **options)
 
 
 def carry_out(
-    recipe: str,
-    policies: Sequence[str],
-    steps: int | None,
-    seed: int,
-    out: Path | None,
-    overwrite: bool,
-    parallel: Parallel | None,
-    as_json: bool,
+    subject: Subject, policies: Sequence[str], *, parallel: Parallel | None, as_json: bool, **options: Any
 ) -> None:
     """Compare, draw, print; shared with ``mezzo train``, which compares one policy with nothing.
 
     Of several ranks the first one draws and prints.
 
+    Args:
+        subject: A recipe, or a script.
+        policies: Texts or files of policies.
+        parallel: How ranks share the batches of a recipe.
+        as_json: Whether to print JSON.
+        **options: Of :func:`compared`.
+
     Raises:
         MezzoError: As :func:`mezzo.recipes.compare`, before any training.
         typer.Exit: With 130 after Ctrl-C; of the first rank with 4, where training went wrong under a policy.
     """
-    with joined(parallel) as world:
-        comparison, directory = compared(recipe, policies, steps, seed, out, overwrite, world)
+    with joined(World() if isinstance(subject, Program) else parallel) as world:
+        comparison, directory = compared(subject, policies, world=world, **options)
+    alarms = False
     if world.is_first:
-        sum_up(comparison, directory, as_json)
-    leave(interrupted=comparison.interrupted, alarms=False)
-
-
-def sum_up(comparison: Comparison, directory: Path, as_json: bool) -> None:
-    """Print a comparison, and leave where training was interrupted, or went wrong under a policy."""
-    run = report.read(directory)
-    if as_json:
-        show_json(comparison.to_dict())
-    else:
-        show(comparison, run)
-    note(f"run directory: {directory}")
-    leave(interrupted=comparison.interrupted, alarms=report.judge(run).level == "bad")
-
-
-def compared_scripts(
-    program: Program, policies: Sequence[str], steps: int | None, out: Path | None, overwrite: bool
-) -> tuple[Comparison, Path]:
-    """Compare the runs of a script, and draw; return the comparison and the run directory."""
-    report.require_matplotlib()
-    report.require_plotly()
-    out = run_directory(Path(program.name).stem, out)
-
-    def begins(policy: Policy) -> None:
-        note(f"{program.name} under {policy}")
-
-    comparison = script.compare(program, policies, steps=steps, out=out, overwrite=overwrite, begins=begins)
-    report.curves(out)
-    report.page(out)
-    return comparison, out
+        run = report.read(directory)
+        if as_json:
+            show_json(comparison.to_dict())
+        else:
+            show(comparison, run)
+        note(f"run directory: {directory}")
+        alarms = report.judge(run).level == "bad"
+    leave(interrupted=comparison.interrupted, alarms=alarms)
 
 
 def compared(
-    recipe: str,
+    subject: Subject,
     policies: Sequence[str],
+    *,
     steps: int | None,
     seed: int,
-    out: Path | None,
-    overwrite: bool,
+    out: Path | None = None,
+    overwrite: bool = False,
     world: World,
 ) -> tuple[Comparison, Path]:
-    """Compare, and draw; return the comparison and the run directory."""
-    chosen = recipes.get(recipe)
+    """Compare trainings of a recipe or runs of a script, and draw; return the comparison and the run directory."""
     report.require_matplotlib()
     report.require_plotly()
-    out = world.same(run_directory(recipe, out))
-    with watching(Console(stderr=True), chosen.metric, len(policies)) if world.is_first else nullcontext() as watcher:
-        comparison = recipes.compare(
-            chosen,
-            policies,
-            steps=steps,
-            seed=seed,
-            out=out,
-            overwrite=overwrite,
-            parallel=world,
-            watcher=watcher,
-        )
+    out = world.same(run_directory(stem_of(subject), out))
+    options: Any = {"steps": steps, "out": out, "overwrite": overwrite}
+    if isinstance(subject, Program):
+        name = subject.name
+        comparison = script.compare(subject, policies, begins=lambda policy: note(f"{name} under {policy}"), **options)
+    else:
+        recipe, console = recipes.get(subject), Console(stderr=True)
+        with watching(console, recipe.metric, len(policies)) if world.is_first else nullcontext() as watcher:
+            comparison = recipes.compare(recipe, policies, seed=seed, parallel=world, watcher=watcher, **options)
     if world.is_first:
         report.curves(out)
         report.page(out)

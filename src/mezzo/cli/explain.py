@@ -18,7 +18,7 @@ from mezzo import recipes
 from mezzo.cli.app import app
 from mezzo.cli.output import note, require_free, show_explanation
 from mezzo.cli.script.first_step import explain_script
-from mezzo.cli.script.words import IsModule, OnSubject, program_of, refuse_for_script
+from mezzo.cli.script.words import IsModule, OnSubject, refuse_for_script, subject_of
 from mezzo.errors import PolicyError, nearest
 from mezzo.explanation import Explanation
 from mezzo.explanation.answer import comparison
@@ -28,10 +28,11 @@ from mezzo.explanation.sections import different_rows
 from mezzo.explanation.table import difference_renderables, differences_json, renderables, terms
 from mezzo.machine import default_device
 from mezzo.policy import Policy
+from mezzo.script import Program
 
 __all__ = ["explain"]
 
-Subject = tuple[nn.Module, Any, Callable[[Any], Tensor] | None]
+ModelAndInputs = tuple[nn.Module, Any, Callable[[Any], Tensor] | None]
 
 _FACTORY = "def factory():\n    return model, inputs   # or (model, inputs, loss)"
 
@@ -87,10 +88,10 @@ def explain(
     """
     chosen = Policy.of(policy)
     other = None if against is None else Policy.of(against)
-    if (program := program_of(words, is_module)) is not None:
+    subject = subject_of(words, is_module)
+    if isinstance(subject, Program):
         refuse_for_script(against=against, html=html)
-        explain_script(program, chosen, full=full, as_json=as_json)
-    subject = words[0]
+        explain_script(subject, chosen, full=full, as_json=as_json)
     if html is not None:
         require_jinja2()
         require_free(html, "--html", overwrite)
@@ -125,7 +126,7 @@ def _write(path: Path, first: Explanation, second: Explanation | None) -> None:
     note(f"page: {path}")
 
 
-def _from_recipe(name: str) -> Subject:
+def _from_recipe(name: str) -> ModelAndInputs:
     if name not in recipes.RECIPES:
         raise PolicyError(
             f"unknown recipe {name!r}",
@@ -138,7 +139,7 @@ def _from_recipe(name: str) -> Subject:
     return recipe.build(0).to(device), inputs, lambda output: recipe.loss(output, targets)
 
 
-def _from_factory(text: str) -> Subject:
+def _from_factory(text: str) -> ModelAndInputs:
     """Import ``package.module:factory`` and call it.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, show_json
+from mezzo.documents import jsonable
 from mezzo.errors import PolicyError, nearest, shown
 from mezzo.formats import FORMATS, Format, by_name
 from mezzo.tensors import dtype_name
@@ -117,29 +119,10 @@ def described(number_format: Format, with_landmarks: bool = False) -> dict[str, 
         >>> described(FP16)["max"], described(FP16)["dtype"]
         (65504.0, 'float16')
     """
-    fields: dict[str, Any] = {
-        "name": number_format.name,
-        "dtype": None if number_format.dtype is None else dtype_name(number_format.dtype),
-        "num_bits": number_format.num_bits,
-        "exponent_bits": number_format.exponent_bits,
-        "mantissa_bits": number_format.mantissa_bits,
-        "bias": number_format.bias,
-        "max": number_format.max,
-        "smallest_normal": number_format.smallest_normal,
-        "smallest_subnormal": number_format.smallest_subnormal,
-        "eps": number_format.eps,
-        "has_inf": number_format.has_inf,
-    }
+    fields = dataclasses.asdict(number_format)
+    fields |= {"dtype": number_format.dtype and dtype_name(number_format.dtype), "num_bits": number_format.num_bits}
     if with_landmarks:
-        fields["landmarks"] = [
-            {
-                "bits": _fields_of(number_format, mark),
-                "hex": _hex_of(number_format, mark),
-                "value": mark.value if math.isfinite(mark.value) else str(mark.value),
-                "what": mark.what,
-            }
-            for mark in landmarks(number_format)
-        ]
+        fields["landmarks"] = [_cells(number_format, mark) for mark in landmarks(number_format)]
     return fields
 
 
@@ -171,20 +154,21 @@ def _landmarks(number_format: Format) -> Table:
     table.add_column("value", justify="right")
     table.add_column("what")
     for mark in landmarks(number_format):
-        bits, digits = _fields_of(number_format, mark), _hex_of(number_format, mark)
-        table.add_row(bits, digits, f"{mark.value:.8g}", mark.what)
+        cells = _cells(number_format, mark)
+        table.add_row(cells["bits"], cells["hex"], f"{mark.value:.8g}", mark.what)
     return table
 
 
-def _fields_of(number_format: Format, mark: Landmark) -> str:
-    """Write a pattern as its three fields: sign, exponent, mantissa."""
+def _cells(number_format: Format, mark: Landmark) -> dict[str, Any]:
+    """Describe a pattern: its three fields, sign, exponent and mantissa; in hexadecimal; its value, and what it is."""
     digits = f"{mark.bits:0{number_format.num_bits}b}"
     mantissa = len(digits) - number_format.mantissa_bits
-    return f"{digits[0]} {digits[1:mantissa]} {digits[mantissa:]}"
-
-
-def _hex_of(number_format: Format, mark: Landmark) -> str:
-    return f"{mark.bits:0{-(-number_format.num_bits // 4)}x}"
+    return {
+        "bits": f"{digits[0]} {digits[1:mantissa]} {digits[mantissa:]}",
+        "hex": f"{mark.bits:0{-(-number_format.num_bits // 4)}x}",
+        "value": jsonable(mark.value),
+        "what": mark.what,
+    }
 
 
 def _power(value: float) -> str:

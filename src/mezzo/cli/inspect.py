@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,8 +13,9 @@ from mezzo.cli.compare import Out, Overwrite, Seed
 from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
 from mezzo.cli.script.running import scripts_own
-from mezzo.cli.script.words import IsModule, OnSubject, Words, program_of, refuse_for_script
+from mezzo.cli.script.words import IsModule, OnSubject, Words, refuse_for_script, stem_of, subject_of
 from mezzo.recipes.inspection import DEFAULT_POLICY
+from mezzo.script import Program
 
 __all__ = ["inspect"]
 
@@ -57,22 +57,22 @@ def inspect(
     what there is, and the exit code is 130.
     """
     report.require_plotly()
-    if (program := program_of(words, is_module)) is not None:
+    subject = subject_of(words, is_module)
+    options: Any = {"steps": steps, "every": every, "overwrite": overwrite}
+    if isinstance(subject, Program):
         refuse_for_script(seed=seed)
-        out = run_directory(Path(program.name).stem, out)
+        out = run_directory(stem_of(subject), out)
         try:
-            with scripts_own(program):
-                inspection = script.inspect(program, policy, steps=steps, every=every, out=out, overwrite=overwrite)
+            with scripts_own(subject):
+                inspection = script.inspect(subject, policy, out=out, **options)
         except typer.Exit:
-            note(f"{program.name} failed; what was recorded until then is in {out}: mezzo report {out}")
+            note(f"{subject.name} failed; what was recorded until then is in {out}: mezzo report {out}")
             raise
     else:
-        chosen = recipes.get(words[0])
-        out = run_directory(words[0], out)
-        with watching(Console(stderr=True), chosen.metric, 1) as watcher:
-            inspection = recipes.inspect(
-                chosen, policy, steps=steps, every=every, seed=seed, out=out, overwrite=overwrite, watcher=watcher
-            )
+        recipe = recipes.get(subject)
+        out = run_directory(subject, out)
+        with watching(Console(stderr=True), recipe.metric, 1) as watcher:
+            inspection = recipes.inspect(recipe, policy, seed=seed, out=out, watcher=watcher, **options)
     report.page(out)
     judgement = report.judge(report.read(out))
     if as_json:

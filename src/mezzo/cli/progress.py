@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import (
@@ -49,45 +49,17 @@ def watching(console: Console, metric: Metric, num_policies: int) -> Iterator[Wa
         metric: What the recipe is judged by.
         num_policies: How many trainings there will be, for the time left.
     """
-    if not console.is_terminal:
-        yield LogLines(console, metric)
-        return
     progress = bars(console)
-    with progress:
-        yield ProgressBars(progress, console, metric, num_policies)
+    # Output that is no terminal is a log: bars that never start are counted, and not drawn.
+    with progress if console.is_terminal else nullcontext():
+        yield _Shown(progress, metric, num_policies)
 
 
-class LogLines:
-    """One plain line per policy, when its training is over."""
+class _Shown:
+    """A bar for the whole comparison and one for the policy that is being trained; its line when it is over."""
 
-    def __init__(self, console: Console, metric: Metric) -> None:
-        self._console, self._metric = console, metric
-
-    def started(self, policy: Policy, steps: int) -> None:
-        """Say nothing: the line comes at the end."""
-
-    def stepped(self, record: StepRecord) -> None:
-        """Say nothing: output that is not a terminal is a log, not an animation."""
-
-    def ended(self, result: RunResult) -> None:
-        """Print how the training went."""
-        value = result.final_metric
-        score = "not scored" if value is None else f"{value:.{self._metric.decimals}f} {self._metric.unit}"
-        self._console.print(
-            f"{result.policy}: {result.status}, {result.steps} steps in {result.seconds:.3g} s, "
-            f"{self._metric.name} {score}, {result.skipped_steps} skipped",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-
-
-class ProgressBars(LogLines):
-    """A bar for the whole comparison and one for the policy that is being trained, with the time left."""
-
-    def __init__(self, progress: Progress, console: Console, metric: Metric, num_policies: int) -> None:
-        super().__init__(console, metric)
-        self._progress, self._num_policies = progress, num_policies
+    def __init__(self, progress: Progress, metric: Metric, num_policies: int) -> None:
+        self._progress, self._metric, self._num_policies = progress, metric, num_policies
         self._whole = progress.add_task(f"{num_policies} policies", total=None, news="", visible=num_policies > 1)
         self._current = self._whole
 
@@ -102,6 +74,10 @@ class ProgressBars(LogLines):
         self._progress.update(self._current, advance=1, news=f"loss {record.loss:.4g}")
 
     def ended(self, result: RunResult) -> None:
-        """Replace the policy's bar by its line."""
+        """Replace the policy's bar by a line on how the training went."""
         self._progress.remove_task(self._current)
-        super().ended(result)
+        value = result.final_metric
+        score = "not scored" if value is None else f"{value:.{self._metric.decimals}f} {self._metric.unit}"
+        text = f"{result.policy}: {result.status}, {result.steps} steps in {result.seconds:.3g} s, "
+        text += f"{self._metric.name} {score}, {result.skipped_steps} skipped"
+        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,4 +37,5 @@ def train(
     Ends with one row of the table that [bold]mezzo compare[/bold] prints, and the same run directory. The exit code
     is 4 where training goes wrong under the policy. Ctrl-C sums up what there is, and the exit code is 130.
     """
-    carry_out(recipe, [policy], steps, seed, out, overwrite, parallel, as_json)
+    options: Any = {"steps": steps, "seed": seed, "out": out, "overwrite": overwrite}
+    carry_out(recipe, [policy], parallel=parallel, as_json=as_json, **options)

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from mezzo import recipes, report, script
 from mezzo.cli.app import app
-from mezzo.cli.compare import Seed, compared, compared_scripts, show
+from mezzo.cli.compare import Seed, compared, show
 from mezzo.cli.output import leave, note, require_free, show_json
 from mezzo.cli.script.running import scripts_own
-from mezzo.cli.script.words import IsModule, OnSubject, Words, program_of, refuse_for_script
+from mezzo.cli.script.words import IsModule, OnSubject, Words, refuse_for_script, stem_of, subject_of
 from mezzo.numerics import Tuned
 from mezzo.recipes.parallel import World
+from mezzo.script import Program
 
 __all__ = ["tune"]
 
@@ -59,19 +60,19 @@ def tune(
     Every op starts low, those too that are FP32 in O1. The file says of each rule why it is there. The exit code is 4
     where gradients stay far from FP32's and no rule helps, or where training goes wrong under one of the policies.
     """
-    program = program_of(words, is_module)
-    chosen = None if program is not None else recipes.get(words[0])
-    path = out or Path(f"{words[0] if program is None else Path(program.name).stem}-{dtype}.toml")
-    require_free(path, "--out", overwrite)
+    subject = subject_of(words, is_module)
+    path = out or Path(f"{stem_of(subject)}-{dtype}.toml")
     options: Any = {"dtype": dtype, "steps": steps, "objective": objective, "after": after}
-    if program is not None:
+    if isinstance(subject, Program):
+        require_free(path, "--out", overwrite)
         refuse_for_script(seed=seed)
-        with scripts_own(program):
-            tuned = script.tune(program, **options)
+        with scripts_own(subject):
+            tuned = script.tune(subject, **options)
     else:
-        assert chosen is not None
+        recipe = recipes.get(subject)
+        require_free(path, "--out", overwrite)
         with Console(stderr=True).status("running policies beside FP32"):
-            tuned = recipes.tune(chosen, seed=seed, **options)
+            tuned = recipes.tune(recipe, seed=seed, **options)
     tuned.save(path)
     document = {"verdict": tuned.verdict, "policy": str(tuned.policy), "file": str(path), **_evidence(tuned)}
     if not as_json:
@@ -80,10 +81,7 @@ def tune(
     interrupted, alarms = False, tuned.evidence.result.is_fault
     if compare:
         policies = ["O0", f"O1,dtype={dtype}", str(tuned.policy)]
-        if program is not None:
-            comparison, directory = compared_scripts(program, policies, compare_steps, None, False)
-        else:
-            comparison, directory = compared(words[0], policies, compare_steps, seed, None, False, World())
+        comparison, directory = compared(subject, policies, steps=compare_steps, seed=seed, world=World())
         run = report.read(directory)
         interrupted, alarms = comparison.interrupted, alarms or report.judge(run).level == "bad"
         document["comparison"] = comparison.to_dict()

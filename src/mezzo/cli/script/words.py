@@ -13,7 +13,7 @@ from mezzo.errors import PolicyError
 from mezzo.recipes import RECIPES
 from mezzo.script import Program
 
-__all__ = ["IsModule", "OnSubject", "Words", "program_of", "refuse_for_script"]
+__all__ = ["IsModule", "OnSubject", "Subject", "Words", "refuse_for_script", "stem_of", "subject_of"]
 
 Words = Annotated[
     list[str],
@@ -23,6 +23,10 @@ Words = Annotated[
     ),
 ]
 IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")]
+
+
+#: What a verb works on: a script, or the name of a recipe, or what else the verb takes in one word.
+Subject = str | Program
 
 
 class OnSubject(TyperCommand):
@@ -40,10 +44,8 @@ class OnSubject(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def program_of(words: list[str], is_module: bool) -> Program | None:
-    """Return the script that words name, or ``None`` for a recipe, or what else a verb takes, in one word.
-
-    A script's name ends with ``.py``, has a folder in it, or is that of a file.
+def subject_of(words: list[str], is_module: bool) -> Subject:
+    """Return what words name; a script's name ends with ``.py``, has a folder in it, or is that of a file.
 
     Raises:
         PolicyError: There is no such script; or the name is a recipe's as well, or has words behind it.
@@ -62,7 +64,12 @@ def program_of(words: list[str], is_module: bool) -> Program | None:
             why="only a script has words behind its name, and its name is a path, or ends with .py",
             write="-m before it, for a module",
         )
-    return None
+    return name
+
+
+def stem_of(subject: Subject) -> str:
+    """Return what files about a subject are called after."""
+    return Path(subject.name).stem if isinstance(subject, Program) else subject
 
 
 def refuse_for_script(**options: object) -> None:
