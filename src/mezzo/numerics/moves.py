@@ -134,12 +134,12 @@ def count_moves(moves: Iterable[Move], formats: Sequence[Format]) -> None:
             kernel(*given, weight.numel(), _table(tuple(formats)), len(formats), row, threads(weight.numel()))
             continue
         most = _ON_CPU if weight.device.type == "cpu" else _ON_GPU
-        for chunk in zip(*(torch.split(each, most) for each in parts), strict=True):
-            if batch and size + len(chunk[0]) > most:
+        for of_weight, of_update, of_gradient in zip(*(torch.split(each, most) for each in parts), strict=True):
+            if batch and size + len(of_weight) > most:
                 _count(batch, formats)
                 batch, size = [], 0
-            batch.append(Move._make((*chunk, row)))
-            size += len(chunk[0])
+            batch.append(Move(of_weight, of_update, of_gradient, row))
+            size += len(of_weight)
     if batch:
         _count(batch, formats)
 
