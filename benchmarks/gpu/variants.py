@@ -166,12 +166,12 @@ class _Weights:
     def after_one(self) -> list[Tensor]:
         """One update from the start on, by a kernel that is compiled by now."""
         self.begin()
-        executor_of.Triton().prepare(self.bucket)(self.gradients, self.check)
+        executor_of.Triton().update_of(self.bucket)(self.gradients, self.check)
         return self.tensors()
 
     def timed(self, gradients: list[Tensor], bandwidth: float) -> dict[str, Any]:
         self.begin()
-        update = executor_of.Triton().prepare(self.bucket)
+        update = executor_of.Triton().update_of(self.bucket)
         update(gradients, self.check)
 
         def several() -> None:

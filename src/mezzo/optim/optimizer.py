@@ -172,7 +172,7 @@ class OnePassOptimizer(SavedOptimizer):
         return loss
 
     def update(self, verdict: Verdict, step: Callable[[], Any] | None = None) -> None:
-        """Take a step, hooks and all, as a verdict says; what :meth:`prepare` of the same verdict kept is used.
+        """Take a step, hooks and all, as a verdict says; what :meth:`make_ready` of the same verdict kept is used.
 
         Args:
             verdict: Of these gradients, as :func:`mezzo.step.passes.judge` returns it.
@@ -185,7 +185,7 @@ class OnePassOptimizer(SavedOptimizer):
             self._verdict = self._prepared = None
 
     @torch.no_grad()
-    def prepare(self, verdict: Verdict, *, keep: bool) -> None:
+    def make_ready(self, verdict: Verdict, *, keep: bool) -> None:
         """Raise all that :meth:`update` could refuse, and make ready what it needs; it is to be the next call.
 
         Args:
@@ -272,7 +272,7 @@ class OnePassOptimizer(SavedOptimizer):
         try:
             return ready.update.pieces(gradients, verdict, step)
         except NoKernel as error:
-            ready.update = portable(error).prepare(ready.update.bucket)
+            ready.update = portable(error).update_of(ready.update.bucket)
             return ready.update.pieces(gradients, verdict, step)
 
     def _gradients(self) -> Iterator[Tensor]:
@@ -343,9 +343,9 @@ class OnePassOptimizer(SavedOptimizer):
                 seed=number + (number_of_shard(members[0]) << 16),
             )
             try:
-                yield _Ready(members, executor_for(device).prepare(bucket))
+                yield _Ready(members, executor_for(device).update_of(bucket))
             except NoKernel as error:
-                yield _Ready(members, portable(error).prepare(bucket))
+                yield _Ready(members, portable(error).update_of(bucket))
 
     def _begin_anew(self, halves: Iterable[Tensor]) -> None:
         super()._begin_anew(halves)

@@ -68,7 +68,7 @@ def update(
         if (own := as_one_pass(optimizer)) is not None:
             # Prepared before any piece runs: what one optimizer refuses is refused before another has stepped.
             its_verdict = verdict if optimizer in multiplying else verdict.applied()
-            own.prepare(its_verdict, keep=optimizer in multiplying)
+            own.make_ready(its_verdict, keep=optimizer in multiplying)
             pieces.append(partial(writes.step_of_mezzo, own, its_verdict, own.updates))
         elif optimizer in on_device:
             flags = flags or _flags(judged)

@@ -254,7 +254,7 @@ class Executor(Protocol):
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Read gradients once: (gradients,) float32, the 2-norm of each, not finite if a value is not."""
 
-    def prepare(self, bucket: Bucket) -> BucketUpdate:
+    def update_of(self, bucket: Bucket) -> BucketUpdate:
         """Return pass 2 for a bucket. Tensors that are given other memory later are found again."""
 
 

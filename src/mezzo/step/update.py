@@ -38,19 +38,19 @@ class UpdateRule:
         hypers: Names of the hyper-parameters, all 0-d device tensors, so that a captured step follows schedules.
         states: Names of the tensors that the rule keeps for each weight, as torch's optimizers call them. All
             start at zero.
-        prepare: From hyper-parameters and the count of this step (1 for the first), all 0-d float64, to the
+        numbers_of: From hyper-parameters and the count of this step (1 for the first), all 0-d float64, to the
             numbers. Once per step.
         apply: From gradient, weight and states (one shape, one dtype) and those numbers to the new weight and
             states. Pure, element-wise, without a branch on values.
         native: torch's own kernel for the same, on the CPU, or None.
-        numbers: Names of what ``prepare`` makes and ``apply`` reads.
+        numbers: Names of what ``numbers_of`` makes and ``apply`` reads.
     """
 
     name: str
     options: frozenset[str]
     hypers: tuple[str, ...]
     states: tuple[str, ...]
-    prepare: Callable[[Scalars, Tensor], dict[str, Tensor]] = field(compare=False, repr=False)
+    numbers_of: Callable[[Scalars, Tensor], dict[str, Tensor]] = field(compare=False, repr=False)
     apply: Callable[..., tuple[Tensor, States]] = field(compare=False, repr=False)
     native: Native | None = field(compare=False, repr=False, default=None)
     numbers: tuple[str, ...] = field(compare=False, repr=False, default=())
@@ -69,7 +69,7 @@ class UpdateRule:
         **Cost**: no host sync; it can be captured in a CUDA graph. About 15 one-element kernels, or one where they are
         written together (:mod:`mezzo.step.executors.triton.shared`).
         """
-        numbers = self.prepare({name: hypers[name].double() for name in self.hypers}, step.double())
+        numbers = self.numbers_of({name: hypers[name].double() for name in self.hypers}, step.double())
         return torch.stack([numbers[name] for name in self.numbers]).to(dtype)
 
     def update(self, gradient: Tensor, weight: Tensor, states: States, scalars: Tensor) -> tuple[Tensor, States]:
@@ -78,7 +78,7 @@ class UpdateRule:
         return self.apply(gradient, weight, states, dict(zip(self.numbers, scalars.unbind(), strict=True)))
 
 
-def _prepare_adam(hypers: Scalars, step: Tensor, *, decoupled: bool) -> dict[str, Tensor]:
+def _numbers_of_adam(hypers: Scalars, step: Tensor, *, decoupled: bool) -> dict[str, Tensor]:
     lr, beta1, beta2 = hypers["lr"], hypers["beta1"], hypers["beta2"]
     return {
         "decay": 1 - lr * hypers["weight_decay"] if decoupled else hypers["weight_decay"],
@@ -122,7 +122,7 @@ def _adam(
     return weight, (mean, square, largest) if amsgrad else (mean, square)
 
 
-def _prepare_sgd(hypers: Scalars, step: Tensor) -> dict[str, Tensor]:
+def _numbers_of_sgd(hypers: Scalars, step: Tensor) -> dict[str, Tensor]:
     first = (step <= 1).double()  # torch's buffer starts as the gradient itself, without dampening
     return {
         "decay": hypers["weight_decay"],
@@ -159,7 +159,7 @@ def _sgd(
     return weight - numbers["lr"] * direction, (buffer,)
 
 
-def _prepare_lion(hypers: Scalars, step: Tensor) -> dict[str, Tensor]:
+def _numbers_of_lion(hypers: Scalars, step: Tensor) -> dict[str, Tensor]:
     return {
         "decay": 1 - hypers["lr"] * hypers["weight_decay"],
         "beta1": hypers["beta1"],
@@ -221,14 +221,14 @@ RULES: Final[Mapping[str, UpdateRule]] = MappingProxyType(
         "adamw": UpdateRule(
             name="adamw",
             **_ADAM,
-            prepare=partial(_prepare_adam, decoupled=True),
+            numbers_of=partial(_numbers_of_adam, decoupled=True),
             apply=partial(_adam, decoupled=True),
             native=partial(_native_adam, kernel=torch._fused_adamw_),
         ),
         "adam": UpdateRule(
             name="adam",
             **_ADAM,
-            prepare=partial(_prepare_adam, decoupled=False),
+            numbers_of=partial(_numbers_of_adam, decoupled=False),
             apply=partial(_adam, decoupled=False),
             native=partial(_native_adam, kernel=torch._fused_adam_),
         ),
@@ -237,7 +237,7 @@ RULES: Final[Mapping[str, UpdateRule]] = MappingProxyType(
             options=frozenset({"momentum", "nesterov", "maximize"}),
             hypers=("lr", "momentum", "dampening", "weight_decay"),
             states=("momentum_buffer",),
-            prepare=_prepare_sgd,
+            numbers_of=_numbers_of_sgd,
             apply=_sgd,
             native=_native_sgd,
         ),
@@ -246,7 +246,7 @@ RULES: Final[Mapping[str, UpdateRule]] = MappingProxyType(
             options=frozenset({"maximize"}),
             hypers=("lr", "beta1", "beta2", "weight_decay"),
             states=("exp_avg",),
-            prepare=_prepare_lion,
+            numbers_of=_numbers_of_lion,
             apply=_lion,
         ),
     }
@@ -288,5 +288,5 @@ def rule(name: str, *options: str) -> UpdateRule:
         states=tuple(state for state in whole.states if _STATES_OF_OPTIONS.get(state, "") in ("", *options)),
         apply=partial(whole.apply, **flags),
         native=whole.native and partial(whole.native, **flags),
-        numbers=tuple(whole.prepare(dict.fromkeys(whole.hypers, torch.zeros(())), torch.ones(()))),
+        numbers=tuple(whole.numbers_of(dict.fromkeys(whole.hypers, torch.zeros(())), torch.ones(()))),
     )

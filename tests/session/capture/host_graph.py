@@ -94,7 +94,7 @@ def new_tensors(kernel, out):
 class Predicated(Portable):
     """An executor that skips as those of accelerators do, without looking at the flag."""
 
-    def prepare(self, bucket):
-        update = super().prepare(bucket)
+    def update_of(self, bucket):
+        update = super().update_of(bucket)
         update.on_cpu = False
         return update

@@ -169,7 +169,7 @@ def check_against_torch(executor, name, master, dtype, gradient_dtype, shapes=SH
     if "nesterov" in name:
         bucket.hypers["dampening"].zero_()
     reference = Reference(name, bucket)
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     for step in range(8):
         gradients = gradients_of(bucket, step, gradient_dtype)
         take(executor, bucket, update, gradients, max_norm=1.0)
@@ -195,7 +195,7 @@ def test_eight_clipped_scaled_steps_are_torch_s_by_compiled_kernels(compiled):
 
 def test_in_bfloat16_split_equals_full_bit_for_bit(executor):
     halves, full = (bucket_of("adamw", master, BF16) for master in ("split", "full"))
-    updates = executor.prepare(halves), executor.prepare(full)
+    updates = executor.update_of(halves), executor.update_of(full)
     for step in range(5):
         gradients = gradients_of(halves, step, BF16)
         take(executor, halves, updates[0], gradients, max_norm=0.5)
@@ -212,7 +212,7 @@ def test_a_skipped_step_writes_nothing(executor):
 
 def check_that_nothing_is_written(executor, bad):
     bucket = bucket_of("adamw", "split", BF16)
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     take(executor, bucket, update, gradients_of(bucket, 0, BF16))
     before = [tensor.clone() for tensor in tensors_of(bucket)]
     gradients = gradients_of(bucket, 1, BF16)
@@ -230,7 +230,7 @@ def test_where_the_flag_stays_on_the_device_the_old_bits_are_written_again(compi
     for executor, master in ((Portable(), "split"), (Portable(), "full"), (Portable(), None), (compiled, "split")):
         bucket = bucket_of("adamw", master, BF16, shapes=[(1000,)])
         bucket.weights[0][:3] = torch.tensor([-0.0, math.inf, 1e-40])
-        update = executor.prepare(bucket)
+        update = executor.update_of(bucket)
         update.on_cpu = False
         before = [tensor.clone() for tensor in tensors_of(bucket)]
         update([torch.full((1000,), math.inf)], judge(torch.tensor([math.inf]), torch.tensor(1.0)))
@@ -264,7 +264,7 @@ def test_any_layout_of_weight_and_gradient(executor):
 
 def check_layout(executor, weight):
     mine, theirs = (bucket_of("adamw", "split", BF16, weights=[weight, weight.clone()]) for _ in range(2))
-    update = executor.prepare(mine)
+    update = executor.update_of(mine)
     for step in range(2):
         gradients = [random(weight.shape, step).to(BF16).contiguous(), random(weight.shape, step + 9).to(BF16)]
         if step:  # laid out as the weight is, this time
@@ -290,8 +290,8 @@ def test_weights_with_gaps_and_states_laid_out_otherwise_are_updated_too(executo
         states=[bucket.states[0], states],
     )  # fmt: skip
     gradient = random((40, 30), 5).to(BF16)
-    take(executor, odd, executor.prepare(odd), [gradient, gradient.t().contiguous().t()], inverse=1.0)
-    take(executor, other, executor.prepare(other), [gradient], inverse=1.0)
+    take(executor, odd, executor.update_of(odd), [gradient, gradient.t().contiguous().t()], inverse=1.0)
+    take(executor, other, executor.update_of(other), [gradient], inverse=1.0)
     assert not holder[:, 1::2].any()
     for value in values_of(odd):
         torch.testing.assert_close(value, values_of(other)[0], rtol=2.0**-22, atol=2.0**-24)
@@ -299,7 +299,7 @@ def test_weights_with_gaps_and_states_laid_out_otherwise_are_updated_too(executo
 
 def test_tensors_given_other_memory_are_found_again(executor):
     bucket = bucket_of("adamw", "split", BF16, shapes=[(20_000,), (8,)])
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     take(executor, bucket, update, gradients_of(bucket, 0, BF16))
     old = [weight.clone() for weight in bucket.weights]
     for weight in bucket.weights:
@@ -313,7 +313,7 @@ def test_schedules_of_every_hyper_parameter_are_followed_and_nothing_is_compiled
     executor = compiled if name == "compiled" else EXECUTORS[name]()
     bucket = bucket_of("adamw", "split", BF16)
     reference = Reference("adamw", bucket)
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     take(executor, bucket, update, gradients_of(bucket, 0, BF16))
     reference.step(gradients_of(bucket, 0, BF16))
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -333,11 +333,11 @@ def test_schedules_of_every_hyper_parameter_are_followed_and_nothing_is_compiled
 
 def test_one_kernel_serves_every_length(compiled):
     first = bucket_of("adamw", "split", BF16)
-    take(compiled, first, compiled.prepare(first), gradients_of(first, 0, BF16))
+    take(compiled, first, compiled.update_of(first), gradients_of(first, 0, BF16))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for shape in [(2,), (16,), (17,), (50, 400), (1 << 15,)]:
             bucket = bucket_of("adamw", "split", BF16, shapes=[shape])
-            take(compiled, bucket, compiled.prepare(bucket), gradients_of(bucket, 0, BF16))
+            take(compiled, bucket, compiled.update_of(bucket), gradients_of(bucket, 0, BF16))
 
 
 def test_fp32_weights_in_a_low_precision_model_need_no_storage():
@@ -350,7 +350,7 @@ def check_that_fp32_needs_no_storage(executor, name):
     assert bucket.storage is PLAIN
     other = bucket_of(name, "full", BF16, weights=[value.clone() for value in values_of(bucket)])
     for each in (bucket, other):
-        take(executor, each, executor.prepare(each), gradients_of(bucket, 0, FP32))
+        take(executor, each, executor.update_of(each), gradients_of(bucket, 0, FP32))
     assert same_bits(bucket.weights, values_of(other))
 
 
@@ -359,7 +359,7 @@ def drift(executor, rounding, dtype, steps=50):
     bucket = bucket_of("sgd", None, dtype, rounding=rounding, weights=[torch.ones(100_000)])
     bucket.hypers["lr"].fill_(torch.finfo(dtype).eps / 32)
     bucket.hypers["weight_decay"].zero_()
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     for _ in range(steps):
         take(executor, bucket, update, [torch.ones(100_000, dtype=dtype)], inverse=1.0)
     return bucket.weights[0].double(), 1 - steps * torch.finfo(dtype).eps / 32
@@ -384,7 +384,7 @@ def test_kahan_keeps_most_of_what_is_dropped():
     for rounding in ("nearest", "kahan"):
         bucket = bucket_of("adamw", None, BF16, rounding=rounding)
         full = bucket_of("adamw", "full", BF16, weights=[value.clone() for value in values_of(bucket)])
-        updates = executor.prepare(bucket), executor.prepare(full)
+        updates = executor.update_of(bucket), executor.update_of(full)
         for step in range(20):
             gradients = gradients_of(bucket, step, BF16)
             take(executor, bucket, updates[0], gradients)
@@ -396,7 +396,7 @@ def test_kahan_keeps_most_of_what_is_dropped():
 def test_second_moments_in_bfloat16_shrink_as_they_should(executor):
     bucket = bucket_of("adamw", "split", BF16, shapes=[(20_000,)], state_dtype=BF16)
     exact = bucket_of("adamw", "split", BF16, shapes=[(20_000,)])
-    updates = executor.prepare(bucket), executor.prepare(exact)
+    updates = executor.update_of(bucket), executor.update_of(exact)
     for each in (bucket, exact):
         each.hypers["beta2"].fill_(0.999)
     for step in range(60):
@@ -414,7 +414,7 @@ def test_random_bits_depend_on_place_and_step_alone(executor, monkeypatch):
     def run():
         shapes = [(5000,), (300,), (7, 11), (2000,)]
         bucket = bucket_of("adamw", None, BF16, rounding="stochastic", state_dtype=BF16, shapes=shapes)
-        update = executor.prepare(bucket)
+        update = executor.update_of(bucket)
         for step in range(3):
             take(executor, bucket, update, gradients_of(bucket, step, BF16))
         return tensors_of(bucket)
@@ -437,7 +437,7 @@ def test_an_update_by_nothing_keeps_every_kind_of_value(executor, dtype):
     before = values_of(bucket)[0].clone()
     for name in ("lr", "weight_decay"):
         bucket.hypers[name].zero_()
-    take(executor, bucket, executor.prepare(bucket), [torch.zeros(len(w), dtype=dtype)])
+    take(executor, bucket, executor.update_of(bucket), [torch.zeros(len(w), dtype=dtype)])
     (after,) = values_of(bucket)
     assert torch.equal(after.isnan(), w.isnan())
     assert torch.equal(bucket.weights[0].isnan(), w.isnan())  # the forward pass sees it
@@ -461,7 +461,7 @@ def test_neither_pass_asks_the_device_for_a_value(master):
         )
         verdict = judge(executor.norms(weights), torch.tensor(1.0), max_norm=1.0)
     advance([bucket.step], verdict.found_inf)
-    executor.prepare(bucket)(weights, verdict)
+    executor.update_of(bucket)(weights, verdict)
 
 
 def test_where_torch_cannot_compile_the_error_names_the_way_out(monkeypatch):
@@ -471,5 +471,5 @@ def test_where_torch_cannot_compile_the_error_names_the_way_out(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: refuse)
     bucket = bucket_of("lion maximize", "split", BF16, shapes=[(5,)])
     with pytest.raises(UnsupportedError, match=r"lion_split on cpu(?s:.*)No working C(?s:.*)apt install g") as caught:
-        take(Compiled(), bucket, Compiled().prepare(bucket), gradients_of(bucket, 0, BF16))
+        take(Compiled(), bucket, Compiled().update_of(bucket), gradients_of(bucket, 0, BF16))
     assert "page more" not in str(caught.value)

@@ -79,7 +79,7 @@ def test_the_number_of_threads_changes_no_bit(gradient, monkeypatch):
         for bucket, threads in ((mine, 1), (theirs, 2)):
             torch.set_num_threads(threads)
             executor = Cpp()
-            update = executor.prepare(bucket)
+            update = executor.update_of(bucket)
             for number in range(2):
                 found.append(take(executor, bucket, update, gradients_of(bucket, number, gradient)).norms)
     finally:
@@ -102,7 +102,7 @@ def test_threads_are_torch_s_and_as_many_as_are_worth_waking():
 def test_nothing_is_asked_of_a_tensor():
     """Not even on the CPU, where asking costs little: the flag is read by the kernel."""
     executor, bucket = Cpp(), bucket_of("adamw", "split", BF16)
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     take(executor, bucket, update, gradients_of(bucket, 2, BF16))  # traces, compiles and makes tables
     for number in range(2):
         gradients = gradients_of(bucket, number, BF16)
@@ -127,7 +127,7 @@ def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch, coun
 
     monkeypatch.setattr(cpp, "built", counted)
     executor, bucket = Cpp(), bucket_of("adamw", "split", BF16, [(20,)] * count)
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     for number in range(2):
         take(executor, bucket, update, gradients_of(bucket, number, BF16))
     assert calls == ["norms", "update"] * 2
@@ -135,7 +135,7 @@ def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch, coun
 
 def test_tables_follow_tensors_that_were_given_other_memory():
     bucket, executor = bucket_of("sgd", "full", BF16, [(20,), (3,)]), Cpp()
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     gradients = [torch.ones_like(weight) for weight in bucket.weights]
     for _ in range(2):
         values = [extra.clone() for extra in bucket.extras]
@@ -162,7 +162,7 @@ def test_two_threads_of_python_may_step_at_once():
         gradients = gradients_of(bucket, 0, BF16)
         verdict = judge(executor.norms(gradients), torch.tensor(1 / 1024))
         advance([bucket.step], verdict.found_inf)
-        verdicts.append((executor.prepare(bucket), gradients, verdict))
+        verdicts.append((executor.update_of(bucket), gradients, verdict))
     threads = [threading.Thread(target=update, args=(gradients, verdict)) for update, gradients, verdict in verdicts]
     for thread in threads:
         thread.start()
@@ -178,7 +178,7 @@ def test_what_is_wrong_is_told_before_anything_is_updated(monkeypatch):
     bucket = bucket_of("lion", "split", BF16)
     monkeypatch.setattr(cpp, "built", refuse)
     with pytest.raises(UnsupportedError, match="no space"):
-        Cpp().prepare(bucket)  # which a step does for all buckets first
+        Cpp().update_of(bucket)  # which a step does for all buckets first
 
 
 def test_a_negative_view_is_read_as_what_it_is():
@@ -188,7 +188,7 @@ def test_a_negative_view_is_read_as_what_it_is():
     assert gradient.is_neg()
     verdict = judge(executor.norms([gradient]), torch.tensor(1.0))
     advance([bucket.step], verdict.found_inf)
-    executor.prepare(bucket)([gradient], verdict)
+    executor.update_of(bucket)([gradient], verdict)
     assert (bucket.weights[0] > before).all()
 
 
@@ -211,7 +211,7 @@ def test_a_weight_that_was_turned_round_keeps_its_own_momentum(executor):
     """At the same address, of the same shape: only its strides differ."""
     bucket = bucket_of("sgd momentum", None, FP32, [(300, 300)])
     theirs = [bucket.weights[0].clone(), torch.zeros(300, 300)]
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     for number in range(2):
         gradient = torch.randn(300, 300, generator=torch.Generator().manual_seed(number))
         take(executor, bucket, update, [gradient], inverse=1.0)
@@ -224,7 +224,7 @@ def test_a_weight_that_was_turned_round_keeps_its_own_momentum(executor):
 
 def test_no_weights_at_all():
     bucket = bucket_of("adamw", "split", BF16, [])
-    Cpp().prepare(bucket)([], judge(torch.ones(1), torch.tensor(1.0)))
+    Cpp().update_of(bucket)([], judge(torch.ones(1), torch.tensor(1.0)))
 
 
 def test_a_float64_bound_does_not_change_what_kernels_read():

@@ -142,7 +142,7 @@ def check_bits(kernels, name, master, rounding, dtype, gradient_dtype, state_dty
     if dtype == FP32:
         assert mine.storage is PLAIN
     theirs, executor = moved(mine, kernels.device), kernels.executor()
-    update = executor.prepare(mine)
+    update = executor.update_of(mine)
     for number in range(2):
         gradients = on(kernels.device, gradients_of(mine, number, gradient_dtype))
         gradients[0][:3] = gradients[0][20:40] = 0.0
@@ -196,7 +196,7 @@ def test_random_bits_are_every_executor_s(kernels):
         pytest.skip("another executor on the CPU is the reference")
     for master, state, rounding in ((None, FP32, "stochastic"), ("split", BF16, "nearest")):
         mine, theirs = (bucket_of("lion", master, BF16, SHAPES, state_dtype=state, rounding=rounding) for _ in range(2))
-        updates = kernels.executor().prepare(mine), Portable().prepare(theirs)
+        updates = kernels.executor().update_of(mine), Portable().update_of(theirs)
         for number in range(2):
             gradients = gradients_of(mine, number, BF16)
             take(kernels.executor(), mine, updates[0], gradients)
@@ -218,7 +218,7 @@ def check_that_nothing_is_written(kernels, bad, state):
         extras=[*bucket.extras, torch.zeros(6, 5, dtype=torch.int16, device=kernels.device)],
         states=[*bucket.states, tuple(torch.zeros(6, 5, dtype=state, device=kernels.device) for _ in range(2))],
     )
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     step(executor, bucket, update, on(kernels.device, gradients_of(bucket, 0, BF16)))
     before = [tensor.clone() for tensor in tensors_of(bucket)]
     gradients = on(kernels.device, gradients_of(bucket, 1, BF16))
@@ -253,7 +253,7 @@ def check_layout(kernels, layout):
         holder = base[:, ::2] if layout == "gaps" else base[1:]
         mine.weights[0] = holder.copy_(mine.weights[0])
     theirs, executor = moved(mine, kernels.device), kernels.executor()
-    update = executor.prepare(mine)
+    update = executor.update_of(mine)
     for number in range(2):
         gradients = [random(weight.shape, number + 9 * i).to(kernels.device, BF16).contiguous() for i in range(2)]
         if number:  # laid out as the weight is, this time
@@ -272,7 +272,7 @@ def test_states_that_lie_otherwise_than_their_weight_are_updated_too(kernels):
     theirs, executor = moved(mine, kernels.device), kernels.executor()
     gradients = on(kernels.device, gradients_of(mine, 0, BF16))
     with Ieee():
-        verdict = step(executor, mine, executor.prepare(mine), gradients)
+        verdict = step(executor, mine, executor.update_of(mine), gradients)
     advance([theirs.step], verdict.found_inf)
     pure_step(theirs, gradients, verdict)
     assert_same_but_for_nan(mine, theirs)
@@ -346,7 +346,7 @@ def test_rows_that_no_batch_holds_are_updated_as_torch_updates_them(kernels):
 def check_untouched_rows(kernels, name, state):
     mine = made(kernels.device, name, "split", BF16, [(1100,), (3, 5)], state_dtype=state)
     theirs, executor = moved(mine, kernels.device), kernels.executor()
-    update = executor.prepare(mine)
+    update = executor.update_of(mine)
     for number in range(2):
         gradients = [torch.zeros_like(gradient) for gradient in on(kernels.device, gradients_of(mine, number, BF16))]
         verdict = step(executor, mine, update, gradients, max_norm=1.0)

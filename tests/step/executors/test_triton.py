@@ -90,7 +90,7 @@ def uploads(monkeypatch):
 @pytest.mark.parametrize("count", [1, 9])
 def test_launches_do_not_depend_on_the_number_of_tensors(device, launches, count):
     bucket, executor = made(device, "adamw", "split", BF16, [(20,)] * count), Triton()
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     step(executor, bucket, update, on(device, gradients_of(bucket, 0, BF16)))
     assert launches == ["squares", "roots", "scalars", "adamw_split"]
     launches.clear()
@@ -113,7 +113,7 @@ class Wrapped(torch.Tensor):
 
 def test_tensors_without_memory_are_refused_before_any_launch(device, launches):
     bucket, executor = made(device, "adamw", "split", BF16, [(20,), (20,)]), Triton()
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     gradients = [gradients_of(bucket, 0, BF16)[0].to(device), Wrapped(torch.ones(20, dtype=BF16, device=device))]
     verdict = judge(torch.ones(2, device=device), torch.ones((), device=device))
     before = [tensor.clone() for tensor in tensors_of(bucket)]
@@ -140,7 +140,7 @@ def test_torch_s_operations_around_them_do_not_either(device):
     counts = []
     for number in (1, 6):
         bucket, executor = made(device, "adamw", "split", BF16, [(20,)] * number, state_dtype=BF16), Triton()
-        update = executor.prepare(bucket)
+        update = executor.update_of(bucket)
         gradients = on(device, gradients_of(bucket, 0, BF16))
         step(executor, bucket, update, gradients)
         verdict = judge(executor.norms(gradients), torch.ones((), device=device))
@@ -153,7 +153,7 @@ def test_torch_s_operations_around_them_do_not_either(device):
 
 def test_addresses_are_uploaded_when_they_have_changed(device, uploads):
     bucket, executor = made(device, "adamw", "split", BF16, SHAPES), Triton()
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     gradients = on(device, gradients_of(bucket, 0, BF16))
     step(executor, bucket, update, gradients)
     uploads.clear()
@@ -184,7 +184,7 @@ def test_old_tables_of_norms_are_forgotten(device):
 def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypatch, uploads):
     """As if captured: uploads are recorded, and the tables that a graph will read are kept."""
     bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     gradients = gradients_of(bucket, 0, BF16)
     take(executor, bucket, update, gradients)
     uploads.clear()
@@ -221,7 +221,7 @@ def test_buckets_of_any_dtype_find_their_gradients_in_the_table_of_pass_1(upload
     executor = Triton()
     buckets = [bucket_of("adamw", "split", dtype, [(20,), (3, 5)]) for dtype in (BF16, FP16)]
     theirs = [moved(bucket, "cpu") for bucket in buckets]
-    updates = [executor.prepare(bucket) for bucket in buckets]
+    updates = [executor.update_of(bucket) for bucket in buckets]
     kept = []
     for number in range(2):
         uploads.clear()
@@ -251,7 +251,7 @@ def alike_steps(executor, bucket, update, count):
 def test_the_reserve_follows_what_rehearsals_take(monkeypatch):
     """Five alike steps in a graph, after one rehearsal of them; then a second graph, after another one."""
     bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
-    update, theirs = executor.prepare(bucket), moved(bucket, "cpu")
+    update, theirs = executor.update_of(bucket), moved(bucket, "cpu")
     for capturing in (False, True, False, True):
         monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
         alike_steps(executor, bucket, update, 5)
@@ -260,7 +260,7 @@ def test_the_reserve_follows_what_rehearsals_take(monkeypatch):
         alike_steps(executor, moved(bucket, "cpu"), lambda gradients, verdict: None, 17)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
     other = Triton()
-    alike = other.prepare(theirs)
+    alike = other.update_of(theirs)
     for _ in range(4):
         alike_steps(other, theirs, alike, 5)
     assert bucket.step == 20
@@ -307,7 +307,7 @@ def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding)
             norms = executor.norms(gradients)
             assert norms.dtype == executor.norms([]).dtype == FP32
             assert executor.norms([]).device == norms.device
-            executor.prepare(mine)(gradients, verdict)
+            executor.update_of(mine)(gradients, verdict)
             executor.require(torch.device("cpu"))
     finally:
         torch.set_default_dtype(before)
@@ -318,7 +318,7 @@ def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding)
 @pytest.mark.usefixtures("interpreted")
 def test_tables_of_other_tensors_cannot_be_made_while_a_graph_is_captured(monkeypatch):
     bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
-    update = executor.prepare(bucket)
+    update = executor.update_of(bucket)
     gradients = gradients_of(bucket, 0, BF16)
     verdict = take(executor, bucket, update, gradients)
     before = [tensor.clone() for tensor in tensors_of(bucket)]
@@ -328,7 +328,7 @@ def test_tables_of_other_tensors_cannot_be_made_while_a_graph_is_captured(monkey
     with pytest.raises(UnsupportedError, match="weights or states that were given other memory"):
         update([gradient.float() for gradient in gradients], verdict)
     with pytest.raises(UnsupportedError, match="weights or states"):
-        executor.prepare(bucket)(gradients, verdict)
+        executor.update_of(bucket)(gradients, verdict)
     assert same_bits(tensors_of(bucket), before)
 
 
@@ -546,7 +546,7 @@ def no_syncs():
 @pytest.mark.parametrize("state", [FP32, BF16])
 def test_a_step_makes_no_host_sync(no_syncs, state):
     bucket, executor = made("cuda", "adamw", "split", BF16, SHAPES, state_dtype=state), Triton()
-    update, inverse = executor.prepare(bucket), torch.tensor(1 / 1024, device="cuda")
+    update, inverse = executor.update_of(bucket), torch.tensor(1 / 1024, device="cuda")
     sets = [on("cuda", gradients_of(bucket, number, BF16)) for number in range(4)]  # each lies elsewhere
     for number in (0, 0, 1, 2, 3):
         verdict = judge(executor.norms(sets[number]), inverse, max_norm=1.0)
@@ -562,7 +562,7 @@ def test_the_profiler_counts_the_same_kernels_for_one_tensor_and_for_many():
     counts = []
     for number in (1, 200):
         bucket, executor = made("cuda", "adamw", "split", BF16, [(3000,)] * number), Triton()
-        update, gradients = executor.prepare(bucket), on("cuda", gradients_of(bucket, 0, BF16))
+        update, gradients = executor.update_of(bucket), on("cuda", gradients_of(bucket, 0, BF16))
         step(executor, bucket, update, gradients)
         verdict = judge(executor.norms(gradients), torch.ones((), device="cuda"))
         torch.cuda.synchronize()
@@ -582,7 +582,7 @@ def test_the_profiler_counts_the_same_kernels_for_one_tensor_and_for_many():
 def test_a_captured_step_replays_what_the_eager_one_does(where):
     mine = made("cuda", "adamw", "split", BF16, SHAPES, state_dtype=BF16)
     theirs, executor, inverse = moved(mine, "cuda"), Triton(), torch.tensor(1 / 1024, device="cuda")
-    updates = executor.prepare(mine), executor.prepare(theirs)
+    updates = executor.update_of(mine), executor.update_of(theirs)
 
     def run(bucket, update, gradients):
         verdict = judge(executor.norms(gradients), inverse, max_norm=1.0)

@@ -56,7 +56,7 @@ class Portable:
             return torch.stack(torch._foreach_norm([each.detach() for each in gradients], 2, torch.float32))
         return torch.stack([_squares(gradient).sqrt() for gradient in gradients])
 
-    def prepare(self, bucket: Bucket) -> BucketUpdate:
+    def update_of(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
         return _PortableUpdate(bucket)
 
@@ -85,7 +85,7 @@ class Compiled(Portable):
                 write="unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE",
             )
 
-    def prepare(self, bucket: Bucket) -> BucketUpdate:
+    def update_of(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
         return _CompiledUpdate(bucket)
 

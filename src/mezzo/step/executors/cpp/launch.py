@@ -61,7 +61,7 @@ class Cpp:
         read, dtypes = vectors(gradients)
         return self._known(tuple(dtypes), tuple(map(Tensor.numel, read)))(read)
 
-    def prepare(self, bucket: Bucket) -> BucketUpdate:
+    def update_of(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
         return _CppUpdate(bucket)
 

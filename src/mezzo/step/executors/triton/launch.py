@@ -117,7 +117,7 @@ class Triton:
             self._known[key] = _TritonNorms(list(zip(*key[1:], strict=True)), key[0], self._kept, self._latest)
         return self._known[key](read)
 
-    def prepare(self, bucket: Bucket) -> BucketUpdate:
+    def update_of(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.passes.Executor`."""
         return _TritonUpdate(bucket, self.shared, self._kept, self._latest)
 
