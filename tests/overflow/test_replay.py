@@ -234,7 +234,7 @@ def test_a_model_that_calls_another_is_kept_once():
     outer = Outer(inner)
     replay = Replay([outer, inner], region=lambda: mezzo.autocast("O0"))
     outer(torch.ones(1, 2)).sum().backward()
-    assert [(event.call.module, event.task is None) for event in replay._keeper.events] == [
+    assert [(event.call.module, event.task is None) for event in replay.events] == [
         (outer, True),
         (outer, False),
     ]
@@ -462,7 +462,7 @@ def test_removed_it_leaves_no_hook(make):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     model(x).sum().backward()
     assert replay.locate() is None
-    assert not replay._keeper.events
+    assert not replay.events
 
 
 def test_no_model():

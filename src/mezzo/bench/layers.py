@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.bench.children import ask, tell
-from mezzo.bench.timing import Spread, against, rounds, seconds
+from mezzo.bench.timing import Spread, against, nothing, rounds, seconds
 from mezzo.errors import MezzoError
 from mezzo.session import MixedPrecision
 from mezzo.tensors import dtype_name
@@ -150,7 +150,7 @@ def measured(
         x = torch.randn(_ROWS, width, device=device)
         low = f"O1,dtype={dtype_name(dtype)}"
         steps = {"float32": _plain_step(_net(width, device), x), "low": _session_step(_net(width, device), x, low)}
-        taken = rounds({name: (_nothing, step) for name, step in steps.items()}, clock, repetitions)
+        taken = rounds({name: (nothing, step) for name, step in steps.items()}, clock, repetitions)
         found[width] = against(taken["float32"], taken["low"])
     return found
 
@@ -193,7 +193,3 @@ def _processor_seconds(call: Callable[[], object]) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
-
-
-def _nothing() -> None:
-    """Prepare nothing: each step starts where the one before it ended."""

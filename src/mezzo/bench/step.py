@@ -14,7 +14,7 @@ from rich.table import Table
 from mezzo.bench.contenders import CAPTURED, CONTENDERS, Contender
 from mezzo.bench.facts import checked_device, facts
 from mezzo.bench.shapes import shapes
-from mezzo.bench.timing import Behind, against, copying, rounds, spread
+from mezzo.bench.timing import Behind, against, copying, nothing, rounds, spread
 from mezzo.errors import PolicyError, UnsupportedError, nearest
 
 __all__ = ["StepResult", "StepRow", "bench_step"]
@@ -174,8 +174,8 @@ def _timed(
     rival, name = next(iter(contenders)), list(contenders)[-1]
     ready = {each: contender.build(sizes, dtype, device) for each, contender in contenders.items()}
     calls = {each: (r.before, r.step) for each, r in ready.items()}
-    calls |= {f"{each} casts": (_nothing, r.casts) for each, r in ready.items() if r.casts is not None}
-    calls["copy"] = (_nothing, copy)
+    calls |= {f"{each} casts": (nothing, r.casts) for each, r in ready.items() if r.casts is not None}
+    calls["copy"] = (nothing, copy)
     found = rounds(calls, Behind(device), repetitions)
     taken = {each: [one.seconds for one in times] for each, times in found.items()}
     none = [0.0] * repetitions
@@ -200,7 +200,3 @@ def _timed(
         bandwidth_share=moved * count / copied * against(taken["copy"], totals[name]).median,
     )
     return row, copied / spread(taken["copy"]).median
-
-
-def _nothing() -> None:
-    """Make nothing ready, for a call that needs nothing."""

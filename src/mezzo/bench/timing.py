@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 import torch
 
-__all__ = ["Behind", "Spread", "Taken", "against", "copying", "rounds", "seconds", "spread"]
+__all__ = ["Behind", "Spread", "Taken", "against", "copying", "nothing", "rounds", "seconds", "spread"]
 
 T = TypeVar("T")
 
@@ -129,6 +129,10 @@ def rounds(
             if number >= warm_up:
                 taken[name].append(found)
     return taken
+
+
+def nothing() -> None:
+    """Make a call ready that needs nothing: it starts where the one before it ended."""
 
 
 def copying(device: torch.device, num_bytes: int) -> Callable[[], object]:

@@ -17,12 +17,12 @@ from mezzo.explanation.table import WIDEST, plain
 from mezzo.report import Judgement
 
 __all__ = [
-    "console_for", "exit_code", "leave", "note", "require_free", "run_directory", "show_explanation", "show_json",
-    "show_judgement",
+    "ALERT", "console_for", "exit_code", "leave", "note", "require_free", "run_directory", "show_explanation",
+    "show_json", "show_judgement",
 ]  # fmt: skip
 
 #: Exit codes besides those of errors: numbers that alarm; and Ctrl-C, as shells have it, 128 and the signal's number.
-_ALERT: Final = 4
+ALERT: Final = 4
 _INTERRUPTED: Final = 130
 
 
@@ -92,7 +92,7 @@ def leave(*, interrupted: bool, alarms: bool) -> None:
         typer.Exit: With 130, or with 4.
     """
     if interrupted or alarms:
-        raise typer.Exit(_INTERRUPTED if interrupted else _ALERT)
+        raise typer.Exit(_INTERRUPTED if interrupted else ALERT)
 
 
 def require_free(path: Path, option: str, overwrite: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from mezzo import script
 from mezzo.cli.app import app
-from mezzo.cli.output import note, require_free
+from mezzo.cli.output import ALERT, note, require_free
 from mezzo.cli.script.first_step import explain_script
 from mezzo.cli.script.running import ended_lines, ended_with
 from mezzo.errors import printable
@@ -21,8 +21,6 @@ from mezzo.recipes import StepRecord
 from mezzo.recipes.run_directory import record_text
 
 __all__ = ["run"]
-
-_ALERT = 4
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
@@ -104,4 +102,4 @@ def run(
         if to_json is not None:
             with whole(to_json) as file:
                 file.write(ended.report.to_json().encode())
-    raise typer.Exit(code or (_ALERT if ended.report.alarm else 0))
+    raise typer.Exit(code or (ALERT if ended.report.alarm else 0))

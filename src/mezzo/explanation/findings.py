@@ -163,7 +163,7 @@ def _fp32_products(policy: Policy, seen: Trace) -> Iterator[Finding]:
     total = seen.flops.total()
     if policy.dtype == torch.float32 or not total:
         return
-    for (module, op, line, dtype, why), amount in seen.flops.most_common():
+    for (module, op, dtype, why, line), amount in seen.flops.most_common():
         if dtype == "float32":
             text = f"ran in float32: {100 * amount / total:.3g} % of the FLOPs of the forward pass's products"
             yield Finding(

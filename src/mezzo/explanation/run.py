@@ -215,11 +215,8 @@ def _casts(trace: Trace) -> tuple[Cast, ...]:
 
 
 def _products(trace: Trace) -> tuple[Product, ...]:
-    return tuple(
-        Product(module=module, op=op, line=line, dtype=dtype, why=why, flops=flops, count=trace.num_products[key])
-        for key, flops in trace.flops.most_common()
-        for module, op, line, dtype, why in [key]
-    )
+    found = trace.flops.most_common()
+    return tuple(_built(Product, key, flops=flops, count=trace.num_products[key]) for key, flops in found)
 
 
 def _paddings(shape: Shape, multiple: int) -> tuple[Padding, ...]:

@@ -79,9 +79,6 @@ def scale_text(scale: float | None) -> str:
     """
     if scale is None:
         return "–"
-    scale = float(scale)
-    if math.isfinite(scale) and scale > 0:
-        mantissa, exponent = math.frexp(scale)
-        if mantissa == 0.5 and scale != 1.0:
-            return f"2^{exponent - 1}"
-    return f"{scale:.6g}"
+    scale = float(scale)  # which may be one of the texts for what JSON lacks
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and scale != 1 else f"{scale:.6g}"

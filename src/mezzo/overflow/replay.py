@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.model.hooks import OwnHook
-from mezzo.overflow.diagnose import Context, outside_models
+from mezzo.overflow.diagnose import Context, diagnose, outside_models
 from mezzo.overflow.report import Changed, Overflow
 from mezzo.overflow.search import Search, checked_models
 from mezzo.tensors import dtype_name, each_tensor, mark
@@ -128,7 +128,10 @@ class CallKeeper:
         ]
 
     def clear(self) -> None:
-        """Forget every call whose backward pass has been, or cannot come any more."""
+        """Forget every call whose backward pass has been, or cannot come: after each step, and with gradients.
+
+        A forward pass that still waits for its backward pass stays, since gradients may be cleared between the two.
+        """
         done = {event.call for event in self.events if not event.call.is_pending}
         self.events = [event for event in self.events if event.call not in done]
         for call in done:
@@ -137,7 +140,7 @@ class CallKeeper:
                 handle.remove()
 
     def remove(self) -> None:
-        """Take the hooks off and forget everything."""
+        """Take the hooks off the models and forget everything."""
         for hook in self._hooks:
             hook.remove()
         self.clear()
@@ -188,7 +191,7 @@ class CallKeeper:
 # Running them again ----------------------------------------------------------------------------------
 
 
-class Replay:
+class Replay(CallKeeper):
     """Keep what a step is computed from, and after an overflow find where it began.
 
     Each call of a model is kept with the random states before it and the gradients that arrive at its outputs. After
@@ -224,18 +227,7 @@ class Replay:
     ) -> None:
         self._models = checked_models(models)
         self._region = region
-        self._keeper = CallKeeper([part for model in self._models for part in _called(model)])
-
-    def clear(self) -> None:
-        """Forget every call whose backward pass has been: after each step, and when gradients are cleared.
-
-        A forward pass that still waits for its backward pass stays, since gradients may be cleared between the two.
-        """
-        self._keeper.clear()
-
-    def remove(self) -> None:
-        """Take the hooks off the models and forget everything."""
-        self._keeper.remove()
+        super().__init__([part for model in self._models for part in _called(model)])
 
     def locate(self, loss_scale: float | Tensor = 1.0) -> Overflow | Changed | None:
         """Find the first non-finite tensor that led on, in the calls since :meth:`clear`.
@@ -252,7 +244,7 @@ class Replay:
         """
         replayed = _Replayed(self._models, self._region, float(loss_scale))
         with untouched(self._models):
-            for _, group in groupby(list(self._keeper.events), key=lambda event: id(event.call)):
+            for _, group in groupby(list(self.events), key=lambda event: id(event.call)):
                 if (found := replayed.look_at(list(group))) is not None:
                     return found
         return Changed(tensors=tuple(replayed.changed)) if replayed.changed else replayed.late
@@ -319,9 +311,9 @@ class _Replayed:
         if origin is None:
             return None
         if any(not is_finite(kept.tensor) for _, kept in arrivals):
-            return search.report(origin)
+            return diagnose(origin, search.context)
         if not origin.may_be_meant:
-            self.late = self.late or search.report(origin)
+            self.late = self.late or diagnose(origin, search.context)
         return None
 
 

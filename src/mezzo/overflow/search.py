@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
 from mezzo.overflow.diagnose import Context, diagnose, highest_scale
-from mezzo.overflow.report import Origin, Overflow
+from mezzo.overflow.report import Overflow
 from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, each_tensor
@@ -95,7 +95,7 @@ def locate(
         if origin is not None and (
             not origin.may_be_meant or any(end.numel() == 1 and not is_finite(end) for end in ends)
         ):
-            return search.report(origin)
+            return diagnose(origin, search.context)
         starts = [_wide(end) * scale for end in ends if end.requires_grad]
         return search.backward(starts, [torch.ones_like(start) for start in starts], backward) if starts else None
 
@@ -159,7 +159,7 @@ class Search:
         if origin is None:
             return None
         if origin.phase == "forward" or origin.source != "made":
-            return self.report(origin)
+            return diagnose(origin, self.context)
 
         def is_finite_at(scale: float) -> bool:
             lower = [gradient * (scale / self.context.loss_scale) for gradient in gradients]
@@ -170,7 +170,7 @@ class Search:
         lowered = highest_scale(self.context.loss_scale, origin.needed, torch.finfo(origin.dtype).max, is_finite_at)
         # In a wider format a scale below 1 would only hide that the gradient itself has no bound.
         is_cure = origin.dtype == torch.float16 or (lowered or 0) >= 1
-        return self.report(origin, lowered if is_cure else None)
+        return diagnose(origin, self.context, lowered if is_cure else None)
 
     def _leaves(self, starts: Iterable[Tensor]) -> list[Tensor]:
         """Find every tensor that a backward pass may give a gradient to."""
@@ -178,10 +178,6 @@ class Search:
         params = (param for model in self.context.models for param in model.parameters())
         found = (*(param for param in params if param.requires_grad), *leaves_of(starts))
         return list({id(leaf): leaf for leaf in found}.values())
-
-    def report(self, origin: Origin, lowered: float | None = None) -> Overflow:
-        """Say of an origin what it is, why, and what would cure it."""
-        return diagnose(origin, self.context, lowered)
 
 
 def _wide(loss: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -41,9 +41,13 @@ DEFAULT_POLICIES: Final = (
 )
 
 
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The results of one recipe under several policies.
+    """The results of one recipe under several policies; before its first step, what is known already.
 
     Attributes:
         recipe: Its name.
@@ -53,7 +57,7 @@ class Comparison:
         data_sha256: Fingerprint of the data and its division.
         steps: Steps per policy.
         seed: Of initial weights and batches; ``None`` for a script, which seeds by itself.
-        date: When it ended, ISO 8601 with the time zone.
+        date: When it ended, or began, ISO 8601 with the time zone.
         machine: What it ran on.
         parallel: How the ranks shared the work; ``None`` for one process.
         ranks: How many there were. Times and bytes are those of rank 0.
@@ -66,18 +70,18 @@ class Comparison:
     recipe: str
     summary: str
     metric: Metric
-    references: Mapping[str, float]
-    data_sha256: str
+    references: Mapping[str, float] = field(default_factory=dict)
+    data_sha256: str = ""
     steps: int
-    seed: int | None
-    date: str
+    seed: int | None = None
+    date: str = field(default_factory=_now)
     machine: Mapping[str, str | int | bool]
-    parallel: Parallel | None
-    ranks: int
+    parallel: Parallel | None = None
+    ranks: int = 1
     policies: tuple[str, ...]
-    rows: tuple[RunResult, ...]
-    interrupted: bool
-    directory: Path | None
+    rows: tuple[RunResult, ...] = ()
+    interrupted: bool = True
+    directory: Path | None = None
 
     @property
     def reference(self) -> str:
@@ -204,22 +208,15 @@ def begun(
         data_sha256=split.sha256(),
         steps=steps,
         seed=seed,
-        date=_now(),
         machine=describe(world.device),
         parallel=world.parallel,
         ranks=world.size,
         policies=tuple(str(policy) for policy in policies),
-        rows=(),
-        interrupted=True,
         directory=None if directory is None else directory.path,
     )
     if directory is not None:
         directory.begin(comparison.to_dict())
     return comparison
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def _results(

@@ -90,12 +90,12 @@ class RunResult:
     steps: int
     seconds: float
     final_metric: float | None
-    best_metric: float | None
-    best_step: int | None
+    best_metric: float | None = None
+    best_step: int | None = None
     final_loss: float | None
     step_ms: tuple[float, float, float] | None
     state_bytes: StateBytes | None
-    saved_bytes: int | None
+    saved_bytes: int | None = None
     peak_bytes: int | None
     skipped_steps: int
     final_scale: float | None

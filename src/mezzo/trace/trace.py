@@ -35,7 +35,7 @@ class Trace:
         casts: The same of casts.
         cast_bytes: The bytes that they read and write.
         products: How often each product occurs whose dimensions tensor cores do not like.
-        flops: The operations of products in the forward pass, by module, op, line, dtype and reason.
+        flops: The operations of products in the forward pass, by module, op, dtype, reason and line.
         num_products: How many products these are.
         moved_bytes: What all kernels read and write, casts included, without what only emulation does.
         trips: What is cast up, and its result down again, in the forward pass.
@@ -49,8 +49,8 @@ class Trace:
     casts: Counter[tuple[str, ...]] = field(default_factory=Counter)
     cast_bytes: Counter[tuple[str, ...]] = field(default_factory=Counter)
     products: Counter[tuple[Any, ...]] = field(default_factory=Counter)
-    flops: Counter[tuple[str, str, str | None, str, str]] = field(default_factory=Counter)
-    num_products: Counter[tuple[str, str, str | None, str, str]] = field(default_factory=Counter)
+    flops: Counter[tuple[str, str, str, str, str | None]] = field(default_factory=Counter)
+    num_products: Counter[tuple[str, str, str, str, str | None]] = field(default_factory=Counter)
     moved_bytes: int = 0
     trips: Trips = field(default_factory=Trips)
     inner_ops: dict[tuple[str, str], set[str]] = field(default_factory=dict)
@@ -175,6 +175,6 @@ class Trace:
             amount, dtype = counted
             name = dtype_name(self.dtype if emulated else dtype)
             op, why = (kernel_name(kernel), "") if call is None else (call.op, call.why)
-            key = (place.module, op, line, name, why)
+            key = (place.module, op, name, why, line)
             self.flops[key] += amount
             self.num_products[key] += 1

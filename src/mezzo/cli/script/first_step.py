@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from mezzo.cli.output import note, show_explanation, show_json
+from mezzo.cli.output import ALERT, note, show_explanation, show_json
 from mezzo.cli.script.running import ended_lines, ended_with
 from mezzo.explanation.table import renderables
 from mezzo.policy import Policy
@@ -17,8 +17,6 @@ from mezzo.script import Program, rehearse
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["explain_script"]
-
-_ALERT = 4
 
 
 def explain_script(program: Program, policy: Policy, *, full: bool = False, as_json: bool = False) -> NoReturn:
@@ -46,4 +44,4 @@ def explain_script(program: Program, policy: Policy, *, full: bool = False, as_j
     ran_low = any(product.dtype in map(dtype_name, LOW) for each in found.explanations for product in each.products)
     if not found.explanations and found.error is None:
         note(f"{program.name} called no model to train before its first step")
-    raise typer.Exit(ended_with(program, found.error) or (0 if ran_low else _ALERT))
+    raise typer.Exit(ended_with(program, found.error) or (0 if ran_low else ALERT))

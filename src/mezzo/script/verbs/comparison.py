@@ -116,19 +116,11 @@ def begun(
         recipe=name,
         summary="a script as it is; its final loss is the mean of the last tenth of the steps",
         metric=_metric(math.nan),
-        references={},
-        data_sha256="",
         steps=steps or 0,
-        seed=None,
-        date="",
         machine=describe(default_device()),
-        parallel=None,
-        ranks=1,
         policies=tuple(map(str, policies)),
-        rows=(),
-        interrupted=True,
         directory=None if directory is None else directory.path,
-    ).ended(())
+    )
 
 
 def summed_up(comparison: Comparison, rows: Sequence[RunResult]) -> Comparison:
@@ -212,12 +204,9 @@ def result_of(policy: str, ended: ScriptEnd) -> RunResult:
         steps=len(records),
         seconds=sum(record.ms for record in records) / 1e3,
         final_metric=statistics.fmean(losses[-math.ceil(_TAIL * len(losses)) :]) if losses else None,
-        best_metric=None,
-        best_step=None,
         final_loss=losses[-1] if losses else None,
         step_ms=step_ms(records),
         state_bytes=None if state is None else StateBytes(**state),
-        saved_bytes=None,
         peak_bytes=report.get("peak_bytes"),
         skipped_steps=sum(record.skipped for record in records),
         final_scale=report.get("scale"),
