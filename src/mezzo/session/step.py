@@ -17,7 +17,7 @@ from mezzo.session.core import Core, current
 from mezzo.session.refusals.calls import check_numbers, checked_schedulers, chosen, not_finite
 from mezzo.session.scale import Step, StepOutcome, adapt, one_or_all
 from mezzo.session.update import update
-from mezzo.session.verdict import Judged, check
+from mezzo.session.verdict import Judged, judge_groups
 from mezzo.session.window.group import GradientGroup
 from mezzo.step.consensus import Heard
 from mezzo.step.passes import Verdict
@@ -102,7 +102,7 @@ def _judged(core: Core, groups: list[GradientGroup], optimizers: list[Optimizer]
     core.look_for_edits(groups)
     agreement = core.agreement
     whole = None if agreement is None else agreement.whole
-    judged = check(groups, optimizers, core.device, core.max_grad_norm, whole)
+    judged = judge_groups(groups, optimizers, core.device, core.max_grad_norm, whole)
     core.weights.low.check(judged.dtypes)
     if agreement is not None:
         judged = agreement.judged(judged, core.inner_overflows, core.bits_of(optimizers))

@@ -19,7 +19,7 @@ from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, dense, norms
 from mezzo.step.passes import Verdict, decided, not_finite
 
-__all__ = ["Judged", "check", "together"]
+__all__ = ["Judged", "judge_groups", "together"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Judged:
         return bool(self.verdict.found_inf)
 
 
-def check(
+def judge_groups(
     groups: list[GradientGroup],
     optimizers: list[Optimizer],
     device: torch.device,
