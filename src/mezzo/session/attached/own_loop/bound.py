@@ -1,34 +1,38 @@
-"""Names of torch's that are bound to something else, for the whole process, and given back."""
+"""Names of torch's that lead to something else, for the whole process, and are given back."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
+import weakref
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.optim.checks import Look
 
-__all__ = ["Bound", "Make"]
-
-#: Returns what replaces a function, and is given that function.
-Make: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+__all__ = ["Bound"]
 
 #: What may stand in front of a class's attribute that was none of its own.
 _ABSENT: Final = object()
 
 
 class Bound:
-    """What was bound, and the way back. It refers to no session, so that it keeps none alive.
+    """Have calls of functions lead to methods, which are given the function itself first, and the way back.
+
+    Methods are held weakly, so that no session is kept alive: once their object is gone, the function is called.
 
     Example:
         >>> import math
         >>> from mezzo.session.attached.own_loop.bound import Bound
-        >>> bound, plain = Bound(), math.sqrt
-        >>> bound.replace(math, "sqrt", lambda sqrt: lambda x: sqrt(x) + 1)
+        >>> class Shift:
+        ...     def sqrt(self, plain, x):
+        ...         return plain(x) + 1
+        >>> bound, plain, shift = Bound(), math.sqrt, Shift()
+        >>> bound.replace(math, "sqrt", shift.sqrt)
         >>> math.sqrt(4.0)
         3.0
         >>> bound.give_back()
@@ -39,20 +43,22 @@ class Bound:
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
 
-    def replace(self, place: Any, name: str, make: Make) -> None:
-        """Bind an attribute of a module, a class or an instance to something else.
+    def replace(self, place: Any, name: str, instead: Callable[..., Any]) -> None:
+        """Have a function lead to a method.
 
         Args:
-            place: What has it.
+            place: The module or class that has the function.
             name: Its name.
-            make: Makes the replacement.
+            instead: The method.
         """
         before = vars(place).get(name, _ABSENT)
-        made = make(getattr(place, name))
+        made: Any = _leading_to(instead, getattr(place, name))
+        if name == "__init_subclass__":  # a class method of itself only where a class statement has it
+            made = classmethod(made)
         self._undo.callback(_put_back, place, name, before, made)
         setattr(place, name, made)
 
-    def inside(self, place: Any, name: str, make: Make) -> None:
+    def inside(self, place: Any, name: str, instead: Callable[..., Any]) -> None:
         """Replace what a decorated function calls, so that names that were imported before have it too.
 
         torch's clipping functions are each a wrapper that disables gradients around the function itself. The wrapper
@@ -62,27 +68,39 @@ class Bound:
         Args:
             place: The module that has the function.
             name: The function's name.
-            make: Makes the replacement of what the wrapper calls.
+            instead: The method to which the wrapper's call leads.
         """
-        function = getattr(place, name)
-        if cell := _cell_of(function):
+        if cell := _cell_of(getattr(place, name)):
             plain = cell.cell_contents
             self._undo.callback(setattr, cell, "cell_contents", plain)
-            cell.cell_contents = make(plain)
+            cell.cell_contents = _leading_to(instead, plain)
         else:
-            self.replace(place, name, make)
+            self.replace(place, name, instead)
 
     def before_steps(self, look: Callable[[Optimizer], object]) -> None:
-        """Have something look at every optimizer that is about to step.
+        """Have a method look at every optimizer that is about to step.
 
         Args:
             look: Is called with it; it may raise, and writes nothing.
         """
-        self._undo.callback(register_optimizer_step_pre_hook(Look(look)).remove)
+        here = weakref.WeakMethod(look)
+        hook = Look(lambda optimizer: None if (found := here()) is None else found(optimizer))
+        self._undo.callback(register_optimizer_step_pre_hook(hook).remove)
 
     def give_back(self) -> None:
         """Put everything back; what others have bound since stays."""
         self._undo.close()
+
+
+def _leading_to(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    here = weakref.WeakMethod(method)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        instead = here()
+        return plain(*args, **kwargs) if instead is None else instead(plain, *args, **kwargs)
+
+    return call
 
 
 def _cell_of(function: Any) -> types.CellType | None:

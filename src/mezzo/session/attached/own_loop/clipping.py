@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,44 +36,30 @@ class Clipping:
             bound: What binds them.
         """
         for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
-            bound.inside(clip_grad, name, self._of_parameters)
-        bound.inside(clip_grad, "_get_total_norm", self._of_gradients)
+            bound.inside(clip_grad, name, self._clip)
+        bound.inside(clip_grad, "_get_total_norm", self._total_norm)
 
-    def _of_parameters(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        here = weakref.ref(self)
+    def _clip(self, plain: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._rests():
+            return plain(parameters, *args, **kwargs)
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._unscale(params)
+        self._runs = True
+        try:
+            return plain(params or parameters, *args, **kwargs)  # torch warns of an empty generator
+        finally:
+            self._runs = False
 
-        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            clipping = here()
-            if clipping is None or clipping.rests:
-                return plain(parameters, *args, **kwargs)
-            params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            clipping.unscale(params)
-            clipping._runs = True
-            try:
-                return plain(params or parameters, *args, **kwargs)  # torch warns of an empty generator
-            finally:
-                clipping._runs = False
+    def _total_norm(self, plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._rests():
+            return plain(tensors, *args, **kwargs)
+        return plain(self._unscaled([tensors] if isinstance(tensors, Tensor) else list(tensors)), *args, **kwargs)
 
-        return clip
-
-    def _of_gradients(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        here = weakref.ref(self)
-
-        def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            clipping = here()
-            if clipping is None or clipping.rests:
-                return plain(tensors, *args, **kwargs)
-            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            return plain(clipping.unscaled(given), *args, **kwargs)
-
-        return total_norm
-
-    @property
-    def rests(self) -> bool:
+    def _rests(self) -> bool:
         """Whether nothing is left to unscale: the session is closed, or it is about what was unscaled just now."""
         return self._runs or self._core.is_closed or not any(group.window for group in self._core.groups)
 
-    def unscale(self, params: list[Tensor]) -> None:
+    def _unscale(self, params: list[Tensor]) -> None:
         """Unscale the gradients of parameters, or of masters, and of all that belongs to the same optimizer.
 
         Args:
@@ -86,7 +71,7 @@ class Clipping:
                 self._amp.unscale_(group.optimizers)
                 group.window.is_found = True  # an infinity that is clipped to a number has overflowed all the same
 
-    def unscaled(self, gradients: list[Tensor]) -> list[Tensor]:
+    def _unscaled(self, gradients: list[Tensor]) -> list[Tensor]:
         """Return gradients as they are once they are unscaled.
 
         Args:
@@ -95,7 +80,7 @@ class Clipping:
         pairs = ((leaf, p) for group in self._core.groups if group.window for p, leaf in group.with_leaves())
         of = {id(leaf.grad): leaf for leaf, _ in pairs if leaf.grad is not None}
         found = [of.get(id(gradient)) for gradient in gradients]
-        self.unscale([leaf for leaf in found if leaf is not None])
+        self._unscale([leaf for leaf in found if leaf is not None])
         return [
             gradient if leaf is None or leaf.grad is None else leaf.grad
             for gradient, leaf in zip(gradients, found, strict=True)

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler  # itself: under `mezzo run` torch.amp has a script's, which scales nothing
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared
@@ -22,7 +23,6 @@ from mezzo.session.attached.own_loop.checkpoints import carry, resume
 from mezzo.session.attached.own_loop.clipping import Clipping
 from mezzo.session.attached.own_loop.forward import CalledIn
 from mezzo.session.attached.own_loop.passes import Passes
-from mezzo.session.attached.own_loop.scalers import refuse_scalers
 from mezzo.session.attached.own_loop.schedules import Schedules
 from mezzo.session.attached.standing import Standing
 from mezzo.session.refusals import beginning, calls
@@ -244,14 +244,14 @@ class _OwnLoop(Standing):
             self._called = CalledIn(models, amp.autocast, wide, self.attached.exact)
             self._undo.callback(self._called.leave)
             self._undo.callback(self.bound.give_back)
-            self.bound.replace(torch.autograd, "_engine_run_backward", self._passes.around)
+            self.bound.replace(torch.autograd, "_engine_run_backward", self._passes.run)
             self._clipping.bind(self.bound)
             if schedules is not None:
                 schedules.bind(self.bound)
             self._carry(optimizers)
-            here = weakref.ref(self)
-            self.bound.before_steps(lambda optimizer: None if (loop := here()) is None else loop.check(optimizer))
-            refuse_scalers(self.bound, lambda optimizer: (loop := here()) is not None and loop.scales(optimizer))
+            self.bound.before_steps(self.check)
+            for name in ("unscale_", "step"):
+                self.bound.replace(GradScaler, name, self._call_scaler)
         except BaseException:
             self.end()
             raise
@@ -270,11 +270,20 @@ class _OwnLoop(Standing):
             for handle in carry(self.attached.core, optimizer):
                 self._undo.callback(handle.remove)
 
-    def scales(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of an optimizer are other than plain ones until its step."""
+    def _call_scaler(
+        self, plain: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Refuse ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` where the session scales as well."""
         assert self.attached is not None
         core = self.attached.core
-        return self.unscales and not core.is_closed and optimizer in core.optimizers
+        if self.unscales and not core.is_closed and optimizer in core.optimizers and scaler.is_enabled():
+            raise StateError(
+                "a GradScaler scales the loss besides the session",
+                where=f"{type(scaler).__name__}.{plain.__name__}({type(optimizer).__name__})",
+                why="the gradients carry both scales, and each would count the overflows of the other",
+                write="GradScaler(enabled=False), with which the loop stays as it is: the policy has the scale",
+            )
+        return plain(scaler, optimizer, *args, **kwargs)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse a step of an optimizer that is not attached, with gradients of parameters that are.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -57,32 +56,11 @@ class Passes:
         self._groups: list[GradientGroup] | None = None
         self._group_of: dict[int, GradientGroup] = {}
 
-    def around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what replaces the function by which torch runs its engine; without the session it is that function.
-
-        Args:
-            plain: torch's function.
-        """
-        here = weakref.ref(self)
-
-        def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
-            passes = here()
-            if passes is None or not kwargs.get("accumulate_grad") or passes.are_others():
-                return plain(roots, *args, **kwargs)
-            return passes.run(plain, roots, *args, **kwargs)
-
-        return run
-
-    def are_others(self) -> bool:
-        """Whether passes that begin now are none of the user's: the session's own, or part of one that runs."""
-        core = self._core
-        return core.is_closed or core.runs_backward or runs_backward()
-
     def run(self, plain: Callable[..., Any], roots: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a pass, scaled if it reaches parameters of the session.
+        """Run a pass, scaled if it is the user's own and reaches parameters of the session.
 
         Args:
-            plain: What runs it.
+            plain: torch's function, which runs it.
             roots: What is differentiated.
             gradients: Their gradients, or ``None``.
             *args: What the engine takes besides: whether to keep the graph, to make one, and the inputs.
@@ -93,6 +71,9 @@ class Passes:
                 are to be differentiated.
         """
         core = self._core
+        are_others = core.is_closed or core.runs_backward or runs_backward()  # or part of one that runs
+        if are_others or not kwargs.get("accumulate_grad"):
+            return plain(roots, gradients, *args, **kwargs)
         inputs = args[2] if len(args) > 2 else ()
         reached = _given(inputs) if inputs else _walked(roots)
         groups, others = self._split(reached)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -91,37 +90,29 @@ class Schedules:
         Args:
             bound: What binds their ``step``.
         """
-        for kind in {kind: None for kind in _kinds(LRScheduler) if "step" in vars(kind)}:
-            bound.replace(kind, "step", self._of_class)
-        here = weakref.ref(self)
+        self._bound = bound
+        for kind in dict.fromkeys(_kinds(LRScheduler)):
+            self._bind_step(kind)
+        bound.replace(LRScheduler, "__init_subclass__", self._init_subclass)
 
-        def of_later(plain: Callable[..., Any]) -> Any:
-            def init_subclass(cls: type, /, **kwargs: Any) -> None:
-                plain(**kwargs)
-                if (schedules := here()) is not None and "step" in vars(cls):
-                    bound.replace(cls, "step", schedules._of_class)
+    def _bind_step(self, kind: type) -> None:
+        if "step" in vars(kind):
+            self._bound.replace(kind, "step", self._step)
 
-            return classmethod(init_subclass)
+    def _init_subclass(self, plain: Callable[..., Any], cls: type, /, **kwargs: Any) -> None:
+        plain(**kwargs)
+        self._bind_step(cls)
 
-        bound.replace(LRScheduler, "__init_subclass__", of_later)
-
-    def _of_class(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        here = weakref.ref(self)
-
-        @functools.wraps(plain)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            schedules = here()
-            if schedules is None or schedules._runs:  # a scheduler of schedulers, or of a class above
-                return plain(self, *args, **kwargs)
-            if schedules.waits(self):
-                return None
-            schedules._runs = True
-            try:
-                return plain(self, *args, **kwargs)
-            finally:
-                schedules._runs = False
-
-        return step
+    def _step(self, plain: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._runs:  # a scheduler of schedulers, or of a class above
+            return plain(scheduler, *args, **kwargs)
+        if self.waits(scheduler):
+            return None
+        self._runs = True
+        try:
+            return plain(scheduler, *args, **kwargs)
+        finally:
+            self._runs = False
 
 
 def _kinds(kind: type) -> Iterator[type]:
