@@ -49,25 +49,26 @@ class Gathering:
         policy: The policy.
         ledger: What is written down.
         seams: Replaces names of torch.
+        measuring: Counts the products of the first steps.
     """
 
-    def __init__(self, attach: Attach, policy: Policy, ledger: Ledger, seams: Seams) -> None:
+    def __init__(self, attach: Attach, policy: Policy, ledger: Ledger, seams: Seams, measuring: Measuring) -> None:
         self.amp: AttachedPrecision | None = None
-        self._attach, self._policy, self._ledger, self._seams = attach, policy, ledger, seams
+        self._attach, self._policy, self._ledger, self._measuring = attach, policy, ledger, measuring
         self._session: list[Optimizer] = []
         self._models: list[nn.Module] = []
         self._held = set[int]()  # the parameters of these models, by id
         self._new: list[weakref.ref[Optimizer]] = []
         self._added = set[int]()  # parameters of new ones, by id, where a session may have put masters since
         self._firsts: list[tuple[weakref.ref[Optimizer], Any]] = []
+        self._watching = seams.enter_context(Seams())  # calls of modules, until a session begins
         self._is_watching = False
         self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without a parameter of a new one
         self._told_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._told_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._inner: InnerCalls | None = None
-        self._measuring: Measuring | None = None
         self._loaded = list[Mapping[str, Any]]()  # what the script has of a checkpoint, until a session begins
-        self._replace()
+        self._replace(seams)
 
     def region(self) -> AbstractContextManager[Any]:
         """Return the region of the session; nothing's where there is none."""
@@ -109,8 +110,6 @@ class Gathering:
             return []
         gradients = _gradients(amp, self._models)
         self.amp, self._session, self._models, self._held = None, [], [], set()
-        if self._measuring is not None:
-            self._measuring.let_go()
         if self._inner is not None:
             self._inner.leave()
             self._inner = None  # it keeps the session, and so optimizers that the script has no more
@@ -123,8 +122,6 @@ class Gathering:
     def close(self) -> None:
         """End the session, and take note of no more."""
         try:
-            if self._measuring is not None:
-                self._measuring.stop()
             self.end()
         finally:
             for reference, first in self._firsts:
@@ -134,7 +131,7 @@ class Gathering:
             self._firsts.clear()
             self._new.clear()
 
-    def _replace(self) -> None:
+    def _replace(self, seams: Seams) -> None:
         gathering, plain_init, plain_add = self, Optimizer.__init__, Optimizer.add_param_group
 
         @functools.wraps(plain_init)
@@ -148,8 +145,8 @@ class Gathering:
             if gathering.has(self):
                 gathering._expect(self)
 
-        self._seams.replace(Optimizer, "__init__", init)
-        self._seams.replace(Optimizer, "add_param_group", add_param_group)
+        seams.replace(Optimizer, "__init__", init)
+        seams.replace(Optimizer, "add_param_group", add_param_group)
 
     # When to begin --------------------------------------------------------------------------------------------
 
@@ -199,7 +196,7 @@ class Gathering:
                 gathering._begin()
             return plain(self, *args, **kwargs)
 
-        self._seams.replace(nn.Module, "__call__", call)
+        self._watching.replace(nn.Module, "__call__", call)
         self._is_watching = True
 
     def _may_begin(self) -> bool:
@@ -224,7 +221,7 @@ class Gathering:
         new = [each for each in self._new if each not in old]
         self._new.clear()
         self._added.clear()
-        self._seams.put_back(nn.Module, "__call__")
+        self._watching.close()
         self._is_watching = False
         accumulated = list[Tensor]()
         if self.amp is not None:
@@ -262,14 +259,12 @@ class Gathering:
             self._ledger.left_alone[f"{type(optimizer).__name__} over {tensors}"] = "no module holds what it updates"
         if not optimizers:
             return False
-        if self._measuring is None:
-            self._measuring = Measuring(self._ledger)
+        self._measuring.begin()
         self.amp = self._session_over(models, optimizers)
         if self.amp is None:
             return False
         self._ledger.intercepted[_ALWAYS] = 1
         self._inner = InnerCalls(models, self.amp.autocast)
-        self._measuring.follow(optimizers)
         self._session, self._models = optimizers, models
         self._held = {id(param) for model in models for param in model.parameters()}
         self._go_on()

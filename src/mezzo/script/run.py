@@ -86,17 +86,17 @@ def run(
 
     error: BaseException | None = None
     with Seams() as seams:
-        gathering = Gathering(begin, chosen, ledger, seams)
+        log = StepLog(str(chosen), told, steps, ledger, seams)
+        gathering = Gathering(begin, chosen, ledger, seams, log.measuring)
         prepared = prepare_wrapped(chosen, ledger, seams)
         replace_amp(gathering, ledger, seams)
-        log = StepLog(str(chosen), told, steps, seams)
         try:
             with under_way(log), entered, contextlib.suppress(Enough):
                 program.run()
         except BaseException as raised:  # an exit and an interrupt are the script's own, too
             error = raised.with_traceback(own_traceback(raised))
         with contextlib.suppress(MezzoError) if error else contextlib.nullcontext():
+            log.measuring.stop()
             gathering.close()
             prepared.close()
-    ledger.state_bytes = log.bytes
     return ScriptRun(report=ledger.report(program.name, chosen), error=error)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.numerics.footprint import StateBytes, state_bytes
+from mezzo.numerics.footprint import state_bytes
 from mezzo.recipes import StepRecord
+from mezzo.script.measuring import Measuring
 from mezzo.script.program import Enough
+from mezzo.script.report import Ledger
 from mezzo.script.seams import Seams
 from mezzo.session.core import Core, PlainRun
 from mezzo.session.scale import StepOutcome
@@ -30,17 +32,20 @@ class StepLog(PlainRun):
         policy: The policy's text.
         told: Is told of each step; ``None`` where nothing is to be read from the device.
         most: After how many steps the script ends, in its next backward pass; ``None`` where it ends by itself.
+        ledger: Where steps are told of, gets what the second one finds in memory: there is an optimizer's state then.
         seams: Replaces names of torch.
 
     Attributes:
-        bytes: What the second step found in memory, once there is an optimizer's state.
+        measuring: Counts the products of the first steps.
 
     **Cost**: where steps are told of, one transfer from the device for each.
     """
 
-    def __init__(self, policy: str, told: Callable[[StepRecord], None] | None, most: int | None, seams: Seams) -> None:
-        self.bytes: StateBytes | None = None
-        self._policy, self._told, self._most = policy, told, most
+    def __init__(
+        self, policy: str, told: Callable[[StepRecord], None] | None, most: int | None, ledger: Ledger, seams: Seams
+    ) -> None:
+        self.measuring = Measuring(ledger)
+        self._policy, self._told, self._most, self._ledger = policy, told, most, ledger
         self._taken, self._began = 0, time.perf_counter()
         self._loss: Tensor | None = None
         self._watch(seams)
@@ -70,10 +75,11 @@ class StepLog(PlainRun):
 
     def _stepped(self, core: Core, outcome: StepOutcome) -> None:
         self._taken += 1
+        self.measuring.stepped()
         if self._told is None:
             return
-        if self.bytes is None and self._taken > 1:
-            self.bytes = state_bytes(nn.ModuleList(core.models), core.weights.updated(), *core.optimizers)
+        if self._ledger.state_bytes is None and self._taken > 1:
+            self._ledger.state_bytes = state_bytes(nn.ModuleList(core.models), core.weights.updated(), *core.optimizers)
         verdict = outcome.verdict
         loss = verdict.grad_norm.new_full((), float("nan")) if self._loss is None else self._loss
         numbers = (loss, outcome.scale.max(), verdict.found_inf, verdict.grad_norm)
