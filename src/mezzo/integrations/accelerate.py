@@ -238,7 +238,6 @@ class _Calls(Standing):
             models: Its models.
             holds: Whether Accelerate is told of skipped steps.
         """
-        assert self.attached is not None, "there is an optimizer"
         wide = torch.float32 if self.policy.output_dtype is None else None
         self._undo.callback(CalledIn(models, amp.autocast, wide, self.attached.exact).leave)
         for model in models if self.policy.param_dtype in LOW else ():

@@ -260,8 +260,7 @@ class _SessionPlugin(Precision):
 
     def _exact(self, handle: Prepared) -> Callable[[Tensor], Tensor | None]:
         """Return what gives the FP32 value of a model's tensors, before the session and under it."""
-        attached = None if self._standing is None else self._standing.attached
-        return handle.original_of if attached is None else attached.exact()
+        return handle.original_of if self._standing is None else self._standing.attached.exact()
 
     def __deepcopy__(self, memo: Any) -> _SessionPlugin:
         """Return itself: a LightningModule is copied with its Fabric, and a session cannot be."""
@@ -277,7 +276,6 @@ class _SessionPlugin(Precision):
 
             models = [handle.model for handle in handles]
             standing = Standing(models, self.optimizers, self._policy, words=_WORDS, begin=begun)
-            assert standing.attached is not None, "there is an optimizer"
             if self._policy.param_dtype in LOW:
                 own = [module for module, handle in self._modules.items() if handle.model is not module]
                 standing.attached.save_as(torch.float32, own)
@@ -288,7 +286,6 @@ class _SessionPlugin(Precision):
 
     def _take_over(self, optimizers: list[Optimizer]) -> None:
         assert self._standing is not None
-        assert self._standing.attached is not None
         for optimizer in optimizers:
             self._standing.attached.take_over(optimizer, self._standing.step)
 

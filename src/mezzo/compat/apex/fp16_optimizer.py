@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError, nearest, shown
+from mezzo.policy import Policy
 from mezzo.scale import LossScale
-from mezzo.session.attached import AroundOptimizer, Words
+from mezzo.session.attached import Standing, Words
+from mezzo.session.refusals.beginning import listed_optimizers
+from mezzo.tensors import LOW
 
 __all__ = ["FP16_Optimizer"]
 
@@ -62,9 +67,20 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         verbose: bool = True,
     ) -> None:
         scale = _dynamic(dynamic_loss_args or {}) if dynamic_loss_scale else LossScale.constant(static_loss_scale)
-        self.optimizer, self.dynamic_loss_scale = init_optimizer, dynamic_loss_scale
-        self._around = AroundOptimizer(init_optimizer, scale, Words(backward="optimizer.backward(loss)"))
-        self._attached, self._amp = self._around.attached, self._around.attached.amp
+        (self.optimizer,) = listed_optimizers(init_optimizer, "FP16_Optimizer(optimizer)")
+        self.dynamic_loss_scale = dynamic_loss_scale
+        groups: list[list[Tensor]] = [group["params"] for group in self.optimizer.param_groups]
+        self._low = [[param for param in params if param.dtype in LOW] for params in groups]
+        self._model = nn.ParameterList(param for params in groups for param in params)
+        policy = Policy.O0(loss_scale=scale)
+        if kinds := {param.dtype for params in self._low for param in params}:
+            dtype = torch.bfloat16 if kinds == {torch.bfloat16} else torch.float16  # both are refused, by name
+            wide = [name for name, param in self._model.named_parameters() if param.dtype not in LOW]
+            policy = Policy.O2(dtype, loss_scale=scale).keep_fp32(params=wide)
+        self._standing = Standing(
+            [self._model], [self.optimizer], policy, words=Words(backward="optimizer.backward(loss)")
+        )
+        self._attached, self._amp = self._standing.attached, self._standing.attached.amp
         self._found: Tensor | None = None
 
     def __getstate__(self) -> Any:
@@ -102,7 +118,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             update_master_grads: Whether to unscale at once; with several losses the last call may do it for all.
             retain_graph: As ``Tensor.backward`` takes it.
         """
-        self._around.standing.scaled(loss, 0, [self.optimizer]).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._standing.scaled(loss, 0, [self.optimizer]).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if update_master_grads:
             self.update_master_grads()
 
@@ -156,7 +172,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             "overflow": self.overflow,
             "first_closure_call_this_step": True,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": self._around.masters(),
+            "fp32_from_fp16": self._fp32_values(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -169,15 +185,34 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             raise StateError("this is no state of an FP16_Optimizer", where=f"it lacks {', '.join(missing)}")
         scaler = state_dict["loss_scaler"]
         fields = scaler if isinstance(scaler, Mapping) else {"loss_scale": scaler.cur_scale, "unskipped": 0}
-        self._around.load_masters(state_dict["fp32_from_fp16"])
+        self._load_fp32_values(state_dict["fp32_from_fp16"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self._attached.set_scale(fields["loss_scale"])
         if self.dynamic_loss_scale:
             self._amp.load_state_dict({"loss_scaler0": dict(fields)})
 
+    def _fp32_values(self) -> list[list[Tensor]]:
+        """Return copies of the FP32 values of low-precision parameters, group by group."""
+        updated = zip(self._model.parameters(), self._amp.master_params(), strict=True)
+        of: dict[Tensor, Tensor] = dict(updated)
+        return [[of[param].detach().clone() for param in params] for params in self._low]
+
+    def _load_fp32_values(self, saved: Iterable[Iterable[Any]]) -> None:
+        """Take FP32 values over, and round them into the parameters."""
+        given = [list(each) for each in saved]
+        if [[each.shape for each in group] for group in given] != [[p.shape for p in params] for params in self._low]:
+            raise StateError(
+                "these are masters of other parameters",
+                why="their number or their shapes differ",
+                write="the state of an optimizer over the same parameters, in the same groups",
+            )
+        names: dict[Tensor, str] = {param: name for name, param in self._model.named_parameters()}
+        pairs = zip(itertools.chain(*self._low), itertools.chain(*given), strict=True)
+        self._model.load_state_dict({names[param]: master for param, master in pairs}, strict=False)
+
     def close(self) -> None:
         """End it: the optimizer is as it was, over the model's FP16 parameters."""
-        self._around.standing.end()
+        self._standing.end()
 
 
 def _dynamic(args: Mapping[str, Any]) -> LossScale:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.compat.apex.functions import FUNCTIONS
+from mezzo.compat.apex.functions import REGISTERED, others, with_rules
 from mezzo.compat.apex.options import policy_of
 from mezzo.compat.apex.refusals import known, listed, unfit
 from mezzo.compat.apex.running import NOW
@@ -118,10 +118,10 @@ def initialize(
         cast_model_outputs, min_loss_scale, max_loss_scale,
     )  # fmt: skip
     raise_together([problem for model in all_models for problem in unfit(model, _BEGIN, stores_low=opt_level > "O1")])
-    policy = FUNCTIONS.rules(policy) if policy.autocast else policy
+    policy = with_rules(policy) if policy.autocast else policy
     standing = Standing(all_models, all_optimizers, policy, words=_WORDS, num_losses=num_losses, casts_batches=True)
     try:
-        for each in FUNCTIONS.others() if policy.autocast else ():
+        for each in others() if policy.autocast else ():
             standing.replace(*each)
     except BaseException:
         standing.end()
@@ -145,7 +145,7 @@ def deinitialize() -> None:
     if NOW.standing is not None:
         NOW.standing.end()
     NOW.standing, NOW.is_disabled = None, False
-    FUNCTIONS.clear()
+    REGISTERED.clear()
 
 
 class _Block:
@@ -216,7 +216,7 @@ def scale_loss(
     scaled = standing.scaled(loss, loss_id, named)
     with standing.off():
         yield scaled
-    if standing.unscales and not delay_unscale and standing.attached is not None:
+    if standing.unscales and not delay_unscale:
         standing.attached.judge(named, adapts=not delay_overflow_check)
 
 
@@ -304,4 +304,4 @@ def _standing(call: str) -> Standing | None:
 def _attached(call: str) -> Attached | None:
     """Return the session that optimizers are attached to, if there is one."""
     standing = _standing(call)
-    return None if standing is None else standing.attached
+    return standing.attached if standing is not None and standing.optimizers else None

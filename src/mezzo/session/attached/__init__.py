@@ -3,10 +3,9 @@
 ``own_loop`` is that of plain torch, ``mezzo.attach``. What calls of other systems mean is said in ``compat/``.
 """
 
-from mezzo.session.attached.around import AroundOptimizer
 from mezzo.session.attached.attached import Attached
 from mezzo.session.attached.lent import adopt, lend, store_low
 from mezzo.session.attached.standing import Standing
 from mezzo.session.weights.words import Words
 
-__all__ = ["AroundOptimizer", "Attached", "Standing", "Words", "adopt", "lend", "store_low"]
+__all__ = ["Attached", "Standing", "Words", "adopt", "lend", "store_low"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.cast import fp32, prepare
+from mezzo.cast import Prepared, fp32, prepare
 from mezzo.cast.held import HeldRegion
 from mezzo.cast.nested import cast_batches
 from mezzo.errors import PolicyError, StateError
@@ -45,7 +45,6 @@ class Standing:
     Attributes:
         policy: The policy.
         optimizers: The optimizers.
-        attached: The session; ``None`` without optimizers.
         unscales: Whether gradients are other than the optimizers need them until they are unscaled.
 
     Raises:
@@ -66,7 +65,7 @@ class Standing:
         begin: Callable[[list[nn.Module]], MixedPrecision] | None = None,
     ) -> None:
         self.policy, self.optimizers, self._words = policy, optimizers, words
-        self.attached: Attached | None = None
+        self._attached: Attached | None = None
         self._held: HeldRegion | None = None
         scale = policy.loss_scale
         self.unscales = policy.master_weights or scale.mode == "dynamic" or scale.init != 1.0
@@ -79,7 +78,7 @@ class Standing:
                     else begin(strays)
                 )
                 undo.callback(MixedPrecision.close, amp)
-                self.attached = Attached(amp, keeps_plain=True)
+                self._attached = Attached(amp, keeps_plain=True)
                 self.attached.core.weights.words = words
                 if begin is not None:
                     self.attached.core.keep_left()  # a program's own loop may clear gradients only before its next loss
@@ -90,7 +89,10 @@ class Standing:
                     self.attached.save_as(torch.float32)
                 region = amp.autocast()
             else:
-                handles = [undo.enter_context(_removed(prepare(model, policy))) for model in models]
+                handles = list[Prepared]()
+                for model in models:
+                    handles.append(prepare(model, policy))
+                    undo.callback(handles[-1].remove)
                 region = handles[0].autocast(*handles[1:])
             for model in models if casts_batches else ():
                 undo.callback(cast_batches(model, policy.param_dtype, float64_alone=policy.autocast).remove)
@@ -98,6 +100,12 @@ class Standing:
                 self._held = HeldRegion(region, models)
                 undo.callback(self._held.leave)
             self._undo = undo.pop_all()
+
+    @property
+    def attached(self) -> Attached:
+        """The session, which stands where there are optimizers."""
+        assert self._attached is not None, "there is an optimizer"
+        return self._attached
 
     @property
     def casts(self) -> bool:
@@ -140,7 +148,7 @@ class Standing:
             PolicyError: No floating tensor, no such loss, or an optimizer of others.
             StateError: There are no optimizers.
         """
-        if self.attached is None:
+        if not self.optimizers:
             raise StateError("a loss is scaled without optimizers", why="the models were given alone, for inference")
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             kind = str(loss.dtype) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -160,12 +168,17 @@ class Standing:
         Raises:
             StateError: The gradients are none of the session's.
         """
-        assert self.attached is not None, "which has taken it over"
         with self.off():  # an optimizer's own products are not to be cast
             if closure is not None:
-                evaluate = _Evaluations(closure, self._held)
+                returned = list[Any]()
+
+                def evaluate() -> Any:  # its losses are computed where ops are cast
+                    with contextlib.nullcontext() if self._held is None else self._held.on():
+                        returned.append(closure())
+                    return returned[-1]
+
                 self.attached.amp.step(optimizer, evaluate)
-                return evaluate.first
+                return returned[0]
             match self.attached.gradients_of(optimizer):
                 case "none":
                     return self.attached.plain_step(optimizer)()
@@ -196,41 +209,8 @@ class Standing:
         Args:
             optimizers: Which.
         """
-        assert self.attached is not None
         if scaled := [each for each in optimizers if self.attached.gradients_of(each) == "scaled"]:
             self.attached.amp.unscale_(scaled)
-
-
-class _Evaluations:
-    """A closure, which computes its losses where ops are cast.
-
-    Args:
-        closure: The user's.
-        held: The region.
-
-    Attributes:
-        first: What it returned first.
-    """
-
-    def __init__(self, closure: Callable[[], Any], held: HeldRegion | None) -> None:
-        self._closure, self._held, self._returned = closure, held, list[Any]()
-
-    def __call__(self) -> Any:
-        with contextlib.nullcontext() if self._held is None else self._held.on():
-            self._returned.append(self._closure())
-        return self._returned[-1]
-
-    @property
-    def first(self) -> Any:
-        return self._returned[0]
-
-
-@contextlib.contextmanager
-def _removed(handle: Any) -> Iterator[Any]:
-    try:
-        yield handle
-    finally:
-        handle.remove()
 
 
 @fp32

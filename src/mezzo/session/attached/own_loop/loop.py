@@ -236,7 +236,6 @@ class _OwnLoop(Standing):
     ) -> None:
         super().__init__(models, optimizers, policy, words=_WORDS, begin=begin)
         self.bound = Bound()
-        assert self.attached is not None, "there is an optimizer"
         amp = self.attached.amp
         self._passes, self._clipping = Passes(self.attached), Clipping(amp)
         try:
@@ -258,13 +257,11 @@ class _OwnLoop(Standing):
 
     def take(self, optimizers: list[Optimizer]) -> None:
         """Take over the calls of optimizers that have come later."""
-        assert self.attached is not None
         for optimizer in optimizers:
             self.attached.take_over(optimizer, self.step)
         self._carry(optimizers)
 
     def _carry(self, optimizers: list[Optimizer]) -> None:
-        assert self.attached is not None
         self._called.copies.share(optimizers)
         for optimizer in optimizers:
             for handle in carry(self.attached.core, optimizer):
@@ -274,7 +271,6 @@ class _OwnLoop(Standing):
         self, plain: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
         """Refuse ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` where the session scales as well."""
-        assert self.attached is not None
         core = self.attached.core
         if self.unscales and not core.is_closed and optimizer in core.optimizers and scaler.is_enabled():
             raise StateError(
@@ -296,7 +292,6 @@ class _OwnLoop(Standing):
         Raises:
             StateError: Its gradients carry the loss scale, or its weights are stored low.
         """
-        assert self.attached is not None
         core = self.attached.core
         if core.is_closed or core.evaluating is not None or not core.writes.is_done:
             return
@@ -338,7 +333,6 @@ class _OwnLoop(Standing):
         Returns:
             What the closure returned first.
         """
-        assert self.attached is not None
         if closure is not None and not _evaluates_once(optimizer):
             return super().step(optimizer, closure)
         loss = None
