@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mezzo.errors import PolicyError, not_switches
+from mezzo.errors import not_switches, raise_together
 from mezzo.session import MixedPrecision, Step
-from mezzo.session.refusals.beginning import unknown_reaction
+from mezzo.session.refusals.beginning import wrong_options
 
 __all__ = ["ToldPrecision", "check_options", "explain_to"]
 
@@ -62,8 +62,7 @@ def check_options(on_overflow: Any, **switches: Any) -> None:
     Raises:
         PolicyError: With all that are wrong.
     """
-    if problems := [*unknown_reaction(on_overflow), *not_switches(**switches)]:
-        raise PolicyError.together(problems)
+    raise_together([*wrong_options(on_overflow=on_overflow), *not_switches(**switches)])
 
 
 def explain_to(loggers: Iterable[Any], text: str, step: int | None) -> None:

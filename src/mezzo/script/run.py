@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from mezzo.errors import MezzoError
+from mezzo.errors import MezzoError, raise_together
 from mezzo.policy import Policy
 from mezzo.recipes import StepRecord
 from mezzo.script.gathering import Gathering
@@ -23,7 +23,7 @@ from mezzo.script.steps import StepLog
 from mezzo.script.wrapping import prepare_wrapped
 from mezzo.session.attached.own_loop import AttachedPrecision, attach
 from mezzo.session.core import under_way
-from mezzo.session.refusals.beginning import wrong_norm
+from mezzo.session.refusals.beginning import wrong_options
 
 __all__ = ["ScriptRun", "run"]
 
@@ -74,8 +74,7 @@ def run(
     **Cost**: that of :func:`mezzo.attach`; some microseconds of Python for each kernel in the first three steps.
     """
     chosen = Policy.of(policy)
-    for problem in wrong_norm(max_grad_norm):
-        raise problem
+    raise_together(wrong_options(max_grad_norm=max_grad_norm))
     ledger, entered = Ledger(), contextlib.ExitStack()
 
     def begin(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> AttachedPrecision:

@@ -103,8 +103,7 @@ def add(core: Core, optimizers: Any) -> None:
         optimizers: One or several.
     """
     with _starting(core.consensus) as agree:
-        given = beginning.listed_optimizers(optimizers, "amp.add(torch.optim.AdamW(model.head.parameters()))")
-        beginning.check_added(given, core)
+        given = beginning.check_added(optimizers, core)
         agree(core.alike())
         _take_over(given)
         groups, params = core.groups, core.grouped_params

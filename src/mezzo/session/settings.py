@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,6 +13,7 @@ from mezzo.policy import Policy
 from mezzo.session.begin import add
 from mezzo.session.core import Core, current
 from mezzo.session.refusals import beginning
+from mezzo.session.scale import one_or_all
 
 __all__ = ["Settings", "core_of"]
 
@@ -35,7 +35,7 @@ class Settings:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        raise_together(beginning.wrong_norm(value))
+        raise_together(beginning.wrong_options(max_grad_norm=value))
         self._core.max_grad_norm = value
 
     @property
@@ -45,7 +45,7 @@ class Settings:
 
     @on_overflow.setter
     def on_overflow(self, value: Literal["skip", "explain", "raise"]) -> None:
-        raise_together(beginning.unknown_reaction(value))
+        raise_together(beginning.wrong_options(on_overflow=value))
         before = self._core.on_overflow
         if "explain" in (value, before) and value != before:
             raise PolicyError(
@@ -73,8 +73,7 @@ class Settings:
     def loss_scale(self) -> Tensor:
         """The current loss scale, 0-d float32 on the device; one for each loss where there are several."""
         states = ((scaler.state.scale, scaler.in_graph) for scaler in self._core.scalers)
-        scales = [scale.clone() if in_graph else scale for scale, in_graph in states]
-        return scales[0] if len(scales) == 1 else torch.stack(scales)
+        return one_or_all([scale.clone() if in_graph else scale for scale, in_graph in states])
 
     # Added to it ------------------------------------------------------------------------------------------
 

@@ -78,11 +78,11 @@ class Noted(NamedTuple):
     then: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """Outcomes whose numbers are on their way to the host: in pinned memory, there once the event has passed."""
+class _Flight(NamedTuple):
+    """An outcome whose numbers are on their way to the host: in pinned memory, there once the event has passed."""
 
-    outcomes: deque[tuple[StepOutcome, Tensor]]
+    outcome: StepOutcome
+    numbers: Tensor
     event: torch.Event
 
 
@@ -169,7 +169,7 @@ class StepStats:
     @property
     def begun(self) -> int:
         """How many steps there were, those whose numbers are still on their way included."""
-        return self._steps + len(self._waiting) + sum(len(flight.outcomes) for flight in self._flying)
+        return self._steps + len(self._waiting) + len(self._flying)
 
     def stats(self, loss_id: int) -> Stats:
         """Return the account of one loss's scale, waiting for what is still on its way."""
@@ -201,28 +201,23 @@ class StepStats:
         stream = torch.accelerator.current_stream(waiting[0][1].device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
-        outcomes: deque[tuple[StepOutcome, Tensor]] = deque()
+        event, flights = torch.Event(waiting[0][1].device), []
         for outcome, packed in waiting:
             packed.record_stream(stream)
             host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            outcomes.append((outcome, host.copy_(packed, non_blocking=True)))
-        event = torch.Event(waiting[0][1].device)
+            flights.append(_Flight(outcome, host.copy_(packed, non_blocking=True), event))
         event.record(stream)
-        flight = _Flight(outcomes, event)
         # In one go, so that an interrupt neither loses an outcome nor counts it twice.
-        at_once(partial(self._flying.append, flight), partial(self._waiting.__delitem__, slice(len(waiting))))
+        at_once(partial(self._flying.extend, flights), partial(self._waiting.__delitem__, slice(len(waiting))))
 
     def _land(self) -> None:
-        """Count the outcomes of the first flight, waiting until they have arrived."""
-        flight = self._flying[0]
-        flight.event.synchronize()
-        while flight.outcomes:
-            outcome, host = flight.outcomes[0]
-            count = len(outcome.numbers())
-            calls, then = self._counted(outcome, host.numpy()[:count].tolist(), host[count:])
-            at_once(*calls, flight.outcomes.popleft)
-            then()
-        self._flying.popleft()
+        """Count the first outcome that is on its way, waiting until it has arrived."""
+        outcome, numbers, event = self._flying[0]
+        event.synchronize()
+        count = len(outcome.numbers())
+        calls, then = self._counted(outcome, numbers.numpy()[:count].tolist(), numbers[count:])
+        at_once(*calls, self._flying.popleft)
+        then()
 
     def _counted(self, outcome: StepOutcome, numbers: list[float], norms: Tensor) -> Noted:
         skipped, loss_failed, *rest = numbers

@@ -102,8 +102,7 @@ def capture(train_step: Callable[..., R], *example_batch: Any) -> Captured[R]:
         )
     if not torch.cuda.is_available():
         return Captured(train_step, example_batch, None)
-    devices = [leaf.device for leaf in tree_leaves(example_batch) if isinstance(leaf, Tensor)]
-    there = [device for device in devices if device.type == "cuda"]
+    there = [leaf.device for leaf in tree_leaves(example_batch) if isinstance(leaf, Tensor) and leaf.is_cuda]
     device = there[0] if there else torch.device("cuda", torch.cuda.current_device())
     try:
         return Captured(train_step, example_batch, lambda: CudaGraph(device))
@@ -175,14 +174,12 @@ class Captured(Generic[R]):
         current().refuse_capture("a captured step")
         if self._make_graph is None:
             return _detached(self._train_step(*batch))
+        for guard in self._recorded.guards if self._recorded is not None else ():
+            guard.check()
         if self._recorded is not None and any(guard.has_moved() for guard in self._recorded.guards):
-            for guard in self._recorded.guards:
-                guard.check()
             logger.info("weights, states or options have moved since %s was captured: it is captured anew", self)
             self._recorded = None  # its memory first
         recorded = self._recorded = self._recorded or self._record(self._make_graph(), leaves)
-        for guard in recorded.guards:
-            guard.check()
         with torch.no_grad():
             for guard in recorded.guards:
                 guard.refresh()

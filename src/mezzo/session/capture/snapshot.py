@@ -39,7 +39,7 @@ class Snapshot:
     """
 
     def __init__(self, core: Core, device: torch.device) -> None:
-        _check_capturable(core, device)
+        raise_together(_problems(core, device))
         core.stats.settle()  # an event under way could not be asked about while a graph is made
         core.stats.check()
         core.weights.take_edits()
@@ -232,34 +232,22 @@ class Options:
                 _put_back(tensor, value)
 
 
-def _check_capturable(core: Core, device: torch.device) -> None:
-    """Raise all that keeps a session's steps from being captured.
-
-    Args:
-        core: The session.
-        device: The graph's.
-
-    Raises:
-        StateError: An accumulation window is open.
-        UnsupportedError: Anything else.
-    """
+def _problems(core: Core, device: torch.device) -> Iterator[MezzoError]:
+    """Yield all that keeps a session's steps from being captured."""
     if core.is_lent or not core.guards:
-        raise UnsupportedError(
+        yield UnsupportedError(
             "the calls of a GradScaler cannot be captured, nor those of a decorated model's optimizer",
             why="the session behind them finds gradients when a step comes, and its scale moves when the host says so",
             write="amp = MixedPrecision(model, optimizer, policy), and its calls in the train step;\n"
             "or the train step without mezzo.capture",
         )
+        return
     if core.has_gradients_to_step:
-        raise StateError(
+        yield StateError(
             "a train step cannot be captured inside an accumulation window",
             why="the gradients that are there now would be part of every replay, or of none",
             write="amp.step() or amp.zero_grad() before mezzo.capture(…)",
         )
-    raise_together(_problems(core, device))
-
-
-def _problems(core: Core, device: torch.device) -> Iterator[MezzoError]:
     if core.on_overflow != "skip":
         yield UnsupportedError(
             f'on_overflow="{core.on_overflow}" cannot be captured',

@@ -13,7 +13,7 @@ from torch.optim import Optimizer, sgd
 
 from mezzo.cast import Prepared
 from mezzo.cast.model.hooks import is_ours, owner_of
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, raise_together, some_of
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.state import held_state
 from mezzo.policy import Policy
@@ -22,16 +22,7 @@ from mezzo.session.weights.phases import Handles
 if TYPE_CHECKING:
     from mezzo.session.core import Core
 
-__all__ = [
-    "check_added",
-    "check_session",
-    "listed",
-    "listed_optimizers",
-    "models_and_optimizers",
-    "owners",
-    "unknown_reaction",
-    "wrong_norm",
-]
+__all__ = ["check_added", "check_session", "listed", "models_and_optimizers", "owners", "wrong_options"]
 
 _ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy): models first, then optimizers"
 _OPTIMIZER: Final = "an optimizer must be a torch.optim.Optimizer"
@@ -64,21 +55,6 @@ def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module 
     return all_models, all_optimizers
 
 
-def listed_optimizers(optimizers: Any, write: str) -> list[Optimizer]:
-    """Return one optimizer or several as a list.
-
-    Args:
-        optimizers: What was given.
-        write: The right call, for errors.
-
-    Raises:
-        PolicyError: Something else among them, or none.
-    """
-    given = listed(optimizers)
-    raise_together(_of_another_kind(given, Optimizer, _OPTIMIZER, write))
-    return given
-
-
 def _of_another_kind(given: list[Any], kind: Any, what: str, write: str) -> Iterator[PolicyError]:
     if wrong := list(dict.fromkeys(_kind_of(each) for each in given if not isinstance(each, kind))):
         yield PolicyError(f"{what}, not {some_of(wrong)}", write=write)
@@ -102,12 +78,11 @@ def check_session(
     on_overflow: Any,
 ) -> None:
     """Raise all that stands against a session, before anything is changed."""
-    problems: list[MezzoError] = [*_listed_twice(optimizers)]
-    problems += [*_absent_device(device), *wrong_norm(max_grad_norm)]
+    problems: list[MezzoError] = [*_listed_twice(optimizers), *_absent_device(device)]
+    problems += wrong_options(max_grad_norm=max_grad_norm, on_overflow=on_overflow)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         why = "each loss has one scale, from 1 loss on"
         problems.append(PolicyError(f"num_losses is {num_losses!r}", why=why, write="num_losses=2"))
-    problems += unknown_reaction(on_overflow)
     if not problems:
         problems += [*_unfit(models, optimizers), *_unmoved(optimizers, policy)]
         if policy.master_weights:
@@ -117,8 +92,17 @@ def check_session(
     raise_together(problems)
 
 
-def check_added(optimizers: list[Optimizer], core: Core) -> None:
-    """Raise all that stands against more optimizers in a session, before anything is changed."""
+def check_added(given: Any, core: Core) -> list[Optimizer]:
+    """Return one more optimizer of a session or several as a list, or raise all that stands against them.
+
+    Args:
+        given: What was given.
+        core: The session; nothing of it is changed.
+    """
+    optimizers = listed(given)
+    raise_together(
+        _of_another_kind(optimizers, Optimizer, _OPTIMIZER, "amp.add(torch.optim.AdamW(model.head.parameters()))")
+    )
     if open_windows := [group.window for group in core.groups if group.window is not None]:
         raise StateError(
             "optimizers were added inside an accumulation window",
@@ -143,6 +127,7 @@ def check_added(optimizers: list[Optimizer], core: Core) -> None:
                     )
                 )
     raise_together(problems)
+    return optimizers
 
 
 def _listed_twice(optimizers: list[Optimizer]) -> Iterator[PolicyError]:
@@ -150,21 +135,22 @@ def _listed_twice(optimizers: list[Optimizer]) -> Iterator[PolicyError]:
         yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
 
 
-def wrong_norm(value: Any) -> Iterator[PolicyError]:
-    """Yield what is wrong with a norm to clip to; ``None`` clips nothing, and neither does infinity."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (number and value > 0):
+def wrong_options(*, max_grad_norm: Any = None, on_overflow: Any = "skip") -> Iterator[PolicyError]:
+    """Yield what is wrong with options that may be set between steps.
+
+    Args:
+        max_grad_norm: A norm to clip to; ``None`` clips nothing, and neither does infinity.
+        on_overflow: A reaction to overflows.
+    """
+    number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (number and max_grad_norm > 0):
         yield PolicyError(
-            f"max_grad_norm is {value!r}",
+            f"max_grad_norm is {max_grad_norm!r}",
             why="a norm to clip to is positive",
             write="max_grad_norm=1.0; None does not clip",
         )
-
-
-def unknown_reaction(value: Any) -> Iterator[PolicyError]:
-    """Yield what is wrong with a reaction to overflows."""
-    if value not in _ON_OVERFLOW:
-        yield PolicyError(f"unknown on_overflow {value!r}", why=nearest(str(value), _ON_OVERFLOW))
+    if on_overflow not in _ON_OVERFLOW:
+        yield unknown_word("on_overflow", on_overflow, _ON_OVERFLOW)
 
 
 def _absent_device(device: Any) -> Iterator[UnsupportedError]:
