@@ -113,6 +113,8 @@ class Config:
         if self.library == "mezzo":
             kept = {"master": self.master, "rounding": self.rounding, "state_dtype": self.state_dtype}
             return getattr(mezzo.optim, self.rule)(params, lr=LR, **options, **kept)
+        if (self.library, self.rule) == ("fused", "SGD"):  # fails in a group where only some have momentum already
+            params = [{"params": [param]} for param in params]
         return getattr(torch.optim, self.rule)(params, lr=LR, **options, fused=self.library == "fused" or None)
 
 
