@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.cast.region import autocast
-from mezzo.errors import PolicyError, nearest, shown
+from mezzo.errors import PolicyError, nearest, raise_together, shown, unknown_word
 from mezzo.formats import by_name
 from mezzo.numerics.tuning.selection import Selection
 from mezzo.numerics.tuning.shadow import LossFunction, Shadow
@@ -118,8 +118,7 @@ def _checked(model: Any, loss_fn: Any, dtype: Any, optimizer: Any, steps: Any, o
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         problems.append(PolicyError(f"steps must be a positive integer, not {shown(steps)}", write="steps=3"))
     if objective not in get_args(Objective):
-        why = nearest(str(objective), get_args(Objective))
-        problems.append(PolicyError(f"unknown objective {shown(objective)}", why=why, write='objective="speed"'))
+        problems.append(unknown_word("objective", objective, get_args(Objective)))
     if optimizer is not None and not callable(optimizer):
         problems.append(
             PolicyError(
@@ -128,8 +127,7 @@ def _checked(model: Any, loss_fn: Any, dtype: Any, optimizer: Any, steps: Any, o
                 write="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
             )
         )
-    if problems:
-        raise PolicyError.together(problems)
+    raise_together(problems)
     require_python(model, "tuned")
     return str(name)
 

@@ -85,7 +85,8 @@ class Selection:
         plain = before(self.base, rules)
         result = self.trials.outcome(plain)
         rest = self._groups(spot for spot in self._numbers if spot not in chosen)
-        candidates = [self._pin(group, self._outcome([s for s in chosen if s not in group]), result) for group in kept]
+        without = [self._outcome([spot for spot in chosen if spot not in group]) for group in kept]
+        candidates = [self._candidate(group, result, other) for group, other in zip(kept, without, strict=True)]
         candidates += [self._candidate(group, result) for group in rest]
         reasons = (self._reasons(rule, kept, candidates, result) for rule in plain.rules)
         said = (dataclasses.replace(rule, reason=why) for rule, why in zip(plain.rules, reasons, strict=True))
@@ -179,22 +180,22 @@ class Selection:
 
     # What to say ------------------------------------------------------------------------------------------
 
-    def _candidate(self, group: list[Spot], result: Outcome) -> Candidate:
-        known = bool(self._sensitivities)
+    def _candidate(self, group: list[Spot], result: Outcome, without: Outcome | None = None) -> Candidate:
+        """Say what is known of some ops; of those that are pinned, what all is without that."""
+        own = [self._sensitivities.get(spot, _UNKNOWN) for spot in group]
         return Candidate(
             op=group[0][0],
             modules=tuple(module for _, module in sorted(group, key=lambda spot: self._places[spot])),
-            kept=False,
-            local_db=min(self._sensitivities.get(spot, _UNKNOWN).local_db for spot in group) if known else None,
+            kept=without is not None,
+            local_db=min(each.local_db for each in own) if self._sensitivities else None,
             num_bytes=self._num_bytes(group),
-            without_db=result.sqnr_db,
-            with_db=None,
-            reason="",
+            without_db=(without or result).sqnr_db,
+            with_db=None if without is None else result.sqnr_db,
+            reason="" if without is None else self._reason(own, without, result),
         )
 
-    def _pin(self, group: list[Spot], without: Outcome, result: Outcome) -> Candidate:
+    def _reason(self, own: list[Sensitivity], without: Outcome, result: Outcome) -> str:
         """Say of a pin what its ops lose by themselves, and what all is without it."""
-        own = [self._sensitivities.get(spot, _UNKNOWN) for spot in group]
         largest, limit = max(each.largest for each in own), torch.finfo(self.base.dtype).max
         forward, backward = min(each.forward_db for each in own), min(each.backward_db for each in own)
         if without.note and forward == -math.inf:
@@ -207,11 +208,7 @@ class Selection:
             alone = f"gradients of operands rounded to {self.dtype}: {ratio_text(backward)}"
         else:
             alone = "what reads its results needs them in FP32"
-        said = f"{alone}; without this rule {without}, with it the worst gradient has {ratio_text(result.sqnr_db)}"
-        return dataclasses.replace(
-            self._candidate(group, result), kept=True, without_db=without.sqnr_db, with_db=result.sqnr_db,
-            reason=said,
-        )  # fmt: skip
+        return f"{alone}; without this rule {without}, with it the worst gradient has {ratio_text(result.sqnr_db)}"
 
     def _reasons(self, rule: Rule, kept: list[list[Spot]], candidates: list[Candidate], result: Outcome) -> str:
         """Say why a rule of the result is there."""

@@ -135,9 +135,16 @@ class Shadow:
         self._states: list[list[Tensor]] = []
         self._randoms: list[RandomStates] = []
         self.gradients: list[Gradients] = []
-        self.judged: list[list[str]] = []
         self._train()
         self.updates = self._added()
+        self.judged = [self._known(step) for step in range(len(batches))]
+        if not any(self.judged):
+            raise PolicyError(
+                "no parameter got a gradient that FP32 itself knows to a hundredth",
+                where=f"{len(batches)} steps of loss_fn",
+                why="all are zero or rounding noise, as where loss_fn runs another model than it is given",
+                write="def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])",
+            )
         self.restore(0)
         self._perturb(0)
         moved = self.taken(Policy.O0(), 1.0, goes_on=True)
@@ -228,29 +235,14 @@ class Shadow:
     # FP32 ---------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Take all steps in FP32, and note from where, with which gradients, and how well they are known."""
+        """Take all steps in FP32, and note from where, and with which gradients."""
         optimizer: Optimizer | None = None
         for step in range(len(self.batches)):
             self._states.append([tensor.detach().clone() for tensor in self._tensors()])
             self._randoms.append(RandomStates.now(self.devices))
-            gradients = self._gradients(step)
-            after = [tensor.detach().clone() for tensor in self.model.buffers()]
-            randoms = RandomStates.now(self.devices)
-            self.gradients.append(gradients)
-            self.judged.append(self._known(step, gradients))
-            self.restore(step)
-            for buffer, value in zip(self.model.buffers(), after, strict=True):
-                buffer.data.copy_(value)
+            self.gradients.append(self._gradients(step))
             optimizer = optimizer or self.optimizer()
-            self.step(optimizer, gradients)
-            randoms.restore()
-        if not any(self.judged):
-            raise PolicyError(
-                "no parameter got a gradient that FP32 itself knows to a hundredth",
-                where=f"{len(self.batches)} steps of loss_fn",
-                why="all are zero or rounding noise, as where loss_fn runs another model than it is given",
-                write="def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])",
-            )
+            self.step(optimizer, self.gradients[step])
 
     def _gradients(self, step: int) -> Gradients:
         with self.forward(Policy.O0(), step) as run:
@@ -261,8 +253,9 @@ class Shadow:
             raise self._not_finite(step)
         return gradients
 
-    def _known(self, step: int, gradients: Gradients) -> list[str]:
+    def _known(self, step: int) -> list[str]:
         """Find the gradients that stay what they are where weights move by a millionth."""
+        gradients = self.gradients[step]
         known = list(gradients)
         for seed in range(2):  # noise has few bits, and may be the same by chance
             self.restore(step)
