@@ -28,12 +28,14 @@ from mezzo.explanation.sections import different_rows
 from mezzo.explanation.table import difference_renderables, differences_json, renderables, terms
 from mezzo.machine import default_device
 from mezzo.policy import Policy
+from mezzo.recipes.recipe import first_step
 from mezzo.script import Program
 
 __all__ = ["explain"]
 
 ModelAndInputs = tuple[nn.Module, Any, Callable[[Any], Tensor] | None]
 
+_SUBJECTS = "mezzo explain digits-cnn, or mezzo explain package.module:factory for a model of yours"
 _FACTORY = "def factory():\n    return model, inputs   # or (model, inputs, loss)"
 
 
@@ -95,7 +97,11 @@ def explain(
     if html is not None:
         require_jinja2()
         require_free(html, "--html", overwrite)
-    model, inputs, loss = _from_recipe(subject) if ":" not in subject else _from_factory(subject)
+    if ":" in subject:
+        model, inputs, loss = _from_factory(subject)
+    else:
+        recipe = recipes.get(subject, write=_SUBJECTS)
+        model, inputs, loss = first_step(recipe, recipe.load(), 0, default_device())
     with Console(stderr=True).status("tracing one forward and backward pass"):
         first = explained(model, inputs, chosen, loss=loss)
         second = None if other is None else explained(model, inputs, other, loss=loss)
@@ -124,19 +130,6 @@ def _write(path: Path, first: Explanation, second: Explanation | None) -> None:
     except OSError as error:
         raise PolicyError(f"the page {path} cannot be written", why=error.strerror or str(error)) from error
     note(f"page: {path}")
-
-
-def _from_recipe(name: str) -> ModelAndInputs:
-    if name not in recipes.RECIPES:
-        raise PolicyError(
-            f"unknown recipe {name!r}",
-            why=nearest(name, recipes.RECIPES),
-            write="mezzo explain digits-cnn, or mezzo explain package.module:factory for a model of yours",
-        )
-    recipe = recipes.get(name)
-    device = default_device()
-    inputs, targets = (tensor.to(device) for tensor in next(recipe.batches(recipe.load(), 0)))
-    return recipe.build(0).to(device), inputs, lambda output: recipe.loss(output, targets)
 
 
 def _from_factory(text: str) -> ModelAndInputs:

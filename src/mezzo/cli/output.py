@@ -17,13 +17,13 @@ from mezzo.explanation.table import WIDEST, plain
 from mezzo.report import Judgement
 
 __all__ = [
-    "ALERT", "console_for", "exit_code", "leave", "note", "require_free", "run_directory", "show_explanation",
-    "show_json", "show_judgement",
+    "ALERT", "INTERRUPTED", "console_for", "exit_code", "leave", "note", "require_free", "run_directory",
+    "show_explanation", "show_json", "show_judgement",
 ]  # fmt: skip
 
 #: Exit codes besides those of errors: numbers that alarm; and Ctrl-C, as shells have it, 128 and the signal's number.
 ALERT: Final = 4
-_INTERRUPTED: Final = 130
+INTERRUPTED: Final = 130
 
 
 def console_for(plain_width: int) -> Console:
@@ -78,7 +78,7 @@ def exit_code(error: BaseException | None) -> int:
         print(error.code, file=sys.stderr)
         return 1
     sys.excepthook(type(error), error, error.__traceback__)
-    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def leave(*, interrupted: bool, alarms: bool) -> None:
@@ -92,7 +92,7 @@ def leave(*, interrupted: bool, alarms: bool) -> None:
         typer.Exit: With 130, or with 4.
     """
     if interrupted or alarms:
-        raise typer.Exit(_INTERRUPTED if interrupted else ALERT)
+        raise typer.Exit(INTERRUPTED if interrupted else ALERT)
 
 
 def require_free(path: Path, option: str, overwrite: bool) -> None:

@@ -84,7 +84,7 @@ def run(
 
         def write(record: StepRecord) -> None:
             assert lines is not None
-            lines.write(f"{record_text(record)}\n".encode())
+            lines.write(record_text(record).encode())
 
         with ended_lines():
             ended = script.run(

@@ -153,10 +153,8 @@ class Overflow(Document):
     def __str__(self) -> str:
         place = " ".join(filter(None, (self.module or MODEL, self.op)))
         tensor = f"{self.tensor.name} ({self.tensor.dtype}, {shape_text(self.tensor.shape)})"
-        counts = ((self.tensor.num_inf, "inf"), (self.tensor.num_nan, "nan"))
         lines = [
-            f"{place}{f' ({self.kernel})' if self.kernel else ''}, {tensor}: "
-            + " and ".join(f"{count} {word}" for count, word in counts if count),
+            f"{place}{f' ({self.kernel})' if self.kernel else ''}, {tensor}: {' and '.join(self.tensor.not_finite)}",
             *([f"{self.line}  {self.code or ''}".rstrip()] if self.line else []),
             *(f"reads {each}" for each in self.inputs),
         ]

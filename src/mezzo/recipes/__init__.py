@@ -27,11 +27,12 @@ __all__ = [
 RECIPES: Final = MappingProxyType({recipe.name: recipe for recipe in (DIGITS_CNN, DOCS_LM)})
 
 
-def get(name: str) -> Recipe:
+def get(name: str, write: str = "mezzo compare digits-cnn") -> Recipe:
     """Return a built-in recipe.
 
     Args:
         name: A key of :data:`RECIPES`.
+        write: What the error says to write instead.
 
     Raises:
         PolicyError: There is no such recipe; the message names the nearest.
@@ -41,5 +42,5 @@ def get(name: str) -> Recipe:
         'test accuracy'
     """
     if name not in RECIPES:
-        raise PolicyError(f"unknown recipe {name!r}", why=nearest(name, RECIPES), write="mezzo compare digits-cnn")
+        raise PolicyError(f"unknown recipe {name!r}", why=nearest(name, RECIPES), write=write)
     return RECIPES[name]

@@ -17,7 +17,7 @@ from mezzo.numerics import Diagnosis, Evidence, Recorder, diagnose, read_evidenc
 from mezzo.policy import Policy
 from mezzo.recipes.comparison import Comparison, begun
 from mezzo.recipes.parallel import World, require_one_process
-from mezzo.recipes.recipe import Recipe, Split
+from mezzo.recipes.recipe import Recipe, first_step
 from mezzo.recipes.run_directory import EVIDENCE, EXPLANATION, PARTIAL, POLICY, RunDirectory
 from mezzo.recipes.training import Training, Watcher, num_steps
 
@@ -99,7 +99,8 @@ def inspect(
     world = World(device=device or default_device())
     directory = None if out is None else RunDirectory(Path(out), overwrite=overwrite)
     split = recipe.load()
-    explanation = _explained(recipe, policy, split, seed, world.device)
+    model, inputs, loss = first_step(recipe, split, seed, world.device)
+    explanation = explain(model, inputs, policy, loss=loss)
     training = Training(recipe, policy, split, steps=steps, seed=seed, world=world)
     watchers = [each for each in (directory, watcher) if each is not None]
     try:
@@ -156,9 +157,3 @@ def recorded(
         return recorder.evidence, interrupted
     written = stream.with_name(EVIDENCE + PARTIAL) if interrupted else stream
     return read_evidence(written) if written.exists() else recorder.evidence, interrupted
-
-
-def _explained(recipe: Recipe, policy: Policy, split: Split, seed: int, device: torch.device) -> Explanation:
-    inputs, targets = (tensor.to(device) for tensor in next(recipe.batches(split, seed)))
-    model = recipe.build(seed).to(device)
-    return explain(model, inputs, policy, loss=lambda output: recipe.loss(output, targets))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-__all__ = ["Batch", "Metric", "Recipe", "Split", "decayed_groups", "own_seed", "warmup_cosine"]
+__all__ = ["Batch", "Metric", "Recipe", "Split", "decayed_groups", "first_step", "own_seed", "warmup_cosine"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -118,6 +118,14 @@ class Recipe:
     schedule: Callable[[Optimizer, int], LRScheduler]
     evaluate: Callable[[nn.Module, Split], float]
     references: Callable[[Split], Mapping[str, float]]
+
+
+def first_step(
+    recipe: Recipe, split: Split, seed: int, device: torch.device
+) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """Return what a first training step is made of, on a device: the model, its inputs, the loss of its output."""
+    inputs, targets = (tensor.to(device) for tensor in next(recipe.batches(split, seed)))
+    return recipe.build(seed).to(device), inputs, lambda output: recipe.loss(output, targets)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class RunDirectory:
         """Append one step; it is handed to the system at once."""
         self.open()
         assert self._steps is not None, "open() has opened it"
-        self._steps.write(_line(record))
+        self._steps.write(record_text(record))
 
     def finish(self, summary: Mapping[str, Any], made: Collection[str] = ()) -> None:
         """Write the summary, give every file its name, and remove what an older run left here.
@@ -167,20 +167,16 @@ class RankLog:
 
     def write(self, record: RankStep) -> None:
         """Append one line; it is handed to the system at once."""
-        self._steps.write(_line(record))
+        self._steps.write(record_text(record))
 
 
 def _growing(path: Path) -> IO[str]:
     return path.open("w", buffering=1, encoding="utf-8")
 
 
-def _line(record: StepRecord | RankStep) -> str:
-    return f"{json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False)}\n"
-
-
 def record_text(record: StepRecord | RankStep) -> str:
-    """Return one line of a stream."""
-    return json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False)
+    """Return one line of a stream, with its end."""
+    return f"{json.dumps(jsonable(dataclasses.asdict(record)), allow_nan=False)}\n"
 
 
 def _text(data: Mapping[str, Any]) -> str:

@@ -199,7 +199,7 @@ def _on(device: str, trials: Sequence[Trial], results: list[TrialResult], told: 
         if "data" in said:
             data = said["data"]
         else:
-            keep(TrialResult(device=device, trial=left[0], **said | {"measured": _rebuilt(said["measured"])}))
+            keep(built(TrialResult, {"device": device, "trial": asdict(left[0]), **said}))
 
     def keep(result: TrialResult) -> None:
         left.remove(result.trial)
@@ -221,10 +221,6 @@ def _on(device: str, trials: Sequence[Trial], results: list[TrialResult], told: 
             )
         assert len(left) < before
     return data
-
-
-def _rebuilt(said: Any) -> Measured | None:
-    return None if said is None else built(Measured, said)
 
 
 def main(device: str, *words: str) -> None:

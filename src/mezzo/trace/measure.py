@@ -71,15 +71,16 @@ class Range:
     def __str__(self) -> str:
         text = f"{self.name} ({self.dtype}, {shape_text(self.shape)}): "
         if self.headroom is None:
-            return f"{text}{'all zero' if self.num_zeros else 'no finite number'}{self._non_finite(', ')}"
+            return ", ".join([f"{text}{'all zero' if self.num_zeros else 'no finite number'}", *self.not_finite])
         text += f"|x| from {self.smallest:.4g} to {self.largest:.4g}, "
         text += f"{100 * self.share:.3g} % of the range, " if self.share > 1e-4 else ""
         zeros = f", {self.num_zeros} zeros" if self.num_zeros else ""
-        return f"{text}{self.headroom:.3g} powers of two left{zeros}{self._non_finite(', ')}"
+        return ", ".join([f"{text}{self.headroom:.3g} powers of two left{zeros}", *self.not_finite])
 
-    def _non_finite(self, before: str) -> str:
-        counts = ((self.num_inf, "inf"), (self.num_nan, "nan"))
-        return "".join(f"{before}{count} {word}" for count, word in counts if count)
+    @property
+    def not_finite(self) -> list[str]:
+        """How many infinities and NaN there are, in words."""
+        return [f"{count} {word}" for count, word in ((self.num_inf, "inf"), (self.num_nan, "nan")) if count]
 
 
 def shape_text(shape: Iterable[int]) -> str:

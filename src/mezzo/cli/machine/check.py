@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from operator import itemgetter
 from typing import Annotated, Final
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for, leave, note, show_json
+from mezzo.cli.output import INTERRUPTED, console_for, note, show_json
 from mezzo.cli.progress import bars
 from mezzo.errors import printable
 from mezzo.report.table import Column, fitted
@@ -50,30 +49,25 @@ def check(
     The exit code is 1 where something fails, 3 where the devices support none of it. Which format pays is
     [bold]mezzo doctor[/bold]'s to say.
     """
-    trials, found = chosen(device, dtype), None
-    with suppress(KeyboardInterrupt), _watching(Console(stderr=True), len(trials)) as told:
+    console, number, found = Console(stderr=True), len(chosen(device, dtype)), None
+    progress = bars(console)
+    bar = progress.add_task(f"{number} trainings", total=number, news="")
+
+    def told(result: TrialResult) -> None:
+        progress.update(bar, advance=1, news=_word(result))
+        if not console.is_terminal:
+            note(f"{_name(result)}: {_word(result)}")
+
+    with suppress(KeyboardInterrupt), progress if console.is_terminal else nullcontext():
         found = selftest(device, dtype, told=told)
-    leave(interrupted=found is None, alarms=False)
-    assert found is not None
+    if found is None:
+        raise typer.Exit(INTERRUPTED)
     if as_json:
         show_json(found.to_dict())
     else:
         _show(found)
-    if not found.works:
-        raise typer.Exit(FAILED)
-    if not found.is_supported:
-        raise typer.Exit(UNSUPPORTED)
-
-
-@contextmanager
-def _watching(console: Console, number: int) -> Iterator[Callable[[TrialResult], None]]:
-    """Show that it goes on: a bar in a terminal, a line for each training anywhere else."""
-    if not console.is_terminal:
-        yield lambda result: note(f"{_name(result)}: {_word(result)}")
-        return
-    with bars(console) as progress:
-        bar = progress.add_task(f"{number} trainings", total=number, news="")
-        yield lambda result: progress.update(bar, advance=1, news=_word(result))
+    if not (found.works and found.is_supported):
+        raise typer.Exit(UNSUPPORTED if found.works else FAILED)
 
 
 def _show(found: SelfTest) -> None:
