@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 696,
     "script": 1_277,
     "selftest": 409,
-    "session": 6_911,
+    "session": 6_914,
     "step": 2_523,
     "trace": 1_056,
     "the ground": 961,

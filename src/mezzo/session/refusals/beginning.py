@@ -22,7 +22,9 @@ from mezzo.session.weights.phases import Handles
 if TYPE_CHECKING:
     from mezzo.session.core import Core
 
-__all__ = ["check_added", "check_session", "listed", "models_and_optimizers", "owners", "wrong_options"]
+__all__ = [
+    "check_added", "check_session", "listed", "listed_optimizers", "models_and_optimizers", "owners", "wrong_options",
+]  # fmt: skip
 
 _ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy): models first, then optimizers"
 _OPTIMIZER: Final = "an optimizer must be a torch.optim.Optimizer"
@@ -53,6 +55,21 @@ def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module 
         problems = [PolicyError("the model and the optimizer stand in each other's place", write=_ORDER)]
     raise_together(problems)
     return all_models, all_optimizers
+
+
+def listed_optimizers(optimizers: Any, write: str) -> list[Optimizer]:
+    """Return one optimizer or several as a list.
+
+    Args:
+        optimizers: What was given.
+        write: The right call, for errors.
+
+    Raises:
+        PolicyError: Something else among them, or none.
+    """
+    given = listed(optimizers)
+    raise_together(_of_another_kind(given, Optimizer, _OPTIMIZER, write))
+    return given
 
 
 def _of_another_kind(given: list[Any], kind: Any, what: str, write: str) -> Iterator[PolicyError]:
@@ -99,10 +116,7 @@ def check_added(given: Any, core: Core) -> list[Optimizer]:
         given: What was given.
         core: The session; nothing of it is changed.
     """
-    optimizers = listed(given)
-    raise_together(
-        _of_another_kind(optimizers, Optimizer, _OPTIMIZER, "amp.add(torch.optim.AdamW(model.head.parameters()))")
-    )
+    optimizers = listed_optimizers(given, "amp.add(torch.optim.AdamW(model.head.parameters()))")
     if open_windows := [group.window for group in core.groups if group.window is not None]:
         raise StateError(
             "optimizers were added inside an accumulation window",
