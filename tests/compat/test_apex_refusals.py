@@ -185,8 +185,14 @@ def test_scale_loss_in_the_wrong_place():
         pass
     with initialized(model, optimizer, opt_level="O1"):
         cases = (
-            (mezzo.PolicyError, "an optimizer that amp.initialize does not know", (torch.ones(()), stranger), {}),
-            (mezzo.PolicyError, "an optimizer that amp.initialize does not know", (torch.ones(()), "SGD"), {}),
+            (
+                mezzo.PolicyError,
+                r"not an optimizer(.|\n)*were given to amp\.initialize",
+                (torch.ones(()), stranger),
+                {},
+            ),
+            (mezzo.PolicyError, r"not an optimizer of this session\n  where  str", (torch.ones(()), "SGD"), {}),
+            (mezzo.PolicyError, r"not an optimizer of this session\n  where  NoneType", (torch.ones(()), None), {}),
             (
                 mezzo.PolicyError,
                 r"there is no loss 1(.|\n)*write  amp\.initialize\(…, num_losses=2\)",

@@ -352,9 +352,9 @@ def held(model, optimizer, scaler):
         (lambda m, o, s: s.set_growth_factor(0.5), PolicyError, "growth_factor is 0.5"),
         (lambda m, o, s: s.set_backoff_factor(2.0), PolicyError, "backoff_factor is 2.0"),
         (lambda m, o, s: s.set_growth_interval(0), PolicyError, "growth_interval is 0"),
-        (lambda m, o, s: s.load_state_dict({}), StateError, "the state is empty\n  why    it is that of a disabled"),
-        (lambda m, o, s: s.load_state_dict({"scale": 1.0}), StateError, "the state lacks growth_factor, backoff_fac"),
-        (lambda m, o, s: s.load_state_dict([1]), StateError, "the state is "),
+        (lambda m, o, s: s.load_state_dict({}), StateError, "  where  it is empty, as a disabled GradScaler's is"),
+        (lambda m, o, s: s.load_state_dict({"scale": 1.0}), StateError, "it lacks growth_factor, backoff_factor"),
+        (lambda m, o, s: s.load_state_dict([1]), StateError, "this is not the state of a GradScaler"),
         (lambda m, o, s: s.load_state_dict(s.state_dict() | {"scale": "x"}), StateError, "scale"),
         (
             lambda m, o, s: s.load_state_dict(s.state_dict() | {"growth_factor": 0.1}),

@@ -252,10 +252,8 @@ class _Calls(Standing):
             self.replace(accelerator, "load_state", lambda _: partial(_refuse_state, "load"))
         else:
             self.replace(accelerator, "load_state", lambda plain: partial(_load_state, accelerator, plain))
-        scaler = _SessionScaler(amp, self, holds=holds)
-        self._undo.callback(scaler.end)
         self._undo.callback(setattr, accelerator, "scaler", None)
-        accelerator.scaler = scaler
+        accelerator.scaler = _SessionScaler(amp, self, holds=holds)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step with one optimizer, or skip, unless Accelerate is only told that it has stepped."""
@@ -285,7 +283,11 @@ class _SessionScaler:
     """
 
     def __init__(self, amp: AcceleratedPrecision, calls: _Calls, *, holds: bool) -> None:
-        self._amp, self._calls, self._holds, self._has_ended = amp, calls, holds, False
+        self._amp, self._calls, self._holds = amp, calls, holds
+
+    @property
+    def _has_ended(self) -> bool:  # optimizers that are prepared go on asking, and step by themselves
+        return self._calls.attached.core.is_closed
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return a loss whose backward pass is the session's."""
@@ -320,10 +322,6 @@ class _SessionScaler:
         """Load a session's state."""
         if state_dict and not self._has_ended:
             self._amp.load_state_dict(state_dict)
-
-    def end(self) -> None:
-        """Let optimizers step by themselves: those that are prepared go on asking."""
-        self._has_ended = True
 
 
 def _prepare_model(plain: Callable[..., nn.Module], model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

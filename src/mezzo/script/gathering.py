@@ -62,7 +62,6 @@ class Gathering:
         self._added = set[int]()  # parameters of new ones, by id, where a session may have put masters since
         self._firsts: list[tuple[weakref.ref[Optimizer], Any]] = []
         self._watching = seams.enter_context(Seams())  # calls of modules, until a session begins
-        self._is_watching = False
         self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without a parameter of a new one
         self._told_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._told_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -177,17 +176,16 @@ class Gathering:
 
     def _expect(self, optimizer: Optimizer) -> None:
         """Look at forward passes until a session over this optimizer begins."""
+        if not self._new:
+            self._watch()
         self._new.append(weakref.ref(optimizer))
         self._added.update(map(id, updated([optimizer])))
         self._known_not.clear()
-        self._watch()
 
     def _is_new(self, optimizer: Optimizer) -> bool:
         return any(each() is optimizer for each in self._new)
 
     def _watch(self) -> None:
-        if self._is_watching:
-            return
         gathering, plain = self, vars(nn.Module)["__call__"]
 
         @functools.wraps(plain)
@@ -197,7 +195,6 @@ class Gathering:
             return plain(self, *args, **kwargs)
 
         self._watching.replace(nn.Module, "__call__", call)
-        self._is_watching = True
 
     def _may_begin(self) -> bool:
         """Whether a forward pass may end the session and begin another; not one that LBFGS asks for in its step."""
@@ -222,7 +219,6 @@ class Gathering:
         self._new.clear()
         self._added.clear()
         self._watching.close()
-        self._is_watching = False
         accumulated = list[Tensor]()
         if self.amp is not None:
             scale = self._scale_now(self.amp)

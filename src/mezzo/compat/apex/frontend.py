@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final, ParamSpec
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mezzo.compat.apex.functions import REGISTERED, others, with_rules
 from mezzo.compat.apex.options import policy_of
-from mezzo.compat.apex.refusals import known, listed, unfit
+from mezzo.compat.apex.refusals import listed, unfit
 from mezzo.compat.apex.running import NOW
 from mezzo.errors import StateError, not_switches, raise_together, shown, some_of
 from mezzo.session.attached import Attached, Standing, Words
@@ -212,7 +212,7 @@ def scale_loss(
     if (standing := _standing("amp.scale_loss")) is None:
         yield loss
         return
-    named = known(optimizers, standing.optimizers, "amp.scale_loss", _BEGIN)
+    named = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     scaled = standing.scaled(loss, loss_id, named)
     with standing.off():
         yield scaled

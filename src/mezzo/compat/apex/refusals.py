@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, PolicyError, StateError, shown, some_of
 from mezzo.tensors import LOW, dtype_name
 
-__all__ = ["known", "listed", "unfit"]
+__all__ = ["listed", "unfit"]
 
 
 def listed(given: Any, kind: type, call: str) -> list[Any]:
@@ -65,26 +64,3 @@ def unfit(model: nn.Module, call: str, *, stores_low: bool) -> Iterator[MezzoErr
             why="it converts what the level stores low by itself, and keeps the FP32 values",
             write="the model without .half(), or model.float() first",
         )
-
-
-def known(given: Any, optimizers: list[Optimizer], call: str, begin: str) -> list[Optimizer]:
-    """Return the optimizers that a call names.
-
-    Args:
-        given: One, or several.
-        optimizers: Those of the session.
-        call: The user's call, for errors.
-        begin: What began the session, for errors.
-
-    Raises:
-        PolicyError: One that the session does not have.
-    """
-    named = list(given) if isinstance(given, Iterable) else [given]
-    if strangers := [type(each).__name__ for each in named if not any(each is own for own in optimizers)]:
-        raise PolicyError(
-            f"{call} for an optimizer that {begin} does not know",
-            where=some_of(strangers),
-            why=f"it was given {some_of([type(own).__name__ for own in optimizers]) or 'no optimizers'}",
-            write=f"models, optimizers = {begin}(models, [all optimizers], …), and one of these here",
-        )
-    return named

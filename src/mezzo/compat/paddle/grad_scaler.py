@@ -25,7 +25,6 @@ __all__ = ["GradScaler"]
 logger = logging.getLogger(__name__)
 
 _COUNTS: Final = ("incr_count", "decr_count")
-_KEYS: Final = ("scale", *PADDLES_RULES, *_COUNTS, "use_dynamic_loss_scaling")
 
 
 class PaddleGradScaler(CallScaler):
@@ -194,11 +193,7 @@ class PaddleGradScaler(CallScaler):
         """
         if not self._enabled:
             return
-        missing = [key for key in _KEYS if not isinstance(state_dict, Mapping) or key not in state_dict]
-        if missing:
-            where = f"it lacks {', '.join(missing)}" if state_dict else "it is empty, as a disabled GradScaler's is"
-            write = "what state_dict() of an enabled scaler returned; or nothing, and the scale starts afresh"
-            raise StateError("this is not the state of a GradScaler", where=where, write=write)
+        self._require(state_dict, "scale", *PADDLES_RULES, *_COUNTS, "use_dynamic_loss_scaling")
         given = {
             "init_loss_scaling": one_number(state_dict["scale"]),
             **{word: state_dict[word] for word in PADDLES_RULES},

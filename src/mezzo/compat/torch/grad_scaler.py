@@ -129,16 +129,7 @@ class GradScaler(CallScaler, torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if not state_dict:
-            raise StateError(
-                "the state is empty",
-                why="it is that of a disabled GradScaler",
-                write="GradScaler(enabled=False); or leave load_state_dict() out, and the scale starts afresh",
-            )
-        keys = ("scale", *TORCHS_RULES, "_growth_tracker")
-        if not isinstance(state_dict, Mapping) or (missing := [key for key in keys if key not in state_dict]):
-            what = f"lacks {', '.join(missing)}" if isinstance(state_dict, Mapping) else f"is {shown(state_dict)}"
-            raise StateError(f"the state {what}", write="what scaler.state_dict() returned")
+        self._require(state_dict, "scale", *TORCHS_RULES, "_growth_tracker")
         before = self._config
         with _in_torchs_words():
             self._follow(**{ours: state_dict[theirs] for theirs, ours in TORCHS_RULES.items()})

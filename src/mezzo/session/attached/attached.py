@@ -99,7 +99,7 @@ class Attached:
         """
         core = self.core
         core.require_open("backward")
-        wanted = None if optimizers is None else chosen(optimizers, core.optimizers)
+        wanted = None if optimizers is None else chosen(optimizers, core.optimizers, core.weights.words.begin)
         scaler = scaler_of(core, loss_id)
         product = scaler.scaled(loss)
         if product is loss:  # the hook is for this use of it alone

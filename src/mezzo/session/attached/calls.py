@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakSet
@@ -194,6 +194,16 @@ class CallScaler:
         for writes in self._writes:  # what a step that was left half-way has written was loaded anew
             writes.drop()
         self._forget()
+
+    @staticmethod
+    def _require(state: Any, *keys: str) -> None:
+        """Refuse what is no state of a scaler that scales."""
+        if missing := [key for key in keys if not isinstance(state, Mapping) or key not in state]:
+            raise StateError(
+                "this is not the state of a GradScaler",
+                where=f"it lacks {', '.join(missing)}" if state else "it is empty, as a disabled GradScaler's is",
+                write="what state_dict() of an enabled scaler returned; or nothing, and the scale starts afresh",
+            )
 
     def _forget(self) -> None:
         for each in self._known.values():

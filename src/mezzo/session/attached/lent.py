@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -51,16 +52,15 @@ def store_low(
     Raises:
         MezzoError: As :class:`MixedPrecision`, or :func:`mezzo.prepare`. Nothing was changed.
     """
+    lends = partial(lend, words=words, sums_wide=sums_wide, saved_as=saved_as)
     if optimizers:
-        attached = lend(MixedPrecision(models, optimizers, policy), words, sums_wide=sums_wide)
-        if saved_as is not None:
-            attached.save_as(saved_as)
+        lends(MixedPrecision(models, optimizers, policy))
         return
     with contextlib.ExitStack() as undo:
         for model in models:
             prepared = prepare(model, policy)
             undo.callback(prepared.remove)
-            waiting = _Waiting(weakref.ref(prepared), words, sums_wide, saved_as)
+            waiting = _Waiting(weakref.ref(prepared), lends)
             _WAITING.update({param: waiting for param in model.parameters() if policy.master_weights})
         undo.pop_all()
     if saved_as is not None:
@@ -68,12 +68,10 @@ def store_low(
 
 
 class _Waiting(NamedTuple):
-    """A model that was stored low, and what its session will be lent with."""
+    """A model that was stored low, and what lends its session."""
 
     prepared: Callable[[], Prepared | None]  # which its model alone holds
-    words: Words
-    sums_wide: bool
-    saved_as: torch.dtype | None
+    lends: Callable[[MixedPrecision], Attached]
 
 
 _WAITING: Final[MutableMapping[Any, _Waiting]] = WeakIdKeyDictionary()
@@ -100,16 +98,19 @@ def adopt(optimizer: Optimizer) -> None:
     try:
         for param in gradients:
             param.grad = None
-        first = next(iter(found.values()))
-        attached = lend(MixedPrecision(prepared, optimizer), first.words, sums_wide=first.sums_wide)
-        if first.saved_as is not None:
-            attached.save_as(first.saved_as)
+        next(iter(found.values())).lends(MixedPrecision(prepared, optimizer))
     finally:
         for param, gradient in gradients.items():
             param.grad = None if gradient is None else gradient.to(param.grad_dtype or gradient.dtype)
 
 
-def lend(amp: MixedPrecision, words: Words | None = None, *, sums_wide: bool = False) -> Attached:
+def lend(
+    amp: MixedPrecision,
+    words: Words | None = None,
+    *,
+    sums_wide: bool = False,
+    saved_as: torch.dtype | None = None,
+) -> Attached:
     """Let a session's optimizers step by themselves, and scalers have the session: until it is closed.
 
     ``optimizer.step()`` takes the gradients that are there for unscaled ones; a scaler for those that carry its scale.
@@ -118,6 +119,7 @@ def lend(amp: MixedPrecision, words: Words | None = None, *, sums_wide: bool = F
         amp: A session without a loss scale of its own.
         words: What a program writes, for warnings.
         sums_wide: Whether gradients of low-precision parameters are FP32 from the first backward pass on.
+        saved_as: What floating tensors of the models' state dicts are; as they are stored when omitted.
 
     Returns:
         The session, attached.
@@ -140,6 +142,8 @@ def lend(amp: MixedPrecision, words: Words | None = None, *, sums_wide: bool = F
     core.weights.words = words or core.weights.words
     core.is_lent, core.sums_wide, core.grouped_params = True, sums_wide, []
     core.group_optimizers()
+    if saved_as is not None:
+        attached.save_as(saved_as)
     unscaled = HeldScaler(LossScale.none(), core.device)
 
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:

@@ -23,8 +23,13 @@ _FINITE: Final = frozenset(
 )
 
 
-def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
+def chosen(optimizers: Any, known: list[Optimizer], begin: str = "MixedPrecision") -> list[Optimizer]:
     """Return the optimizers that a call is for: all of the session's, or those given.
+
+    Args:
+        optimizers: One or several; ``None`` for all.
+        known: Those of the session.
+        begin: What began the session, for errors.
 
     Raises:
         PolicyError: One that is not the session's.
@@ -41,7 +46,7 @@ def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
             why=f"the session has {some_of([type(o).__name__ for o in known])}",
             write="amp.step(closure=closure), by its name"
             if functions
-            else "the optimizers that were given to MixedPrecision(models, optimizers, policy)",
+            else f"the optimizers that were given to {begin}(models, optimizers, …)",
         )
     return [mine for mine in known if any(mine is o for o in given)]
 

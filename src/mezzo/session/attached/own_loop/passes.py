@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -26,19 +25,6 @@ __all__ = ["Passes"]
 _ACCUMULATES: Final = type(get_gradient_edge(torch.ones(1, requires_grad=True)).node)
 #: What in a graph runs a pass of its own, over parameters of which the graph says nothing.
 _RUNS_ANOTHER: Final = CheckpointFunction._backward_cls
-
-
-@dataclass(frozen=True, slots=True)
-class _Reached:
-    """What a backward pass comes to.
-
-    Attributes:
-        leaves: Tensors whose gradients it accumulates.
-        runs_others: Whether it runs passes of its own, as reentrant checkpoints do.
-    """
-
-    leaves: list[Tensor]
-    runs_others: bool
 
 
 class Passes:
@@ -75,9 +61,9 @@ class Passes:
         if are_others or not kwargs.get("accumulate_grad"):
             return plain(roots, gradients, *args, **kwargs)
         inputs = args[2] if len(args) > 2 else ()
-        reached = _given(inputs) if inputs else _walked(roots)
-        groups, others = self._split(reached)
-        if not groups and not reached.runs_others:
+        leaves, runs_others = (_given(inputs), False) if inputs else _walked(roots)
+        groups, others = self._split(leaves)
+        if not groups and not runs_others:
             return plain(roots, gradients, *args, **kwargs)
         _refuse_edges(roots, inputs, others)
         if len(args) > 1 and args[1] and core.scalers[0].changes_gradients:
@@ -89,7 +75,7 @@ class Passes:
                 "or a policy of dtype=bfloat16, which has none",
             )
         wanted: list[Optimizer] | None = None
-        if not reached.runs_others and len(groups) < len(core.groups):
+        if not runs_others and len(groups) < len(core.groups):
             wanted = [optimizer for group in groups for optimizer in group.optimizers]
         for group in groups:
             self._begin_anew(group)
@@ -98,7 +84,7 @@ class Passes:
         with self._unscaled(others), naming:
             return plain(scaled, gradients, *args, **kwargs)
 
-    def _split(self, reached: _Reached) -> tuple[list[GradientGroup], list[Tensor]]:
+    def _split(self, leaves: list[Tensor]) -> tuple[list[GradientGroup], list[Tensor]]:
         """Return the groups whose parameters are reached, and the other leaves."""
         core = self._core
         core.group_optimizers()
@@ -108,7 +94,7 @@ class Passes:
             self._groups = core.groups
             self._group_of = {id(leaf): group for group in core.groups for _, leaf in group.with_leaves()}
         found, others = dict[GradientGroup, None](), list[Tensor]()
-        for leaf in reached.leaves:
+        for leaf in leaves:
             if (group := self._group_of.get(id(leaf))) is None:
                 others.append(leaf)
             else:
@@ -147,8 +133,12 @@ class Passes:
             yield
 
 
-def _walked(roots: Iterable[Any]) -> _Reached:
-    """Walk through a graph, from the roots to its leaves."""
+def _walked(roots: Iterable[Any]) -> tuple[list[Tensor], bool]:
+    """Walk through a graph, from the roots to its leaves.
+
+    Returns:
+        The leaves, and whether passes of its own are run inside, as reentrant checkpoints do.
+    """
     nodes: list[Any] = []
     leaves = [root for root in roots if isinstance(root, Tensor) and root.grad_fn is None and root.requires_grad]
     for root in roots:
@@ -163,15 +153,12 @@ def _walked(roots: Iterable[Any]) -> _Reached:
                 nodes.append(near)
     kinds = list(map(type, nodes))
     leaves += [node.variable for node, kind in zip(nodes, kinds, strict=True) if kind is _ACCUMULATES]
-    return _Reached(leaves, any(issubclass(kind, _RUNS_ANOTHER) for kind in set(kinds)))
+    return leaves, any(issubclass(kind, _RUNS_ANOTHER) for kind in set(kinds))
 
 
-def _given(inputs: Iterable[Any]) -> _Reached:
+def _given(inputs: Iterable[Any]) -> list[Any]:
     """Return the leaves that a call names."""
-    leaves: list[Any] = [
-        getattr(each.node, "variable", each) if isinstance(each, GradientEdge) else each for each in inputs
-    ]
-    return _Reached(leaves, False)
+    return [getattr(each.node, "variable", each) if isinstance(each, GradientEdge) else each for each in inputs]
 
 
 def _refuse_edges(roots: Iterable[Any], inputs: Iterable[Any], others: list[Any]) -> None:
