@@ -110,10 +110,6 @@ static inline uint16_t to_float16(float value) {
 
 static void widen(const uint16_t* __restrict from, float* __restrict to, int64_t count) {
     int64_t i = 0;
-#if defined(__AVX512F__)
-    for (; i + 16 <= count; i += 16)
-        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
-#endif
 #if defined(__F16C__)
     for (; i + 8 <= count; i += 8)
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
@@ -122,12 +118,6 @@ static void widen(const uint16_t* __restrict from, float* __restrict to, int64_t
 }
 static void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t count) {
     int64_t i = 0;
-#if defined(__AVX512F__)
-    for (; i + 16 <= count; i += 16)
-        _mm256_storeu_si256(
-            reinterpret_cast<__m256i*>(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT)
-        );
-#endif
 #if defined(__F16C__)
     for (; i + 8 <= count; i += 8)
         _mm_storeu_si128(
