@@ -28,7 +28,7 @@ MOST_CODE = {
     "script": 1_273,
     "selftest": 409,
     "session": 6_917,
-    "step": 2_513,
+    "step": 2_508,
     "trace": 1_056,
     "the ground": 961,
 }

@@ -41,11 +41,8 @@ CHUNK: Final = 1 << 14
 NORM_BLOCK: Final = 1 << 12
 #: Sums of chunks that are added at a time.
 ROOT_BLOCK: Final = 1 << 10
-#: How many tables of addresses are kept ready for gradients of captured steps, from one uncaptured step to the next: as
-#: many as there were steps with alike gradients outside of a graph, which rehearsals are; within these bounds, so that
-#: training without graphs does not fill memory.
-RESERVE: Final = 4
-LARGEST_RESERVE: Final = 64
+#: How many tables of addresses are kept ready for gradients of captured steps, from one uncaptured step to the next.
+RESERVE: Final = 64
 #: Sets of gradients whose tables pass 1 remembers.
 REMEMBERED: Final = 16
 
@@ -72,7 +69,8 @@ class Triton:
 
     **Cost**: seconds to compile a kernel, which Triton keeps on disk. Per step the bytes of the stored tensors, once,
     one launch of one warp a bucket, and an upload of 8 bytes a gradient if one has moved. 8 bytes of tables for
-    every 1024 weights. No host sync.
+    every 1024 weights, and for every gradient 1 KiB on the device and as much in the host's memory, for captured steps.
+    No host sync.
 
     Raises:
         UnsupportedError: At the first step: an operation of the rule's that has no Triton; while a graph is captured:
@@ -245,20 +243,16 @@ class _Addresses:
         self.seen: tuple[int, ...] | None = None
         self.table = torch.empty(0, dtype=torch.int64, device=device)
         self.reserve: list[tuple[Tensor, Tensor]] = []
-        self.calls, self.room = 0, RESERVE
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the int64 addresses of tensors, in device memory."""
         seen = tuple(addresses(tensors))
         if _is_capturing(self.device):
             return self.captured(seen)
-        self.calls += 1
-        # Doubled, since memory is pinned slowly. Calls count even where no address has changed: gradients that have one
-        # address in all rehearsals have another in the graph.
-        if self.room < min(self.calls, LARGEST_RESERVE):
-            self.room *= 2
-        if len(self.reserve) < self.room:
-            self.reserve += self.spares(self.room - len(self.reserve))
+        # All at once, since memory is pinned slowly; even where no address changes: gradients that have one address in
+        # all rehearsals have another in the graph.
+        if len(self.reserve) < RESERVE:
+            self.reserve += self.spares(RESERVE - len(self.reserve))
         if seen != self.seen:
             self.release()
             table = self.known(seen)
@@ -285,8 +279,8 @@ class _Addresses:
         if not self.reserve:
             refuse_capture(
                 self.device,
-                f"gradients that had new addresses {self.room} times already",
-                f"as many such steps before the capture, outside of torch.cuda.graph; at most {LARGEST_RESERVE} in it",
+                f"gradients that had new addresses {RESERVE} times already",
+                f"at most {RESERVE} steps in a graph, and one such step before it, outside of torch.cuda.graph",
             )
         host, table = self.reserve.pop()
         self.kept.append((host, table))
