@@ -23,7 +23,7 @@ MOST_CODE = {
     "overflow": 816,
     "policy": 1_046,
     "recipes": 1_262,
-    "report": 1_025,
+    "report": 996,
     "scale": 696,
     "script": 1_273,
     "selftest": 409,

@@ -154,11 +154,10 @@ def _results(run: Run) -> dict[str, Any] | None:
     rows = run.summary["rows"]
     if not rows:
         return None
-    shown = [each for each in columns(run.summary) if any(each.cell(row) != "–" for row in rows)]
     reference = run.summary["reference"]
     return {
         "title": f"{reference} against each policy" if len(rows) > 1 else "Result",
-        **_table(shown, rows),
+        **_table(columns(run.summary), rows),
         "facts": facts(run.summary)[2:],
     }
 

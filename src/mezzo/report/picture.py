@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,21 +70,11 @@ def curves(run_directory: Path | str) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     summary = run.summary
     machine = summary["machine"]
-    loss.set_title(
-        f"{summary['recipe']}: {summary['steps']} steps under each policy, same weights, same batches",
-        fontsize=12,
-        loc="left",
-        pad=20,
-    )
+    title = f"{summary['recipe']}: {summary['steps']} steps under each policy, same weights, same batches"
+    loss.set_title(title, fontsize=12, loc="left", pad=20)
     device = machine.get("gpu", machine["cpu"])
-    loss.text(
-        0.0,
-        1.02,
-        f"{device}{seed_text(summary)} · torch {machine['torch']} · {summary['date'][:10]}",
-        transform=loss.transAxes,
-        fontsize=8,
-        color=_GREY,
-    )
+    subtitle = f"{device}{seed_text(summary)} · torch {machine['torch']} · {summary['date'][:10]}"
+    loss.text(0.0, 1.02, subtitle, transform=loss.transAxes, fontsize=8, color=_GREY)
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path = run.path / CURVES
@@ -188,16 +179,10 @@ def _draw_scale(axes: Axes, run: Run) -> None:
 
 def _looks(run: Run) -> list[dict[str, Any]]:
     """Return one line style per policy: black for the reference, else a colour and the level's dashes."""
-    looks: list[dict[str, Any]] = []
-    for number, policy in enumerate(policy for policy in run.series if policy != run.summary["reference"]):
-        style = {
-            "color": _COLOURS[number % len(_COLOURS)],
-            "linestyle": _STYLES.get(policy[:2], "-"),
-            "linewidth": 1.6,
-        }
-        looks.append(style)
-    names = list(run.series)
-    if run.summary["reference"] in names:
-        black = {"color": "black", "linestyle": "-", "linewidth": 2.2}
-        looks.insert(names.index(run.summary["reference"]), black)
-    return looks
+    colours = itertools.cycle(_COLOURS)
+    return [
+        {"color": "black", "linestyle": "-", "linewidth": 2.2}
+        if policy == run.summary["reference"]
+        else {"color": next(colours), "linestyle": _STYLES.get(policy[:2], "-"), "linewidth": 1.6}
+        for policy in run.series
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.table import Table
@@ -12,7 +12,7 @@ from mezzo.explanation.words import byte_text, counted, share_text
 from mezzo.numerics import Alert
 from mezzo.recipes.training import UNTIMED_STEPS
 from mezzo.report.run import Run
-from mezzo.report.table import Column, fitted
+from mezzo.report.table import Column, cell, fitted
 
 __all__ = ["rank_alerts", "rank_columns", "rank_lines", "rank_rows", "rank_tables"]
 
@@ -49,23 +49,21 @@ def _summed(lines: Sequence[Row]) -> dict[str, Any]:
 def rank_columns(rows: Sequence[Row]) -> list[Column]:
     """Return the columns of the ranks' table; the first one names the policy too if there are several."""
     several = len({row["policy"] for row in rows}) > 1
-    number = "{:#.3g}".format
+    named = Column(head=("rank, policy",), right=False, cell=lambda row: f"{row['rank']}, {row['policy']}")
     return [
-        Column(head=("rank",), right=False, cell=_cell("rank", str))
-        if not several
-        else Column(head=("rank, policy",), right=False, cell=lambda row: f"{row['rank']}, {row['policy']}"),
-        Column(head=("ms per step,", "median"), right=True, cell=_cell("ms", number)),
-        Column(head=("its own work,", "mean ms"), right=True, cell=_cell("own_ms", number)),
-        Column(head=("waiting for", "other ranks"), right=True, cell=_cell("waiting", lambda pair: share_text(*pair))),
-        Column(head=("samples", "per second"), right=True, cell=_cell("samples_per_s", number)),
-        Column(head=("sent", "per step"), right=True, cell=_cell("wire_bytes", byte_text)),
-        Column(head=("losses not", "finite here"), right=True, cell=_cell("overflows", str)),
-        Column(head=("peak", "memory"), right=True, cell=_cell("peak_bytes", byte_text)),
+        named if several else Column(head=("rank",), right=False, cell=cell("rank")),
+        Column(head=("ms per step,", "median"), right=True, cell=cell("ms", _number)),
+        Column(head=("its own work,", "mean ms"), right=True, cell=cell("own_ms", _number)),
+        Column(head=("waiting for", "other ranks"), right=True, cell=cell("waiting", lambda pair: share_text(*pair))),
+        Column(head=("samples", "per second"), right=True, cell=cell("samples_per_s", _number)),
+        Column(head=("sent", "per step"), right=True, cell=cell("wire_bytes", byte_text)),
+        Column(head=("losses not", "finite here"), right=True, cell=cell("overflows")),
+        Column(head=("peak", "memory"), right=True, cell=cell("peak_bytes", byte_text)),
     ]
 
 
-def _cell(name: str, write: Callable[[Any], str]) -> Callable[[Row], str]:
-    return lambda row: "–" if row[name] is None else write(row[name]).rstrip(".")
+def _number(number: float) -> str:
+    return f"{number:#.3g}".rstrip(".")
 
 
 def rank_tables(run: Run, width: int) -> list[Table]:

@@ -92,10 +92,9 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
             why=_missing(path, error),
             write="" if path.is_file() else f"mezzo compare digits-cnn --out {path}",
         ) from error
-    except OSError as error:
-        raise StateError("the run cannot be read", where=str(path), why=str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise StateError("the run cannot be read", where=str(path), why=f"a file is not JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        why = str(error) if isinstance(error, OSError) else f"a file is not JSON: {error}"
+        raise StateError("the run cannot be read", where=str(path), why=why) from error
     schema = summary.get("schema") if isinstance(summary, dict) else None
     if schema != SCHEMA:
         newer = isinstance(schema, int) and schema > SCHEMA
@@ -106,11 +105,10 @@ def read(directory: Path | str, *, killed: bool = False) -> Run:
             write="pip install .  # in a newer clone of mezzo" if newer else "",
         )
     wrong = [*_wrong(summary, _SUMMARY, "summary.json")]
-    for number, record in enumerate(records, start=1):
-        wrong += _wrong(record, _RECORD, f"metrics.jsonl, line {number}")
-    for rank, lines in ranks.items():
+    streams = (METRICS, records, _RECORD), *((f"metrics.rank{n}.jsonl", ranks[n], _RANK_RECORD) for n in ranks)
+    for name, lines, form in streams:
         for number, record in enumerate(lines, start=1):
-            wrong += _wrong(record, _RANK_RECORD, f"metrics.rank{rank}.jsonl, line {number}")
+            wrong += _wrong(record, form, f"{name}, line {number}")
     if wrong:
         raise StateError(
             "the run is not one that mezzo compare wrote",

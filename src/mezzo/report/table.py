@@ -16,16 +16,14 @@ from rich.text import Text
 from mezzo.errors import printable
 from mezzo.explanation.words import byte_text, counted, scale_text, share_text
 
-__all__ = ["Column", "columns", "facts", "fitted", "results_tables", "seed_text", "to_markdown"]
+__all__ = ["Column", "cell", "columns", "facts", "fitted", "results_tables", "seed_text", "to_markdown"]
 
 Row = Mapping[str, Any]
 _GAP = 2
+#: A cell of what was not measured.
+_UNKNOWN: Final = "–"
 #: What a policy's text is left at least, before it is folded at a comma.
 _LEAST: Final = 24
-#: Columns that are there only where something was measured, by the first lines of their heads.
-_SOMETIMES: Final = {
-    "best,": "best_metric", "saved for": "saved_bytes", "products": "low_share", "peak": "peak_bytes",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +41,11 @@ class Column:
     cell: Callable[[Row], str]
 
 
+def cell(key: str, write: Callable[[Any], str] = str) -> Callable[[Row], str]:
+    """Return what writes a value of a row, where it is known."""
+    return lambda row: _UNKNOWN if row.get(key) is None else write(row[key])
+
+
 def columns(summary: Mapping[str, Any]) -> list[Column]:
     """Return the columns of a comparison's table.
 
@@ -50,13 +53,13 @@ def columns(summary: Mapping[str, Any]) -> list[Column]:
         summary: What ``summary.json`` holds, or :meth:`Comparison.to_dict` returns.
 
     Returns:
-        Columns in the order in which they are shown; some are there only if that was measured.
+        Columns in the order in which they are shown; those of what was measured under no policy are left out.
     """
     metric = summary["metric"]
     base = next((row for row in summary["rows"] if row["policy"] == summary["reference"]), None)
 
     def value(key: str, sign: str = "") -> Callable[[Row], str]:
-        return lambda row: _number(row[key], f"{sign}z.{metric['decimals']}f")
+        return cell(key, lambda number: _number(float(number), f"{sign}z.{metric['decimals']}f"))
 
     def size(read: Callable[[Row], int | None]) -> Callable[[Row], str]:
         return lambda row: _size(read(row), None if base is None or row is base else read(base))
@@ -64,7 +67,7 @@ def columns(summary: Mapping[str, Any]) -> list[Column]:
     name, unit = metric["name"], metric["unit"]
     found = [
         Column(head=("policy",), right=False, cell=_policy),
-        Column(head=("arithmetic",), right=False, cell=lambda row: str(row["arithmetic"])),
+        Column(head=("arithmetic",), right=False, cell=cell("arithmetic")),
         Column(head=(name, f"final, {unit}".rstrip(", ")), right=True, cell=value("final_metric")),
         Column(head=("best,", unit), right=True, cell=value("best_metric")),
         Column(
@@ -72,21 +75,21 @@ def columns(summary: Mapping[str, Any]) -> list[Column]:
             right=True,
             cell=value("difference", "+"),
         ),
-        Column(head=("ms per step,", "median (10–90 %)"), right=True, cell=_milliseconds),
+        Column(head=("ms per step,", "median (10–90 %)"), right=True, cell=cell("step_ms", _milliseconds)),
         Column(
             head=("weights + gradients", "+ optimizer"),
             right=True,
             cell=size(lambda row: row["state_bytes"] and row["state_bytes"]["total"]),
         ),
         Column(head=("saved for", "backward"), right=True, cell=size(lambda row: row["saved_bytes"])),
-        Column(head=("products", "that ran low"), right=True, cell=_low_share),
+        Column(head=("products", "that ran low"), right=True, cell=cell("low_share", lambda n: share_text(n, 1))),
         Column(head=("peak", "allocated"), right=True, cell=size(lambda row: row["peak_bytes"])),
-        Column(head=("steps", "skipped"), right=True, cell=lambda row: str(row["skipped_steps"])),
-        Column(head=("final", "scale"), right=True, cell=lambda row: scale_text(row["final_scale"])),
-        Column(head=("non-finite", "losses"), right=True, cell=lambda row: str(row["nonfinite_losses"])),
+        Column(head=("steps", "skipped"), right=True, cell=cell("skipped_steps")),
+        Column(head=("final", "scale"), right=True, cell=cell("final_scale", scale_text)),
+        Column(head=("non-finite", "losses"), right=True, cell=cell("nonfinite_losses")),
     ]
-    unknown = {head for head, key in _SOMETIMES.items() if all(row.get(key) is None for row in summary["rows"])}
-    return [column for column in found if column.head[0] not in unknown]
+    rows = summary["rows"]
+    return [column for column in found if not rows or any(column.cell(row) != _UNKNOWN for row in rows)]
 
 
 def results_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
@@ -215,11 +218,6 @@ def seed_text(summary: Mapping[str, Any]) -> str:
     return "" if summary["seed"] is None else f", seed {summary['seed']}"
 
 
-def _low_share(row: Row) -> str:
-    share = row.get("low_share")
-    return "–" if share is None else share_text(share, 1)
-
-
 def _policy(row: Row) -> str:
     if row["status"] == "finished":
         return str(row["policy"])
@@ -239,24 +237,18 @@ def _at_commas(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float | str | None, form: str) -> str:
-    if value is None:
-        return "–"
-    number = float(value)
+def _number(number: float, form: str) -> str:
     return format(number, form) if math.isfinite(number) else str(number)
 
 
-def _milliseconds(row: Row) -> str:
-    times = row["step_ms"]
-    if times is None:
-        return "–"
+def _milliseconds(times: Mapping[str, Any]) -> str:
     low, middle, high = (f"{float(times[key]):#.3g}".rstrip(".") for key in ("p10", "median", "p90"))
     return f"{middle} ({low}–{high})"
 
 
 def _size(num_bytes: int | None, base: int | None) -> str:
     if num_bytes is None:
-        return "–"
+        return _UNKNOWN
     return byte_text(num_bytes) + (f" ({num_bytes / base:.2f}×)" if base else "")
 
 
