@@ -99,6 +99,11 @@ def test_a_loss_scale_under_other_rules(before, after, scale):
     again.train(range(3))  # which a fresh start forgets
     again.load(through_a_file(run.saved()))
     assert again.amp.loss_scale.tolist() == [scale, scale]
+    state = run.amp.state_dict()
+    for each in state["loss_scales"]:
+        each["noted by a later version"] = 7
+    again.amp.load_state_dict(state)
+    assert again.amp.loss_scale.tolist() == [scale, scale]
     again.train(range(3, 13))
     assert again.amp.stats().steps == 11
 

@@ -167,9 +167,8 @@ def load(core: Core, state: Any, *, weights: bool = True) -> None:
     if any(state["windows"]):
         _load_windows(core, state)
     if core.buffers is not None:
-        buffers = core.weights.named_buffers()
-        pairs = ((buffers[name], before) for name, before in state["buffers"].items())
-        core.buffers.before = {buffer: before.to(buffer.device, copy=True) for buffer, before in pairs}
+        named, saved = core.weights.named_buffers(), state["buffers"]
+        core.buffers.before = {named[name]: each.to(named[name].device, copy=True) for name, each in saved.items()}
 
 
 def _load_scales(core: Core, scales: list[dict[str, Any]]) -> None:
@@ -192,11 +191,12 @@ def _load_loss_scales(core: Core, before: LossScale, state: Mapping[str, Any]) -
 
 
 def _within(scale: Mapping[str, Any], before: LossScale, now: LossScale) -> dict[str, Any]:
-    """Bring a scale within the bounds of new rules."""
-    if before == now or now.mode != "dynamic":
-        return {key: scale[key] for key in now.start().state_dict()}
-    highest = scale["scale"] if now.ceiling is None else min(scale["scale"], now.ceiling)
-    return {**scale, "scale": float(max(highest, now.floor))}
+    """Return the state of a scale, whatever else was saved beside it, within the bounds of new rules."""
+    found = {key: scale[key] for key in now.start().state_dict()}
+    if before != now and now.mode == "dynamic":
+        highest = found["scale"] if now.ceiling is None else min(found["scale"], now.ceiling)
+        found["scale"] = float(max(highest, now.floor))
+    return found
 
 
 @torch.no_grad()
