@@ -223,6 +223,8 @@ class Subject:
         parts += [(str(number), optimizer) for number, optimizer in enumerate(self.optimizers)]
         for name, part in (parts[number] for number in order if number < len(parts)):
             part.load_state_dict(states[name])
+        if (late := states["model"]["late.weight"]).dtype == torch.float32:
+            self.before = array(late)
 
 
 def array(tensor):
