@@ -48,7 +48,7 @@ class Reader:
     is_low: bool  # whether its arguments are cast to low precision
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Origin:
     """A tensor that is the first on its path to be non-finite.
 

@@ -71,8 +71,8 @@ class Watch:
         self.origins: list[Origin] = []
         self._context = context
         self._decider = Decider(context.policy or Policy.O0(), {})
-        self._from, self._wide = Storages(), Storages()  # the number of an origin, as text
-        self._copies = Storages()  # the names of what was cast
+        self._from, self._wide = Storages[Origin](), Storages[Origin]()
+        self._copies = Storages[str]()  # the names of what was cast
         self._arguments: dict[int, tuple[Place, dict[Edge, str]]] = {}
         self._last: tuple[Any, _Ran] | None = None  # and the call or the autograd node that it belongs to
 
@@ -123,9 +123,9 @@ class Watch:
             if bad:
                 num_before = len(self.origins)
                 origin = self._origin(ran)
-                self._from.put((results[number] for number in bad), str(origin.number))
+                self._from.put((results[number] for number in bad), origin)
                 is_new = origin.number >= num_before and origin.source == "made"
-                self._follow(str(origin.number) if is_new else None, before, [results[number] for number in bad])
+                self._follow(origin if is_new else None, before, [results[number] for number in bad])
             if is_cast(kernel, args, out) and (name := self._called(args[0])) is not None:
                 self._copies.put([out], name)
             self._last = self._asker(), ran
@@ -154,10 +154,10 @@ class Watch:
 
     def _source(self, operand: Operand, kernel: Any) -> Origin:
         """Return the origin of a non-finite tensor; one that no kernel made was there before."""
-        label = self._from.get(operand.tensor) or self._from.get(operand.argument)
-        return self.origins[int(label)] if label is not None else self.given(operand.argument, kernel)
+        known = self._from.get(operand.tensor) or self._from.get(operand.argument)
+        return known or self.given(operand.argument, kernel)
 
-    def _follow(self, new: str | None, read: list[Operand], bad: list[Tensor]) -> None:
+    def _follow(self, new: Origin | None, read: list[Operand], bad: list[Tensor]) -> None:
         """Follow numbers that are too large through the forward pass, until an op brings them back into range."""
         if self._phase == "backward":
             return
@@ -167,10 +167,10 @@ class Watch:
         op = "" if place.call is None else place.call.op
         entry = OPS.get(op)
         reader = Reader(place.module, op, entry is not None and entry.portable == "low")
-        for label in {label for operand in read if (label := self._wide.get(operand.argument)) is not None}:
-            self.origins[int(label)].readers[reader] = None
+        for origin in {origin for operand in read if (origin := self._wide.get(operand.argument)) is not None}:
+            origin.readers[reader] = None
             if op not in BOUNDED and place.module != LOSS:
-                self._wide.put(bad, label)
+                self._wide.put(bad, origin)
 
     # Origins ------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Watch:
             inputs=tuple(self._range(operand) for operand in read),
         )
         self.origins.append(origin)
-        self._from.put([tensor], str(origin.number))
+        self._from.put([tensor], origin)
         node: Any = torch._C._current_autograd_node()
         if phase == "backward" and node is not None:
             self._name_later(origin, node, self._arguments.get(id(place), (place, {}))[1])
@@ -262,7 +262,7 @@ class Watch:
 
         def name(gradients: Sequence[Tensor | None], _: Any) -> None:
             for slot, gradient in enumerate(gradients):
-                if gradient is not None and self._from.get(gradient) == str(origin.number):
+                if gradient is not None and self._from.get(gradient) is origin:
                     origin.rename(f"gradient of {self.names.of_edge(node.next_functions[slot], arguments)}")
 
         node.register_hook(name)
@@ -272,9 +272,7 @@ class Watch:
     def first(self, ends: Iterable[Tensor]) -> Origin | None:
         """Return the origin that the non-finite among these tensors have it from, the first of several."""
         bad = [tensor for tensor in ends if not measure.is_finite(tensor)]
-        labels = [label for tensor in bad if (label := self._from.get(tensor)) is not None]
-        if labels:
-            return min((self.origins[int(label)] for label in labels), key=lambda origin: origin.rank)
         if not bad:
             return None
-        return min(self.origins, key=lambda origin: origin.rank, default=None) or self.given(bad[0])
+        known = [origin for tensor in bad if (origin := self._from.get(tensor)) is not None]
+        return min(known or self.origins, key=lambda origin: origin.rank, default=None) or self.given(bad[0])

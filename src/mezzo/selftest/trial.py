@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -269,16 +270,12 @@ def _flat(model: TrialNet) -> Tensor:
 @contextmanager
 def _logged() -> Iterator[list[str]]:
     """Collect what mezzo logs as a warning inside the block, each text once."""
-    found: dict[str, None] = {}
-
-    class _Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found[record.getMessage()] = None
-
-    logger, handler, texts = logging.getLogger("mezzo"), _Collector(logging.WARNING), list[str]()
+    logger, texts = logging.getLogger("mezzo"), list[str]()
+    handler = MemoryHandler(0)  # which has nothing to hand records on to, and so keeps them
+    handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield texts
     finally:
         logger.removeHandler(handler)
-        texts.extend(found)
+        texts.extend(dict.fromkeys(record.getMessage() for record in handler.buffer))

@@ -102,7 +102,7 @@ class OpCall:
     _computed: bool = False
     _inputs: dict[str, None] = field(default_factory=dict)
     _converted: dict[str, None] = field(default_factory=dict)
-    _made_here: Storages = field(default_factory=Storages)
+    _made_here: Storages[bool] = field(default_factory=Storages)
 
     @property
     def why(self) -> str:
@@ -139,12 +139,12 @@ class OpCall:
             if from_outside:
                 (self._inputs if emulated else self._converted)[dtype_name(args[0].dtype)] = None
             if emulated or not from_outside:
-                self._made_here.put([out], "made here")
+                self._made_here.put([out], True)
             return
         if is_view(kernel):
             return  # its storage is its base's, and labelled
         if is_allocation(kernel):
-            self._made_here.put(tensors(out), "made here")
+            self._made_here.put(tensors(out), True)
             return
         self.has_run = self._computed = True
         self.kernels.add(kernel_name(kernel))
@@ -152,7 +152,7 @@ class OpCall:
             if has_fraction(tensor.dtype) and self._made_here.get(tensor) is None:
                 self._inputs[dtype_name(tensor.dtype)] = None
         if not kernel._schema.is_mutable:
-            self._made_here.put(tensors(out), "made here")
+            self._made_here.put(tensors(out), True)
 
     def row(self, module: str, out: Any) -> tuple[Any, ...] | None:
         """Return the fields of a :class:`~mezzo.explanation.Row`, all but the count; ``None`` for integers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
 
 Shape = tuple[tuple[str, int], ...]
+Label = TypeVar("Label")
 
 
 def is_cast(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
@@ -65,19 +66,19 @@ def multiple_of(dtype: torch.dtype) -> int | None:
     return 16 if dtype in _FP8 else None
 
 
-class Storages:
+class Storages(Generic[Label]):
     """A label for each storage, which lasts as long as this object, though it keeps no memory alive."""
 
     def __init__(self) -> None:
-        self._labels: dict[int, tuple[str, StorageWeakRef]] = {}
+        self._labels: dict[int, tuple[Label, StorageWeakRef]] = {}
 
-    def get(self, tensor: Tensor) -> str | None:
+    def get(self, tensor: Tensor) -> Label | None:
         """Return the label of a tensor's storage."""
         storage = _storage(tensor)
         found = None if storage is None else self._labels.get(storage._cdata)
         return None if found is None else found[0]
 
-    def put(self, each: Iterable[Tensor], label: str, *, replace: bool = True) -> None:
+    def put(self, each: Iterable[Tensor], label: Label, *, replace: bool = True) -> None:
         """Label the storages of tensors."""
         for tensor in each:
             storage = _storage(tensor)

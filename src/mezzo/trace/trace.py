@@ -54,7 +54,7 @@ class Trace:
     moved_bytes: int = 0
     trips: Trips = field(default_factory=Trips)
     inner_ops: dict[tuple[str, str], set[str]] = field(default_factory=dict)
-    _labels: Storages = field(default_factory=Storages)
+    _labels: Storages[str] = field(default_factory=Storages)
     _accounts: dict[int, Account] = field(default_factory=dict)
 
     def learn(self, model: nn.Module, inputs: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +64,14 @@ class Trips:
 
     def __init__(self) -> None:
         self.done: list[Trip] = []
-        self._under_way: list[Trip] = []
-        self._labels = Storages()  # positions in that list, as text
+        self._under_way = Storages[Trip | None]()
 
     def cast(self, before: Tensor, after: Tensor, account: Account, module: str, call: OpCall | None) -> None:
         """Take note of a cast in the forward pass."""
-        here = self._of(before)
+        here = self._under_way.get(before)
         if before.element_size() < after.element_size():
             trip = here or Trip(dtype_name(before.dtype), _cause(module, call), (), ())
-            self._put([after], Trip(trip.low, trip.first, trip.causes, (*trip.casts, account)))
+            self._under_way.put([after], Trip(trip.low, trip.first, trip.causes, (*trip.casts, account)))
         elif here is not None:
             self.done.append(Trip(here.low, here.first, here.causes, (*here.casts, account)))
 
@@ -82,29 +80,20 @@ class Trips:
         if is_view(kernel) or is_allocation(kernel):
             return
         read = [each for each in tensors(args) if each.dtype.is_floating_point and each.dim()]
-        known = [trip for each in read if (trip := self._of(each)) is not None]
+        known = [trip for each in read if (trip := self._under_way.get(each)) is not None]
         if not known and not kernel._schema.is_mutable:
             return
         asks = call is not None and call.decision.treatment in ("fp32", "fp32_math", "promote")
         # Without the cast another wide operand, such as an FP32 residual, would make the result as wide.
-        alone = all(self._of(each) or each.element_size() < 4 or (call and call.made(each)) for each in read)
+        alone = all(self._under_way.get(each) or each.element_size() < 4 or (call and call.made(each)) for each in read)
         if not known or not (asks or alone):
-            self._put(tensors(out), None)
+            self._under_way.put(tensors(out), None)
             return
         causes = [cause for trip in known for cause in trip.causes]
         casts = [account for trip in known for account in trip.casts]
         added = (_cause(module, call),) if asks else ()
         trip = Trip(known[0].low, known[0].first, tuple(dict.fromkeys((*causes, *added))), tuple(dict.fromkeys(casts)))
-        self._put((each for each in tensors(out) if each.element_size() >= 4), trip)
-
-    def _of(self, tensor: Tensor) -> Trip | None:
-        label = self._labels.get(tensor)
-        return self._under_way[int(label)] if label else None
-
-    def _put(self, each: Iterable[Tensor], trip: Trip | None) -> None:
-        if trip is not None:
-            self._under_way.append(trip)
-        self._labels.put(each, "" if trip is None else str(len(self._under_way) - 1))
+        self._under_way.put((each for each in tensors(out) if each.element_size() >= 4), trip)
 
 
 def _cause(module: str, call: OpCall | None) -> Cause:
