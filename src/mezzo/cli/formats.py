@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, show_json
 from mezzo.documents import jsonable
 from mezzo.errors import PolicyError, nearest, shown
+from mezzo.explanation.table import table
 from mezzo.formats import FORMATS, Format, by_name
 from mezzo.tensors import dtype_name
 
@@ -128,35 +128,27 @@ def described(number_format: Format, with_landmarks: bool = False) -> dict[str, 
 
 def _overview(width: int) -> Table:
     # Without padding every number has room in 80 columns; in fewer it is folded, and never cut.
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0 if width < 100 else 1))
-    table.add_column("format", overflow="fold", no_wrap=width >= 80)
-    for column in ("s/e/m", "bias", "max", "smallest normal", "smallest subnormal", "eps"):
-        table.add_column(column, justify="right", overflow="fold", no_wrap=width >= 80 and column == "max")
-    table.add_column("infinity", overflow="fold")
-    for entry in FORMATS.values():
-        table.add_row(
-            entry.name,
-            f"1/{entry.exponent_bits}/{entry.mantissa_bits}",
-            str(entry.bias),
-            f"{entry.max:.8g}",
-            _power(entry.smallest_normal),
-            _power(entry.smallest_subnormal),
-            _power(entry.eps),
-            "yes" if entry.has_inf else "no, overflow is NaN",
+    numbers = ("s/e/m", "bias", "max", "smallest normal", "smallest subnormal", "eps")
+    rows = (
+        (
+            each.name,
+            f"1/{each.exponent_bits}/{each.mantissa_bits}",
+            str(each.bias),
+            f"{each.max:.8g}",
+            *map(_power, (each.smallest_normal, each.smallest_subnormal, each.eps)),
+            "yes" if each.has_inf else "no, overflow is NaN",
         )
-    return table
+        for each in FORMATS.values()
+    )
+    stiff = ("format", "max") if width >= 80 else ()
+    padding = (0, 0 if width < 100 else 1)
+    return table(("format", *numbers, "infinity"), rows, right=numbers, stiff=stiff, padding=padding)
 
 
 def _landmarks(number_format: Format) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("bits", "hex"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("value", justify="right")
-    table.add_column("what")
-    for mark in landmarks(number_format):
-        cells = _cells(number_format, mark)
-        table.add_row(cells["bits"], cells["hex"], f"{mark.value:.8g}", mark.what)
-    return table
+    marks = ((_cells(number_format, mark), mark) for mark in landmarks(number_format))
+    rows = ((cells["bits"], cells["hex"], f"{mark.value:.8g}", mark.what) for cells, mark in marks)
+    return table(("bits", "hex", "value", "what"), rows, right=("value",), stiff=("bits", "hex"))
 
 
 def _cells(number_format: Format, mark: Landmark) -> dict[str, Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, show_json
-from mezzo.errors import PolicyError, printable, shown
+from mezzo.errors import PolicyError, shown
+from mezzo.explanation.table import table
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS, matching, resolve
 
@@ -53,17 +52,11 @@ def ops(
     if as_json:
         show_json([described(name, value, device) for name in names])
         return
-    console = console_for(200)
-    table = Table(box=box.SIMPLE_HEAD)
     decided = f"{value} on {device}" if device else str(value)
-    for column in ("op", decided, "torch CUDA", "torch CPU", "reason", "whose lists name it"):
-        # As Text, for a policy's text may hold brackets that rich would take for markup.
-        table.add_column(Text(printable(column)), no_wrap=column in ("op", "torch CUDA", "torch CPU"), overflow="fold")
-    for name in names:
-        row = described(name, value, device)
-        cells = ("op", "treatment", "torch_cuda", "torch_cpu", "reason", "lists")
-        table.add_row(*(Text(row[cell]) for cell in cells))
-    console.print(table)
+    heads = ("op", decided, "torch CUDA", "torch CPU", "reason", "whose lists name it")
+    read = itemgetter("op", "treatment", "torch_cuda", "torch_cpu", "reason", "lists")
+    rows = (read(described(name, value, device)) for name in names)
+    console_for(200).print(table(heads, rows, stiff=("op", "torch CUDA", "torch CPU")))
 
 
 def described(name: str, policy: Policy, device_type: str | None = None) -> dict[str, Any]:

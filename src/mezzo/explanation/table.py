@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -22,7 +22,7 @@ from mezzo.explanation.differences import differences
 from mezzo.explanation.rows import Explained
 from mezzo.explanation.sections import NUMBERS, WORDS, Section, all_rows, different_rows, few_rows
 
-__all__ = ["WIDEST", "difference_renderables", "differences_json", "plain", "renderables", "terms"]
+__all__ = ["WIDEST", "difference_renderables", "differences_json", "plain", "renderables", "table", "terms"]
 
 #: The columns that the answer and its few rows take at most.
 WIDEST: Final = 120
@@ -44,6 +44,32 @@ def plain(parts: Iterable[RenderableType], width: int | None = WIDEST) -> str:
         console.width = max(WIDEST, *(Measurement.get(console, wide, part).maximum for part in parts))
     console.print(Group(*parts))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
+
+
+def table(
+    heads: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    right: Container[str] = (),
+    stiff: Container[str] = (),
+    **options: Any,
+) -> Table:
+    """Return a table of texts, none of which is cut, or taken for markup: rules and messages may hold brackets.
+
+    Args:
+        heads: Of its columns.
+        rows: The cells.
+        right: Heads of columns of numbers.
+        stiff: Heads of columns that are folded last.
+        **options: Of rich's table.
+    """
+    made = Table(box=box.SIMPLE_HEAD, **options)
+    for head in heads:
+        justify: Literal["left", "right"] = "right" if head in right else "left"
+        made.add_column(Text(printable(head)), justify=justify, overflow="fold", no_wrap=head in stiff)
+    for row in rows:
+        made.add_row(*(Text(printable(cell)) for cell in row))
+    return made
 
 
 def renderables(explanation: Explained, *, full: bool = False) -> Iterator[RenderableType]:
@@ -121,13 +147,5 @@ class _Fitted:
         yield self._table(stiff=stiff <= room)
 
     def _table(self, *, stiff: bool) -> Table:
-        table = Table(box=box.SIMPLE_HEAD)
-        for head in self.section.heads:
-            # Long words are folded in a narrow terminal. As Text, for rules may hold brackets.
-            table.add_column(
-                Text(printable(head)), justify="right" if head in NUMBERS else "left", overflow="fold",
-                no_wrap=stiff and head not in WORDS,
-            )  # fmt: skip
-        for row in self.section.rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
-        return table
+        paths = {*self.section.heads} - WORDS if stiff else ()
+        return table(self.section.heads, self.section.rows, right=NUMBERS, stiff=paths)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +17,7 @@ from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, For
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, show_json
 from mezzo.errors import printable
+from mezzo.explanation.table import table
 from mezzo.machine import describe, tf32
 from mezzo.tensors import LOW, dtype_name
 
@@ -145,17 +145,13 @@ def _intention(report: DeviceReport, support: FormatSupport) -> Action | Literal
 
 def _table(report: DeviceReport, steps: Mapping[torch.dtype, LayerSteps]) -> Table:
     title = Text(f"{report.device_type}: {report.name}", style="bold")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    caption = Text("products and steps: times as fast as in FP32, the slowest product counts", style="dim")
     widths = WIDTHS if steps else ()
-    for column in ("format", "works", "products", *(f"steps, {width}" for width in widths), "mezzo will", "because"):
-        justify: Literal["left", "right"] = "right" if column.startswith(("products", "steps")) else "left"
-        table.add_column(column, justify=justify, overflow="fold")
-    for support in report.formats.values():
-        # As Text, for torch's messages hold brackets that rich would take for markup.
-        table.add_row(*(Text(printable(cell)) for cell in _row(report, support, steps.get(support.dtype), widths)))
-    table.caption = Text("products and steps: times as fast as in FP32, the slowest product counts", style="dim")
-    table.caption_justify = "left"
-    return table
+    numbers = ("products", *(f"steps, {width}" for width in widths))
+    heads = ("format", "works", *numbers, "mezzo will", "because")
+    rows = (_row(report, support, steps.get(support.dtype), widths) for support in report.formats.values())
+    left: Any = {"title_justify": "left", "caption_justify": "left"}
+    return table(heads, rows, right=numbers, title=title, caption=caption, **left)
 
 
 def _row(
