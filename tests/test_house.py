@@ -15,7 +15,7 @@ MOST_CODE = {
     "cast": 2_896,
     "cli": 1_244,
     "compat": 1_128,
-    "distributed": 356,
+    "distributed": 352,
     "explanation": 1_065,
     "integrations": 944,
     "numerics": 3_558,
@@ -28,7 +28,7 @@ MOST_CODE = {
     "script": 1_273,
     "selftest": 408,
     "session": 6_917,
-    "step": 2_508,
+    "step": 2_500,
     "trace": 1_048,
     "the ground": 961,
 }

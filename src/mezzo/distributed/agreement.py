@@ -28,26 +28,14 @@ def agreed(mesh: DeviceMesh, plan: Callable[[], T], told: Callable[[T], str]) ->
         DistributedError: Another rank has raised.
         PolicyError: Another rank plans something else.
     """
-    error: MezzoError | None = None
-    mine, text = None, ""
     try:
         mine = plan()
-        text = told(mine)
-    except MezzoError as raised:
-        error = raised
-    is_waited_for = isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None
-    if not is_waited_for:
-        assert error is not None, "what is no mesh of this rank was refused"
-        raise error
-    known: dict[int, tuple[bool, str]] = {dist.get_rank(): (error is not None, text if error is None else str(error))}
-    for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
-        there: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(there, known, group)
-        for each in there:
-            known |= each
-    if error is not None:
-        raise error
+    except MezzoError as error:
+        if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is not None:  # the other ranks wait for this one
+            _said_by_all(mesh, (True, str(error)))
+        raise
+    text = told(mine)
+    known = _said_by_all(mesh, (False, text))
     if failed := sorted(rank for rank, (is_error, _) in known.items() if is_error):
         raise DistributedError(
             "another rank cannot shard the model",
@@ -62,8 +50,19 @@ def agreed(mesh: DeviceMesh, plan: Callable[[], T], told: Callable[[T], str]) ->
             why=_first_difference(text, known[others[0]][1]),
             write="the same model, policy and wrap on all ranks",
         )
-    assert mine is not None
     return mine
+
+
+def _said_by_all(mesh: DeviceMesh, mine: tuple[bool, str]) -> dict[int, tuple[bool, str]]:
+    """Return by rank whether it has raised, and its plan or its error as text."""
+    known = {dist.get_rank(): mine}
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        there: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(there, known, group)
+        for each in there:
+            known |= each
+    return known
 
 
 def _first_difference(mine: str, theirs: str) -> str:

@@ -177,8 +177,8 @@ class Agreement:
         heard.require_none()
         if float(heard.problem):  # a rank without gradients compares nothing
             return
-        scales = [scaler.state.scale for scaler in self._scalers]
-        found = self.consensus.each(torch.stack([*scales, judged.verdict.grad_norm]), "the loss scales")
+        mine = torch.stack([*(scaler.state.scale for scaler in self._scalers), judged.verdict.grad_norm]).tolist()
+        found: list[list[float]] = self.consensus.gathered(mine, "the loss scales")
         if any(theirs[:-1] != found[0][:-1] for theirs in found):
             texts = [" and ".join(f"{scale:.6g}" for scale in theirs[:-1]) for theirs in found]
             raise StateError(

@@ -196,19 +196,18 @@ class Consensus(Ranks):
                 )
             return None
         for name, group in given.items():
-            if not (group in (None, dist.GroupMember.NON_GROUP_MEMBER) or isinstance(group, dist.ProcessGroup)):
-                raise PolicyError(
-                    f"{name} is {shown(group)}, not a process group",
-                    write=f"MixedPrecision(…, {name}=torch.distributed.new_group([0, 1]))",
-                )
-        everyone: Any = dist.group.WORLD if process_group is None else process_group
-        for name, group in (("process_group", everyone), ("stage_group", stage_group)):
             if group is dist.GroupMember.NON_GROUP_MEMBER:
                 raise PolicyError(
                     f"this rank is not in the session's {name}",
                     where=f"rank {dist.get_rank()}",
                     write=f"MixedPrecision(…, {name}=group) on the ranks of the group alone",
                 )
+            if not (group is None or isinstance(group, dist.ProcessGroup)):
+                raise PolicyError(
+                    f"{name} is {shown(group)}, not a process group",
+                    write=f"MixedPrecision(…, {name}=torch.distributed.new_group([0, 1]))",
+                )
+        everyone: Any = dist.group.WORLD if process_group is None else process_group
         stages = None if stage_group is None or stage_group.size() == 1 else stage_group
         return None if everyone.size() == 1 else cls(everyone, stages)
 
@@ -290,10 +289,6 @@ class Consensus(Ranks):
         """Return the largest of each number over all ranks, in place."""
         return self.exchanged(numbers, torch.distributed.ReduceOp.MAX, self.everyone, "what they found")
 
-    def of_first(self, numbers: Tensor, group: ProcessGroup, what: str) -> Tensor:
-        """Return the numbers of a group's first rank, in place; arguments and errors as of :meth:`exchanged`."""
-        return self.exchanged(numbers, None, group, what)
-
     def exchanged(self, numbers: Tensor, op: Any, group: ProcessGroup, what: str) -> Tensor:
         """Reduce numbers over the ranks of a group, in place: the one place where a step of mezzo's waits for others.
 
@@ -314,18 +309,6 @@ class Consensus(Ranks):
                 torch.distributed.all_reduce(numbers, op=op, group=group)
         self.waited_s += time.monotonic() - begun
         return numbers
-
-    def each(self, numbers: Tensor, what: str) -> list[list[float]]:
-        """Return the numbers of all ranks, in their order; the host waits.
-
-        Args:
-            numbers: (n,): this rank's, on a device of the group's.
-            what: What these are, for errors.
-        """
-        found = [torch.empty_like(numbers) for _ in range(self.size)]
-        with self.naming(f"the exchange of {what}"):
-            torch.distributed.all_gather(found, numbers, group=self.everyone)
-        return [each.tolist() for each in found]
 
     def gathered(self, value: Any, what: str) -> list[Any]:
         """Return the values of all ranks, in their order; the host waits.

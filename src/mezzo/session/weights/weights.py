@@ -322,7 +322,7 @@ class Weights:
                 own.settle_ties()
             for param, keeper in self.stored(in_fp32=True).items():
                 if id(param) in params:
-                    value = consensus.of_first(keeper.master_of(param).detach().clone(), group, "the masters")
+                    value = consensus.exchanged(keeper.master_of(param).detach().clone(), None, group, "the masters")
                     if group.rank() > 0:
                         keeper.write(param, value)
 
