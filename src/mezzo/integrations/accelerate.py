@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from mezzo.cast import autocast
 from mezzo.cast.model import sharding
-from mezzo.errors import PolicyError, StateError, UnsupportedError, require_extra, shown
+from mezzo.errors import PolicyError, StateError, UnsupportedError, not_switches, raise_together, require_extra, shown
 from mezzo.integrations.logs import ToldPrecision
 from mezzo.policy import Policy
 from mezzo.session import MixedPrecision
@@ -103,8 +102,7 @@ def attach(
         {'mezzo/scale': 1.0, 'mezzo/skipped': 0}
         >>> amp.close()
     """
-    if not isinstance(hold_schedulers, bool):
-        raise PolicyError(f"hold_schedulers is {shown(hold_schedulers)}, no truth value", write="hold_schedulers=False")
+    raise_together(not_switches(hold_schedulers=hold_schedulers))
     if not isinstance(accelerator, Accelerator):
         raise PolicyError(f"the accelerator is {shown(accelerator)}", write=_ORDER)
     refuse(accelerator)
@@ -239,10 +237,11 @@ class _Calls(Standing):
             holds: Whether Accelerate is told of skipped steps.
         """
         wide = torch.float32 if self.policy.output_dtype is None else None
-        self._undo.callback(CalledIn(models, amp.autocast, wide, self.attached.exact).leave)
+        called = CalledIn(models, amp.autocast, wide, self.attached.exact)
+        self._undo.callback(called.leave)
         for model in models if self.policy.param_dtype in LOW else ():
             if hasattr(type(model), "config_class"):  # as transformers' own models have
-                self.replace(model, "save_pretrained", lambda plain: _saving_fp32(plain.__self__))
+                called.copies.bind(model, "save_pretrained", MethodType(_save_fp32, model))
         self.replace(accelerator, "unscale_gradients", lambda _: self.unscale_prepared)
         self.replace(accelerator, "autocast", lambda _: partial(_region, amp))
         self.replace(accelerator, "log", lambda log: partial(_log, amp, log))
@@ -362,17 +361,9 @@ def _log(
     log({**amp.metrics(), **values}, *args, **kwargs)
 
 
-def _saving_fp32(model: Any) -> Callable[..., None]:
-    """Return what ``save_pretrained`` of a model of transformers is: its weights are FP32, as its state dict is."""
-    here = weakref.ref(model)
-
-    def save_pretrained(
-        self: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any
-    ) -> None:
-        type(self).save_pretrained(self, save_directory, is_main_process, *args, **kwargs)
-        is_copy = self is not here()  # which has nothing to do with the session
-        if is_main_process and not is_copy:
-            self.config.dtype = "float32"  # not that of the parameters, in which from_pretrained() would load
-            self.config.save_pretrained(save_directory)
-
-    return MethodType(save_pretrained, model)
+def _save_fp32(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+    """Save a model of transformers: what ``save_pretrained`` is, whose weights are FP32, as its state dict is."""
+    type(model).save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
+    if is_main_process:
+        model.config.dtype = "float32"  # not that of the parameters, in which from_pretrained() would load
+        model.config.save_pretrained(save_directory)

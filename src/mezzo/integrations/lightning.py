@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -92,7 +92,7 @@ class MezzoPrecision(Precision):
         self._prepared: Prepared | None = None
         self._module: LightningModule | None = None
         self._attached: Attached | None = None
-        self._copies: Copies | None = None
+        self._undo = ExitStack()
         self._observer = _Observer(self)
         self._saved: dict[str, Any] = {}
 
@@ -108,6 +108,8 @@ class MezzoPrecision(Precision):
                 write="fabric = MezzoFabric(policy, …)   # from mezzo.integrations.lightning, in place of Fabric(…)",
             )
         self._prepared, self._module = prepare(parts_of(module), self.policy), module
+        self._undo.callback(self._prepared.remove)
+        self._undo.callback(self._observer.leave, module)
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -125,35 +127,24 @@ class MezzoPrecision(Precision):
             wrapped = model if isinstance(model, DistributedDataParallel) else self._prepared
             assert wrapped is not None
             self.session = MixedPrecision(wrapped, [_bare(each) for each in optimizers], **self._options)
+            self._undo.callback(self.session.close)
             self._attached, self._saved = Attached(self.session), {}
             check_gathers(module.trainer.strategy, map(_bare, optimizers))
             if self.policy.param_dtype in LOW:
                 self._attached.save_as(torch.float32, [module])
             self._observer.join(_callbacks(module))
-            self._copies = Copies([module], self._attached.exact)
+            copies = Copies([module], self._attached.exact)
+            self._undo.callback(copies.leave)
             if self._hold_schedulers:
                 step = partial(self._step_scheduler, module.lr_scheduler_step)
-                self._copies.bind(module, "lr_scheduler_step", step)
+                copies.bind(module, "lr_scheduler_step", step)
         return model, optimizers, lr_schedulers
 
     def end(self) -> None:
         """Close the session, and give the module its FP32 weights back; the Trainer asks for it after each run."""
-        module, self._module = self._module, None
-        if self.session is not None:
-            self._saved = self.state_dict()
-            self.session.close()
-            self.session = self._attached = None
-        if self._copies is not None:
-            self._copies.leave()
-            self._copies = None
-        self._observer.leave()
-        if module is not None:
-            trainer: Any = module._trainer
-            if trainer is not None:  # it gets a new list, for it goes through the old one
-                trainer.callbacks = [each for each in trainer.callbacks if each is not self._observer]
-        if self._prepared is not None:
-            self._prepared.remove()
-            self._prepared = None
+        self._saved = self.state_dict()
+        self._undo.close()
+        self._module = self.session = self._attached = self._prepared = None
 
     def teardown(self) -> None:
         """End what has not ended by itself."""
@@ -288,12 +279,15 @@ class _Observer(Callback):
             vars(each).update(update_parameters=partial(_update_in_fp32, each), transfer_weights=_transfer_in_fp32)
         others.insert(0 if self._averaging else len(others), self)
 
-    def leave(self) -> None:
-        """Let callbacks read and write weights as they are again."""
+    def leave(self, module: LightningModule) -> None:
+        """Be no callback any more, and let others read and write weights as they are again."""
         for each in self._swa:
             for name in ("update_parameters", "transfer_weights"):
                 vars(each).pop(name, None)
         self._swa = []
+        trainer: Any = module._trainer
+        if trainer is not None:  # it gets a new list, for it goes through the old one
+            trainer.callbacks = [each for each in trainer.callbacks if each is not self]
 
     def stepped(self, step: Step) -> None:
         """Count a skipped step, on the device."""

@@ -40,6 +40,12 @@ class ScriptRun:
     report: ScriptReport
     error: BaseException | None
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What the script raised, but for an exit that says that all went well."""
+        is_well = isinstance(self.error, SystemExit) and self.error.code in (None, 0)
+        return None if is_well else self.error
+
 
 def run(
     program: Program,

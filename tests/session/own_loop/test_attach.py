@@ -138,7 +138,7 @@ def test_a_second_session_is_refused_and_names_what_adds_to_the_first():
 
 def test_what_is_refused_changes_nothing():
     model, built = build()
-    with pytest.raises(mezzo.PolicyError, match="hold_schedulers is 'no', not True or False"):
+    with pytest.raises(mezzo.PolicyError, match="hold_schedulers is 'no'\\n  why    it is True or False"):
         mezzo.attach(model, built, "O1", hold_schedulers="no")
     for policy, optimizer, error in (
         ("O7", built, mezzo.PolicyError),

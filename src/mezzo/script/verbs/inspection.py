@@ -70,8 +70,8 @@ def inspect(
     with closing(directory):
         ended = run(program, chosen, steps=steps, told=told, around=recording)
         interrupted = isinstance(ended.error, KeyboardInterrupt)
-        if ended.error is not None and not interrupted and not _went_well(ended.error):
-            raise ended.error
+        if ended.failure is not None and not interrupted:
+            raise ended.failure
         if not records:
             raise never_trains(program, ended.report.left_alone)
     evidence = read_evidence(directory.path / EVIDENCE)
@@ -83,7 +83,3 @@ def inspect(
     directory.finish(inspection.to_dict(), made=[EVIDENCE])
     (found.policy or chosen).save(directory.path / POLICY)
     return inspection
-
-
-def _went_well(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)

@@ -66,8 +66,8 @@ def tune(
     ended = run(program, "O0", steps=after + steps, told=kept.stepped, around=kept.watching)
     if kept.problem is not None:
         raise kept.problem
-    if ended.error is not None and not (isinstance(ended.error, SystemExit) and ended.error.code in (None, 0)):
-        raise ended.error
+    if ended.failure is not None:
+        raise ended.failure
     batches = [call for call in kept.made if any(gradient is not None for gradient in call.gradients)][:steps]
     if kept.model is None or not batches:
         raise never_trains(program, ended.report.left_alone)

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler  # itself: under `mezzo run` torch.
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared
-from mezzo.errors import PolicyError, StateError, shown, some_of
+from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.optim.data_writes import ShownMasters
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
@@ -102,10 +102,7 @@ def attach(
         >>> optimizer.zero_grad()
         >>> amp.detach()
     """
-    if not isinstance(hold_schedulers, bool):
-        raise PolicyError(
-            f"hold_schedulers is {shown(hold_schedulers)}, not True or False", write="hold_schedulers=False"
-        )
+    raise_together(not_switches(hold_schedulers=hold_schedulers))
     if attached_now() is not None:
         raise StateError(
             "a session is attached already",
