@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from mezzo.explanation.rows import Difference, Explained
 from mezzo.trace.where import MODEL, place_text
 
 __all__ = ["differences"]
+
+_ABOUT: Final = ("op", "casts", "alignment", "finding")
 
 
 def differences(first: Explained, second: Explained) -> tuple[Difference, ...]:
@@ -20,12 +22,11 @@ def differences(first: Explained, second: Explained) -> tuple[Difference, ...]:
         if mine != theirs:
             about = "policy" if name == "policy" else "run"
             found.append(Difference(about=about, where=name, this=mine, other=theirs))
-    for about, read in (("op", _ops), ("casts", _casts), ("alignment", _alignment), ("finding", _findings)):
-        sides = _by_place(read(first)), _by_place(read(second))
-        for where in dict.fromkeys((*sides[0], *sides[1])):
-            mine, theirs = ("; ".join(side.get(where, ())) or "–" for side in sides)
-            if mine != theirs:
-                found.append(Difference(about=about, where=where, this=mine, other=theirs))
+    sides = _said(first), _said(second)
+    for about, where in sorted({**sides[0], **sides[1]}, key=lambda key: _ABOUT.index(key[0])):
+        mine, theirs = ("; ".join(side.get((about, where), ())) or "–" for side in sides)
+        if mine != theirs:
+            found.append(Difference(about=about, where=where, this=mine, other=theirs))
     return tuple(found)
 
 
@@ -33,32 +34,20 @@ def _show(value: Any) -> str:
     return "+".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _by_place(said: Iterable[tuple[str, str]]) -> Mapping[str, list[str]]:
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for where, text in said:
-        found[where].append(text)
-    return found
-
-
-def _ops(explanation: Explained) -> Iterator[tuple[str, str]]:
-    for row in explanation.rows:
-        where = place_text(row.module, row.op, row.line)
+def _said(explained: Explained) -> Mapping[tuple[str, str], list[str]]:
+    """Return what an explanation says, by what it is about and where that is."""
+    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in explained.rows:
         dtypes = " → ".join(_show(dtypes) or "–" for dtypes in (row.given, row.computes_in, row.returns))
-        emulated = " emulated" if row.emulated else ""
-        yield where, f"{row.count} × {dtypes}{emulated}, {row.treatment} by {row.rule or row.source}"
-
-
-def _casts(explanation: Explained) -> Iterator[tuple[str, str]]:
-    for cast in sorted(explanation.casts, key=lambda cast: (cast.before, cast.after, cast.by)):
-        where = f"{cast.module or MODEL} {cast.phase} {cast.what}"
-        yield where, f"{cast.count} × {cast.before}→{cast.after} by {cast.by}, {cast.num_bytes} bytes"
-
-
-def _alignment(explanation: Explained) -> Iterator[tuple[str, str]]:
-    for entry in explanation.misaligned:
-        yield place_text(entry.module, entry.op), f"{entry.count} × {entry.dtype} {entry.pads}"
-
-
-def _findings(explanation: Explained) -> Iterator[tuple[str, str]]:
-    for finding in explanation.findings:
-        yield f"{finding.kind}, {finding.where}", finding.text
+        text = (
+            f"{row.count} × {dtypes}{' emulated' if row.emulated else ''}, {row.treatment} by {row.rule or row.source}"
+        )
+        found["op", place_text(row.module, row.op, row.line)].append(text)
+    for cast in sorted(explained.casts, key=lambda cast: (cast.before, cast.after, cast.by)):
+        text = f"{cast.count} × {cast.before}→{cast.after} by {cast.by}, {cast.num_bytes} bytes"
+        found["casts", f"{cast.module or MODEL} {cast.phase} {cast.what}"].append(text)
+    for entry in explained.misaligned:
+        found["alignment", place_text(entry.module, entry.op)].append(f"{entry.count} × {entry.dtype} {entry.pads}")
+    for finding in explained.findings:
+        found["finding", f"{finding.kind}, {finding.where}"].append(finding.text)
+    return found

@@ -77,9 +77,7 @@ def _show(found: SelfTest) -> None:
         console.print(text, soft_wrap=not console.is_terminal)
     faults = [f"{_name(result)}: {fault}" for result in found.results for fault in result.faults]
     for number, fault in enumerate(faults, start=1):
-        console.print(
-            f"\n{number}. {printable(fault)}", markup=False, highlight=False, soft_wrap=not console.is_terminal
-        )
+        console.print(Text(f"\n{number}. {printable(fault)}"), soft_wrap=not console.is_terminal)
     for device in dict.fromkeys(result.device for result in found.results):
         measured = [each.measured for each in found.results if each.device == device and each.measured is not None]
         if measured:
