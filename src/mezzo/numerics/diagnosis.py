@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -100,14 +102,12 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, as JSON has them; policies as their texts."""
-        texts = {"policy": None if self.policy is None else str(self.policy)}
-        plain = dataclasses.asdict(dataclasses.replace(self, formats=(), policy=None))
-        formats = [
-            {"format": each.format, "is_safe": each.is_safe, "line": each.line}
-            | {"policy": None if each.policy is None else str(each.policy)}
-            for each in self.formats
-        ]
-        return plain | texts | {"formats": formats}
+
+        def plain(value: Diagnosis | FormatAnswer) -> dict[str, Any]:
+            policy = None if value.policy is None else str(value.policy)
+            return dataclasses.asdict(dataclasses.replace(value, policy=None)) | {"policy": policy}
+
+        return plain(dataclasses.replace(self, formats=())) | {"formats": [*map(plain, self.formats)]}
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -321,18 +321,15 @@ def _swallowing(lost: Mapping[str, SwallowedUpdates]) -> Iterator[str]:
         if not known:
             continue
         worst = max(known, key=lambda path: known[path].share(target))
-        updated, swallowed = (
-            sum(each.updated for each in known.values()),
-            sum(each.swallowed[target.name] for each in known.values()),
-        )
-        name = format_text([target.name])
-        if swallowed / updated > SWALLOWED:
+        whole = functools.reduce(operator.add, known.values())
+        name, share = format_text([target.name]), share_text(whole.swallowed[target.name], whole.updated)
+        if whole.share(target) > SWALLOWED:
             yield (
-                f"Weights stored in {name} without FP32 masters swallow {share_text(swallowed, updated)} of the "
-                f"updates, {share_text(known[worst].share(target), 1)} in {worst}: keep masters, as O1 and O2 do."
+                f"Weights stored in {name} without FP32 masters swallow {share} of the updates, "
+                f"{share_text(known[worst].share(target), 1)} in {worst}: keep masters, as O1 and O2 do."
             )
         else:
-            yield f"Weights stored in {name} swallow {share_text(swallowed, updated)} of the updates."
+            yield f"Weights stored in {name} swallow {share} of the updates."
 
 
 # What to write ----------------------------------------------------------------------------------------------

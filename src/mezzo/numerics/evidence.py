@@ -311,10 +311,8 @@ class Evidence:
             held = {e.name for s in self.steps for e in s.tensors if e.kind in kinds}
             why = f"no tensor has the name {shown(name)}; there are {some_of(sorted(held))}"
         elif isinstance(step, int):
-            why = f"step {step} was skipped" if self._was_skipped(step) else f"step {step} had none"
+            (found,) = self._chosen(step)
+            why = f"step {step} {'was skipped' if found.skipped else 'had none'}"
         else:
             why = "no recorded step called it" if module is not None else "no recorded step had any"
         return StateError(f"there are no {' and no '.join(kinds)}{of}", why=why)
-
-    def _was_skipped(self, step: int) -> bool:
-        return any(each.skipped for each in self.steps if each.step == step)

@@ -65,8 +65,6 @@ FILE: Final = "evidence.jsonl"
 PARTIAL: Final = ".partial"
 SCHEMA: Final = 1
 
-_SWALLOWED: Final = ("updated", "beyond", "with_gradient", "unmoved")
-
 T = TypeVar("T")
 
 
@@ -173,9 +171,10 @@ def _tensor(recorded: RecordedTensor) -> dict[str, Any]:
         "counts": counts, "powers": powers, "zeros": histogram.zeros, "infs": histogram.infs, "nans": histogram.nans,
         "max_abs": histogram.max_abs,
     }  # fmt: skip
-    if (lost := recorded.swallowed) is not None:
-        plain = {name: getattr(lost, name) for name in _SWALLOWED}
-        found["swallowed"] = {**plain, "by_format": dict(lost.swallowed)}
+    if recorded.swallowed is not None:
+        lost = dataclasses.asdict(recorded.swallowed)
+        lost["by_format"] = lost.pop("swallowed")
+        found["swallowed"] = lost
     return found
 
 
@@ -342,8 +341,8 @@ def _recorded(line: _TensorLine) -> RecordedTensor:
     if line.kind == "updates":
         if line.swallowed is None:
             raise ValueError(f"it has no swallowed of {shown(line.name)}")
-        plain = {name: getattr(line.swallowed, name) for name in _SWALLOWED}
-        lost = SwallowedUpdates(swallowed=line.swallowed.by_format, **plain)
+        fields = dataclasses.asdict(line.swallowed)
+        lost = SwallowedUpdates(swallowed=fields.pop("by_format"), **fields)
     named = {name: getattr(line, name) for name in ("kind", "module", "name", "dtype")}
     return RecordedTensor(histogram=_histogram(line), swallowed=lost, **named)
 

@@ -159,13 +159,11 @@ class ExponentHistogram:
         target = by_name(format)
         largest = self.max_abs
         if self.infs or self.nans or not largest:
-            raise NumericsError(
-                f"there is no best scale for {target.name}",
-                why=f"{self.infs} inf and {self.nans} nan" if self.infs or self.nans else "every value is zero",
-                write="mezzo.overflow.locate(fn, model), which finds the first of them"
-                if self.infs or self.nans
-                else "",
-            )
+            why, write = "every value is zero", ""
+            if self.infs or self.nans:
+                why = f"{self.infs} inf and {self.nans} nan"
+                write = "mezzo.overflow.locate(fn, model), which finds the first of them"
+            raise NumericsError(f"there is no best scale for {target.name}", why=why, write=write)
         scale = math.ldexp(1.0, math.frexp(target.max)[1] - math.frexp(largest)[1])
         return scale if scale * largest < target.max else scale / 2
 
@@ -211,17 +209,15 @@ def exponent_histogram(tensor: Tensor) -> ExponentHistogram:
             f"{shown(tensor)} has no histogram of exponents", write="exponent_histogram(torch.tensor([1.0, 2.0]))"
         )
     if tensor.dtype not in COUNTABLE or tensor.layout != torch.strided:
-        is_strided = tensor.layout == torch.strided
-        values = "coalesce().values()" if tensor.layout == torch.sparse_coo else "values()"
+        dense = "torch.view_as_real(tensor).float()" if tensor.is_complex() else "tensor.float()"
+        if tensor.layout != torch.strided:
+            dense = f"tensor.{'coalesce().' * (tensor.layout == torch.sparse_coo)}values()"
+        kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
         raise PolicyError(
-            f"{dtype_name(tensor.dtype)} tensors have no histogram of exponents"
-            if is_strided
-            else f"{dtype_name(tensor.layout)} tensors have no histogram of exponents",
+            f"{dtype_name(kind)} tensors have no histogram of exponents",
             where=f"tensor of shape {tuple(tensor.shape)} on {tensor.device}",
             why=f"it takes dense {', '.join(map(dtype_name, COUNTABLE))}",
-            write="exponent_histogram(torch.view_as_real(tensor).float())"
-            if tensor.is_complex()
-            else f"exponent_histogram(tensor.{'float()' if is_strided else values})",
+            write=f"exponent_histogram({dense})",
         )
     row = torch.zeros(ROW, dtype=torch.int64, device=tensor.device)
     count_into(row, tensor)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.errors import MezzoError, PolicyError, shown
+from mezzo.errors import MezzoError, PolicyError, raise_together, shown
 from mezzo.formats import Format, by_name
 from mezzo.numerics.evidence import kind_of
 from mezzo.numerics.recording.subject import Subject
@@ -70,8 +70,7 @@ class Choices:
             problems += (
                 _foreign(each, subject) for each, keeper in optimizers if own.isdisjoint(updated_by(each, keeper))
             )
-        if problems:
-            raise PolicyError.together(problems)
+        raise_together(problems)
         return cls(
             subject=subject,
             optimizers=optimizers,
