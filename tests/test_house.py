@@ -25,7 +25,7 @@ MOST_CODE = {
     "recipes": 1_262,
     "report": 996,
     "scale": 696,
-    "script": 1_275,
+    "script": 1_267,
     "selftest": 408,
     "session": 6_914,
     "step": 2_500,

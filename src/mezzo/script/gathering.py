@@ -63,8 +63,7 @@ class Gathering:
         self._firsts: list[tuple[weakref.ref[Optimizer], Any]] = []
         self._watching = seams.enter_context(Seams())  # calls of modules, until a session begins
         self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without a parameter of a new one
-        self._told_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._told_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._told: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
         self._inner: InnerCalls | None = None
         self._loaded = list[Mapping[str, Any]]()  # what the script has of a checkpoint, until a session begins
         self._replace(seams)
@@ -264,10 +263,9 @@ class Gathering:
         self._session, self._models = optimizers, models
         self._held = {id(param) for model in models for param in model.parameters()}
         self._go_on()
-        self._ledger.models += [name_of(each) for each in models if each not in self._told_models]
-        self._ledger.optimizers += [type(each).__name__ for each in optimizers if each not in self._told_optimizers]
-        self._told_models.update(models)
-        self._told_optimizers.update(optimizers)
+        self._ledger.models += [name_of(each) for each in models if each not in self._told]
+        self._ledger.optimizers += [type(each).__name__ for each in optimizers if each not in self._told]
+        self._told.update([*models, *optimizers])
         return True
 
     def _session_over(self, models: list[nn.Module], optimizers: list[Optimizer]) -> AttachedPrecision | None:

@@ -30,31 +30,23 @@ class InnerCalls:
     def __init__(self, models: Iterable[nn.Module], region: Callable[[], AbstractContextManager[Any]]) -> None:
         self._region, self._here = region, _Here()
         self._handles: list[RemovableHandle] = []
-        for given in models:
-            model = given.module if isinstance(given, DistributedDataParallel) else given
-            self._around(model, self._enter_model)
-            for module in dict.fromkeys(_inside(model)):
-                self._around(module, self._enter)
+        self._models = [each.module if isinstance(each, DistributedDataParallel) else each for each in models]
+        for module in dict.fromkeys(each for model in self._models for each in (model, *_inside(model))):
+            self._handles += [
+                module.register_forward_pre_hook(self._enter, prepend=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
 
     def leave(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
 
-    def _around(self, module: nn.Module, enter: Callable[..., None]) -> None:
-        self._handles += [
-            module.register_forward_pre_hook(enter, prepend=True),
-            module.register_forward_hook(self._leave, always_call=True),
-        ]
-
-    def _enter_model(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._here.regions.append(None)
-
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        region = None if self._here.regions else self._region()
+        is_models_own = any(module is model for model in self._models)
+        region = None if self._here.regions or is_models_own else self._region()
         if region is not None:
             region.__enter__()
         self._here.regions.append(region)
