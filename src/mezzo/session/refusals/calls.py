@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.errors import NumericsError, PolicyError, StateError, raise_together, some_of
+from mezzo.errors import NumericsError, PolicyError, StateError, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.refusals.beginning import listed
 from mezzo.session.verdict import Judged
@@ -120,7 +120,7 @@ def check_numbers(optimizers: Iterable[Optimizer]) -> None:
     Raises:
         PolicyError: With the optimizer, the group and the key; one message lists everything.
     """
-    raise_together(
+    if problems := [
         PolicyError(
             f"{name} is {value!r}",
             where=f"{type(optimizer).__name__}, group {number}",
@@ -132,7 +132,8 @@ def check_numbers(optimizers: Iterable[Optimizer]) -> None:
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
         if name != "params" and not _is_usable(name, value)
-    )
+    ]:
+        raise PolicyError.together(problems)
 
 
 def _is_usable(name: str, value: Any) -> bool:
