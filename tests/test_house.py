@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 696,
     "script": 1_267,
     "selftest": 408,
-    "session": 6_915,
+    "session": 6_909,
     "step": 2_500,
     "trace": 1_048,
     "the ground": 961,

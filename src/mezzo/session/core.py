@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -36,7 +36,7 @@ from mezzo.step.executors.choose import shared
 if TYPE_CHECKING:
     from mezzo.overflow import Replay
 
-__all__ = ["Core", "PlainRun", "current", "under_way"]
+__all__ = ["Core", "PlainRun", "are_same", "current", "under_way"]
 
 
 class Core:
@@ -157,10 +157,6 @@ class Core:
             "check_ranks": self.agreement is not None and self.agreement.checks_ranks,
         }
 
-    def bits_of(self, optimizers: Iterable[Optimizer]) -> int:
-        """Return a number whose bits say which of the session's optimizers these are."""
-        return sum(1 << self.optimizers.index(optimizer) for optimizer in optimizers)
-
     # Gradients --------------------------------------------------------------------------------------------
 
     @property
@@ -171,7 +167,7 @@ class Core:
     def group_optimizers(self) -> None:
         """Group the optimizers, anew if one updates other parameters since, outside an accumulation window."""
         params = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self.optimizers]
-        if not _are_same(params, self.grouped_params) and not any(group.window for group in self.groups):
+        if not are_same(params, self.grouped_params) and not any(group.window for group in self.groups):
             self.groups = grouped(self.groups, self.optimizers, self.weights.masters, self.weights.name_of)
             self.grouped_params = params
             self.weights.take_thawed()
@@ -393,7 +389,7 @@ def under_way(run: PlainRun) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def _are_same(some: list[list[Tensor]], others: list[list[Tensor]]) -> bool:
-    """Whether two lists of lists hold the same tensors; without Python for each, since every backward pass asks."""
+def are_same(some: list[list[Any]], others: list[list[Any]]) -> bool:
+    """Whether two lists of lists hold the same objects; without Python for each, since every backward pass asks."""
     alike = list(map(len, some)) == list(map(len, others))
     return alike and all(map(operator.is_, chain.from_iterable(some), chain.from_iterable(others)))

@@ -126,15 +126,12 @@ class MixedPrecision(Settings):
         subjects = ", ".join(type(each).__name__ for each in (*self._core.models, *self._core.optimizers))
         return f"MixedPrecision({subjects}, policy={str(self.policy)!r})"
 
-    def __deepcopy__(self, memo: Any) -> MixedPrecision:
-        raise StateError(
-            "a session cannot be copied",
-            why="the copied optimizer would have no hooks, and would never update the copied model",
-            write="copy.deepcopy(model), then MixedPrecision(copied_model, new_optimizer, policy)",
-        )
-
     def __reduce__(self) -> Any:
-        raise StateError("a session cannot be pickled", write="torch.save(amp.state_dict(), path)")
+        raise StateError(
+            "a session cannot be copied or pickled",
+            why="another optimizer would have no hooks, and would never update its model",
+            write="MixedPrecision(copy.deepcopy(model), new_optimizer, policy); or torch.save(amp.state_dict(), path)",
+        )
 
     # The loop -----------------------------------------------------------------------------------------
 

@@ -105,7 +105,8 @@ def _judged(core: Core, groups: list[GradientGroup], optimizers: list[Optimizer]
     judged = judge_groups(groups, optimizers, core.device, core.max_grad_norm, whole)
     core.weights.low.check(judged.dtypes)
     if agreement is not None:
-        judged = agreement.judged(judged, core.inner_overflows, core.bits_of(optimizers))
+        call = sum(1 << core.optimizers.index(optimizer) for optimizer in optimizers)
+        judged = agreement.judged(judged, core.inner_overflows, call)
     return current().seen(judged)  # a rehearsal for a graph skips
 
 

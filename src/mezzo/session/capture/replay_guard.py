@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch.autograd.graph import increment_version
 from mezzo.errors import StateError
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.capture.snapshot import Snapshot
-from mezzo.session.core import Core
+from mezzo.session.core import Core, are_same
 from mezzo.tensors import tensors
 
 __all__ = ["ReplayGuard"]
@@ -39,7 +38,7 @@ class ReplayGuard:
         """Whether the session has other memory, or has decided otherwise, than when the graph was recorded."""
         return (
             any(t.data_ptr() != address or t.requires_grad != trains for t, address, trains in self._tensors)
-            or not _are_same(_parts(self.core), self._parts)
+            or not are_same([_parts(self.core)], [self._parts])
             or _choices(self.core) != self._choices
         )
 
@@ -114,7 +113,3 @@ def _parts(core: Core) -> list[Any]:
     by_param = [kept for state in states for kept in state.values() if isinstance(kept, dict)]
     moments = [value for kept in by_param for value in kept.values() if isinstance(value, Tensor)]
     return [*states, *moments, *(each for each in hypers if each.device.type != "cpu")]
-
-
-def _are_same(ones: list[Any], others: list[Any]) -> bool:
-    return len(ones) == len(others) and all(map(is_, ones, others))
