@@ -128,9 +128,10 @@ class CallKeeper:
         ]
 
     def clear(self) -> None:
-        """Forget every call whose backward pass has been, or cannot come: after each step, and with gradients.
+        """Forget every call whose backward pass has been, or cannot come any more.
 
-        A forward pass that still waits for its backward pass stays, since gradients may be cleared between the two.
+        It is called after each step, and when gradients are cleared. A forward pass that still waits for its backward
+        pass stays, since gradients may be cleared between the two.
         """
         done = {event.call for event in self.events if not event.call.is_pending}
         self.events = [event for event in self.events if event.call not in done]
