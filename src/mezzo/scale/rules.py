@@ -141,7 +141,7 @@ def _moved(values: Sequence[Any], found: Any, is_frequent: Any, config: LossScal
     """
     scale, clean_steps, budget, floor_overflows = values
     fewer = torch.add(budget, found, alpha=-1) if isinstance(budget, Tensor) else budget - found
-    budget = _bounded(fewer, least=0)
+    budget = _at_least(fewer, 0)
     is_exhausted = budget == 0
     backs_off = found & (is_exhausted if is_frequent is None else is_exhausted | is_frequent)
     clean_steps = _chosen(found, -config.growth_offset, clean_steps + 1)
@@ -150,11 +150,11 @@ def _moved(values: Sequence[Any], found: Any, is_frequent: Any, config: LossScal
     for name in config.refill.split("+"):
         budget = _chosen(found == 0 if name == "clean" else events[name], config.hysteresis, budget)
 
-    lower, higher = _bounded(scale * config.backoff, least=config.floor), scale * config.growth
+    lower, higher = _at_least(scale * config.backoff, config.floor), scale * config.growth
     if config.ceiling is None:
         higher = _chosen(higher < ROUNDS_TO_INFINITY, higher, scale)
     else:
-        higher = _bounded(higher, most=config.ceiling)
+        higher = _at_most(higher, config.ceiling)
     stuck = found & (scale <= as_float32(config.floor))
     scale = _chosen(backs_off, lower, _chosen(grows, higher, scale))
     return backs_off, scale, _chosen(grows, 0, clean_steps), budget, (floor_overflows + 1) * stuck
@@ -167,10 +167,12 @@ def _chosen(condition: Any, one: Any, other: Any) -> Any:
     return torch.where(condition, one, other) if isinstance(one, Tensor) else other.masked_fill(condition, one)
 
 
-def _bounded(value: Any, *, least: float | None = None, most: float | None = None) -> Any:
-    if isinstance(value, Tensor):
-        return value.clamp(least, most)
-    return max(value, least) if most is None else min(value, most)
+def _at_least(value: Any, least: float) -> Any:
+    return value.clamp_min(least) if isinstance(value, Tensor) else max(value, least)
+
+
+def _at_most(value: Any, most: float) -> Any:
+    return value.clamp_max(most) if isinstance(value, Tensor) else min(value, most)
 
 
 def held(before: ScaleState, after: ScaleState, hold: Tensor) -> ScaleState:

@@ -150,7 +150,7 @@ def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tens
 def clip_coefficient(grad_norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """Return what ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm by, its epsilon included."""
     # As torch divides a number by a tensor, spelled out: a kernel that takes the number as a tensor divides so, too.
-    return torch.clamp((grad_norm + 1e-6).reciprocal() * max_norm, max=1.0)
+    return ((grad_norm + 1e-6).reciprocal() * max_norm).clamp_max(1.0)
 
 
 def not_finite(number: Tensor) -> Tensor:

@@ -48,7 +48,6 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
 
 #: Options that change no value beyond the result's dtype.
 _CAST: Final = ("dtype", "layout", "device", "pin_memory", "memory_format")
-_CLAMP: Final = "aten.clamp.default"
 _COPY: Final = "aten._to_copy.default"
 _STACK: Final = "aten.stack.default"
 _UNBIND: Final = "aten.unbind.int"
@@ -208,10 +207,6 @@ def written(
 def _expression(node: fx.Node, known: Mapping[fx.Node, Any], where: str, dialect: Dialect) -> str:
     """Write one operation."""
     operation, example, args = str(node.target), node.meta["val"], node.args
-    if operation == _CLAMP and len(args) < 3:
-        operation, args = "aten.clamp_min.default", args[:2]
-    elif operation == _CLAMP and args[1] is None:
-        operation, args = "aten.clamp_max.default", (args[0], args[2])
     sources = [arg.meta["val"].dtype for arg in args if isinstance(arg, fx.Node)]
     options = {name: value for name, value in node.kwargs.items() if value is not None and name not in _CAST}
     spelling = ", ".join([operation, *(f"{name}={value}" for name, value in options.items())])
