@@ -24,7 +24,7 @@ MOST_CODE = {
     "policy": 1_046,
     "recipes": 1_262,
     "report": 996,
-    "scale": 696,
+    "scale": 669,
     "script": 1_267,
     "selftest": 408,
     "session": 6_909,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from mezzo.errors import PolicyError, nearest, shown
+from mezzo.errors import PolicyError, nearest, raise_together, shown
 from mezzo.scale.fields import LOWEST, problems, read, unknown_fields, write
 from mezzo.scale.state import ScaleState
 
@@ -72,8 +72,7 @@ class LossScale:
     skip_rate_limit: float | None = None
 
     def __post_init__(self) -> None:
-        if found := list(problems(self._values(), _DEFAULTS)):
-            raise PolicyError.together(found)
+        raise_together(problems(self._values(), _DEFAULTS))
 
     @classmethod
     def none(cls) -> LossScale:
@@ -144,13 +143,9 @@ class LossScale:
             'dynamic(init=32768,interval=1000,hysteresis=2,refill=clean+backoff,ceiling=none)'
         """
         if not isinstance(system, str) or system not in PRESETS:
-            raise PolicyError(
-                f"unknown system {shown(system)}",
-                why=nearest(shown(system), PRESETS),
-                write='LossScale.like("torch")',
-            )
-        if unknown := list(unknown_fields(overrides, where=f"LossScale.like({system!r}, …)")):
-            raise PolicyError.together(unknown)
+            why = nearest(shown(system), PRESETS)
+            raise PolicyError(f"unknown system {shown(system)}", why=why, write='LossScale.like("torch")')
+        raise_together(unknown_fields(overrides, where=f"LossScale.like({system!r}, …)"))
         return dataclasses.replace(PRESETS[system], **overrides)
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from mezzo.errors import PolicyError, nearest, shown
+from mezzo.errors import PolicyError, nearest, raise_together, shown, unknown_word
 
 __all__ = ["LOWEST", "problems", "read", "unknown_fields", "write"]
 
@@ -39,6 +39,7 @@ class _Field(NamedTuple):
     write: str
     is_count: bool = False
     is_optional: bool = False
+    words: tuple[str, ...] = ()
 
 
 def _counting(what: str, write: str, *, least: int = 1, is_optional: bool = False) -> _Field:
@@ -50,7 +51,7 @@ def _normal(value: float) -> bool:
     return LOWEST <= value <= HIGHEST
 
 
-#: Every field with a range, in the order of the class.
+#: Every field of a dynamic scale, in the order of the class.
 _FIELDS: Final[Mapping[str, _Field]] = MappingProxyType(
     {
         "init": _Field(_normal, "a scale is a normal float32 number, from 2**-126 to 3.4e38", "2**16"),
@@ -58,6 +59,7 @@ _FIELDS: Final[Mapping[str, _Field]] = MappingProxyType(
         "backoff": _Field(lambda x: 0 < x < 1, "only a factor between 0 and 1 lowers the scale", "backoff=0.5"),
         "interval": _counting("steps", "interval=2000"),
         "hysteresis": _counting("overflows", "hysteresis=1"),
+        "refill": _Field(REFILLS.__contains__, "it is a word", "refill=clean", words=REFILLS),
         "floor": _Field(_normal, "a scale is a normal float32 number, from 2**-126", "floor=1"),
         "ceiling": _Field(_normal, "a scale is a finite float32 number", "ceiling=None", is_optional=True),
         "patience": _counting("overflows", "patience=None", is_optional=True),
@@ -83,10 +85,10 @@ def problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator
     """
     mode = values["mode"]
     if not isinstance(mode, str) or mode not in MODES:
-        yield PolicyError(f"unknown mode {shown(mode)}", why=nearest(shown(mode), MODES))
+        yield unknown_word("mode", mode, MODES)
         return
     faults: dict[str, PolicyError] = {}
-    for name in (*_FIELDS, "refill"):  # a comprehension here would be more than torch.compile can trace
+    for name in _FIELDS:  # a comprehension here would be more than torch.compile can trace
         if (fault := _fault(name, values[name], "LossScale")) is not None:
             faults[name] = fault
     yield from faults.values()
@@ -96,23 +98,19 @@ def problems(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator
 
 def unknown_fields(names: Collection[str], where: str) -> Iterator[PolicyError]:
     """Yield a problem for each name that is no field of a dynamic scale."""
-    known = [*_FIELDS, "refill"]
     for name in names:
-        if name not in known:
-            yield PolicyError(f"unknown field {name!r}", where=where, why=nearest(name, known))
+        if name not in _FIELDS:
+            yield PolicyError(f"unknown field {name!r}", where=where, why=nearest(name, _FIELDS))
 
 
 def _fault(name: str, value: Any, where: str) -> PolicyError | None:
-    if name == "refill":
-        is_known = isinstance(value, str) and value in REFILLS
-        return (
-            None
-            if is_known
-            else PolicyError(f"unknown refill {shown(value)}", where=where, why=nearest(shown(value), REFILLS))
-        )
     field = _FIELDS[name]
     if value is None and field.is_optional:
         return None
+    if field.words:
+        if isinstance(value, str) and field.accepts(value):
+            return None
+        return PolicyError(f"unknown {name} {shown(value)}", where=where, why=nearest(shown(value), field.words))
     if isinstance(value, bool) or not isinstance(value, int if field.is_count else int | float):
         why = "a whole number was expected" if field.is_count else "a number was expected"
         why += ", or none" if isinstance(value, str) and field.is_optional else ""
@@ -220,8 +218,7 @@ def read(text: str) -> dict[str, Any]:
     mode, where = shape["mode"], f"loss scale {text!r}"
     words = shape["words"].split(",") if (shape["words"] or "").strip() else []
     fields: dict[str, Any] = {"mode": mode, **({"init": 1.0} if mode == "none" else {})}
-    if found := list(_read_words(mode, [word.strip() for word in words], fields, where)):
-        raise PolicyError.together(found)
+    raise_together(_read_words(mode, [word.strip() for word in words], fields, where))
     return fields
 
 
@@ -249,14 +246,12 @@ def _read_words(mode: str, words: list[str], fields: dict[str, Any], where: str)
 
 def _value(name: str, text: str) -> Any:
     """Read the value of a field; what cannot be one stays text."""
-    if name == "refill":
-        return text
     field, number = _FIELDS[name], _number(text)
     if number is None:
         return None if field.is_optional and text == "none" else text
-    if field.is_count:
-        return int(number) if number.is_integer() else text
-    return number
+    if field.words or (field.is_count and not number.is_integer()):
+        return text
+    return int(number) if field.is_count else number
 
 
 def _number(text: str) -> float | None:

@@ -5,7 +5,6 @@ The reference is plain Python in tests/scale/test_rules.py; other executors must
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +15,7 @@ from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, allowed_skips, as_float32
 from mezzo.scale.state import ScaleState
 
-__all__ = [
-    "LossScale",
-    "ScaleState",
-    "fitted",
-    "held",
-    "next_numbers",
-    "next_scale",
-    "next_scale_on_host",
-    "shifted",
-]
+__all__ = ["fitted", "next_numbers", "next_scale", "next_scale_on_host", "shifted"]
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
@@ -78,8 +68,6 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
     if config.mode == "none":
         return state
     found = found_inf.to(torch.bool)
-    if config.mode == "constant":
-        return dataclasses.replace(state, floor_overflows=(state.floor_overflows + 1) * found)
     window = shifted(state.window, found, config)
     skipped = window.sum() if window.numel() else None
     backs_off, *after = next_numbers(state.tensors()[:4], found, skipped, config)
@@ -173,27 +161,6 @@ def _at_least(value: Any, least: float) -> Any:
 
 def _at_most(value: Any, most: float) -> Any:
     return value.clamp_max(most) if isinstance(value, Tensor) else min(value, most)
-
-
-def held(before: ScaleState, after: ScaleState, hold: Tensor) -> ScaleState:
-    """Choose between two states on their device.
-
-    Args:
-        before: The state to keep where ``hold`` is true.
-        after: The state to take where it is false.
-        hold: 0-d bool.
-
-    Cost:
-        One kernel for each field, no host sync.
-    """
-    if after is before:
-        return before
-    return ScaleState.of(
-        *(
-            torch.where(hold, old, new) if old.shape == new.shape and new.numel() else new
-            for old, new in zip(before.tensors(), after.tensors(), strict=True)
-        )
-    )
 
 
 def fitted(window: Tensor, config: LossScale) -> Tensor:

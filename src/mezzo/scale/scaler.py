@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.rules import fitted, held, next_numbers, next_scale, next_scale_on_host, shifted
+from mezzo.scale.rules import fitted, next_numbers, next_scale_on_host, shifted
 from mezzo.scale.state import ScaleState
 from mezzo.tensors import LOW, moved
 
@@ -95,8 +95,7 @@ class Scaler:
         if made_with is None:
             made_with = self.state.scale
         if known is _as_it_is and Scaler.moves_at_once(self, made_with):  # held ones too: they move now
-            numbers, window = self.numbers(found_inf)
-            self.move(self._compute(moved_on, (self.config,), [found_inf, no, *numbers]), no, window)
+            self._move_together(found_inf, no)
             return
         back = known(no)
         overflowed, last = known(found_inf) & ~back, self._last
@@ -153,11 +152,17 @@ class Scaler:
             window = torch.where(hold, kept, window.masked_fill(backs_off, False))
         self.state = ScaleState.of(*after, window)
 
+    def _move_together(self, found_inf: Tensor, hold: Tensor) -> None:
+        numbers, window = self.numbers(found_inf)
+        self.move(self._compute(moved_on, (self.config,), [found_inf, hold, *numbers]), hold, window)
+
     def _judge(self, judged: _Judged, stays: Any) -> None:
         """Follow the rules from the state before, or stay there."""
         before, self._last = judged.before, judged
         if isinstance(stays, Tensor):
-            self.state = held(before, next_scale(before, judged.overflowed, self.config), stays)
+            self.state = before
+            self._move_together(judged.overflowed, stays)
+            self._last = judged
         else:
             self.state = before if stays else next_scale_on_host(before, bool(judged.overflowed), self.config)
         if self.state.scale is before.scale:
