@@ -12,14 +12,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
 #: Lines of code in each room, without docstrings and comments. A change that needs more says in its message what for.
 MOST_CODE = {
     "bench": 558,
-    "cast": 2_896,
+    "cast": 2_877,
     "cli": 1_242,
     "compat": 1_128,
     "distributed": 352,
     "explanation": 1_060,
     "integrations": 931,
     "numerics": 3_547,
-    "optim": 1_437,
+    "optim": 1_435,
     "overflow": 814,
     "policy": 1_046,
     "recipes": 1_262,

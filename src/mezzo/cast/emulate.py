@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -209,12 +209,10 @@ def _narrow(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
 
-def _linear(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if weight.dim() != 2:
-        out = _rerun(function, input, weight, bias)
-        return cast(Tensor, out)
-    out = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
-    return cast(Tensor, out)
+        return _rerun(function, input, weight, bias)
+    return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
 
 
 def _matmul(_: Any, input: Tensor, other: Tensor) -> Tensor:
@@ -227,7 +225,7 @@ def _matmul(_: Any, input: Tensor, other: Tensor) -> Tensor:
     return out.squeeze(-1 if other.dim() == 1 else -2) if input.dim() == 1 else out
 
 
-def _mm(function: Any, input: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor:
+def _mm(function: Any, input: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
     """mm, bmm and mv: matmul's special cases (their extra keywords ask for another result dtype)."""
     return _rerun(function, input, mat2, **kwargs) if kwargs else _matmul(function, input, mat2)
 

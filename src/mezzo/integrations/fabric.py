@@ -260,7 +260,7 @@ class _SessionPlugin(Precision):
 
     def _exact(self, handle: Prepared) -> Callable[[Tensor], Tensor | None]:
         """Return what gives the FP32 value of a model's tensors, before the session and under it."""
-        return handle.original_of if self._standing is None else self._standing.attached.exact()
+        return handle.kept.value_of if self._standing is None else self._standing.attached.exact()
 
     def __deepcopy__(self, memo: Any) -> _SessionPlugin:
         """Return itself: a LightningModule is copied with its Fabric, and a session cannot be."""

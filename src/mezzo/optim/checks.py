@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.errors import PolicyError, StateError, message, nearest, shown, some_of
+from mezzo.errors import PolicyError, StateError, message, nearest, raise_together, shown, some_of
 from mezzo.optim.state import EXTRAS, WEIGHT_DTYPES
 from mezzo.step.storage import storage
 from mezzo.step.update import RULES
@@ -81,8 +81,7 @@ def check_arguments(optimizer: object, others: Mapping[str, Any]) -> None:
         elif value:  # torch's optimizers have none of them by default
             why, write = _TORCH_ONLY[name]
             problems.append(PolicyError(f"{kind.__name__} takes no {name}={value!r}", why=why, write=write))
-    if problems:
-        raise PolicyError.together(problems)
+    raise_together(problems)
 
 
 def check_group(group: Mapping[str, Any], where: str = "") -> None:
@@ -95,8 +94,7 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
     Raises:
         PolicyError: One message lists everything.
     """
-    if problems := list(_problems(group, where)):
-        raise PolicyError.together(problems)
+    raise_together(_problems(group, where))
 
 
 def ordered(params: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from mezzo.errors import PolicyError, shown
+from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import Rule
 
 __all__ = ["keeping"]
@@ -35,17 +35,12 @@ def keeping(
         ['fp32_module=1', 'fp32_module=2']
     """
     layers = list(layers)
-    problems = [
-        PolicyError(
-            f"{name} has {shown(each)}",
-            why="a layer is a module of the model, or a class of modules",
-            write=f"{name}=[model.head, torch.nn.LayerNorm]",
-        )
+    why, write = "a layer is a module of the model, or a class of modules", f"{name}=[model.head, torch.nn.LayerNorm]"
+    raise_together(
+        PolicyError(f"{name} has {shown(each)}", why=why, write=write)
         for each in layers
         if not isinstance(each, nn.Module) and not (isinstance(each, type) and issubclass(each, nn.Module))
-    ]
-    if problems:
-        raise PolicyError.together(problems)
+    )
     kinds = (*classes, *(each for each in layers if isinstance(each, type)))
     given = {id(each): each for each in layers if not isinstance(each, type)}
     named = [dict(model.named_modules(remove_duplicate=False)) for model in models]
@@ -67,8 +62,7 @@ def keeping(
         for number, (of, mine) in enumerate(zip(named, kept, strict=True))
         if path in of and path not in mine
     ]
-    if problems:
-        raise PolicyError.together(problems)
+    raise_together(problems)
     paths = dict.fromkeys(path for mine in named for path in mine if any(path in each for each in kept))
     if "" in paths:
         return (Rule("fp32", param="*", reason=name),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,12 +20,17 @@ __all__ = ["Originals", "Preparation", "do_not_fit", "preparations_in"]
 class Originals:
     """What tensors held before they were converted, and whether that is still what they stand for.
 
+    Args:
+        dtypes: Theirs before, of those that are converted.
+
     Attributes:
+        dtypes: The same, for as long as the model is prepared.
         values: The values, by the tensor that now stands in the model; of one that lies in parts on several ranks this
             rank's part alone, once it lies in the host's memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({})) -> None:
+        self.dtypes = dict(dtypes)
         self.values: dict[Tensor, Tensor] = {}
         self._rounded: dict[Tensor, tuple[int, int]] = {}  # marks of tensors that a session's keeper has rounded
 
@@ -52,17 +58,21 @@ class Originals:
                 self.values[tensor] = tensor.data if exact else value.cpu()
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return what a tensor stands for, on its device, where that is kept."""
-        return self._whole(tensor).to(tensor.device) if tensor in self.values else None
+        """Return what a tensor stands for, on its device and in the dtype that it had, where that is kept."""
+        if tensor not in self.values:
+            return None
+        value = self._whole(tensor)
+        return value.to(tensor.device, self.dtypes.get(tensor, value.dtype))
 
     def _whole(self, tensor: Tensor) -> Tensor:
         value = self._settled(tensor)
         return value if is_distributed(value) else sharded_as(value, tensor)
 
     def keep(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Take values that tensors, as they are now, stand for, however they were rounded from them."""
-        self.values.update(values)
-        self._rounded.update((t, mark(t)) for t in values)
+        """Take those values in the dtype before that tensors, as they are now, stand for, however they were rounded."""
+        exact = {t: value for t, value in values.items() if self.dtypes.get(t) == value.dtype}
+        self.values.update(exact)
+        self._rounded.update((t, mark(t)) for t in exact)
 
     def move(self, to: Mapping[Tensor, Any]) -> None:
         """Let other tensors stand for the values of some: DTensors, each of which lies in parts on several ranks.
@@ -78,6 +88,7 @@ class Originals:
                 self.values[new] = placed(self.values.pop(old), new)
                 self._rounded[new] = mark(new)
         self._rounded = {t: seen for t, seen in self._rounded.items() if t not in to}
+        self.dtypes = {to.get(t, t): dtype for t, dtype in self.dtypes.items()}
 
     def settle(self) -> dict[Tensor, Tensor]:
         """Bring the values up to date with what was written to the tensors, and return them.

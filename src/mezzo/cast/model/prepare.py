@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.cast.weight_casts import WeightCasts
-from mezzo.errors import StateError, printable
+from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.tensors import is_distributed
 
@@ -99,6 +99,7 @@ class Prepared:
         model: The model.
         policy: The policy it was prepared with, and what the model's classes add to it.
         asked: That policy, as it was given.
+        kept: What the tensors were before conversion.
         in_session: Whether a session has adopted the model, and is not closed yet.
         kinds: The device types of its tensors, which its regions cover.
         casts: The casts of weights made in its regions. They end with the outermost one, but in a session, where those
@@ -119,10 +120,9 @@ class Prepared:
         self._storage = storage
         self._places = {t: (module, path.rpartition(".")[2]) for t, path, module in stored_tensors(model)}
         # Of two models that share a tensor the first has converted it, and alone knows what it was.
-        self._before = {tensor: tensor.dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
+        self.kept = Originals({tensor: tensor.dtype for tensor, dtype in storage.items() if tensor.dtype != dtype})
         for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
-        self._originals = Originals()
         self._followers: list[Callable[[], None]] = []
         self._hooks: list[RemovableHandle] = []
         self._doors: list[Door] = []
@@ -135,20 +135,20 @@ class Prepared:
         try:
             self._carry_out()
             if waits:
-                self._hooks.extend(Preparation(self, self._originals).attach(model))
+                self._hooks.extend(Preparation(self, self.kept).attach(model))
             else:  # nothing can be written before it is adopted
-                self._originals.keep(self._originals.values)
+                self.kept.keep(self.kept.values)
         except BaseException:
             self.remove()
             raise
 
     def _carry_out(self) -> None:
-        for tensor in self._before:
-            self._originals.values[tensor] = tensor.data
+        for tensor in self.kept.dtypes:
+            self.kept.values[tensor] = tensor.data
             _store(tensor, tensor.data.to(self._storage[tensor]))
         self._tell_of_parts()
         for module in self.model.modules():
-            if isinstance(module, nn.RNNBase) and self._before:
+            if isinstance(module, nn.RNNBase) and self.kept.dtypes:
                 module.flatten_parameters()
         for module, boundary in self._boundaries:
             self._hooks.append(module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True))
@@ -193,40 +193,14 @@ class Prepared:
         Args:
             of: Those of which tensors; of all when omitted.
         """
-        self._originals.release(of)
-
-    def put_originals_aside(self) -> None:
-        """Keep what is left of the tensors as they were in the host's memory, for as long as a session lasts."""
-        self._originals.put_aside()
-
-    @property
-    def has_originals(self) -> bool:
-        """Whether anything is kept of the tensors as they were."""
-        return bool(self._originals.values)
-
-    def original_of(self, tensor: Tensor) -> Tensor | None:
-        """Return what a tensor was, as :meth:`originals` does, on its device; ``None`` where it is not kept."""
-        value = self._originals.value_of(tensor)
-        return None if value is None else value.to(self._before.get(tensor, value.dtype))
-
-    def take_loaded(self, tensor: Tensor, incoming: Any, name: str) -> None:
-        """Keep what is about to be loaded into a tensor whose value before conversion is kept.
-
-        Raises:
-            UnsupportedError: It would become infinite there.
-        """
-        self._originals.take(tensor, incoming, name)
-
-    def keep_originals(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Take tensors of the dtypes before conversion, which :meth:`remove` gives to the model's in one move each."""
-        self._originals.keep({t: value for t, value in values.items() if self._before.get(t) == value.dtype})
+        self.kept.release(of)
 
     def originals(self) -> dict[Tensor, Tensor]:
         """Return the tensors as they were before conversion, by the tensor that now stands in the model.
 
         Elements that were written since count as they are now. Some may lie in the host's memory, or in their tensor.
         """
-        return self._originals.settle()
+        return self.kept.settle()
 
     def require_whole(self) -> None:
         """Refuse a session where the model is not what it was prepared to be.
@@ -243,8 +217,7 @@ class Prepared:
             )
         sharding.reshard(sharding.units(self.model))
         self.follow()
-        if problems := list(changes_since(self.model, self.policy, self._storage)):
-            raise StateError.together(problems)
+        raise_together(changes_since(self.model, self.policy, self._storage))
 
     def follow(self) -> None:
         """Go over to the parts that ``fully_shard`` has put in the places of parameters since.
@@ -260,11 +233,9 @@ class Prepared:
         if not moved:
             return
         storage = {moved.get(t, t): dtype for t, dtype in self._storage.items()}
-        if problems := list(sharded_otherwise(self.model, self.policy, storage, parts)):
-            raise type(problems[0]).together(problems)
-        self._originals.move(moved)
+        raise_together(sharded_otherwise(self.model, self.policy, storage, parts))
+        self.kept.move(moved)
         self._storage, self._parts = storage, parts
-        self._before = {moved.get(t, t): dtype for t, dtype in self._before.items()}
         self._places = {moved.get(t, t): place for t, place in self._places.items()}
         for _, boundary in self._boundaries[:1]:
             if isinstance(boundary.params, RuledParams):  # which the others share
@@ -278,16 +249,18 @@ class Prepared:
         """
         parts = [(t, self._parts[t].gathered) for t in params if t in self._parts]
         narrowed = {t: gathered for t, gathered in parts if t.dtype != gathered}
-        self._before.update((t, t.dtype) for t in narrowed)  # first: remove() undoes what is interrupted from here on
+        self.kept.dtypes.update(
+            (t, t.dtype) for t in narrowed
+        )  # first: remove() undoes what is interrupted from here on
         for tensor, dtype in narrowed.items():
-            self._originals.keep({tensor: tensor.data})
+            self.kept.keep({tensor: tensor.data})
             _store(tensor, tensor.data.to(dtype))
         self._storage.update(narrowed)
         self._tell_of_parts()
 
     def _tell_of_parts(self) -> None:
         """Let torch's ``fully_shard`` know of parts that have another dtype now."""
-        if not self._parts.keys().isdisjoint(self._before):
+        if not self._parts.keys().isdisjoint(self.kept.dtypes):
             sharding.refresh(self.model)
 
     def join(self) -> None:
@@ -304,10 +277,6 @@ class Prepared:
     def when_removed(self, follower: Callable[[], None]) -> None:
         """Have something called once every tensor has its dtype again, with which it has to agree."""
         self._followers.append(follower)
-
-    def round(self) -> None:
-        """Round the originals into the model once more: a session that came to nothing had its own way of rounding."""
-        self._originals.round()
 
     def remove(self) -> None:
         """Take the hooks off and store every tensor in the dtype it had, with all bits where nothing was written to it.
@@ -333,14 +302,14 @@ class Prepared:
             door.detach(self.entrance)
         self._doors.clear()
         self._boundaries = []
-        for tensor, dtype in self._before.items():
+        for tensor, dtype in self.kept.dtypes.items():
             if tensor.dtype != dtype:
                 gradient, tensor.grad = tensor.grad, None
                 _store(tensor, originals.get(tensor, tensor.data).to(tensor.device, dtype))
                 tensor.grad = None if gradient is None else gradient.to(dtype)
         self._tell_of_parts()
-        self._before.clear()
-        self._originals.release()
+        self.kept.dtypes.clear()
+        self.kept.release()
         while self._followers:
             self._followers[-1]()
             self._followers.pop()

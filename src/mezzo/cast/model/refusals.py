@@ -16,7 +16,7 @@ from mezzo.cast.model.boundary import Boundary
 from mezzo.cast.model.originals import do_not_fit, preparations_in
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.model.sharding import Shard, flags_of_all
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, some_of
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, raise_together, some_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, callables, functions
 from mezzo.tensors import dtype_name, local
@@ -67,9 +67,8 @@ def wanted_storage(
             write="handle.remove() (or session.close()) before preparing it again;\n"
             "of a copy, by copy.deepcopy or pickle: build the model anew and load_state_dict(copy.state_dict())",
         )
-    problems: list[MezzoError] = [*_unfit(model), *_idle_rules(model, policy)]
-    if problems:
-        raise type(problems[0]).together(problems)
+    raise_together([*_unfit(model), *_idle_rules(model, policy)])
+    problems: list[MezzoError] = []
     storage: dict[Tensor, torch.dtype] = {}
     deciding: dict[Tensor, tuple[Rule | None, str]] = {}
     for tensor, path, module in stored_tensors(model):
@@ -96,8 +95,7 @@ def wanted_storage(
         problems += unlike
         if converting and not unlike:
             problems += _cannot_convert(model, policy, converting, parts)
-    if problems:
-        raise type(problems[0]).together(problems)
+    raise_together(problems)
     return storage
 
 

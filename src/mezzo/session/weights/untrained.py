@@ -28,11 +28,11 @@ class Untrained:
         self._prepared = prepared
 
     def __bool__(self) -> bool:
-        return any(each.has_originals for each in self._prepared)
+        return any(each.kept.values for each in self._prepared)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the value that a tensor had, on its device; ``None`` where none is kept."""
-        values = (each.original_of(tensor) for each in self._prepared)
+        values = (each.kept.value_of(tensor) for each in self._prepared)
         return next((value for value in values if value is not None), None)
 
     def values_of(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
@@ -42,12 +42,12 @@ class Untrained:
     def put_aside(self) -> None:
         """Move these values to the host's memory."""
         for each in self._prepared:
-            each.put_originals_aside()
+            each.kept.put_aside()
 
     def release(self, of: Container[Tensor]) -> None:
         """Forget the values of some tensors."""
         for each in self._prepared:
-            each.release_originals(of)
+            each.kept.release(of)
 
     def take_loaded(self, tensor: Tensor, incoming: Any, name: str) -> None:
         """Keep what is about to be loaded into a tensor.
@@ -56,7 +56,7 @@ class Untrained:
             UnsupportedError: It would become infinite there.
         """
         for each in self._prepared:
-            each.take_loaded(tensor, incoming, name)
+            each.kept.take(tensor, incoming, name)
 
     @torch.no_grad()
     def hand_over(self, keepers: Mapping[Tensor, Keeper]) -> None:

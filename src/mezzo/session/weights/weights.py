@@ -109,7 +109,7 @@ class Weights:
             for restore in before:
                 restore()
             for handle in self._given():
-                handle.round()
+                handle.kept.round()
             raise
 
     @contextlib.contextmanager
@@ -190,7 +190,7 @@ class Weights:
 
     def _keep_originals(self, originals: Mapping[Tensor, Tensor]) -> None:
         for prepared in self.prepared:
-            prepared.keep_originals(originals)
+            prepared.kept.keep(originals)
 
     def take_thawed(self) -> None:
         """Give keepers the values before conversion of parameters whose groups were added since."""
@@ -229,7 +229,7 @@ class Weights:
         widen = _widening(each for each in self.optimizers if as_one_pass(each) is None)
         # Backwards, since the first of two models that share a parameter knows what it was before.
         for prepared in reversed(self.prepared):
-            prepared.keep_originals(exact)
+            prepared.kept.keep(exact)
             prepared.leave()
             prepared.when_removed(widen)
             if prepared not in self._given():
