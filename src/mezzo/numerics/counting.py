@@ -13,7 +13,6 @@ are: on which side of a limit the numbers that hit it fall is known only so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -41,69 +40,109 @@ ROW: Final = LARGEST + 1
 #: Dtypes whose every value is a float32.
 COUNTABLE: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
-#: Elements that are widened at a time: on a CPU they stay in its cache, on a GPU a launch is worth more.
-_ON_CPU, _ON_GPU = 1 << 20, 1 << 22
+#: The dtypes that the kernel in C++ reads, with the width of their mantissa.
+_MANTISSA: Final = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+#: Elements that are widened at a time where a kernel reads float32 only: 16 MiB of scratch.
+_CHUNK: Final = 1 << 22
 
 _CPP: Final = r"""
 #include <cstdint>
+#include <cstring>
 
-constexpr int BINS = 277, SLOTS = 2 * BINS + 3, BLOCK = 1024, FIELDS = 256;
+constexpr int BINS = 277, SLOTS = 2 * BINS + 3, BLOCK = 1024;
 // Tables of one thread: neighbours mostly fall into the same bin, and an addition waits for the one before it.
 constexpr int TABLES = 8;
-constexpr uint32_t MANTISSA = 0x7fffffu, MAGNITUDE = 0x7fffffffu, INFINITE = 0x7f800000u;
 
-// Where in a row a value is counted whose mantissa is zero, or that is subnormal.
+// How a dtype keeps a magnitude: the width of its mantissa, and the same number's bits as a float32.
+struct Float32 {
+    using Bits = uint32_t;
+    static constexpr int MANTISSA = 23, FIELDS = 256, BIAS = 127;
+    static uint32_t wide(uint32_t size) { return size; }
+};
+struct BFloat16 {
+    using Bits = uint16_t;
+    static constexpr int MANTISSA = 7, FIELDS = 256, BIAS = 127;
+    static uint32_t wide(uint32_t size) { return size << 16; }
+};
+struct Float16 {
+    using Bits = uint16_t;
+    static constexpr int MANTISSA = 10, FIELDS = 32, BIAS = 15;
+    static uint32_t wide(uint32_t size) {
+        if (size >= 1u << 10) return (size << 13) + (size < 31u << 10 ? 112u << 23 : 224u << 23);
+        const float value = float(size) * 5.9604644775390625e-8f;  // 2^-24
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        return bits;
+    }
+};
+
+// Where in a row a value is counted whose mantissa is zero, or that is subnormal as a float32.
 inline int slot(uint32_t size) {
-    const uint32_t mantissa = size & MANTISSA, field = size >> 23;
+    const uint32_t mantissa = size & 0x7fffffu, field = size >> 23;
     if (field == 255) return 2 * BINS + (mantissa == 0 ? 1 : 2);
     if (field != 0) return int(field) + 22 + (mantissa == 0 ? BINS : 0);
     return 31 - __builtin_clz(mantissa) + ((mantissa & (mantissa - 1)) == 0 ? BINS : 0);
 }
 
+template <class Kind>
 inline uint32_t is_rare(uint32_t size) {
-    return ((size & MANTISSA) == 0) & (size != 0) | (size - 1 < MANTISSA);
+    constexpr uint32_t MASK = (1u << Kind::MANTISSA) - 1;
+    return ((size & MASK) == 0) & (size != 0) | (size - 1 < MASK);
 }
 
-extern "C" void kernel(int64_t address, int64_t length, int64_t to, int64_t threads) {
-    const uint32_t* values = reinterpret_cast<const uint32_t*>(address);
-    int64_t* row = reinterpret_cast<int64_t*>(to);
+template <class Kind>
+void count(const typename Kind::Bits* values, int64_t length, int64_t* row, int64_t threads) {
+    constexpr uint32_t MAGNITUDE = Kind::FIELDS * (1u << Kind::MANTISSA) - 1;
+    constexpr uint32_t INFINITE = MAGNITUDE - ((1u << Kind::MANTISSA) - 1);
     #pragma omp parallel num_threads(threads)
     {
         // By sign and exponent field. Values that are counted one by one are taken off again.
-        int32_t counts[TABLES][2 * FIELDS] = {};
+        int32_t counts[TABLES][2 * Kind::FIELDS] = {};
         int64_t exact[SLOTS] = {};
         uint32_t largest = 0;
         #pragma omp for schedule(static)
         for (int64_t block = 0; block < (length + BLOCK - 1) / BLOCK; ++block) {
-            const uint32_t* from = values + block * BLOCK;
+            const typename Kind::Bits* from = values + block * BLOCK;
             const int size = length - block * BLOCK < BLOCK ? int(length - block * BLOCK) : BLOCK;
-            uint32_t rare = 0;
+            typename Kind::Bits highest = 0;
+            uint32_t rare = Kind::MANTISSA < 23;
             for (int at = 0; at < size; ++at) {
-                const uint32_t here = from[at] & MAGNITUDE, finite = here < INFINITE ? here : 0;
-                largest = finite > largest ? finite : largest;
+                const typename Kind::Bits here = from[at] & MAGNITUDE, finite = here < INFINITE ? here : 0;
+                highest = finite > highest ? finite : highest;
             }
-            for (int at = 0; at < size; ++at) rare |= is_rare(from[at] & MAGNITUDE);
+            if (!rare)
+                for (int at = 0; at < size; ++at) rare |= is_rare<Kind>(from[at] & MAGNITUDE);
+            largest = highest > largest ? highest : largest;
             int at = 0;
             for (; at + TABLES <= size; at += TABLES)
-                for (int table = 0; table < TABLES; ++table) counts[table][from[at + table] >> 23] += 1;
-            for (; at < size; ++at) counts[0][from[at] >> 23] += 1;
+                for (int table = 0; table < TABLES; ++table) counts[table][from[at + table] >> Kind::MANTISSA] += 1;
+            for (; at < size; ++at) counts[0][from[at] >> Kind::MANTISSA] += 1;
             for (at = 0; rare && at < size; ++at)
-                if (is_rare(from[at] & MAGNITUDE)) {
-                    exact[slot(from[at] & MAGNITUDE)] += 1;
-                    counts[0][from[at] >> 23] -= 1;
+                if (is_rare<Kind>(from[at] & MAGNITUDE)) {
+                    exact[slot(Kind::wide(from[at] & MAGNITUDE))] += 1;
+                    counts[0][from[at] >> Kind::MANTISSA] -= 1;
                 }
         }
+        const int64_t bits = Kind::wide(largest);
         #pragma omp critical
         {
             for (int at = 0; at < SLOTS; ++at) row[at] += exact[at];
             for (int table = 0; table < TABLES; ++table)
-                for (int signed_field = 0; signed_field < 2 * FIELDS; ++signed_field) {
-                    const int field = signed_field % FIELDS, bin = field == 255 ? 2 * BINS + 2 : field + 22;
+                for (int signed_field = 0; signed_field < 2 * Kind::FIELDS; ++signed_field) {
+                    const int field = signed_field % Kind::FIELDS, is_nan = field == Kind::FIELDS - 1;
+                    const int bin = is_nan ? 2 * BINS + 2 : field - Kind::BIAS + 149;
                     row[field == 0 ? 2 * BINS : bin] += counts[table][signed_field];
                 }
-            if (largest > row[2 * BINS + 3]) row[2 * BINS + 3] = largest;
+            if (bits > row[2 * BINS + 3]) row[2 * BINS + 3] = bits;
         }
     }
+}
+
+extern "C" void kernel(int64_t values, int64_t mantissa, int64_t length, int64_t to, int64_t threads) {
+    int64_t* row = reinterpret_cast<int64_t*>(to);
+    if (mantissa == 23) count<Float32>(reinterpret_cast<const uint32_t*>(values), length, row, threads);
+    if (mantissa == 10) count<Float16>(reinterpret_cast<const uint16_t*>(values), length, row, threads);
+    if (mantissa == 7) count<BFloat16>(reinterpret_cast<const uint16_t*>(values), length, row, threads);
 }
 """
 
@@ -140,35 +179,33 @@ def exponents(values, length, row, BITS: tl.constexpr, BLOCK: tl.constexpr):
 _BLOCK, _PROGRAMS = 2048, 1024
 
 
-def count_into(row: Tensor, tensor: Tensor, factor: Tensor | None = None) -> None:
+def count_into(row: Tensor, tensor: Tensor) -> None:
     """Add a tensor's counts to a row on its device, and raise the row's largest value.
 
     Args:
         row: (ROW,) int64, contiguous.
         tensor: Of a dtype in COUNTABLE, any shape and layout, outside autograd.
-        factor: 0-d, on its device: what to multiply the values by in FP32; ``None`` for 1.
 
-    **Cost**: reads the tensor once, without a host sync. One kernel; on a CPU what is not float32 is widened in chunks
-    first, as are 8-bit floats on a GPU, and whatever has a factor. Tensors with gaps or overlaps are copied first.
-    Without a C++ compiler, and on devices without Triton, about twenty kernels of torch's a chunk.
+    **Cost**: reads the tensor once, without a host sync. One kernel for float32, float16 and bfloat16; 8-bit floats are
+    widened in chunks of 4 M elements. Tensors with gaps or overlaps are copied first. Without a C++
+    compiler, and on devices without Triton, about twenty kernels of torch's a chunk.
     """
     vectors = flat(tensor)
     values = vectors[0] if vectors else tensor.detach().reshape(-1)
     if not values.numel():
         return
-    on_cpu = values.device.type == "cpu"
-    count: Callable[[Tensor, Tensor], None] = _portable
-    reads: tuple[torch.dtype, ...] = ()
-    if values.device.type == "cuda" and has_triton():
-        count, reads = _launched, (torch.float32, torch.float16, torch.bfloat16)
-    elif on_cpu and _kernel() is not None:
-        count, reads = _in_cpp, (torch.float32,)
     with torch.no_grad():
-        if factor is None and values.dtype in reads:
-            count(row, values)
+        if values.device.type == "cuda" and has_triton():
+            _launched(row, values)
             return
-        for chunk in torch.split(values, _ON_CPU if on_cpu else _ON_GPU):
-            count(row, chunk.float() if factor is None else chunk.float() * factor)
+        kernel = _kernel() if values.device.type == "cpu" else None
+        if kernel is None:
+            for chunk in torch.split(values, _CHUNK):
+                _portable(row, chunk.float())
+            return
+        for chunk in (values,) if values.dtype in _MANTISSA else torch.split(values, _CHUNK):
+            read = chunk if chunk.dtype in _MANTISSA else chunk.half()  # exact: float16 has more of everything
+            kernel(read, _MANTISSA[read.dtype], read.numel(), row, threads(read.numel()))
 
 
 @cache
@@ -190,13 +227,9 @@ def _kernel() -> CppKernel | None:
     return compiled(_CPP, "exponents")
 
 
-def _in_cpp(row: Tensor, values: Tensor) -> None:
-    kernel = _kernel()
-    assert kernel is not None, "count_into has asked"
-    kernel(values, values.numel(), row, threads(values.numel()))
-
-
 def _launched(row: Tensor, values: Tensor) -> None:
+    if values.dtype.itemsize == 1:
+        values = values.half()  # exact: float16 has more of everything
     bits = values.dtype == torch.bfloat16
     kernel: Any = source.jitted(_TRITON, "exponents")
     programs = min((values.numel() + _BLOCK - 1) // _BLOCK, _PROGRAMS)

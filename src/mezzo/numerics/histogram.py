@@ -201,8 +201,7 @@ def exponent_histogram(tensor: Tensor) -> ExponentHistogram:
     Raises:
         PolicyError: It is no tensor, or one of another dtype. float64 has values beyond all bins.
 
-    **Cost**: reads the tensor once, in one kernel, without a host sync; 4.5 KB on its device. What is not float32 is
-    widened on the way, but for 16 bits on a GPU.
+    **Cost**: reads the tensor once, in one kernel, without a host sync; 4.5 KB on its device.
     """
     if not isinstance(tensor, Tensor):
         raise PolicyError(

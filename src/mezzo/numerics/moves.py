@@ -5,7 +5,6 @@ One definition and two executors: a kernel in C++ for float32 on a CPU, and torc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Final, NamedTuple
@@ -34,56 +33,93 @@ _CPP: Final = r"""
 #include <cmath>
 
 constexpr int BLOCK = 1024, MOST = 16;
+constexpr uint32_t INFINITE = 0x7f800000u;
 
-struct Format { double normal, eps, largest, beyond; };
+inline uint32_t bits_of(float value) { uint32_t bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float float_of(uint32_t bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 
-// The nearest value of a format, ties to even. Without branches, so that compilers make vectors of it.
-inline double rounded(double value, const Format& format) {
-    uint64_t bits;
-    std::memcpy(&bits, &value, 8);
-    bits &= 0x7ff0000000000000u;
-    double power;
-    std::memcpy(&power, &bits, 8);
-    power = power > format.normal ? power : format.normal;
-    power = power < 0x1p200 ? power : 0x1p200;  // an infinity stays one
-    const double magic = 0x1.8p52 * (power * format.eps);  // a sum with it has the format's grid
-    const double found = value + magic - magic;
-    return std::fabs(found) > format.largest ? std::copysign(format.beyond, found) : found;
+inline uint32_t when(bool condition, uint32_t yes, uint32_t no) {
+    const uint32_t mask = 0u - uint32_t(condition);
+    return (yes & mask) | (no & ~mask);
 }
 
-extern "C" void kernel(int64_t weights, int64_t updates, int64_t gradients, int64_t length,
+struct Format { int64_t mantissa; bool has_inf; float normal, smallest, largest; };
+
+// How many updates a format swallows. Without branches, so that compilers make vectors of it.
+int64_t stays_in(const Format& format, const float* weights, const float* updates, int64_t length) {
+    const uint32_t shift = 23 - format.mantissa, low = (1u << shift) - 1, half = low >> 1;
+    const uint32_t normal = bits_of(format.normal), over = format.has_inf ? INFINITE : 0x7fc00000u;
+    const float magic = format.smallest * 12582912.0f;  // 1.5 * 2^23: a sum with it has the subnormals' grid
+    const float largest = format.largest, eps = float_of((127u - uint32_t(format.mantissa)) << 23);
+    uint32_t count = 0;
+    for (int64_t at = 0; at < length; ++at) {
+        const uint32_t bits = bits_of(weights[at]), size = bits & 0x7fffffffu;
+        const uint32_t change = bits_of(updates[at]), step = change & 0x7fffffffu, inwards = (bits ^ change) >> 31;
+        const float shifted = float_of(size) + magic;
+        uint32_t stored = (size + half + ((size >> shift) & 1u)) & ~low;
+        stored = when(size < normal, bits_of(shifted - magic), stored);
+        stored = when(float_of(stored) > largest, over, stored);
+        stored = when(size > INFINITE, size, stored);
+        const uint32_t odd = when(stored < normal, bits_of(shifted), stored >> shift) & 1u;
+        const uint32_t power = stored & INFINITE, is_power = (stored & 0x7fffffu) == 0;
+        const uint32_t halved = inwards & when(stored > normal, is_power, 0);
+        const float gap = float_of(when(power > normal, power, normal)) * eps;
+        const float twice = float_of(step) * float_of(0x40000000u + (halved << 23));
+        const uint32_t finite = (twice < gap) | ((twice == gap) & (odd ^ 1u));
+        const uint32_t infinite = (step < INFINITE) | ((step == INFINITE) & (inwards ^ 1u));
+        count += when(stored == INFINITE, infinite, finite) & (stored <= INFINITE) & (step != 0);
+    }
+    return count;
+}
+
+int64_t stays_in_float32(const float* weights, const float* updates, int64_t length) {
+    uint32_t count = 0;
+    for (int64_t at = 0; at < length; ++at) {
+        const uint32_t stays = weights[at] + updates[at] == weights[at] ? 1u : 0u;
+        count += updates[at] == 0.0f ? 0u : stays;
+    }
+    return count;
+}
+
+template <class Value>
+void with_gradient(const Value* gradients, const float* updates, int64_t length, int64_t* row) {
+    int32_t has = 0, rests = 0;
+    const Value magnitude = Value(~Value(0)) >> 1;
+    for (int64_t at = 0; at < length; ++at) {
+        const bool is = (gradients[at] & magnitude) != 0;
+        has += is;
+        rests += is & (updates[at] == 0.0f);
+    }
+    row[2] += has;
+    row[3] += rests;
+}
+
+extern "C" void kernel(int64_t weights, int64_t updates, int64_t gradients, int64_t bytes, int64_t length,
                        int64_t formats, int64_t count, int64_t row, int64_t threads) {
     const float* from = reinterpret_cast<const float*>(weights);
     const float* by = reinterpret_cast<const float*>(updates);
-    const uint8_t* has = reinterpret_cast<const uint8_t*>(gradients);
-    const Format* table = reinterpret_cast<const Format*>(formats);
+    const double* table = reinterpret_cast<const double*>(formats);
     #pragma omp parallel num_threads(threads)
     {
         int64_t own[4 + MOST] = {};
         #pragma omp for schedule(static)
-        for (int64_t start = 0; start < length; start += BLOCK) {
-            const int64_t end = length - start < BLOCK ? length : start + BLOCK;
-            int32_t moved = 0, beyond = 0, given = 0, unmoved = 0;
-            for (int64_t at = start; at < end; ++at) {
+        for (int64_t block = 0; block < (length + BLOCK - 1) / BLOCK; ++block) {
+            const int64_t start = block * BLOCK, size = length - start < BLOCK ? length - start : BLOCK;
+            int32_t moved = 0, beyond = 0;
+            for (int64_t at = start; at < start + size; ++at) {
                 const bool moves = by[at] != 0.0f;
                 moved += moves;
                 beyond += moves & (std::fabs(from[at]) >= 2048.0f * std::fabs(by[at]));
-                given += has[at];
-                unmoved += has[at] & !moves;
             }
             own[0] += moved;
             own[1] += beyond;
-            own[2] += given;
-            own[3] += unmoved;
+            if (bytes == 2) with_gradient(reinterpret_cast<const uint16_t*>(gradients) + start, by + start, size, own);
+            if (bytes == 4) with_gradient(reinterpret_cast<const uint32_t*>(gradients) + start, by + start, size, own);
             for (int64_t each = 0; each < count; ++each) {
-                const Format format = table[each];
-                int64_t stays = 0;
-                for (int64_t at = start; at < end; ++at) {
-                    // Of two floats the sum in double is rounded so little that rounding it once more errs nowhere.
-                    const double stored = rounded(from[at], format), update = by[at];
-                    stays += (update != 0.0) & (rounded(stored + update, format) == stored);
-                }
-                own[4 + each] += stays;
+                const double* of = table + 5 * each;
+                const Format format = {int64_t(of[0]), of[1] != 0, float(of[2]), float(of[3]), float(of[4])};
+                own[4 + each] += format.mantissa == 23 ? stays_in_float32(from + start, by + start, size)
+                                                       : stays_in(format, from + start, by + start, size);
             }
         }
         #pragma omp critical
@@ -125,31 +161,39 @@ def count_moves(moves: Iterable[Move], formats: Sequence[Format]) -> None:
     """
     batch: list[Move] = []
     size = 0
-    for weight, update, gradient, row in moves:
-        has = torch.zeros_like(update, dtype=torch.bool) if gradient is None else gradient != 0
-        parts = weight, update, has
-        kernel = _kernel() if weight.device.type == "cpu" and weight.dtype == torch.float32 else None
+    for move in moves:
+        kernel = _kernel() if move.weight.device.type == "cpu" and move.weight.dtype == torch.float32 else None
         if kernel is not None:
-            given = (each.contiguous() for each in parts)
-            kernel(*given, weight.numel(), _table(tuple(formats)), len(formats), row, threads(weight.numel()))
+            _launch(kernel, move, formats)
             continue
-        most = _ON_CPU if weight.device.type == "cpu" else _ON_GPU
-        for of_weight, of_update, of_gradient in zip(*(torch.split(each, most) for each in parts), strict=True):
-            if batch and size + len(of_weight) > most:
+        most = _ON_CPU if move.weight.device.type == "cpu" else _ON_GPU
+        known = torch.zeros_like(move.update) if move.gradient is None else move.gradient
+        for weight, update, gradient in zip(*(torch.split(each, most) for each in (*move[:2], known)), strict=True):
+            if batch and size + weight.numel() > most:
                 _count(batch, formats)
                 batch, size = [], 0
-            batch.append(Move(of_weight, of_update, of_gradient, row))
-            size += len(of_weight)
+            batch.append(Move(weight, update, gradient, move.row))
+            size += weight.numel()
     if batch:
         _count(batch, formats)
 
 
+def _launch(kernel: CppKernel, move: Move, formats: Sequence[Format]) -> None:
+    weight, update, gradient, row = move
+    if gradient is not None and gradient.itemsize not in (2, 4):
+        gradient = (gradient != 0).float()
+    size = 0 if gradient is None else gradient.itemsize
+    given = (each.contiguous() for each in (weight, update, update if gradient is None else gradient))
+    kernel(*given, size, weight.numel(), _table(tuple(formats)), len(formats), row, threads(weight.numel()))
+
+
 def _count(batch: Sequence[Move], formats: Sequence[Format]) -> None:
-    weights, updates, gradients, rows = zip(*batch, strict=True)
-    gradient, (moves, beyond, *lost) = torch.cat(gradients), _masks(torch.cat(weights), torch.cat(updates), formats)
+    gradient = torch.cat([move.gradient != 0 for move in batch if move.gradient is not None])
+    masks = _masks(torch.cat([move.weight for move in batch]), torch.cat([move.update for move in batch]), formats)
+    moves, beyond, *lost = masks
     together = torch.stack([moves, beyond, gradient, gradient & ~moves, *lost])
-    for part, row in zip(torch.split(together, [*map(len, updates)], dim=1), rows, strict=True):
-        row.add_(part.sum(1))
+    for part, move in zip(torch.split(together, [move.update.numel() for move in batch], dim=1), batch, strict=True):
+        move.row.add_(part.sum(1))
 
 
 def _masks(weight: Tensor, update: Tensor, formats: Sequence[Format]) -> list[Tensor]:
@@ -179,7 +223,9 @@ def _power(values: Tensor) -> Tensor:
 @cache
 def _table(formats: tuple[Format, ...]) -> Tensor:
     """Return what the kernel reads of some formats."""
-    fields = [(each.smallest_normal, each.eps, each.max, math.inf if each.has_inf else math.nan) for each in formats]
+    fields = [
+        (each.mantissa_bits, each.has_inf, each.smallest_normal, each.smallest_subnormal, each.max) for each in formats
+    ]
     return torch.tensor(fields, dtype=torch.float64)
 
 

@@ -11,13 +11,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mezzo.errors import StateError
 from mezzo.numerics.counting import COUNTABLE, ROW, count_into
-from mezzo.tensors import moved
+from mezzo.tensors import flat, moved
 
 __all__ = ["Tally", "is_countable"]
 
 #: Rows that are allocated together, and rows after which nothing will come that fetches them.
 _TOGETHER: Final = 64
 _MOST: Final = 1 << 16
+#: Elements that are unscaled at a time: on the CPU they stay in its cache, on a GPU a launch is worth more.
+_ON_CPU, _ON_GPU = 1 << 16, 1 << 24
 
 
 def is_countable(tensor: Tensor) -> bool:
@@ -73,10 +75,19 @@ class Tally:
 
         **Cost**: one kernel, two with a factor; no host sync.
         """
-        number, values = self.row(tensor.device), tensor.detach()
+        number = self.row(tensor.device)
+        row, values = self._rows[number][:ROW], tensor.detach()
         if values.is_sparse:
             values = values.coalesce().values()
-        count_into(self._rows[number][:ROW], values, None if factor is None else moved(factor, values.device))
+        if factor is None:
+            count_into(row, values)
+            return number
+        factor = moved(factor, values.device)
+        vectors = flat(values)
+        for chunk in torch.split(
+            vectors[0] if vectors else values.reshape(-1), _ON_CPU if values.device.type == "cpu" else _ON_GPU
+        ):
+            count_into(row, chunk.float() * factor)
         return number
 
     def fetch(self, numbers: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
