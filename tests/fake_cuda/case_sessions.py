@@ -25,7 +25,7 @@ POLICIES = {
 #: With options that few runs have.
 RARE = {"O1 fp16, skips counted": "O1,dtype=float16,loss_scale=dynamic(skip_rate_limit=0.5)"}
 OPTIMIZERS = {
-    "fused AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "fused AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4, fused=True),
     "fused SGD": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
     "split": functools.partial(mezzo.optim.AdamW, lr=1e-3, master="split"),
     "full": functools.partial(mezzo.optim.AdamW, lr=1e-3, master="full"),
