@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import mezzo
 from mezzo import StateError
 
-from ..support.tables import pairwise
+from ..support.tables import pairwise, thinned
 
 KINDS = ["dtype=float16,emulate=true", "dtype=bfloat16,emulate=true", "dtype=bfloat16,emulate=false"]
 POLICIES = [f"{level},{kind},loss_scale=128" for level in ("O1", "O2") for kind in KINDS]
@@ -327,8 +327,7 @@ def trained(policy, model, steps=3):
     return [torch.stack(losses), *seen, *(p.detach() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("build", [gpt2, bert, t5])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, build", thinned(POLICIES, [gpt2, bert, t5], every=2))
 def test_hugging_face_models(policy, build, transformers):
     losses, *rest = trained(policy, seeded(lambda: build(transformers)))
     assert losses.isfinite().all()

@@ -10,6 +10,7 @@ from torch import nn
 import mezzo
 from mezzo.compat.apex import amp
 
+from ..support.tables import thinned
 from .apex import convolutions, digits, initialized
 
 pytestmark = [
@@ -23,8 +24,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer, level", thinned(OPTIMIZERS, ["O0", "O1", "O2"], every=2))
 def test_steady_steps_wait_for_nothing(gpu, level, optimizer):
     with torch.device("cuda"):
         model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))

@@ -213,5 +213,6 @@ def by_torch(folder):
     return found
 
 
+@pytest.mark.slow
 def test_torch_s_own_state_dicts_go_through_a_checkpoint_too(tmp_path):
     assert on_ranks(2, by_torch, tmp_path) == [[True] * 3] * 2

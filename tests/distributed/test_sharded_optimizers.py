@@ -294,6 +294,7 @@ def loaded_and_written():
     return loaded(), written()
 
 
+@pytest.mark.slow
 def test_states_load_however_weights_lie_and_values_are_written_and_edited_as_in_one_process():
     assert on_ranks(2, loaded_and_written) == [([], [])] * 2
 

@@ -223,6 +223,7 @@ def adapters_trained():
     return found
 
 
+@pytest.mark.slow
 def test_adapters_train_beside_frozen_weights_of_any_dtype():
     for found in on_ranks(2, adapters_trained):
         exact, _ = found["O0", "torch.float32"]

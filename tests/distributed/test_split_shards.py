@@ -102,6 +102,7 @@ def like_replicas(cases):
     return wrong
 
 
+@pytest.mark.slow
 def test_parts_are_trained_bit_for_bit_as_whole_models_are():
     assert on_ranks(2, like_replicas, [(BF16_O2, "adamw"), (FP16_O2, "adamw"), (BF16_O2, "full")]) == [[], []]
 
@@ -531,6 +532,7 @@ def replicas():
     return found, [bits(optimizer.state[param]["exp_avg"]) for param in model.parameters()]
 
 
+@pytest.mark.slow
 def test_replicas_stay_alike_to_the_bit():
     ranks = on_ranks(4, replicas)
     assert ranks[0] == ranks[2]

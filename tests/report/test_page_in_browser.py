@@ -120,10 +120,10 @@ def same(drawn, wanted):
 
 
 def test_every_switch_draws_what_python_computes(tab, evidence):
-    for kind, label in zip(KINDS, LABELS, strict=True):
+    for number, (kind, label) in enumerate(zip(KINDS, LABELS, strict=True)):
         choose(tab, kind=label)
         scaled = kind in ("activation_gradients", "weight_gradients")
-        for step, target in CHOSEN:
+        for step, target in CHOSEN[number % 2 :: 2]:
             choose(tab, step=step, format=target)
             same(tab.evaluate(DRAWN), expected(evidence, kind, step, target, SCALES[step] if scaled else 1.0))
 

@@ -71,7 +71,7 @@ def test_the_message():
     )
 
 
-@pytest.mark.parametrize("dtype, optimizer, policy", thinned(LOW, MEZZO, FP32_LEVELS, every=2))
+@pytest.mark.parametrize("dtype, optimizer, policy", thinned(LOW, MEZZO, FP32_LEVELS, every=4))
 def test_mezzo_s_own_are_welcome(dtype, optimizer, policy):
     """But not to unscale FP16 gradients in FP16 where nothing is kept beside the weight."""
     torch.manual_seed(0)  # weights of which 100 small steps are seen in BF16

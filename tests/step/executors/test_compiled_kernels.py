@@ -28,6 +28,8 @@ from mezzo.step.executors.triton import source as source_of
 from mezzo.step.storage import FULL, KAHAN, PLAIN, SPLIT, STOCHASTIC
 from mezzo.step.update import rule
 
+from ...support.tables import thinned
+
 triton = pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Triton's compiler for Linux")
 
@@ -108,8 +110,7 @@ def assert_update_fits(native, name, capability):
     assert found.loads.get(64, 0) >= len(dtypes) - wide
 
 
-@pytest.mark.parametrize("capability", [90, 80])
-@pytest.mark.parametrize("name", MOST_USED)
+@pytest.mark.parametrize("name, capability", thinned(MOST_USED, [90, 80], every=2))
 def test_an_update_leaves_room_for_many_threads_and_moves_vectors(native, name, capability):
     assert_update_fits(native, name, capability)
 
@@ -150,8 +151,7 @@ def test_so_does_every_other(native, name, capability):
     assert_update_fits(native, name, capability)
 
 
-@pytest.mark.parametrize("capability", [90, 80])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("dtype, capability", thinned([BF16, FP16, FP32], [90, 80], every=2))
 def test_pass_1_leaves_room_for_many_threads_and_moves_vectors(native, dtype, capability):
     squares = source_of.jitted(source_of.norm_source(), "squares")
     arguments = {"addresses": "*i64", "lengths": "*i64", "chunks": "*i32", "partials": "*fp32"}
