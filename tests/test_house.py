@@ -27,7 +27,7 @@ MOST_CODE = {
     "scale": 669,
     "script": 1_267,
     "selftest": 408,
-    "session": 6_909,
+    "session": 6_926,
     "step": 2_495,
     "trace": 1_048,
     "the ground": 961,

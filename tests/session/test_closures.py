@@ -427,6 +427,16 @@ def test_a_closure_is_for_one_optimizer():
     assert before["3.weight"].equal(model[3].weight)
 
 
+def test_what_is_no_function_is_refused_as_a_closure_and_the_window_stays():
+    loop = Loop("sgd", "O1,emulate=true")
+    loop.backward(loop.loss(0))
+    before = loop.snapshot()
+    with pytest.raises(PolicyError, match=r"a closure is a function, and int is none(.|\n)*def closure\(\): amp"):
+        loop.amp.step(closure=5)
+    assert_same(before, loop.snapshot())
+    assert not loop.amp.step().skipped
+
+
 def test_a_closure_given_by_position_is_refused():
     """torch.amp's scaler passes it on, and LBFGS then sees scaled gradients."""
     loop = Loop("lbfgs", "O1,emulate=true")

@@ -56,6 +56,23 @@ def test_a_region_made_inside_a_whole_graph(policy, kind):
     assert counters["stats"]["unique_graphs"] == before
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.parametrize("scale", ["64", "dynamic(init=1024,interval=2)", "none"])
+def test_layers_in_a_graph_know_the_region_around_them_whatever_the_loss_scale(scale):
+    torch.compiler.reset()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = mezzo.MixedPrecision(model, optimizer, f"O2,dtype=float16,emulate=true,loss_scale={scale}")
+
+    def run(x):
+        with amp.autocast():
+            return model(x).float().square().mean()
+
+    out = torch.compile(run, backend="eager")(torch.ones(4, 3))
+    assert out.shape == ()
+    assert torch.equal(out, run(torch.ones(4, 3)))
+
+
 def compiled_product():
     """A compiled function of a batch of 8 columns and a policy."""
     weight = torch.randn(8, 8)

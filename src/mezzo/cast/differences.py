@@ -137,7 +137,7 @@ def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, 
     differences = Differences(
         device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         handlers=handlers, opened=_concerned(handlers), pinned={},
-        key=f"{policy} in {module!r} on {device_type}{', emulated' if emulated else ''}",
+        key=f"{policy.region_text()} in {module!r} on {device_type}{', emulated' if emulated else ''}",
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces
     return differences

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mezzo.session.agreement import Agreement
 from mezzo.session.closures import evaluated
 from mezzo.session.core import Core, current
-from mezzo.session.refusals.calls import check_numbers, checked_schedulers, chosen, not_finite
+from mezzo.session.refusals.calls import check_closure, check_numbers, checked_schedulers, chosen, not_finite
 from mezzo.session.scale import Step, StepOutcome, adapt, one_or_all
 from mezzo.session.update import update
 from mezzo.session.verdict import Judged, judge_groups
@@ -78,6 +78,8 @@ def take(core: Core, optimizers: Any, closure: Callable[[], Any] | None, schedul
     current().refuse(core, closure, scheduler)
     core.stats.check()
     optimizers, schedulers = chosen(optimizers, core.optimizers), checked_schedulers(scheduler)
+    if closure is not None:
+        check_closure(closure)
     try:
         if core.consensus is not None:
             core.weights.follow_first_rank(core.consensus)

@@ -15,7 +15,15 @@ from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.refusals.beginning import listed
 from mezzo.session.verdict import Judged
 
-__all__ = ["check_loss", "check_loss_id", "check_numbers", "checked_schedulers", "chosen", "not_finite"]
+__all__ = [
+    "check_closure",
+    "check_loss",
+    "check_loss_id",
+    "check_numbers",
+    "checked_schedulers",
+    "chosen",
+    "not_finite",
+]
 
 #: Hyper-parameters that torch's optimizers have, and that no one means to be infinite.
 _FINITE: Final = frozenset(
@@ -109,6 +117,16 @@ def checked_schedulers(scheduler: Any) -> list[Callable[[], Any]]:
             )
         calls.append(call)
     return calls
+
+
+def check_closure(closure: Any) -> None:
+    """Refuse a closure that cannot be called, before a step has taken anything."""
+    if not callable(closure):
+        raise PolicyError(
+            f"a closure is a function, and {type(closure).__name__} is none",
+            where="amp.step(closure=…)",
+            write="def closure(): amp.zero_grad(); loss = …; amp.backward(loss); return loss",
+        )
 
 
 def check_numbers(optimizers: Iterable[Optimizer]) -> None:
