@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all check lint format docs dist bench gpu clean
+.PHONY: help demo test test-all faults check lint format docs dist bench gpu clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -49,6 +49,9 @@ test: $(READY)  ## run every test that needs neither GPU nor minutes
 
 test-all: $(READY)  ## run every test that needs no GPU, those that take minutes too
 	$(TESTING) $(BIN)/pytest -n 2 --dist worksteal
+
+faults: $(READY)  ## plant each fault of tests/faults in a copy of the source; tests are to catch all
+	$(TESTING) $(BIN)/python -m tests.faults.plant $(FAULTS)
 
 lint: $(READY)  ## format, lint, types, import contract
 	$(BIN)/ruff format --check .

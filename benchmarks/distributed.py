@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,10 +35,8 @@ import mezzo
 from harness import write_dated
 from mezzo.bench.facts import facts
 from mezzo.bench.timing import against, rounds, seconds
-from mezzo.errors import MezzoError
 from mezzo.numerics.footprint import state_bytes
 from mezzo.numerics.traffic import Traffic
-from mezzo.recipes.parallel import World, joined
 from mezzo.tensors import local
 from mezzo.trace.kernels import is_cast
 from training.nets import NETS, loss_of
@@ -138,8 +135,8 @@ def _mezzo(make: Callable[..., Optimizer], *, shards: bool) -> Start:
 
 
 def _sharded(low: torch.dtype | None, model: nn.Module) -> nn.Module:
-    """torch's FSDP2 over FP32 shards, each block by itself."""
-    policy = MixedPrecisionPolicy(param_dtype=low)
+    """torch's FSDP2 over FP32 shards, each block by itself; what is gathered low is reduced in FP32."""
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
@@ -305,16 +302,19 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def benchmark(world: World, given: argparse.Namespace) -> None:
+def benchmark(given: argparse.Namespace) -> None:
     """Measure on this rank; the first one prints and writes."""
-    size = given.size or ("small" if world.device.type == "cpu" else "full")
-    rows = measured(given.net, size, world.device, given.repetitions)
-    if not world.is_first:
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    size = given.size or ("small" if device.type == "cpu" else "full")
+    rows = measured(given.net, size, device, given.repetitions)
+    if dist.get_rank():
         return
-    backend = dist.get_backend()
-    show(rows, f"{given.net}, size {size}, {world.size} ranks over {backend}")
+    backend, ranks = dist.get_backend(), dist.get_world_size()
+    show(rows, f"{given.net}, size {size}, {ranks} ranks over {backend}")
     result = {
-        **facts(world.device), "mezzo": mezzo.__version__, "ranks": world.size, "backend": backend, "net": given.net,
+        **facts(device), "mezzo": mezzo.__version__, "ranks": ranks, "backend": backend, "net": given.net,
         "size": size, "repetitions": given.repetitions, "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     print(f"written to {write_dated(given.out, 'distributed', result)}")
@@ -322,13 +322,12 @@ def benchmark(world: World, given: argparse.Namespace) -> None:
 
 def main() -> None:
     given = options()
-    # Wrappers and counts are the same for both: which one is no matter here.
-    with joined("ddp") as world:
-        benchmark(world, given)
+    if "RANK" not in os.environ:
+        raise SystemExit("one process has no ranks: torchrun --nproc-per-node 2 benchmarks/distributed.py")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    benchmark(given)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except MezzoError as error:
-        sys.exit(f"benchmarks/distributed.py: {error}")
+    main()

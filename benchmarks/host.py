@@ -52,7 +52,7 @@ from mezzo.files import cache_folder
 CASES: dict[str, tuple[str, Callable[..., torch.optim.Optimizer] | None]] = {
     "O1 BF16, AdamW": ("O1,dtype=bfloat16", mezzo.optim.AdamW),
     "O1 FP16, AdamW": ("O1,dtype=float16", mezzo.optim.AdamW),
-    "O2 BF16, AdamW split": ("O2,dtype=bfloat16", lambda params: mezzo.optim.AdamW(params, master="split")),
+    "O2 BF16, AdamW": ("O2,dtype=bfloat16", mezzo.optim.AdamW),
     "O1 BF16, torch's fused AdamW": ("O1,dtype=bfloat16", lambda params: torch.optim.AdamW(params, fused=True)),
     "O1 FP16, torch's fused AdamW": ("O1,dtype=float16", lambda params: torch.optim.AdamW(params, fused=True)),
     "O2 BF16, torch's fused AdamW": ("O2,dtype=bfloat16", lambda params: torch.optim.AdamW(params, fused=True)),

@@ -33,10 +33,9 @@ def train(run: dict, steps: range) -> float:
 path = Path(tempfile.mkdtemp()) / "last.pt"
 first = build()
 train(first, range(10))
-mezzo.save({name: part.state_dict() for name, part in first.items()}, path)
+mezzo.save(path, **first)  # model=…, optimizer=…, amp=…
 
 second = build()
-for name, state in mezzo.load(path).items():
-    second[name].load_state_dict(state)
+mezzo.load(path, **second)
 assert train(first, range(10, 20)) == train(second, range(10, 20))  # bit for bit
 print(f"resumed: loss {train(second, range(20, 21)):.4g}")

@@ -26,7 +26,7 @@ def train_step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, mezzo.St
     return loss, step
 
 
-captured = mezzo.capture(train_step, x, y)  # trains nothing yet
+captured = mezzo.capture(train_step, amp)  # three real steps, then a graph is recorded and replayed
 for epoch in range(60):
     loss, step = captured(x, y)
     scheduler.step()  # the graph reads the new learning rate

@@ -5,8 +5,13 @@ import dataclasses
 import gc
 import importlib
 import os
+import signal
 import tempfile
 from pathlib import Path
+
+# A runner in the background of a shell hands on that Ctrl-C is ignored; tests send it to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On some virtual machines oneDNN's AMX path dies with an illegal instruction on BF16 products. The
 # library protects its users by itself; the tests must not depend on that when they test something else.

@@ -181,6 +181,16 @@ def test_only_regular_files_are_opened_for_reading(tmp_path):
         files.opened("/dev/zero")
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink(os.devnull, path)], ids=["pipe", "device"])
+def test_what_is_no_file_is_not_replaced_by_one(make, tmp_path):
+    make(tmp_path / "there")
+    before = os.stat(tmp_path / "there")
+    with pytest.raises(FileExistsError, match=r"(?s)a file is to be written.*write  the path of a regular file"):
+        files.regular_or_new(tmp_path / "there")  # which whole() asks first: it is no test's to try that on a device
+    after = os.stat(tmp_path / "there")
+    assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
+
+
 def test_an_error_in_the_block_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
     with files.whole(path) as file:
@@ -189,3 +199,30 @@ def test_an_error_in_the_block_leaves_the_old_file(tmp_path):
         file.writelines([b"new" * 10_000, None])
     assert path.read_bytes() == b"old"
     assert sorted(os.listdir(tmp_path)) == ["file", "home"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def kind(descriptor):
+        return "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append(kind(descriptor)), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
+    with files.whole(tmp_path / "file") as file:
+        file.write(b"new")
+    assert calls == ["file", "rename", "folder"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_nobody_reads_more_of_a_file_while_it_is_written_than_when_it_is(mode, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    with files.whole(path) as file:
+        file.write(b"new")
+        file.flush()
+        (beside,) = tmp_path.glob(".file.*.partial")
+        assert stat.S_IMODE(beside.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert path.read_bytes() == b"new"

@@ -102,7 +102,7 @@ def named_extras():
 
 def test_extras_that_errors_name_exist(core):
     named = list(named_extras())
-    assert {"recipes", "report", "trackers"} <= {extra for extra, _ in named}
+    assert {"recipes", "report", "lightning"} <= {extra for extra, _ in named}
     assert {each for each in named if each[0] not in core.optional_dependencies} == set()
 
 

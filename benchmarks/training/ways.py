@@ -138,7 +138,11 @@ def _mezzo(
             amp.zero_grad()
             return loss.detach()
 
-        run = mezzo.capture(step, inputs, targets) if captured else step
+        run: Callable[[Tensor, Tensor], Tensor] = step
+        if captured:
+            run = mezzo.capture(step, amp)
+            for _ in range(4):  # three real steps; then the graph is recorded
+                run(inputs, targets)
         return Training(
             step=lambda: run(inputs, targets),
             held_bytes=lambda: _held(task, amp.master_params(), optimizer),

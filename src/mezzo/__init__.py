@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mezzo import numerics, optim, overflow
     from mezzo.distributed import fully_shard
     from mezzo.explanation import Explanation, explain
-    from mezzo.session.attached.own_loop import AttachedPrecision, attach
+    from mezzo.session.attach import AttachedPrecision, attach
     from mezzo.session.capture import Captured, capture
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(module, name)
     if name in ("AttachedPrecision", "attach"):
-        from mezzo.session.attached import own_loop
+        from mezzo.session import attach as own_loop
 
         return getattr(own_loop, name)
     if name == "fully_shard":

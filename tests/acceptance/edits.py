@@ -30,8 +30,8 @@ class Edits(Loop):
         weight, param = self.oracle.weights[name], self.subject.param(name)
         assume(weight.pending != "exact")
         # Documented: .data inside an open window is not seen, nor by a master that stands beside its weight.
-        assume(way == "in place" or not self.oracle.is_open)
-        assume(way != "in data" or weight.form not in ("full", "master"))
+        assume(way == "in place" or not self.window_calls())
+        assume(way != "in data" or weight.form != "master")
         apply, numbers = EDITS[how]
         if way == "in place":
             with torch.no_grad():
@@ -47,7 +47,7 @@ class Edits(Loop):
         """A weight is read anew where it was written between two uses in one region."""
         weight, param = self.oracle.weights[name], self.subject.param(name)
         assume(weight.pending != "exact")
-        with self.amp.autocast():
+        with self.driver.region():
             self.outputs(widths)
             with torch.no_grad():
                 EDITS[how][0](param)
@@ -58,7 +58,7 @@ class Edits(Loop):
     def edit_master(self, name, how):
         weight = self.oracle.weights[name]
         assume(weight.form == "master" and weight.pending != "low")
-        masters = {id(master) for master in self.amp.master_params()}
+        masters = {id(master) for master in self.driver.master_params()}
         master = self.subject.updated(name)
         assert id(master) in masters
         with torch.no_grad():
@@ -73,7 +73,8 @@ class Edits(Loop):
         group = self.oracle.owner(name)
         assume(group is not None and group.window is not None and name in group.gradients)
         holder = self.subject.updated(name) if of_master else self.subject.param(name)
-        assume(holder.grad is not None and not group.window.aside)
+        assume(holder.grad is not None)
+        assume(not of_master or (how not in ("assign", "drop") and name not in group.window.assigned))
         if how in ("assign", "drop"):
             group.window.assigned.add(name)
         with torch.no_grad():
@@ -90,28 +91,28 @@ class Edits(Loop):
                 )
                 group.gradients[name] = numbers[how](group.gradients[name])
 
+    @precondition(lambda self: self.driver.differentiates)
     @rule(
-        name=names, loss=st.integers(0, 1), row=st.integers(0, 2), column=st.integers(0, 1),
+        name=names, row=st.integers(0, 2), column=st.integers(0, 1),
         factor=st.sampled_from([1.0, 0.5, 2.0, 4.0]),
     )  # fmt: skip
-    def gradient_of_inputs(self, name, loss, row, column, factor):
+    def gradient_of_inputs(self, name, row, column, factor):
         """``amp.grad``: a row of the weight itself, times what it is differentiated by."""
-        loss %= self.config.losses
         rows, columns = self.config.shapes[name]
         x = torch.eye(columns, requires_grad=True)
         factors = torch.zeros(columns, rows)
         factors[column % columns, row % rows] = factor
-        with self.amp.autocast():
-            value = (self.subject.model(x)[name] * factors).sum()
-        (found,) = self.amp.grad(value, x, loss_id=loss)
-        scale, computes = self.oracle.scales[loss], self.config.computes(name)
+        with self.driver.region():
+            value = (self.driver.model(x)[name] * factors).sum()
+        (found,) = self.amp.grad(value, x)
+        self.oracle.commit()
+        scale, computes = self.oracle.scale, self.config.computes(name)
         arrives = self.config.dtype if self.config.level in ("O2", "O3") else computes
         output = rounded(rounded(array(factors) * scale.now, "float32"), arrives)
         expected = rounded(rounded(_product(output, self.seen(name)), computes), arrives) / scale.now
         assert np.array_equal(array(found), expected, equal_nan=True)
-        if scale.now != 1.0 or scale.moves:
-            overflowed = not np.isfinite(expected).all()
-            self.oracle.on_the_way[loss] = self.oracle.on_the_way.get(loss, False) or overflowed
+        if scale.is_carried:
+            self.oracle.inner |= not np.isfinite(expected).all()
 
     # What is trained, and how fast -----------------------------------------------------------------------------
 
@@ -130,6 +131,7 @@ class Edits(Loop):
                 rounds = as_tensor and self.config.library == "mezzo"
                 group.lr = dict.fromkeys(group.lr, float(np.float32(lr)) if rounds else lr)
 
+    @precondition(lambda self: self.driver.clips)
     @rule(clip=st.sampled_from([None, 1.0, 0.25, 0.0, -1.0, float("nan"), float("inf"), True]))
     def change_clipping(self, clip):
         def change():
@@ -156,6 +158,7 @@ class Edits(Loop):
         before = self.subject.before
         expected = np.where(rounded(before, weight.dtype) == weight.low, before, weight.low)
         self.amp.state_dict()  # as the next backward pass does, it hands that over
+        self.oracle.commit()
         exact = self.subject.exact("late.weight")
         error = 2.0**-40 if weight.form == "split" and weight.dtype == "float16" else 0.0
         assert (np.abs(exact - expected) <= error).all(), f"late.weight: {exact} for {expected}"

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mezzo.errors import MezzoError, NumericsError
-from mezzo.session.attached import Attached
 
+from .drivers import DRIVERS
 from .near import rounded, spacing
 from .subject import LOW, Config, Subject, array, fresh_weights
 
@@ -31,36 +31,33 @@ some = st.sampled_from([None, None, 0, 1])  # all optimizers, or one of them
 
 
 @st.composite
-def configs(draw):
+def configs(draw, styles):
     level, dtype = draw(st.sampled_from(["O2", "O1", "O3", "O0"])), draw(st.sampled_from(LOW))
     library = draw(st.sampled_from(["mezzo", "torch", "fused"]))
     rules = ["AdamW", "SGD", "Adam", "Lion"] if library == "mezzo" else ["AdamW", "SGD"]
-    master = draw(st.sampled_from(["split", "full"])) if level == "O2" else None
     config = Config(
-        level=level, dtype=dtype, library=library, rule=draw(st.sampled_from(rules)), master=master,
-        rounding=draw(st.sampled_from(["nearest", "stochastic", "kahan"])) if master is None else "nearest",
+        level=level, dtype=dtype, library=library, rule=draw(st.sampled_from(rules)),
         state_dtype=draw(st.sampled_from(["float32", "float32", "bfloat16"])),
         apart=draw(st.booleans()), pinned=draw(st.booleans()), scale=draw(st.sampled_from(SCALES)),
-        losses=draw(st.sampled_from([1, 2])), clip=draw(st.sampled_from([None, 1.0])),
+        clip=draw(st.sampled_from([None, 1.0])), style=draw(st.sampled_from(styles)),
         on_overflow=draw(st.sampled_from(["skip", "skip", "raise"])),
         wide=library == "mezzo" and draw(st.integers(0, 15)) == 15,
     )  # fmt: skip
+    config = DRIVERS[config.style].suited(config)
     return config if config.is_promised else Config(**{**vars(config), "scale": ""})
 
 
 class Loop(RuleBasedStateMachine):
     """A session and its oracle in a training loop: forward, backward, unscale_, step, zero_grad."""
 
-    @initialize(config=configs(), seed=st.integers(0, 3))
     def begin(self, config, seed):
         weights = fresh_weights(config, seed)
         self.subject = Subject(config, weights)
         self.oracle = self.subject.oracle()
         for name, weight in self.oracle.weights.items():
             kept = weights[name] if weight.keeps_all else rounded(weights[name], weight.dtype)
-            # Kahan's compensation is for updates, and split storage counts to 2^-40 below FP16's 2^-16.
-            error = spacing(kept, weight.dtype) / 2 if weight.form == "kahan" else 0.0
-            error = 2.0**-40 if weight.form == "split" and weight.dtype == "float16" else error
+            # Split storage counts to 2^-40 below FP16's 2^-16.
+            error = 2.0**-40 if weight.form == "split" and weight.dtype == "float16" else 0.0
             assert (np.abs(weight.exact - kept) <= error).all(), f"{name} was not taken over whole"
 
     @property
@@ -71,8 +68,14 @@ class Loop(RuleBasedStateMachine):
     def config(self):
         return self.subject.config
 
+    @property
+    def driver(self):
+        return self.subject.driver
+
     def chosen(self, number):
-        """Groups and optimizers that a call is for, and what to pass."""
+        """Groups and optimizers that a call is for, and what to pass; most loops step with one at a time."""
+        if number is None and not self.driver.names_none:
+            number = 0
         if number is None:
             return self.oracle.groups, None
         number %= len(self.oracle.groups)
@@ -91,7 +94,9 @@ class Loop(RuleBasedStateMachine):
 
     def outputs(self, widths):
         """Run the model on a diagonal batch, whose outputs are the weights themselves, each times a power of two."""
-        outputs = self.subject.model(torch.diag(torch.tensor(widths)))
+        if self.oracle.is_plain:
+            self.oracle.take_over_masters()
+        outputs = self.driver.model(torch.diag(torch.tensor(widths)))
         self.check_outputs(outputs, widths)
         return outputs
 
@@ -110,42 +115,45 @@ class Loop(RuleBasedStateMachine):
 
     @rule(widths=st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)), trains=st.booleans())
     def forward(self, widths, trains):
-        with torch.set_grad_enabled(trains), self.amp.autocast():
+        with torch.set_grad_enabled(trains), self.driver.region():
             self.outputs(widths)
 
     def window_calls(self):
         return max((group.window.calls for group in self.oracle.groups if group.window), default=0)
 
     @precondition(lambda self: self.window_calls() < MOST_CALLS)
-    @rule(batch=passes, number=some, loss=st.integers(0, 1), own=st.booleans())
-    def backward(self, batch, number, loss, own=False):
-        """By the session's call, or by one of the user's own on the scaled loss."""
-        loss %= self.config.losses
+    @rule(batch=passes, number=some)
+    def backward(self, batch, number):
         groups, optimizers = self.chosen(number)
-        value, gradients, finite = self.loss(batch, loss)
+        value, gradients, finite = self.loss(batch)
         trains = any(self.oracle.weights[name].trains for group in groups for name in group.members)
-        if not value.requires_grad or (len(groups) < len(self.oracle.groups) and not trains):
-            self.refused(lambda: self.amp.backward(value, optimizers, loss_id=loss), "gradient")
+        if self.driver.names_none and (
+            not value.requires_grad or (len(groups) < len(self.oracle.groups) and not trains)
+        ):
+            self.refused(
+                lambda: self.amp.backward(value, optimizers), "no_grad" if not value.requires_grad else "gradient"
+            )
             return
-        if own:
-            Attached(self.amp).scaled(value, loss, optimizers).backward()
-        else:
-            self.amp.backward(value, optimizers, loss_id=loss)
-        self.oracle.begin(loss, groups, finite=finite)
-        self.oracle.accumulate(groups, gradients)
+        if not value.requires_grad:
+            return
+        groups = self.driver.groups(self.oracle, groups, gradients.keys())
+        self.driver.backward(value, optimizers)
+        if groups:
+            self.oracle.begin(groups)
+            self.oracle.accumulate(groups, gradients, finite=finite)
 
     @precondition(lambda self: self.window_calls() == 0)
-    @rule(passed=st.lists(st.tuples(passes, some, st.integers(0, 1)), min_size=2, max_size=MOST_CALLS))
+    @rule(passed=st.lists(st.tuples(passes, some), min_size=2, max_size=MOST_CALLS))
     def micro_batches(self, passed):
-        for batch, number, loss in passed:
-            self.backward(batch, number, loss)
+        for batch, number in passed:
+            self.backward(batch, number)
 
-    def loss(self, batch, loss):
+    def loss(self, batch):
         """A loss whose gradients are exactly the drawn values: its own value, and what it must leave behind."""
         widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
         values, rows, terms, gradients = iter(batch["values"]), 0, [], {}
-        scale = self.oracle.scales[loss].now
-        with self.amp.autocast():
+        scale = self.oracle.next_scale()
+        with self.driver.region():
             outputs = self.outputs(widths)
             for name, (rows, columns) in self.config.shapes.items():
                 drawn = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
@@ -169,25 +177,23 @@ class Loop(RuleBasedStateMachine):
 
     # Steps -------------------------------------------------------------------------------------------------------
 
-    @rule(number=some, clear=st.one_of(st.just("late"), clearings), schedules=st.booleans())
-    def step(self, number, clear, schedules):
+    @rule(number=some, clear=st.one_of(st.just("late"), clearings))
+    def step(self, number, clear):
         groups, optimizers = self.chosen(number)
-        groups = [group for group in groups if group.window is not None]
+        begun = any(group.window is not None for group in groups)
+        groups = [group for group in groups if group.gradients and (group.window is not None or self.oracle.is_plain)]
         if not groups:
-            self.refused(lambda: self.amp.step(optimizers), "step() before backward()")
+            if self.oracle.is_plain:
+                optimizers.step()
+                return
+            words = "no parameter has a gradient" if begun else "step() before backward()"
+            self.refused(lambda: self.driver.step(optimizers), words)
             return
-        if not any(group.gradients or group.window.aside for group in groups):
-            self.refused(lambda: self.amp.step(optimizers), "no parameter has a gradient")
-            return
-        called = []
-        scheduler = (lambda: called.append(1)) if schedules else None
-        result = self.take_step(groups, lambda: self.amp.step(optimizers, scheduler=scheduler))
-        assert called == [1] * (schedules and result is not None and not bool(result.skipped))
+        self.take_step(groups, lambda: self.driver.step(optimizers))
         self.clear_after(groups, clear)
 
     def take_step(self, groups, call):
         """Step the program and the oracle, and compare."""
-        carried = [group.window.carried for group in groups if group.window.carried]
         verdict = self.oracle.step(groups)
         if verdict.skipped and self.config.on_overflow == "raise":
             with pytest.raises(NumericsError, match="the gradients are not finite"):
@@ -197,27 +203,33 @@ class Loop(RuleBasedStateMachine):
         assert bool(result.skipped) == verdict.skipped
         if not verdict.skipped:
             assert float(result.grad_norm) == pytest.approx(verdict.norm, rel=2**-20)
-        if len({(c.loss, c.scale) for c in carried}) == 1 and {s.loss for s in verdict.shares} == {carried[0].loss}:
-            assert float(result.scale) == carried[0].scale
-            assert float(result.next_scale) == self.oracle.scales[carried[0].loss].now
+        assert float(result.scale) == verdict.scale
+        assert float(result.next_scale) == self.oracle.scale.now
         self.adopt(verdict.updates)
+        if self.driver.updates_by_itself:
+            self.oracle.scale.advance()
         return result
+
+    @precondition(lambda self: self.oracle.contract.waits)
+    @rule()
+    def update(self):
+        self.driver.update()
+        self.oracle.scale.advance()
+
+    def update_if_it_waits(self):
+        if self.oracle.contract.waits:
+            self.update()
 
     def adopt(self, updates):
         """Hold what an update made against what it may make, and go on from there."""
         for name, update in updates.items():
             weight = self.oracle.weights[name]
             weight.count += 1
-            exact, low = self.subject.exact(name), array(self.subject.param(name))
+            exact = self.subject.exact(name)
             moments, _ = self.subject.states(name)
             expected = update.exact
             if weight.form in ("plain", "torch"):
                 expected = expected.stored(weight.dtype)
-            elif weight.form == "stochastic":
-                expected = expected.stored(weight.dtype, spacings=1.0)
-            elif weight.form == "kahan":
-                half = spacing(np.abs(expected.value) + expected.error, weight.dtype) / 2
-                expected = type(expected)(expected.value, expected.error + spacing(half, weight.dtype))
             elif weight.form == "split" and weight.dtype == "float16":
                 expected = type(expected)(expected.value, expected.error + 2.0**-40)
             assert expected.holds(exact).all(), f"{name}: {exact} for {expected.value} ± {expected.error}"
@@ -228,7 +240,7 @@ class Loop(RuleBasedStateMachine):
                     moment = moment.stored(weight.dtype)
                 assert moment.holds(moments[key]).all(), f"{name}.{key}: {moments[key]} for {moment.value}"
             weight.exact, weight.states, weight.pending = exact, moments, None
-            weight.low = low if weight.form == "kahan" else weight.round(exact)
+            weight.low = weight.round(exact)
         for group in self.oracle.groups:
             if any(name in updates for name in group.members):
                 for weight in (self.oracle.weights[name] for name in group.members):
@@ -237,11 +249,11 @@ class Loop(RuleBasedStateMachine):
                         weight.low = weight.round(weight.exact)
 
     def clear_after(self, groups, how):
-        carried = self.config.start().now != 1.0
         left = any(self.grads(name) for group in groups for name in group.members)
-        if how == "late" and left and carried and self.config.losses == 1 and not self.oracle.is_open:
+        others = any(group.window is not None for group in self.oracle.groups)
+        if how == "late" and left and self.driver.names_none and not others:
             # What the step left is unscaled, or used up: the next gradients cannot be added to it.
-            with self.amp.autocast():
+            with self.driver.region():
                 value = sum(output.float().sum() for output in self.outputs((1.0, 1.0)).values())
             self.refused(lambda: self.amp.backward(value), "the last step's gradients are still there")
         self.clear("session" if how == "late" else how)
@@ -269,16 +281,17 @@ class Loop(RuleBasedStateMachine):
         held = (self.subject.param(name).grad, self.subject.updated(name).grad)
         return list({id(grad): grad for grad in held if grad is not None}.values())
 
+    @precondition(lambda self: not self.oracle.is_plain)
     @rule(number=some)
     def unscale(self, number):
         groups, optimizers = self.chosen(number)
         groups = [group for group in groups if group.window is not None]
         if not groups:
-            self.refused(lambda: self.amp.unscale_(optimizers), "unscale_() before backward()")
+            self.refused(lambda: self.driver.unscale_(optimizers), "unscale_() before backward()")
             return
-        self.amp.unscale_(optimizers)
+        self.driver.unscale_(optimizers)
         for group in groups:
-            group.settle()
+            group.rescale(None, None, checks=True)
 
     # What must hold after each of them -------------------------------------------------------------------------
 
@@ -310,14 +323,14 @@ class Loop(RuleBasedStateMachine):
                 grads = [array(grad) for grad in self.grads(name)]
                 assert bool(grads) == (name in group.gradients), f"{name}.grad"
                 if grads and np.isfinite(group.gradients[name]).all():
-                    assert np.array_equal(sum(grads), group.gradients[name]), f"{name}.grad"
+                    assert np.array_equal(sum(grads), group.gradients[name]), (
+                        f"{name}.grad: {grads}, and not {group.gradients[name]}"
+                    )
         self.agrees_on_scales()
 
     def agrees_on_scales(self):
-        scales = [float(scale) for scale in self.amp.loss_scale.reshape(-1)]
-        assert scales == [scale.now for scale in self.oracle.scales]
-        for number, scale in enumerate(self.oracle.scales):
-            stats = self.amp.stats(number)
-            assert (stats.steps, stats.skipped) == (self.oracle.steps, self.oracle.skipped)
-            assert (stats.scale, stats.growths, stats.backoffs) == (scale.now, scale.growths, scale.backoffs)
-            assert (stats.lowest_scale, stats.highest_scale) == (scale.lowest, scale.highest)
+        scale, stats = self.oracle.scale, self.amp.stats()
+        assert float(self.amp.loss_scale) == scale.now
+        assert (stats.steps, stats.skipped) == (self.oracle.steps, self.oracle.skipped)
+        assert (stats.scale, stats.growths, stats.backoffs) == (scale.noted, scale.growths, scale.backoffs)
+        assert (stats.lowest_scale, stats.highest_scale) == (scale.lowest, scale.highest)

@@ -32,54 +32,42 @@ class Scale:
     backoffs: int = 0
     lowest: float = 0.0
     highest: float = 0.0
-    #: The last judgement: epoch, state before it, whether there was an overflow, whether it was held.
-    last: tuple | None = None
+    #: The scale when a step was last accounted for.
+    noted: float = 0.0
+    #: Of each step since the last move whether it overflowed, and whether it is held.
+    told: list = field(default_factory=list)
 
     def __post_init__(self):
         self.lowest = self.lowest or self.now
         self.highest = self.highest or self.now
+        self.noted = self.noted or self.now
 
     @property
-    def moves(self):
-        return self.mode == "dynamic"
+    def is_carried(self):
+        """Whether gradients carry it: not a constant 1."""
+        return self.mode == "dynamic" or (self.mode == "constant" and self.now != 1.0)
 
-    def judge(self, found, held, epoch):
-        """All gradients that one value of the scale made count as one step, together with those of a later call."""
-        if not self.moves:
+    def advance(self):
+        """Move once for all that was found since the last move; it stays where no step counts."""
+        told, self.told = self.told, []
+        if not told or self.mode == "none":
             return
-        found = found and not held
-        if epoch == self.epoch:
-            self._judge(epoch, (self.now, self.clean), found, held, stays=held)
-        elif self.last is not None and self.last[0] == epoch:
-            _, before, found_before, held_before = self.last
-            found, held = found or found_before, held or held_before
-            self._judge(epoch, before, found, held, stays=held and not found)
-        else:  # from longer ago: only what overflowed counts, and only if the scale is not below already
-            found = found and self.now >= self.values[epoch]
-            self._judge(self.epoch, (self.now, self.clean), found, False, stays=not found)
-
-    values: dict = field(default_factory=dict)
-
-    def _judge(self, epoch, before, found, held, *, stays):
-        self.last = (epoch, before, found, held)
-        scale, clean = before
-        if not stays:
-            if found:
-                scale, clean = max(scale / 2, 1.0), 0
-            else:
-                clean += 1
-                if clean == self.interval:
-                    scale, clean = min(scale * 2, self.ceiling), 0
-        self.values[self.epoch] = self.now
         self.epoch += 1
-        previous, self.now, self.clean = self.now, scale, clean
-        self.growths += scale > previous
-        self.backoffs += scale < previous
-        self.lowest, self.highest = min(self.lowest, scale), max(self.highest, scale)
+        if self.mode == "constant" or all(held for _, held in told):
+            return
+        if any(found and not held for found, held in told):
+            self.now, self.clean = max(self.now / 2, 1.0), 0
+            return
+        self.clean += 1
+        if self.clean == self.interval:
+            self.now, self.clean = min(self.now * 2, self.ceiling), 0
 
-    def forget(self):
-        """Of gradients that were made before nothing is known any more."""
-        self.last = None
+    def account(self):
+        """A step is over: how the scale has moved since the one before."""
+        self.growths += self.now > self.noted
+        self.backoffs += self.now < self.noted
+        self.noted = self.now
+        self.lowest, self.highest = min(self.lowest, self.now), max(self.highest, self.now)
 
 
 @dataclass
@@ -88,8 +76,8 @@ class Weight:
 
     Attributes:
         dtype: Of the model's tensor.
-        form: ``plain``, ``stochastic``, ``kahan``; ``split``, ``full``; ``master`` and ``torch`` for torch's optimizers
-            with and without masters; ``loose`` for what no optimizer updates.
+        form: ``plain``; ``split``; ``master`` and ``torch`` for torch's optimizers with and without masters; ``loose``
+            for what no optimizer updates.
         exact: What the optimizer knows of it.
         low: What the model computes with.
         states: The optimizer's moments; zeros where it has not made them yet.
@@ -111,11 +99,11 @@ class Weight:
     @property
     def keeps_all(self):
         """Whether FP32 values are kept beside low-precision weights."""
-        return self.dtype == "float32" or self.form in ("split", "full", "master", "kahan")
+        return self.dtype == "float32" or self.form in ("split", "master")
 
     def edit(self, low):
         """Somebody wrote the model's tensor."""
-        if self.form in ("full", "master"):
+        if self.form == "master":
             self.pending = "low"
         elif self.form == "split":
             self.pending = "remainder"
@@ -125,7 +113,7 @@ class Weight:
 
     def round(self, exact):
         """What the model computes with, for an exact value."""
-        if self.form in ("split", "full") and self.dtype == "bfloat16":
+        if self.form == "split" and self.dtype == "bfloat16":
             return rounded(exact, "bfloat16", away=True)
         return rounded(exact, self.dtype)
 
@@ -137,33 +125,26 @@ class Weight:
 
 
 @dataclass
-class Carried:
-    """The scale that gradients carry."""
-
-    loss: int
-    epoch: int
-    scale: float
-
-
-@dataclass
-class Share:
-    """What one loss made with one scale, and whether that overflowed."""
-
-    loss: int
-    epoch: int
-    found: bool
-
-
-@dataclass
 class Window:
-    """The backward passes since one optimizer's last step."""
+    """The backward passes since one optimizer's last step.
+
+    Attributes:
+        calls: How many.
+        carried: What the gradients carry, a number; ``None`` for plain ones.
+        epoch: Which value of the scale that is.
+        made_with: The epoch of the last pass, and the scale that it was.
+        found: Whether gradients were not finite when they were unscaled.
+        finite: Whether all losses were.
+        assigned: Whose ``.grad`` is another object since, which the step will see.
+    """
 
     calls: int = 0
-    carried: Carried | None = None
-    shares: list = field(default_factory=list)
-    aside: dict = field(default_factory=dict)
-    losses: list = field(default_factory=list)  # (loss, whether it was finite)
-    assigned: set = field(default_factory=set)  # whose ``.grad`` is another object since, which the step will see
+    carried: float | None = None
+    epoch: int | None = None
+    made_with: tuple | None = None
+    found: bool = False
+    finite: bool = True
+    assigned: set = field(default_factory=set)
 
 
 @dataclass
@@ -176,35 +157,22 @@ class Group:
     window: Window | None = None
     gradients: dict = field(default_factory=dict)  # as they stand, scaled where a scale is carried
 
-    def set_aside(self):
-        self.share()
-        for name, gradient in self.unscaled().items():
-            self.window.aside[name] = self.window.aside.get(name, 0.0) + gradient
-        self.gradients, self.window.carried = {}, None
-
-    def share(self):
-        carried = self.window.carried
-        if carried is not None and self.gradients:
-            self.window.shares.append(Share(carried.loss, carried.epoch, not_finite(self.gradients.values())))
-
     def unscaled(self):
-        scale = 1.0 if self.window.carried is None else self.window.carried.scale
-        return {name: gradient / scale for name, gradient in self.gradients.items()}
+        carried = self.window.carried if self.window is not None else None
+        return {name: gradient / (carried or 1.0) for name, gradient in self.gradients.items()}
+
+    def rescale(self, scale, epoch, *, checks=False):
+        """Have the gradients carry another scale; those that lose one are checked."""
+        window = self.window
+        if window.carried is not None or checks:
+            window.found |= not_finite(self.gradients.values()) or not_finite(self.unscaled().values())
+        factor = scale or 1.0
+        self.gradients = {name: rounded(g * factor, "float32") for name, g in self.unscaled().items()}
+        window.carried, window.epoch = scale, epoch
 
     def clear(self, zeros):
         """The user has cleared all gradients, or filled some with zeros."""
         self.gradients = {name: np.zeros_like(gradient) for name, gradient in self.gradients.items() if name in zeros}
-        if self.window is not None:
-            self.window.aside = {}
-
-    def settle(self):
-        """The unscaled sum of everything, in ``.grad``."""
-        if self.window.aside:
-            self.set_aside()
-            self.gradients, self.window.aside = self.window.aside, {}
-            return
-        self.share()
-        self.gradients, self.window.carried = self.unscaled(), None
 
 
 @dataclass
@@ -213,50 +181,92 @@ class Verdict:
 
     skipped: bool
     norm: float
-    shares: list
+    scale: float
     updates: dict
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a call style promises otherwise than the five lines do.
+
+    Attributes:
+        is_plain: Gradients are unscaled and checked when a pass has ended.
+        waits: The scale moves in ``update()`` alone.
+    """
+
+    is_plain: bool = False
+    waits: bool = False
 
 
 @dataclass
 class Oracle:
-    """The whole session."""
+    """The whole session.
+
+    Attributes:
+        contract: Of the style that drives it.
+        inner: Whether gradients that a loss is computed from have overflowed.
+    """
 
     weights: dict
     groups: list
-    scales: list
+    scale: Scale
     clip: float | None = None
+    contract: Contract = Contract()
     steps: int = 0
     skipped: int = 0
-    on_the_way: dict = field(default_factory=dict)
-    closed: bool = False
+    inner: bool = False
 
     def copy(self):
         return copy.deepcopy(self)
 
     @property
     def is_open(self):
-        return any(group.window is not None for group in self.groups)
+        return any(group.window is not None and group.gradients for group in self.groups)
+
+    @property
+    def is_plain(self):
+        return self.contract.is_plain
 
     def owner(self, name):
         return next((group for group in self.groups if name in group.members), None)
 
     # The loop -------------------------------------------------------------------------------------------
 
-    def begin(self, loss, groups, *, finite):
-        """A backward pass is about to add gradients with a loss's scale."""
-        scale = self.scales[loss]
-        carried = Carried(loss, scale.epoch, scale.now)
+    def commit(self):
+        """Whatever comes next needs to know the scale, which has moved by then, unless somebody says when."""
+        if not self.contract.waits:
+            self.scale.advance()
+
+    def next_scale(self):
+        """What the next loss is multiplied by: a scale that grows is committed by it."""
+        self.commit()
+        return self.scale.now
+
+    def begin(self, groups):
+        """A backward pass is about to add gradients with the scale."""
+        self.commit()
+        scale, epoch = (self.scale.now, self.scale.epoch) if self.scale.is_carried else (None, None)
         for group in groups:
-            if group.window is None:
+            if group.window is None or not group.gradients:
                 group.window = Window()
-            else:
-                before = group.window.carried
-                agrees = not scale.moves and (before is not None or scale.now == 1.0)
-                if not agrees and (before is None or (before.loss, before.epoch) != (loss, scale.epoch)):
-                    group.set_aside()
+            if group.window.epoch != epoch:
+                group.rescale(scale, epoch)
+            group.window.carried, group.window.epoch = scale, epoch
+            group.window.made_with = None if scale is None else (epoch, scale)
             group.window.calls += 1
-            group.window.losses.append((loss, finite))
-            group.window.carried = carried
+
+    def accumulate(self, groups, gradients, *, finite):
+        """What the pass has added; plain gradients lose the scale at its end."""
+        for group in groups:
+            group.window.finite &= finite
+            for name in group.members:
+                if name in gradients:
+                    before = group.gradients.get(name)
+                    group.gradients[name] = (
+                        gradients[name] if before is None else rounded(before + gradients[name], "float32")
+                    )
+            if self.is_plain:
+                group.rescale(None, None, checks=True)
 
     def add(self, name, number, dtype, form):
         """An optimizer gets one weight more."""
@@ -265,36 +275,30 @@ class Oracle:
         group.members.append(name)
         group.lr[name] = LR
 
-    def accumulate(self, groups, gradients):
-        for group in groups:
-            for name in group.members:
-                if name in gradients:
-                    before = group.gradients.get(name)
-                    group.gradients[name] = (
-                        gradients[name] if before is None else rounded(before + gradients[name], "float32")
-                    )
-
-    def saved(self):
-        """What a checkpoint holds: edits are taken over, gradients are part of it inside a window."""
+    def take_over_masters(self):
+        """A loop of the user's own reads masters that were edited, in its next forward pass."""
         for weight in self.weights.values():
             if weight.pending == "exact":
-                weight.low = weight.round(weight.exact)
+                weight.low, weight.pending = weight.round(weight.exact), None
+
+    def settle(self):
+        """Whatever the session looks at all weights for: edits are taken over, and the scale moves if it is to."""
+        self.take_over_masters()
+        for weight in self.weights.values():
             weight.exact, weight.pending = weight.taken_over(), None
-        if not self.is_open:
-            for group in self.groups:
-                group.gradients = {}
-        return self
+        self.commit()
 
     def loaded(self, present):
-        """What a checkpoint makes of a session: no ``requires_grad``, no clipping, and gradients of windows alone."""
-        self.clip = present.clip
+        """What a checkpoint makes of a session: no ``requires_grad``, no clipping, no gradients."""
+        self.clip, self.contract = present.clip, present.contract
         for name, weight in self.weights.items():
             weight.trains = present.weights[name].trains
-        if not self.is_open:
-            for group, other in zip(self.groups, present.groups, strict=True):
-                group.gradients = other.gradients
-        for scale in self.scales:
-            scale.last = None
+        self.zero_grad()
+        for group in self.groups:
+            group.gradients = {}
+        scale = self.scale
+        if scale.noted != scale.now:
+            scale.noted = scale.lowest = scale.highest = scale.now
         return self
 
     def continuing(self, closed):
@@ -308,51 +312,34 @@ class Oracle:
     def zero_grad(self):
         for group in self.groups:
             group.window = None
-        self.on_the_way.clear()
+        self.inner = False
 
     def step(self, groups):
-        """Check, update or skip, adapt the scales, close the windows."""
-        gradients, skipped, shares = self.check(groups)
-        norm = math.sqrt(sum(float(np.sum(g * g)) for g in gradients.values()))
-        updates = {} if skipped else self.updates(groups, gradients, norm)
-        self.finish(groups, skipped, shares)
-        return Verdict(skipped, norm, shares, updates)
-
-    def check(self, groups):
-        """What a step finds: the gradients unscaled, whether to skip, and each loss's share."""
-        windows = [group.window for group in groups]
-        carried = {(w.carried.loss, w.carried.epoch) if w.carried else None for w in windows}
-        if self.scales[0].mode != "dynamic" and None not in carried:
-            carried = {next(iter(carried))}
-        if len(carried) > 1 or any(w.carried is None or w.shares or w.aside for w in windows):
+        """Check, update or skip, adapt the scale, close the windows."""
+        for group in groups:
+            group.window = group.window or Window()
+        if len({group.window.epoch for group in groups}) > 1:
             for group in groups:
-                group.settle()
-            shares = [share for w in windows for share in w.shares]
-        else:
-            shares = None
+                group.rescale(None, None)
         gradients = {name: g for group in groups for name, g in group.unscaled().items()}
         found = not_finite(gradients.values()) or not_finite(g for group in groups for g in group.gradients.values())
-        if shares is None:
-            last = windows[-1].carried
-            shares = [Share(last.loss, last.epoch, found)]
-        return gradients, found, shares
-
-    def finish(self, groups, found, shares):
-        """The scales move, the windows close, the account is kept."""
-        losses = [pair for group in groups for pair in group.window.losses]
-        for loss in sorted({share.loss for share in shares}):
-            scale = self.scales[loss]
-            bad = any(not finite for number, finite in losses if number == loss or not scale.moves)
-            overflowed = self.on_the_way.pop(loss, None)
-            bad = bad and not overflowed
-            for epoch in dict.fromkeys(share.epoch for share in shares if share.loss == loss):
-                these = any(share.found for share in shares if (share.loss, share.epoch) == (loss, epoch))
-                these = these or bool(overflowed)
-                scale.judge(these, these and bad, epoch)
+        failed = not all(group.window.finite for group in groups)
+        skipped = found or failed or self.inner or any(group.window.found for group in groups)
+        failed, self.inner = failed and not self.inner, False
+        norm = math.sqrt(sum(float(np.sum(g * g)) for g in gradients.values()))
+        updates = {} if skipped else self.updates(groups, gradients, norm)
+        made_with = groups[0].window.made_with
+        scale = self.scale.now if made_with is None else made_with[1]
         for group in groups:
             group.window = None
+        self.scale.told.append((skipped, failed))
+        waiting = [group.window.made_with for group in self.groups if group.window is not None]
+        if not self.contract.waits and (self.scale.epoch, self.scale.now) not in waiting:
+            self.scale.advance()
+        self.scale.account()
         self.steps += 1
-        self.skipped += found
+        self.skipped += skipped
+        return Verdict(skipped, norm, scale, updates)
 
     def updates(self, groups, gradients, norm):
         """What an update may do, by weight."""

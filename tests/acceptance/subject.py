@@ -9,6 +9,7 @@ from torch import nn
 
 import mezzo
 
+from .drivers import DRIVERS
 from .oracle import Group, Oracle, Scale, Weight
 from .rules import BETA1, BETA2, DECAY, EPS, LR, MOMENTUM
 
@@ -39,30 +40,28 @@ class Config:
     Attributes:
         level, dtype: Of the policy.
         library, rule: ``torch``, ``fused`` or ``mezzo``, and the optimizer's name.
-        master, rounding, state_dtype: Of mezzo's optimizers.
+        state_dtype: Of mezzo's optimizers.
         apart: Whether two optimizers share the layers out.
         pinned: Whether the second layer is kept in FP32.
         scale: The loss scale's text; empty for the level's own.
-        losses: How many losses have a scale.
         clip: ``max_grad_norm``.
         on_overflow: As the session takes it.
         wide: Whether the second layer is large enough for other kernels.
+        style: Whose calls drive it, of :mod:`.drivers`.
     """
 
     level: str = "O2"
     dtype: str = "bfloat16"
     library: str = "mezzo"
     rule: str = "AdamW"
-    master: str | None = "split"
-    rounding: str = "nearest"
     state_dtype: str = "float32"
     apart: bool = False
     pinned: bool = False
     scale: str = ""
-    losses: int = 1
     clip: float | None = None
     on_overflow: str = "skip"
     wide: bool = False
+    style: str = "five lines"
 
     @property
     def shapes(self):
@@ -87,10 +86,7 @@ class Config:
             return "float32", "plain"
         if self.library != "mezzo":
             return self.dtype, "master" if self.level == "O2" else "torch"
-        if self.level == "O2":
-            return self.dtype, self.master
-        form = {"nearest": "plain"}.get(self.rounding, self.rounding) if self.master is None else self.master
-        return self.dtype, form
+        return self.dtype, "split" if self.level == "O2" else "plain"
 
     def computes(self, name):
         """The dtype of a layer's arithmetic."""
@@ -104,15 +100,15 @@ class Config:
         if not scale.startswith("dynamic"):
             return Scale("constant", float(scale))
         options = dict(pair.split("=") for pair in scale.removeprefix("dynamic").strip("()").split(",") if pair)
-        return Scale("dynamic", float(options.get("init", 2.0**16)), int(options.get("interval", 2000)))
+        ceiling = float(options.get("ceiling", 2.0**24))
+        return Scale("dynamic", float(options.get("init", 2.0**16)), int(options.get("interval", 2000)), ceiling)
 
     def optimizer(self, params):
         adam = {"betas": (BETA1, BETA2), "eps": EPS, "weight_decay": DECAY}
         options = {"Lion": {"betas": (BETA1, BETA2), "weight_decay": DECAY}, "AdamW": adam, "Adam": adam}
         options = options.get(self.rule, {"momentum": MOMENTUM, "weight_decay": DECAY})
         if self.library == "mezzo":
-            kept = {"master": self.master, "rounding": self.rounding, "state_dtype": self.state_dtype}
-            return getattr(mezzo.optim, self.rule)(params, lr=LR, **options, **kept)
+            return getattr(mezzo.optim, self.rule)(params, lr=LR, **options, state_dtype=self.state_dtype)
         if (self.library, self.rule) == ("fused", "SGD"):  # fails in a group where only some have momentum already
             params = [{"params": [param]} for param in params]
         return getattr(torch.optim, self.rule)(params, lr=LR, **options, fused=self.library == "fused" or None)
@@ -140,8 +136,8 @@ class Subject:
 
     def begin(self, config):
         self.config, self.before = config, array(self.model.late.weight)
-        options = {"max_grad_norm": config.clip, "num_losses": config.losses, "on_overflow": config.on_overflow}
-        self.amp = mezzo.MixedPrecision(self.model, self.optimizers, config.policy, **options)
+        self.driver = DRIVERS[config.style](self.model, self.optimizers, config)
+        self.amp = self.driver.amp
 
     def oracle(self):
         """What the promises say of a session just begun, over weights just read."""
@@ -151,8 +147,7 @@ class Subject:
             form = form if self.owner(name) is not None else "loose"
             weights[name] = Weight(dtype, form, self.exact(name), array(param), trains=param.requires_grad)
         groups = [Group(list(each), self.config.rule, dict.fromkeys(each, LR)) for each in self.members]
-        scales = [self.config.start() for _ in range(self.config.losses)]
-        return Oracle(weights, groups, scales, self.config.clip)
+        return Oracle(weights, groups, self.config.start(), self.config.clip, self.driver.contract)
 
     def add_late(self, number):
         self.optimizers[number].add_param_group({"params": [self.model.late.weight]})
@@ -208,7 +203,7 @@ class Subject:
     # Saving ----------------------------------------------------------------------------------------------------
 
     def save(self):
-        states = {"model": self.model.state_dict(), "session": self.amp.state_dict()}
+        states = {"model": self.model.state_dict(), "session": self.driver.state_dict()}
         states |= {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
         file = io.BytesIO()
         torch.save(states, file)
@@ -219,7 +214,7 @@ class Subject:
 
     def load(self, saved, order):
         states = self.read(saved)
-        parts = [("model", self.model), ("session", self.amp)]
+        parts = [("model", self.model), ("session", self.driver)]
         parts += [(str(number), optimizer) for number, optimizer in enumerate(self.optimizers)]
         for name, part in (parts[number] for number in order if number < len(parts)):
             part.load_state_dict(states[name])

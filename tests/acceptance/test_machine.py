@@ -11,11 +11,19 @@ import os
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from mezzo.compat import apex
+from mezzo.session.attach import attached_now
 
 from .checkpoints import Checkpoints
 from .edits import Edits
 from .faults import Faults
+from .loop import configs
+
+#: Scaled gradients are edited on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:(?s).*carry the loss scale")
 
 
 @pytest.fixture(autouse=True)
@@ -26,24 +34,52 @@ def quiet(caplog):
         yield
 
 
+@pytest.fixture(autouse=True)
+def ended():
+    """The last sequence of a style leaves its session, of which a process has one at a time."""
+    yield
+    apex.deinitialize()
+    if (session := attached_now()) is not None:
+        session.detach()
+
+
 class Sessions(Edits, Checkpoints, Faults):
     """All rules together."""
 
 
 STEPS = 30
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-TestSessions = Sessions.TestCase
-TestSessions.settings = settings(
-    max_examples=60, stateful_step_count=STEPS, derandomize=True, deadline=None, suppress_health_check=QUIET
-)
+PHASES = (Phase.generate, Phase.shrink)  # to explain costs minutes
+#: How many sequences of each style every run takes.
+SEQUENCES = {"five lines": 24, "attach": 24, "SessionScaler": 12, "apex": 12, "Accelerate": 6, "Lightning": 6}
+FRAMEWORKS = ("Accelerate", "Lightning")
+
+
+def run(style, **options):
+    """Run sequences in one style."""
+    if style in FRAMEWORKS:
+        pytest.importorskip(style.lower())
+        from . import frameworks  # noqa: F401
+
+    class Driven(Sessions):
+        @initialize(config=configs([style]), seed=st.integers(0, 3))
+        def begin(self, config, seed):
+            super().begin(config, seed)
+
+    Driven.__name__ = style
+    options = {"stateful_step_count": STEPS, "deadline": None, "suppress_health_check": QUIET, **options}
+    run_state_machine_as_test(Driven, settings=settings(**options))
+
+
+@pytest.mark.parametrize("style", SEQUENCES)
+def test_sequences(style):
+    """The same ones in each run."""
+    run(style, max_examples=SEQUENCES[style], derandomize=True, phases=PHASES)
 
 
 @pytest.mark.slow
-def test_many_sequences():
+@pytest.mark.parametrize("style", SEQUENCES)
+def test_many_sequences(style):
     """As many as MEZZO_SEQUENCES says, other ones each time, or those of ``--hypothesis-seed``."""
-    number = int(os.environ.get("MEZZO_SEQUENCES", "2000"))
-    many = settings(
-        max_examples=number, stateful_step_count=STEPS, derandomize=False, deadline=None, database=None,
-        print_blob=True, suppress_health_check=QUIET, phases=(Phase.generate, Phase.shrink),
-    )  # fmt: skip
-    run_state_machine_as_test(Sessions, settings=many)
+    number = int(os.environ.get("MEZZO_SEQUENCES", "500"))
+    run(style, max_examples=number, derandomize=False, database=None, print_blob=True, phases=PHASES)

@@ -431,3 +431,13 @@ def test_recurrent_networks_of_low_weights(level, lists):
         assert {each.dtype for each in out} == {torch.float32}, name
         sum(each.sum() for each in out).backward()
         assert all(p.grad.dtype == torch.float16 for p in network.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_is_added_before_the_one_rounding(dtype):
+    """1 + u + u in units of half a spacing: each sum alone is a tie, which goes to 1, and both together are no tie."""
+    half = torch.finfo(dtype).eps / 2
+    x, weight = torch.tensor([[1.0, half]]).to(dtype), torch.ones(1, 2, dtype=dtype)
+    bias = torch.tensor([half]).to(dtype)
+    out = emulate("linear", functional.linear, (x, weight, bias), {})
+    assert out.item() == 1.0 + 2 * half

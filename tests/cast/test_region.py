@@ -37,6 +37,14 @@ def test_portable_lists_give_cuda_dtypes_on_a_cpu():
         assert torch.cat([low, x]).dtype == torch.addcmul(low, x, low).dtype == torch.float32
 
 
+def test_both_low_formats_meet_in_fp32():
+    """As on CUDA; torch's autocast on a CPU refuses the two together."""
+    with mezzo.autocast("O1,dtype=bfloat16,emulate=true"):
+        joined = torch.cat([torch.ones(2).half(), torch.full((2,), 3.0).bfloat16()])
+    assert joined.dtype == torch.float32
+    assert joined.tolist() == [1, 1, 3, 3]
+
+
 def test_device_lists_are_torch_s_own_and_need_no_mode():
     policy = BF16.evolve(lists="device")
     with mezzo.autocast(policy, "cpu"):

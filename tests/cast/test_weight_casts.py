@@ -116,7 +116,7 @@ def test_nothing_survives_the_step():
     model, amp = session("O1,dtype=float16,emulate=true")
     with amp.autocast():
         loss = model(model(torch.ones(2, 8))).float().mean()
-    (kept,) = [entry.cast for entry in amp._core.weights.prepared[0].casts._casts.values()]
+    (kept,) = [entry.cast for entry in amp.engine.weights.prepared[0].casts._casts.values()]
     watch = weakref.ref(kept)
     del kept
     amp.backward(loss)
@@ -241,7 +241,7 @@ def test_averages_may_be_evaluated_in_the_middle_of_a_window(policy):
         assert torch.equal(evaluate(), raw)
     assert trained == 1
     amp.zero_grad()
-    assert len(amp._core.weights.prepared[0].casts) == 0
+    assert len(amp.engine.weights.prepared[0].casts) == 0
 
 
 def test_a_swap_before_the_first_backward_pass_is_seen_by_the_next_region_with_gradients_too():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import mezzo
-from mezzo import LossScale, Policy, PolicyError
+from mezzo import LossScale
 from mezzo.compat import fleet
 
 GIVEN = json.loads((Path(__file__).parent.parent / "conformance" / "scale_traces.json").read_text())
@@ -131,9 +131,10 @@ def test_a_program_with_an_inner_momentum_optimizer(pure):
     for number, (words, labels) in enumerate(batches(30)):
         with Calls() as calls, amp.autocast():
             loss = functional.cross_entropy(model(words), labels)
+        planted = [model.up.weight.register_hook(lambda grad: grad * torch.inf)] if number in (3, 4, 17) else []
         amp.backward(loss)
-        if number in (3, 4, 17):  # planted
-            model.up.weight.grad.view(-1)[0] = torch.inf
+        for hook in planted:
+            hook.remove()
         amp.step()
         amp.zero_grad()
         losses.append(loss.item())
@@ -185,44 +186,3 @@ def test_every_step_that_is_skipped_by_a_constant_scale_leaves_it():
     config = fleet.policy({"use_dynamic_loss_scaling": False, "init_loss_scaling": 128}).loss_scale
     state = mezzo.scale.next_scale(config.start(), torch.tensor(True), config)
     assert state.scale == 128
-
-
-@pytest.mark.parametrize(
-    "configs, words",
-    [
-        ({"init_loss_scale": 1}, ["unknown key 'init_loss_scale' in amp_configs", "did you mean 'init_loss_scaling'?"]),
-        ({"level": "O2"}, ["unknown key 'level'", '"use_pure_fp16": True is Fleet\'s O2']),
-        ({"dtype": "bfloat16"}, ["unknown key 'dtype'", '"use_pure_bf16": True']),
-        ({3: 1}, ["unknown key 3"]),
-        ({"init_loss_scaling": 0}, ["init_loss_scaling is 0"]),
-        ({"init_loss_scaling": "1024"}, ["init_loss_scaling is '1024'"]),
-        ({"incr_every_n_steps": 1.5}, ["incr_every_n_steps is 1.5", "incr_every_n_steps=2000"]),
-        ({"incr_ratio": 0.5}, ["incr_ratio is 0.5"]),
-        ({"decr_ratio": 2}, ["decr_ratio is 2", "decr_ratio=0.5"]),
-        ({"decr_every_n_nan_or_inf": 0}, ["decr_every_n_nan_or_inf is 0"]),
-        ({"use_dynamic_loss_scaling": "yes"}, ["use_dynamic_loss_scaling is 'yes'", "True or False"]),
-        ({"custom_white_list": ["gleu"]}, ["custom_white_list: unknown op 'gleu'", "did you mean 'glu'? neither"]),
-        ({"custom_white_list": ["exp"], "custom_black_list": ["exp"]}, ["'exp' is in both lists"]),
-        ({"custom_black_varnames": "head"}, ["custom_black_varnames=['head']"]),
-        ({"custom_black_varnames": ["a b"]}, ["glob 'a b'"]),
-        ({"use_pure_fp16": True, "use_pure_bf16": True}, ["both True"]),
-        ({"use_pure_fp16": True, "use_fp16_guard": True}, ["use_fp16_guard has no meaning here", "amp.autocast()"]),
-        ({"use_optimizer_fp16": True}, ["use_optimizer_fp16 has no meaning here", 'state_dtype="bfloat16"']),
-        ({"decr_ratio": 2, "incr_ratio": 0, "levl": 1}, ["3 problems"]),
-        ([("init_loss_scaling", 1)], ["not a mapping"]),
-        ("O1", ["amp_configs is 'O1', not a mapping"]),
-    ],
-)
-def test_refusals(configs, words):
-    with pytest.raises(PolicyError) as raised:
-        fleet.policy(configs)
-    for word in words:
-        assert word in str(raised.value)
-
-
-def test_a_variable_that_no_parameter_is_is_refused_when_the_model_is_known():
-    policy = fleet.policy({"custom_black_varnames": ["linear_0.w_0"]})
-    model = nn.Linear(2, 2)
-    with pytest.raises(PolicyError, match=r"linear_0\.w_0"):
-        mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
-    assert isinstance(policy, Policy)

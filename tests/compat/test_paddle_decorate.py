@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import mezzo
-from mezzo import PolicyError, StateError, UnsupportedError
+from mezzo import PolicyError
 from mezzo.compat import paddle
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -153,8 +153,9 @@ def test_a_decorated_program_is_a_session_of_o2_bit_for_bit(dtype, optimizer):
             amp = mezzo.MixedPrecision(model, made, policy)
         for number in range(8):
             x, y = torch.randn(5, 4, generator=torch.Generator().manual_seed(number)), torch.tensor([0, 1, 2, 0, 1])
+            overflows = number == 5 and dtype == "float16"  # in bfloat16 there is no scaler that would skip
             with paddle.auto_cast(level="O2", dtype=dtype, custom_black_list=["cross_entropy"]):
-                loss = functional.cross_entropy(model(x), y) * (torch.inf if number == 5 else 1)
+                loss = functional.cross_entropy(model(x), y) * (torch.inf if overflows else 1)
             if decorated:
                 scaled = scaler.scale(loss)
                 scaled.backward()
@@ -166,80 +167,8 @@ def test_a_decorated_program_is_a_session_of_o2_bit_for_bit(dtype, optimizer):
                 amp.zero_grad()
             schedule.step()
         results.append([p.detach().clone() for p in model.parameters()])
-    if dtype == "float16" or optimizer == "mezzo":
-        assert all(map(torch.equal, *results))
+    assert all(map(torch.equal, *results))
     assert all(p.isfinite().all() for p in results[1])
-
-
-@pytest.mark.parametrize("overflows_at", [0, 5])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_model_decorated_alone_gets_masters_with_the_scalers_first_step(optimizer, overflows_at):
-    """As Paddle's guide has it: ``model = decorate(models=model, level="O2")`` and a scaler."""
-    results = []
-    for optimizers, unscales in ((True, False), (False, False), (False, True)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-        made = OPTIMIZERS[optimizer](model.parameters())
-        paddle.decorate(model, made if optimizers else None, level="O2", save_dtype="float32")
-        scaler = paddle.GradScaler(init_loss_scaling=2.0**12, incr_every_n_steps=3)
-        for number in range(8):
-            x, y = torch.randn(5, 4, generator=torch.Generator().manual_seed(number)), torch.tensor([0, 1, 2, 0, 1])
-            with paddle.auto_cast(level="O2"):
-                loss = functional.cross_entropy(model(x), y) * (torch.inf if number == overflows_at else 1)
-            scaled = scaler.scale(loss)
-            scaled.backward()
-            if unscales:
-                scaler.unscale_(made)
-            scaler.minimize(made, scaled)
-            made.zero_grad()
-        results.append([*model.state_dict().values()])
-    assert all(torch.equal(*pair) for each in results[1:] for pair in zip(results[0], each, strict=True))
-    assert any((value.half() != value).any() for value in results[1])  # the masters' own values are saved
-
-
-def test_the_log_says_how_the_scalers_scale_moves_and_no_more(caplog):
-    model, optimizer = pair()
-    paddle.decorate(model, optimizer, level="O2")
-    scaler = paddle.GradScaler(init_loss_scaling=8.0)
-    with caplog.at_level("INFO", "mezzo.session.stats"):
-        for factor in (1.0, 1e6, 1.0):
-            scaler.scale((model(torch.ones(1, 3)) * factor).float().sum()).backward()
-            scaler.minimize(optimizer)
-            optimizer.zero_grad()
-    assert [line for line in caplog.messages if "→" in line] == ["loss scale 8 → 4 after step 2, which overflowed"]
-
-
-def test_an_optimizer_made_after_its_model_was_decorated_gets_masters_too():
-    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
-    paddle.decorate(models, level="O2", master_grad=True)
-    both = torch.optim.SGD([param for each in models for param in each.parameters()], lr=2.0**-14)
-    scaler = paddle.GradScaler(init_loss_scaling=8.0)
-    before = [param.detach().float() for each in models for param in each.parameters()]
-    for _ in range(3):
-        scaled = scaler.scale(sum(each(torch.ones(1, 3)).float().sum() for each in models))
-        scaled.backward()
-        scaler.minimize(both, scaled)
-        both.zero_grad()
-    assert [group["params"][0].dtype for group in both.param_groups] == [torch.float32]
-    exact = [value - 3 * 2.0**-14 for value in before]
-    # The FP32 values are those that the models had before they were stored in FP16, of which these are roundings.
-    for master, value, given in zip(both.param_groups[0]["params"], exact, before, strict=True):
-        assert torch.equal((master + 3 * 2.0**-14).half(), given.half()), value
-    assert {param.grad_dtype for each in models for param in each.parameters()} == {torch.float32}
-
-
-def test_a_second_optimizer_of_a_model_decorated_alone_is_refused():
-    model = nn.Linear(3, 2)
-    paddle.decorate(model, level="O2")
-    first, second = (torch.optim.SGD([param], lr=0.1) for param in (model.weight, model.bias))
-    scaler = paddle.GradScaler(init_loss_scaling=8.0)
-    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-    gradients = [param.grad.clone() for param in model.parameters()]
-    scaler.unscale_(first)
-    with pytest.raises(UnsupportedError, match="fp16 gradients cannot be unscaled") as raised:
-        scaler.unscale_(second)
-    assert "decorate(models=model, optimizers=optimizer" in str(raised.value)
-    assert torch.equal(model.bias.grad, gradients[1])
 
 
 def test_optimizers_step_by_themselves_and_with_closures():
@@ -400,35 +329,17 @@ def test_fp32_state_dicts_hold_the_masters_and_load_with_every_bit():
     assert runs[0][1] == runs[1][1]
 
 
-# Refusals ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "given, words",
-    [
-        ({"level": "O0"}, ["unknown level 'O0'", "valid: O1, O2"]),
-        ({"level": "OD"}, ["unknown level 'OD'"]),
-        ({"level": "O2", "dtype": "float32"}, ["unknown dtype 'float32'"]),
-        ({"master_weight": 1}, ["master_weight is 1", "True or False"]),
-        ({"master_grad": None}, ["master_grad is None"]),
-        ({"save_dtype": "float61"}, ["unknown save_dtype 'float61'", "valid: float16, bfloat16, float32, float64"]),
-        ({"save_dtype": 3}, ["unknown save_dtype 3"]),
-        ({"excluded_layers": ["conv"]}, ["excluded_layers has 'conv'", "a module of the model, or a class of modules"]),
-        ({"excluded_layers": int}, ["excluded_layers has <class 'int'>"]),
-        ({"level": "O2", "excluded_layers": nn.Linear(2, 2)}, ["a Linear that is in none of the models"]),
-        ({"models": None}, ["models has to be a torch.nn.Module, or a list of them, not NoneType"]),
-        ({"models": "net"}, ["models has to be a torch.nn.Module, or a list of them, not str"]),
-        ({"optimizers": 3}, ["optimizers has to be a torch.optim.Optimizer, or a list of them, not int"]),
-        ({"models": [nn.Linear(2, 2), 3], "level": "x", "dtype": "y", "save_dtype": "z"}, ["4 problems"]),
-    ],
-)
-def test_refusals(given, words):
+def test_copies_of_a_decorated_model_are_low_and_save_as_it_does():
     model, optimizer = pair()
-    with pytest.raises(PolicyError) as raised:
-        paddle.decorate(**({"models": model, "optimizers": optimizer, "level": "O2"} | given))
-    for word in words:
-        assert word in str(raised.value)
-    assert stored(model) == {torch.float32}
+    paddle.decorate(model, optimizer, level="O2", save_dtype="float32")
+    copied = copy.deepcopy(model)
+    assert stored(copied) == {torch.float16}
+    for name, value in copied.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, model.get_parameter(name).float())
+
+
+# Refusals ------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_of_one_model_that_another_has_too():
@@ -441,46 +352,3 @@ def test_a_layer_of_one_model_that_another_has_too():
     assert stored(one) == stored(two) == {torch.float32}
     paddle.decorate([one, two], optimizer, level="O2", excluded_layers=[one.linear, two.linear])
     assert stored(one.linear) == stored(two.linear) == {torch.float32}
-
-
-def test_what_cannot_be_decorated_is_as_it_was():
-    model, optimizer = pair()
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(PolicyError):
-        paddle.decorate(model, other, level="O2")
-    assert stored(model) == {torch.float32}
-    paddle.decorate(model, optimizer, level="O2")
-    with pytest.raises(StateError, match="prepared already"):
-        paddle.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2")
-    with pytest.raises(PolicyError, match="the optimizer SGD is decorated already"):
-        paddle.decorate(nn.Linear(2, 2), optimizer, level="O2")
-    model(torch.ones(1, 3)).float().sum().backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", "mezzo"])
-def test_a_copy_of_a_decorated_model_is_said_to_be_low_in_paddles_words(optimizer, caplog):
-    model, _ = pair()
-    averaged, optimizer = torch.optim.swa_utils.AveragedModel(model), OPTIMIZERS[optimizer](model.parameters())
-    paddle.decorate(model, optimizer, level="O2", save_dtype="float32")
-    copy.deepcopy(model)
-    assert "write  AveragedModel(model) before decorate(model, …), and after each step" in caplog.text
-    advice = caplog.messages[-1].partition("averaged.update_parameters(")[2].removesuffix(")")
-    averaged.update_parameters(eval(advice, {"nn": nn, "optimizer": optimizer}))
-    assert all(map(torch.equal, averaged.module.state_dict().values(), model.state_dict().values()))
-
-
-def test_fp16_weights_without_masters_are_not_unscaled():
-    model, optimizer = pair()
-    paddle.decorate(model, optimizer, level="O2", master_weight=False)
-    scaler = paddle.GradScaler()
-    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-    for call in (scaler.unscale_, scaler.step, scaler.minimize):
-        with pytest.raises(UnsupportedError) as raised:
-            call(optimizer)
-        assert "fp16 gradients cannot be unscaled in fp16" in str(raised.value)
-        assert 'write  decorate(models=model, optimizers=optimizer, level="O2")   # keeps FP32' in str(raised.value)
-    constant = paddle.GradScaler(init_loss_scaling=1.0, use_dynamic_loss_scaling=False)
-    optimizer.zero_grad()
-    constant.scale(model(torch.ones(1, 3)).sum()).backward()
-    constant.minimize(optimizer)

@@ -3,7 +3,6 @@
 import copy
 import io
 import itertools
-import logging
 import pickle
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo import PolicyError, StateError
+from mezzo import PolicyError
 from mezzo.compat import paddle
 
 
@@ -108,6 +107,24 @@ def test_a_constant_scale_stays_skips_and_needs_no_update():
     assert not scaler.state_dict()["use_dynamic_loss_scaling"]
 
 
+def test_a_step_that_raises_under_a_constant_scale_ends_with_the_update():
+    scaler = paddle.GradScaler(init_loss_scaling=8.0, use_dynamic_loss_scaling=False)
+    model, optimizer = net()
+
+    def refuse(*_):
+        raise ValueError("of the user's")
+
+    handle = optimizer.register_step_pre_hook(refuse)
+    scaler.scale(loss_of(model)).backward()
+    with pytest.raises(ValueError, match="of the user's"):
+        scaler.step(optimizer)
+    handle.remove()
+    scaler.update()
+    optimizer.zero_grad()
+    step(scaler, model, optimizer, minimizes=False)
+    assert not scaler.last_step.skipped
+
+
 def test_several_optimizers_are_one_step_between_updates():
     """Paddle's update knows what the last of them found, and no other."""
     scaler = paddle.GradScaler(init_loss_scaling=8.0)
@@ -171,16 +188,15 @@ def test_a_disabled_scaler_scales_nothing():
     assert scaler.state_dict() == {}
 
 
-def test_after_a_region_in_bfloat16_it_disables_itself(emulating, caplog):
+def test_after_a_region_in_bfloat16_it_disables_itself(emulating):
     """``test_amp_api.py``, TestGradScaler."""
     scaler, constant = paddle.GradScaler(), paddle.GradScaler(init_loss_scaling=8.0, use_dynamic_loss_scaling=False)
     model, optimizer = net()
     with paddle.auto_cast(custom_black_list=["matmul"], dtype="bfloat16"):
         loss = loss_of(model)
-    with caplog.at_level(logging.WARNING):
+    with pytest.warns(UserWarning, match=r"GradScaler is disabled: torch\.bfloat16 needs no loss scale"):
         scaled = scaler.scale(loss)
     assert scaled is loss
-    assert "GradScaler is disabled: torch.bfloat16 needs no loss scale" in caplog.text
     scaled.backward()
     scaler.minimize(optimizer, scaled)
     assert not scaler.is_enable()
@@ -252,28 +268,6 @@ def test_what_is_set_counts_from_there_on():
     assert counted(scaler) == (32.0, *reference.state()[1:])
 
 
-@pytest.mark.parametrize(
-    "given, words",
-    [
-        ({"incr_ratio": 1.0}, ["incr_ratio is 1.0"]),
-        ({"decr_ratio": 1.0}, ["decr_ratio is 1.0", "decr_ratio=0.5"]),
-        ({"init_loss_scaling": 0}, ["init_loss_scaling is 0"]),
-        ({"init_loss_scaling": 0.5}, ["init_loss_scaling is 0.5", "lets no scale go below 1"]),
-        ({"init_loss_scaling": "big"}, ["init_loss_scaling is 'big'"]),
-        ({"incr_every_n_steps": 0}, ["incr_every_n_steps is 0"]),
-        ({"decr_every_n_nan_or_inf": 1.5}, ["decr_every_n_nan_or_inf is 1.5"]),
-        ({"enable": 1}, ["enable is 1"]),
-        ({"use_dynamic_loss_scaling": "yes"}, ["use_dynamic_loss_scaling is 'yes'"]),
-        ({"incr_ratio": 0, "decr_ratio": 3, "enable": None}, ["3 problems"]),
-    ],
-)
-def test_refused_parameters(given, words):
-    with pytest.raises(PolicyError) as raised:
-        paddle.GradScaler(**given)
-    for word in words:
-        assert word in str(raised.value)
-
-
 # State ---------------------------------------------------------------------------------------------------
 
 
@@ -313,32 +307,6 @@ def test_a_loaded_scaler_goes_on_as_the_one_that_was_saved(at):
     assert counted(other) == (8.0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "change, error, words",
-    [
-        (lambda state: {}, StateError, ["this is not the state", "it is empty, as a disabled GradScaler's is"]),
-        (lambda state: [1], StateError, ["it lacks scale, incr_ratio"]),
-        (lambda state: {"scale": 1.0}, StateError, ["it lacks incr_ratio"]),
-        (lambda state: state | {"scale": np.float32([0.0])}, StateError, ["init_loss_scaling is 0"]),
-        (lambda state: state | {"scale": np.float32([1.0, 2.0])}, StateError, ["init_loss_scaling is [1.0, 2.0]"]),
-        (lambda state: state | {"incr_ratio": 0.5}, StateError, ["incr_ratio is 0.5"]),
-        (lambda state: state | {"incr_count": -1}, StateError, ["incr_count and decr_count are [-1, 0]"]),
-        (lambda state: state | {"decr_count": "x"}, StateError, ["are [1, 'x']"]),
-        (lambda state: state | {"use_dynamic_loss_scaling": 1}, StateError, ["use_dynamic_loss_scaling is 1"]),
-    ],
-)
-def test_a_damaged_state_changes_nothing(change, error, words):
-    scaler = paddle.GradScaler(init_loss_scaling=512.0)
-    model, optimizer = net()
-    step(scaler, model, optimizer)
-    before = scaler.state_dict()
-    with pytest.raises(error) as raised:
-        scaler.load_state_dict(change(before))
-    for word in words:
-        assert word in str(raised.value)
-    assert scaler.state_dict() == before
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_copies_go_on_by_themselves(copied):
     scaler = paddle.GradScaler(init_loss_scaling=64.0, incr_every_n_steps=3)
@@ -349,26 +317,3 @@ def test_copies_go_on_by_themselves(copied):
     step(other, model, optimizer, overflows=True)
     assert (counted(other), counted(scaler)) == ((32.0, 0, 0), (64.0, 1, 0))
     assert not copied(paddle.GradScaler(enable=False)).is_enable()
-
-
-# Order of calls ------------------------------------------------------------------------------------------
-
-
-def test_calls_in_a_wrong_order():
-    model, optimizer = net()
-    scaler = paddle.GradScaler()
-    for call in (scaler.step, scaler.unscale_, scaler.minimize):
-        with pytest.raises(StateError, match=r"before scale\(\)"):
-            call(optimizer)
-    scaled = scaler.scale(loss_of(model))
-    scaled.backward()
-    with pytest.raises(PolicyError, match=r"an optimizer must be a torch\.optim\.Optimizer, not Tensor"):
-        scaler.minimize(scaled)
-    scaler.unscale_(optimizer)
-    with pytest.raises(StateError, match=r"unscale_\(\) was called already"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(StateError, match=r"step\(\) was called already"):
-        scaler.step(optimizer)
-    scaler.update()
-    assert counted(scaler) == (65536.0, 1, 0)

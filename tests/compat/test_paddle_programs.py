@@ -64,7 +64,8 @@ def program(level, dtype, optimizer="adamw", accumulate=2, steps=12, overflows=(
     model = Encoder()
     made = OPTIMIZERS[optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.98)
-    scaler = amp.GradScaler(init_loss_scaling=1024, incr_every_n_steps=3, decr_every_n_nan_or_inf=2)
+    rule = {"init_loss_scaling": 1024, "incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 2}
+    scaler = amp.GradScaler(enable=dtype == "float16", **rule)
     model, made = amp.decorate(models=model, optimizers=made, level=level, dtype=dtype, **decorates)
     losses, scales = [], []
     for number in range(steps * accumulate):

@@ -1,6 +1,7 @@
 """`autocast` with torch's signature: the dtypes of torch's own region, whatever is nested, decorated or compiled."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 
 import mezzo
-from mezzo import PolicyError
 from mezzo.compat.torch import GradScaler, autocast, custom_bwd, custom_fwd, region
 from mezzo.compat.torch.cuda import amp
 
@@ -56,9 +56,8 @@ def test_every_op_has_the_dtype_that_it_has_in_torchs_region(dtype):
 def test_the_signature_is_torchs():
     theirs = inspect.signature(torch.amp.autocast_mode.autocast.__init__).parameters
     mine = inspect.signature(autocast).parameters
-    assert [(p.name, p.default, p.kind) for p in mine.values()] == [
-        (p.name, p.default, p.kind) for p in list(theirs.values())[1:]
-    ]
+    assert [(p.name, p.kind) for p in mine.values()] == [(p.name, p.kind) for p in list(theirs.values())[1:]]
+    assert [p.default for p in mine.values()] == ["cuda", None, True, None]  # torch.cuda.amp's programs name no device
     for name in ("__init__", "scale", "unscale_", "step", "update", "get_scale", "set_growth_factor", "state_dict"):
         theirs, mine = (
             inspect.signature(getattr(each, name)).parameters for each in (torch.amp.GradScaler, GradScaler)
@@ -145,52 +144,64 @@ def test_torchs_cache_of_weights_is_on_or_off_as_asked(before):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_formats_that_torch_does_not_cast_to_disable_it_as_in_torch(dtype, caplog):
+def test_formats_that_torch_does_not_cast_to_disable_it_as_in_torch(dtype, recwarn):
     """Scripts choose among three dtypes by name, FP32 among them, and enter the region in any case."""
+    warnings.simplefilter("always")
     region._say.cache_clear()
+    with autocast("cpu", dtype=dtype, enabled=False):
+        pass
+    assert not recwarn
     for _ in range(2):
         with autocast("cpu", dtype=dtype):
             assert (A @ B).dtype == torch.float32
-    assert caplog.text.count("disabled") == 1
-    assert f"autocast is disabled: {dtype} is not a format that it casts to" in caplog.text
-    caplog.clear()
-    with autocast("cpu", dtype=dtype, enabled=False):
-        pass
-    assert not caplog.text
+    (warned,) = recwarn
+    assert f"autocast is disabled: {dtype} is not a format that it casts to" in str(warned.message)
 
 
-def test_for_cuda_on_a_machine_without_it_is_disabled_and_says_so(caplog, monkeypatch):
+def test_for_cuda_on_a_machine_without_it_is_disabled_and_says_so(recwarn, monkeypatch):
+    warnings.simplefilter("always")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     region._say.cache_clear()
     for disabled in (autocast("cuda"), amp.autocast(), amp.autocast(enabled=True, dtype=torch.bfloat16)):
         with disabled:
             assert (A @ B).dtype == torch.float32
-    assert caplog.text.count("autocast is disabled: CUDA is not available") == 1
-    assert not amp.GradScaler(2.0**8).is_enabled()
-    assert issubclass(amp.GradScaler, GradScaler)
+    (warned,) = recwarn
+    assert "autocast is disabled: CUDA is not available" in str(warned.message)
+    for made in (GradScaler(), amp.GradScaler(2.0**8)):
+        assert not made.is_enabled()
+        assert isinstance(made, GradScaler)
+    assert "GradScaler is disabled: CUDA is not available" in str(recwarn[1].message)
 
 
-@pytest.mark.parametrize(
-    "device, says",
-    [
-        ("cpuu", "torch has no autocast for device_type 'cpuu'\n  why    did you mean 'cpu'?"),
-        ("cpu:0", "device_type 'cpu:0' is one device, not a type\n  write  autocast(\"cpu\", …)"),
-        (True, "from mezzo.compat.torch.cuda.amp import autocast"),
-        (len, "a decorator that is not called takes the function for its argument"),
-        (torch.float16, "torch has no autocast for device_type torch.float16"),
-        (None, "torch has no autocast for device_type None"),
-        (torch.device("cpu"), "torch has no autocast for device_type device(type='cpu')"),
-    ],
-)
-def test_what_is_no_device_type_is_refused(device, says):
-    with pytest.raises(PolicyError) as raised:
-        autocast(device)
-    assert says in str(raised.value)
+@pytest.mark.parametrize("low", LOW)
+def test_the_spellings_of_torch_cuda_amp_work_after_a_changed_import(low, monkeypatch):
+    """What they were given, as CUDA's region would get it: by name, by place, and without a device."""
+    given = []
 
+    def region_of(policy, device_type):
+        given.append((policy, device_type))
+        return plain("O1,lists=device", "cpu")
 
-def test_a_dtype_that_is_none_is_refused():
-    with pytest.raises(PolicyError, match=r"dtype is 'float16', not a torch\.dtype"):
-        autocast("cpu", "float16")
+    plain = region.cast.autocast
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(region.cast, "autocast", region_of)
+    monkeypatch.setattr(region_of, "of", plain.of, raising=False)
+    places = (autocast, mezzo.compat.torch.amp.autocast)
+    for old in (*places, amp.autocast, mezzo.compat.torch.cuda.amp.autocast):
+        for args, options in (
+            ((), {"dtype": low}),
+            ((True, low), {}),
+            ((True, low, False), {}),
+            ((True,), {"dtype": low}),
+        ):
+            made = old(*args, **options)
+            policy, kind = given.pop()
+            assert (kind, f"dtype={low}".replace("torch.", "") in policy) == ("cuda", True)
+            assert made.region.caches in ((False,) if len(args) == 3 else (True, None))
+        for off in (old(False), old(enabled=False), old(False, low)):
+            assert isinstance(off, torch.autocast)
+    assert autocast().region == autocast("cuda").region
+    assert not given[2:]
 
 
 # Half of the pair ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mezzo.compat.torch import GradScaler
+from mezzo.optim.masters import MasterWeights
 
 from ..support.tables import thinned
 from .beside_torch import MEZZO, OPTIMIZERS, SCALERS, batch, both, loss_of, network, weights
@@ -53,6 +54,26 @@ def test_a_fused_sgd_whose_first_step_is_skipped_begins_as_if_it_were_not():
     for one, other in zip(found, plain, strict=True):
         torch.testing.assert_close(one, other)
     assert scales[1] == "512.0"
+
+
+def low_loss(model, number):
+    return model(batch(number).bfloat16()).float().square().mean() * (torch.inf if number == 0 else 1.0)
+
+
+def test_a_fused_sgd_over_masters_whose_first_step_is_skipped_begins_as_if_it_were_not():
+    found = {}
+    for make in (OPTIMIZERS["sgd fused"], OPTIMIZERS["momentum"]):
+        model = network().bfloat16()
+        optimizer, scaler = make(model.parameters()), GradScaler("cpu", init_scale=2.0**10)
+        masters = MasterWeights(optimizer)
+        for number in range(3):
+            scaler.scale(low_loss(model, number)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found[make] = [master.detach() for master in masters.masters().values()]
+    for one, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def scaled_by(scaler_of, scales):
@@ -490,3 +511,27 @@ def test_copies_and_pickles_go_on_alone():
     trained(other, model, optimizer, (2,))
     assert (other.get_scale(), scaler.get_scale()) == (8.0, 4.0)
     assert not pickle.loads(pickle.dumps(GradScaler("cpu", enabled=False))).is_enabled()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, lambda params, lr: MEZZO["mezzo adamw"](params)])
+def test_a_step_whose_hook_has_raised_is_taken_again(kind):
+    """As with torch's; a step that has begun to write is not."""
+    ends = []
+    for raises in (True, False):
+        model, scaler = network(), GradScaler("cpu", init_scale=1024.0)
+        optimizer, calls = kind(model.parameters(), lr=0.1), []
+
+        def once(*_, calls=calls, raises=raises):
+            calls.append(1)
+            if raises and len(calls) == 1:
+                raise ValueError("of the user's")
+
+        optimizer.register_step_pre_hook(once)
+        scaler.scale(loss_of(model, 0)).backward()
+        if raises:
+            with pytest.raises(ValueError, match="of the user's"):
+                scaler.step(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)

@@ -64,9 +64,9 @@ def test_a_step_reads_nothing(gpu, optimizer, unscales):
     assert loop.scaler._get_scale_async().device.type == "cuda"
 
 
-@pytest.mark.parametrize("together, launches", [(1, 1), (3, 2)])
-def test_the_scale_moves_in_few_launches(gpu, together, launches):
-    """One, as torch's own; one more where several optimizers have stepped since it moved last."""
+@pytest.mark.parametrize("together", [1, 3])
+def test_the_scale_moves_in_one_launch(gpu, together):
+    """As torch's own, however many optimizers have stepped since it moved last."""
     scaler = GradScaler(growth_interval=3)
     loops = [Loop("fused", scaler) for _ in range(together)]
     for number in range(FIRST):
@@ -75,7 +75,7 @@ def test_the_scale_moves_in_few_launches(gpu, together, launches):
             scaler.step(loop.optimizer)
         with gpu.kernels() as names:
             scaler.update()
-    assert len(names) == launches
+    assert len(names) == 1
 
 
 @pytest.mark.parametrize("unscales", [False, True])

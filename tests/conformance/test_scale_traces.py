@@ -69,12 +69,3 @@ def test_trace(entry):
 @pytest.mark.parametrize("system, pattern, scales", MORE)
 def test_more_traces(system, pattern, scales):
     assert trace(SYSTEMS[system], pattern) == [float(word) for word in scales.split()]
-
-
-def test_a_skip_rate_limit_acts_where_refilling_on_clean_steps_never_does():
-    pattern = "..X" * 8
-    endless = SYSTEMS["apex_kernel"]
-    assert trace(endless, pattern) == [10.0] * 24
-    limited = LossScale.like("apex", **COMMON, skip_rate_limit=0.25)
-    # One skip in four is not above the limit; the second X makes it two in four. Then the count restarts.
-    assert trace(limited, pattern) == [10.0] * 5 + [9.0] * 6 + [8.0] * 6 + [7.0] * 6 + [6.0]

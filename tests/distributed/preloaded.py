@@ -12,12 +12,9 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.profiler
 
-import mezzo.cli
 import mezzo.distributed
 import mezzo.numerics
 import mezzo.optim
-import mezzo.recipes
-import mezzo.report
 import mezzo.session
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):  # their kernels: one takes a fifth of a second to write

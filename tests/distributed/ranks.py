@@ -88,7 +88,7 @@ def _answers(there, end):
 
 def _rank(answer, rank, count, store, backend, group_timeout, call):
     """Be one rank: run a call, and send what it returns, or the traceback."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MEZZO_CHECK_RANKS": "1"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     faulthandler.enable()  # a rank that a signal kills leaves the stacks of all its threads on standard error
@@ -110,3 +110,12 @@ def _rank(answer, rank, count, store, backend, group_timeout, call):
     answer.close()
     sys.stdout.flush()
     os._exit(0)  # without the goodbyes of a process group whose other ranks may be gone
+
+
+def text_of(call):
+    """Return the name and the text of what a call raises, or nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,7 +1,11 @@
-"""DistributedDataParallel under every policy: ranks stay equal, and train as one process does on the whole batch."""
+"""DistributedDataParallel under every policy: ranks stay equal, train as one process does, and sum micro-batches."""
 
+import copy
 import hashlib
+import inspect
+import io
 import itertools
+import random
 
 import pytest
 import torch
@@ -11,7 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 
-from .ranks import on_ranks
+from .ranks import on_ranks, text_of
+
+BF16 = "O2,dtype=bfloat16,emulate=true"
+FP16 = "O2,dtype=float16,loss_scale=constant(4),emulate=true"
+
+# Training, against one process ------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
@@ -25,14 +34,7 @@ WRAPPED = {
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
 }
-POLICIES = [
-    f"{level},dtype={dtype}{reduce},emulate=true"
-    for level, dtype, reduce in (
-        *itertools.product(("O1", "O2"), ("float16", "bfloat16"), ("",)),
-        *itertools.product(("O2",), ("float16", "bfloat16"), (",reduce=float32",)),
-        *itertools.product(("O1", "O2"), ("bfloat16",), (",reduce=bfloat16",)),
-    )
-]
+POLICIES = [f"{level},dtype={dtype},emulate=true" for level in ("O1", "O2") for dtype in ("float16", "bfloat16")]
 #: Which of three micro-batches are in no_sync().
 PAUSED = {"one": [False], "no_sync": [True, True, False], "synced": [False] * 3, "mixed": [False, True, False]}
 MATRIX = [
@@ -43,18 +45,16 @@ MATRIX = [
 ]
 #: Each value of each option with each of another: the rest is slow.
 CROSS = [
-    ("O2,dtype=float16,emulate=true", "adamw", "plain", "no_sync"),
-    ("O2,dtype=float16,emulate=true", "mezzo", "views", "mixed"),
-    ("O2,dtype=float16,emulate=true", "fused", "unused", "synced"),
-    ("O2,dtype=float16,emulate=true", "sgd", "static", "one"),
-    ("O2,dtype=bfloat16,emulate=true", "mezzo", "unused", "no_sync"),
-    ("O2,dtype=bfloat16,emulate=true", "sgd", "views", "mixed"),
-    ("O2,dtype=float16,reduce=float32,emulate=true", "mezzo", "views", "no_sync"),
-    ("O2,dtype=bfloat16,reduce=float32,emulate=true", "fused", "static", "synced"),
-    ("O2,dtype=bfloat16,reduce=bfloat16,emulate=true", "adamw", "unused", "mixed"),
-    ("O1,dtype=bfloat16,reduce=bfloat16,emulate=true", "sgd", "plain", "mixed"),
-    ("O1,dtype=float16,emulate=true", "mezzo", "static", "synced"),
+    (POLICIES[2], "adamw", "plain", "no_sync"),
+    (POLICIES[2], "mezzo", "views", "mixed"),
+    (POLICIES[2], "fused", "unused", "synced"),
+    (POLICIES[2], "sgd", "static", "one"),
+    (POLICIES[3], "mezzo", "unused", "no_sync"),
+    (POLICIES[3], "sgd", "views", "mixed"),
+    (POLICIES[1], "fused", "plain", "mixed"),
+    (POLICIES[0], "mezzo", "static", "synced"),
 ]
+ORDERS = ("session, wrapper", "wrapper, session", "prepare, wrapper, session")
 
 
 class Net(nn.Module):
@@ -72,12 +72,14 @@ class Net(nn.Module):
         return self.outer(x if self.side is None or not with_side else x + self.side(x))
 
 
-def trained(policy, optimizer, wrapped, paused, steps, ranks):
+def trained(policy, optimizer, wrapped, paused, steps, ranks, order=ORDERS[0], seed=0):
     """Train on this rank's part of each batch, or alone on all of it, and return what came of it."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Net(unused=wrapped == "unused").eval()  # whose norm is not of the batch, of which ranks see parts
-    amp = mezzo.MixedPrecision(model, OPTIMIZERS[optimizer](model.parameters()), policy, max_grad_norm=1.0)
-    run = model if ranks == 1 else DistributedDataParallel(model, **WRAPPED[wrapped])
+    handle = mezzo.prepare(model, policy) if order.startswith("prepare") else None
+    run = DistributedDataParallel(model, **WRAPPED[wrapped]) if ranks > 1 and order != ORDERS[0] else model
+    amp = mezzo.MixedPrecision(run, OPTIMIZERS[optimizer](model.parameters()), policy, max_grad_norm=1.0)
+    run = DistributedDataParallel(model, **WRAPPED[wrapped]) if ranks > 1 and order == ORDERS[0] else run
     rank, norms, skipped = dist.get_rank() if ranks > 1 else 0, [], []
     for number in range(steps):
         make = torch.Generator().manual_seed(number)
@@ -90,13 +92,13 @@ def trained(policy, optimizer, wrapped, paused, steps, ranks):
         norms.append(float(step.grad_norm))
         skipped.append(bool(step.skipped))
         amp.zero_grad(set_to_none=number % 2 == 0)
-    values = [*model.state_dict().values(), *amp.state_dict()["masters"].values(), amp.loss_scale]
-    bits = b"".join(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for value in values)
+    scale = amp.loss_scale
+    amp.close()  # which gives every weight in FP32, but for models that were prepared before
+    if handle is not None:
+        handle.remove()
+    values = [*model.state_dict().values(), scale]
+    bits = b"".join(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for value in values)
     return norms, skipped, hashlib.sha256(bits).hexdigest()
-
-
-def all_trained(cases, steps):
-    return [attempted(*case, steps, dist.get_world_size()) for case in cases]
 
 
 def attempted(*case):
@@ -104,6 +106,10 @@ def attempted(*case):
         return trained(*case)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def all_trained(cases, steps):
+    return [attempted(*case, steps, dist.get_world_size()) for case in cases]
 
 
 @pytest.mark.parametrize(
@@ -128,3 +134,316 @@ def test_ranks_stay_equal_and_train_as_one_process_does(cases, steps, ranks):
         if skipped or abs(norm - expected) > 1e-3 * expected:
             wrong.append((case, norm, expected))
     assert wrong == []
+
+
+def orders():
+    """Return what each order comes to; also where each rank has initialised its model by itself."""
+    found = {}
+    for policy, optimizer in ((POLICIES[0], "sgd"), (POLICIES[3], "adamw"), (POLICIES[3], "mezzo")):
+        for seed in (0, dist.get_rank()):
+            for order in ORDERS:
+                if order != "wrapper, session" or policy.startswith("O1"):
+                    words = trained(policy, optimizer, "plain", "one", 3, 2, order, seed)
+                    found.setdefault((policy, optimizer), set()).add(words[-1])
+    return found
+
+
+# Sums, which are exact --------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Each parameter times an input: gradients are the sum of inputs, and exact."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.params = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in names or ("weight",)})
+
+    def forward(self, x, *names):
+        return sum((self.params[name].float() * x).sum() for name in names or self.params)
+
+
+def of_rank(number=1.0):
+    """Return an input whose mean over two ranks is 1.5 · number."""
+    return torch.full((2,), number * (1 + dist.get_rank()))
+
+
+def backward(amp, run, x=None):
+    with amp.autocast():
+        loss = run(of_rank() if x is None else x)
+    amp.backward(loss)
+
+
+def unscaled(amp, model):
+    amp.unscale_()
+    return {name: None if p.grad is None else p.grad.tolist() for name, p in model.params.items()}
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def inside_another(model):
+    return DistributedDataParallel(nn.Sequential(model))
+
+
+def copied_and_wrapped(model):
+    old = DistributedDataParallel(model)
+    old.hook = copy.deepcopy(old)  # of a wrapper: its hooks watch nothing
+    return DistributedDataParallel(copy.deepcopy(model)) and old
+
+
+def ddp_then_compiled(model):
+    return torch.compile(DistributedDataParallel(model), backend="eager")
+
+
+def compiled_then_ddp(model):
+    return DistributedDataParallel(torch.compile(model, backend="eager", fullgraph=True))
+
+
+def accumulated(ways=(DistributedDataParallel, inside_another, copied_and_wrapped)):
+    """Return gradients after three micro-batches, of which the second is the first to be exchanged."""
+    found = {}
+    for way in ways:
+        for policy in (BF16, FP16):
+            model = Scaled()
+            amp = mezzo.MixedPrecision(model, sgd(model), policy)
+            run = way(model)
+            with amp.no_sync():
+                backward(amp, run)
+            backward(amp, run)
+            with torch.no_grad(), amp.autocast():
+                run(of_rank())  # a pass that asks for nothing changes nothing
+            backward(amp, run)
+            found[way.__name__, policy] = unscaled(amp, model)["weight"]
+    return found
+
+
+def accumulated_compiled():
+    return accumulated((ddp_then_compiled, compiled_then_ddp))
+
+
+def paused():
+    """Return the wrapper's flag inside ``no_sync``, nested, left by an error, and after."""
+    model = Scaled()
+    amp = mezzo.MixedPrecision(model, sgd(model), BF16)
+    ddp, flags = DistributedDataParallel(model), []
+    try:
+        with amp.no_sync():
+            with amp.no_sync():
+                backward(amp, ddp)
+            flags.append(ddp.require_backward_grad_sync)
+            raise ValueError
+    except ValueError:
+        flags.append(ddp.require_backward_grad_sync)
+    with ddp.no_sync(), amp.no_sync():
+        backward(amp, ddp)
+    backward(amp, ddp)
+    return flags, unscaled(amp, model)["weight"]
+
+
+def pickled():
+    """Return whether a model, and a wrapper, are written and read while a session has them."""
+    model = Scaled()
+    amp = mezzo.MixedPrecision(model, sgd(model), BF16)
+    ddp = DistributedDataParallel(model)
+    backward(amp, ddp)
+    for subject in (model, ddp):
+        file = io.BytesIO()
+        torch.save(subject, file)
+        file.seek(0)
+        torch.load(file, weights_only=False)(of_rank()).backward()
+    return unscaled(amp, model)["weight"]
+
+
+def several():
+    """Return the gradients of parameters that are wrapped together, or apart."""
+    found = {}
+    model = Scaled("one", "two")
+    halves = [torch.optim.SGD([param], lr=1.0) for param in model.params.values()]
+    amp = mezzo.MixedPrecision(model, halves, FP16)
+    ddp = DistributedDataParallel(model)
+    for _ in range(2):
+        backward(amp, ddp)
+    found["two optimizers"] = unscaled(amp, model)
+
+    nets = [Scaled(), Scaled()]
+    amp = mezzo.MixedPrecision(nets, list(map(sgd, nets)), FP16)
+    wrapped = [DistributedDataParallel(net) for net in nets]
+    for run in (*wrapped, *wrapped):  # each loss opens the windows of both optimizers, and is of one of the nets
+        backward(amp, run)
+    amp.unscale_()
+    found["two nets"] = {n: net.params["weight"].grad.tolist() for n, net in zip(("one", "two"), nets, strict=True)}
+    return found
+
+
+def seldom_used():
+    """Return gradients where one parameter is used on one rank alone, in a paused pass, and another nowhere."""
+    found = {}
+    for policy in (BF16, FP16):
+        for views in (False, True):
+            model = Scaled("often", "seldom", "never")
+            amp = mezzo.MixedPrecision(model, sgd(model), policy)
+            ddp = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=views)
+            for number in range(2):
+                for _ in range(1 + number):
+                    with amp.no_sync():
+                        names = ["often", "seldom"] if dist.get_rank() == 1 else ["often"]
+                        backward(amp, lambda x, ddp=ddp, names=names: ddp(x, *names))
+                backward(amp, lambda x, ddp=ddp: ddp(x, "often"))
+                found[policy, views, number] = unscaled(amp, model)
+                amp.step()
+                amp.zero_grad()
+    return found
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("in the backward pass")
+
+
+def failing():
+    """Return what weights are after a backward pass that raises, and a step with what was there before."""
+    found = {}
+    for policy in (BF16, FP16):
+        model = Scaled()
+        amp = mezzo.MixedPrecision(model, sgd(model), policy)
+        ddp = DistributedDataParallel(model)
+        backward(amp, ddp)
+        error = text_of(lambda a=amp, d=ddp: backward(a, lambda x: Failing.apply(d(x))))
+        amp.step()
+        found[policy] = error, model.state_dict()["params.weight"].tolist()
+    return found
+
+
+def sequences(count=8):
+    """Return what is wrong with sums after random backward passes of one net, some of them paused."""
+    wrong = []
+    for seed in range(count):
+        draw = random.Random(seed)
+        policy, kind = draw.choice([BF16, FP16]), draw.choice([torch.optim.SGD, mezzo.optim.SGD])
+        model, total = Scaled(), 0.0
+        amp = mezzo.MixedPrecision(model, kind(model.parameters(), lr=1.0), policy)
+        ddp = DistributedDataParallel(model)
+        passes = [(draw.choice([True, False]), draw.randrange(1, 4)) for _ in range(draw.randrange(1, 7))]
+        for is_paused, size in [*passes, (False, 1)]:  # the last one reduces
+            total += 1.5 * size
+            with ddp.no_sync() if is_paused else amp.autocast():
+                backward(amp, ddp, of_rank(size))
+        if unscaled(amp, model)["weight"] != [total] * 2:
+            wrong.append((seed, policy, passes, unscaled(amp, model), total))
+    return wrong
+
+
+# Conversion after a wrapper ---------------------------------------------------------------------------------
+
+SUBJECTS = {"ddp": lambda ddp: ddp, "module": lambda ddp: ddp.module}
+
+
+def refused():
+    """Return what is said of models that are wrapped already, and whether they are as they were."""
+    found = {}
+    for name, subject in SUBJECTS.items():
+        model = Scaled()
+        ddp, optimizer = DistributedDataParallel(model), sgd(model)
+        wrapped = subject(ddp)
+        for policy in (BF16, "O3,dtype=bfloat16,emulate=true"):
+            found[name, policy] = text_of(lambda w=wrapped, p=policy, o=optimizer: mezzo.MixedPrecision(w, o, p))
+        dtypes = {param.dtype for param in model.parameters()}
+        ddp(of_rank()).backward()
+        found[name, "after"] = dtypes == {torch.float32} and model.params["weight"].grad.tolist() == [1.5, 1.5]
+        model.zero_grad()
+        del ddp, wrapped
+        found[name, "unwrapped"] = text_of(lambda m=model, o=optimizer: mezzo.MixedPrecision(m, o, BF16))
+    return found
+
+
+def on_this_rank(names):
+    return {name: globals()[name]() for name in names}
+
+
+NAMES = "orders", "accumulated", "paused", "pickled", "several", "seldom_used", "failing", "sequences", "refused"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return on_ranks(2, on_this_rank, NAMES)
+
+
+def test_every_order_trains_the_same(ranks):
+    first, second = (found["orders"] for found in ranks)
+    assert [case for case in first if len(first[case] | second[case]) > 1] == []
+
+
+def test_the_wrapper_is_found_however_the_model_is_wrapped(ranks):
+    for found in ranks:
+        assert {key: value for key, value in found["accumulated"].items() if value != [4.5, 4.5]} == {}
+
+
+@pytest.mark.slow
+def test_so_it_is_where_models_are_compiled():
+    for found in on_ranks(2, on_this_rank, ["accumulated_compiled"], timeout=600):
+        assert set(map(tuple, found["accumulated_compiled"].values())) == {(4.5, 4.5)}
+
+
+def test_any_backward_passes_are_means_once_the_last_has_reduced(ranks):
+    assert [found["sequences"] for found in ranks] == [[], []]
+
+
+def test_no_sync_is_nested_and_left(ranks):
+    assert [found["paused"] for found in ranks] == [([False, True], [4.5, 4.5])] * 2
+
+
+def test_models_and_wrappers_are_written_and_read_within_a_session(ranks):
+    assert [found["pickled"] for found in ranks] == [[1.5, 1.5]] * 2
+
+
+def test_several_optimizers_and_several_wrappers(ranks):
+    for found in ranks:
+        for way in ("two optimizers", "two nets"):
+            assert found["several"][way] == {"one": [3.0, 3.0], "two": [3.0, 3.0]}, way
+
+
+def test_what_only_paused_passes_use_is_reduced_too(ranks):
+    for found in ranks:
+        for (*case, number), value in found["seldom_used"].items():
+            often, seldom = 1.5 * (2 + number), 1.0 * (1 + number)
+            assert value == {"often": [often] * 2, "seldom": [seldom] * 2, "never": None}, (case, number)
+
+
+def test_a_backward_pass_that_raises_leaves_earlier_gradients(ranks):
+    for found in ranks:
+        assert found["failing"] == dict.fromkeys((BF16, FP16), ("ValueError: in the backward pass", [-1.5, -1.5]))
+
+
+def test_models_that_are_wrapped_already_are_refused_and_stay_as_they_are(ranks):
+    for found in ranks:
+        for (name, policy), result in found["refused"].items():
+            if policy in ("after", "unwrapped"):
+                assert result == {"after": True, "unwrapped": ""}[policy], name
+            else:
+                assert result.startswith(f"StateError: {policy[:2]} cannot convert"), (name, policy, result)
+                assert "DistributedDataParallel" in result, (name, policy, result)
+
+
+def test_a_wrapper_over_one_rank_is_found_too(alone):
+    for policy in (BF16, FP16):
+        model = Scaled()
+        amp = mezzo.MixedPrecision(model, sgd(model), policy)
+        run = DistributedDataParallel(model)
+        with amp.no_sync():
+            backward(amp, run)
+        backward(amp, run)
+        assert unscaled(amp, model) == {"weight": [2.0, 2.0]}
+
+
+def test_what_torch_names_privately_is_there():
+    """The wrapper in whose forward pass we are, and what decides whether a backward pass reduces."""
+    assert DistributedDataParallel._active_ddp_module is None
+    text = inspect.getsource(DistributedDataParallel)
+    assert "_active_ddp_module = self" in text
+    assert "if torch.is_grad_enabled() and self.require_backward_grad_sync:" in text

@@ -15,7 +15,6 @@ from .ranks import on_ranks
 
 MAKE = {
     "split": lambda params: optim.AdamW(params, lr=0.01),
-    "full": lambda params: optim.AdamW(params, lr=0.01, master="full"),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "looped": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
 }

@@ -62,14 +62,3 @@ def test_the_example_of_resuming_goes_on_at_another_size(tmp_path):
     ]  # fmt: skip
     losses = [float(text.split()[-1]) for text in printed]
     assert losses[0] > losses[1] > losses[2]
-
-
-def test_the_example_of_ranks_that_disagree_names_the_rank(tmp_path):
-    first, second = ran("ranks_disagree.py", 2, tmp_path)
-    assert second == ""
-    assert first.startswith(
-        "skipped by all ranks: True; not finite first on rank 1\n"
-        "the ranks have different loss scales\n"
-        "  where  step 7: 2048 on rank 0; 1024 on rank 1\n"
-    )
-    assert "together again: loss" in first

@@ -1,5 +1,7 @@
 """`mezzo.fully_shard` and sessions over what it shards, against one process with the same global batch."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,7 +94,7 @@ def sharded(policy, model=None, optimizer="adamw", **kwargs):
     return model, mezzo.MixedPrecision(model, OPTIMIZERS[optimizer](model.parameters()), policy, **kwargs)
 
 
-def train(model, amp, steps=3, micro=1, syncs=True, part=own_part, losses=1, between=lambda: None):
+def train(model, amp, steps=3, micro=1, syncs=True, part=own_part, between=lambda: None):
     """Train, and return the parameters and the norms of all gradients."""
     norms = []
     for step in range(steps):
@@ -102,7 +104,7 @@ def train(model, amp, steps=3, micro=1, syncs=True, part=own_part, losses=1, bet
             x, y = map(part, batch(step * micro + number))
             with amp.autocast():
                 loss = (model(x) - y).square().mean() / micro
-            amp.backward(loss, loss_id=number % losses)
+            amp.backward(loss)
         between()
         norms.append(float(amp.step().grad_norm))
         amp.zero_grad()
@@ -120,7 +122,7 @@ def in_one_process(policy, make=net, optimizer="adamw", **kwargs):
 
 
 def fp32_table(names):
-    return {name: train(*sharded("O0", optimizer=name, max_grad_norm=2.0), steps=20) for name in names}
+    return {name: train(*sharded("O0", optimizer=name, max_grad_norm=2.0), steps=10) for name in names}
 
 
 @pytest.mark.parametrize("names", [["adamw"], pytest.param(["fused", "sgd"], marks=pytest.mark.slow)])
@@ -129,7 +131,7 @@ def test_fp32_is_what_one_process_makes_of_the_whole_batch(names):
         for name, (params, norms) in found.items():
             model, expected = net(), []
             optimizer = OPTIMIZERS[name](model.parameters())
-            for step in range(20):
+            for step in range(10):
                 x, y = batch(step)
                 (model(x) - y).square().mean().backward()
                 expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 2.0)))
@@ -147,10 +149,10 @@ def test_fp32_is_what_one_process_makes_of_the_whole_batch(names):
 def by_hand(policy, optimizer, steps=3, micro=1, syncs=True):
     """Plain FSDP2 in mixed precision: what a user of torch writes."""
     model = net()
-    low = MixedPrecisionPolicy(param_dtype=policy.dtype, output_dtype=torch.float32)
+    low = MixedPrecisionPolicy(param_dtype=policy.dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=policy.dtype))
-    fully_shard(model, mp_policy=low)
+        fully_shard(block, mp_policy=low)
+    fully_shard(model, mp_policy=dataclasses.replace(low, output_dtype=torch.float32))
     step_of = OPTIMIZERS[optimizer](model.parameters())
     for step in range(steps):
         for number in range(micro):
@@ -252,134 +254,102 @@ def sharded_accumulation(policies):
     return found
 
 
-WIDE_TRAFFIC = f"{BF16},reduce=float32"
-
-
 @pytest.mark.parametrize(
     "policies",
-    [[WIDE_TRAFFIC], pytest.param(["O0", O1, BF16, FP16, "O3,dtype=bfloat16,emulate=false"], marks=pytest.mark.slow)],
+    [[BF16], pytest.param(["O0", O1, FP16, "O3,dtype=bfloat16,emulate=false"], marks=pytest.mark.slow)],
 )
 def test_accumulation_with_and_without_exchanges_and_with_recomputation_trains_alike(policies):
     first, second = on_ranks(2, sharded_accumulation, policies)
-    for case in first:
-        assert same(first[case], second[case]) == [], case
-    for policy, way in first:
-        exact, _ = in_one_process("O0", optimizer="sgd", micro=3)
-        worst = max(float((first[policy, way][name] - value).abs().max()) for name, value in exact.items())
+    exact, _ = in_one_process("O0", optimizer="sgd", micro=3)
+    for (policy, way), found in first.items():
+        assert same(found, second[policy, way]) == [], (policy, way)
+        worst = max(float((found[name] - value).abs().max()) for name, value in exact.items())
         assert worst <= (1e-6 if policy == "O0" else 0.03), (policy, way, worst)
-    for policy, _ in first:
+    for policy in policies:
         assert same(first[policy, False], first[policy, "recomputed"]) == [], policy
-    if WIDE_TRAFFIC in policies:  # micro-batches that wait are summed in the dtype in which they travel
-        assert same(first[WIDE_TRAFFIC, True], first[WIDE_TRAFFIC, False]) == []
+    if BF16 in policies:  # micro-batches that wait are summed in FP32, in which they travel
+        assert same(first[BF16, True], first[BF16, False]) == []
 
 
 # Orders: what is made when -------------------------------------------------------------------------------
 
 
-def on_meta():
-    with torch.device("meta"):
-        model = Net()
-    mezzo.fully_shard(model, BF16)
-    model.to_empty(device="cpu")
-    amp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), BF16)
-    set_model_state_dict(model, net().state_dict(), options=StateDictOptions(full_state_dict=True))
-    return model, amp
+ORDERS = (
+    "fully_shard",
+    "fully_shard on the meta device",
+    "fully_shard, prepare",
+    "prepare, fully_shard",
+    "prepare, torch's",
+)
 
 
-def prepared_after():
-    model = mezzo.fully_shard(net(), BF16)
-    return model, mezzo.MixedPrecision(mezzo.prepare(model, BF16), OPTIMIZERS["adamw"](model.parameters()))
-
-
-def prepared_before(by_torch=False):
-    model = net()
-    prepared = mezzo.prepare(model, BF16)
-    if by_torch:
+def in_order(policy, optimizer, order):
+    """A session, and the handle of a model that was prepared before it."""
+    handle = None
+    with torch.device("meta" if "meta" in order else "cpu"):
+        model = net()
+    if order.startswith("prepare"):
+        handle = mezzo.prepare(model, policy)
+    if order.endswith("torch's"):
         for module in (*model.blocks, model):
             fully_shard(module)
     else:
-        mezzo.fully_shard(model, BF16)
-    return model, mezzo.MixedPrecision(prepared, OPTIMIZERS["adamw"](model.parameters()))
-
-
-def orders():
-    expected, _ = train(*sharded(BF16), steps=2)
-    found = {
-        "on the meta device": train(*on_meta(), steps=2),
-        "fully_shard, prepare": train(*prepared_after(), steps=2),
-        "prepare, fully_shard": train(*prepared_before(), steps=2),
-        "prepare, torch's fully_shard": train(*prepared_before(by_torch=True), steps=2),
-    }
-    wrong = {}
-    for name, (params, _) in found.items():
-        names = [key for key, value in expected.items() if not torch.equal(params[key].bfloat16(), value.bfloat16())]
-        wrong[name] = names
-    return wrong
-
-
-def test_every_order_trains_alike():
-    for wrong in on_ranks(2, orders):
-        assert {order: names for order, names in wrong.items() if names} == {}
-
-
-def sharded_in_order(policy, optimizer, order):
-    model = net(norm=True)
-    handle = None if order != "prepare, fully_shard" else mezzo.prepare(model, policy)
-    mezzo.fully_shard(model, policy)
-    if order == "fully_shard, prepare":
+        mezzo.fully_shard(model, policy)
+    if order.endswith("prepare"):
         handle = mezzo.prepare(model, policy)
+    if "meta" in order:
+        model.to_empty(device="cpu")
     params = model.parameters()
-    optimizer = mezzo.optim.AdamW(params, lr=0.01) if optimizer == "mezzo" else OPTIMIZERS[optimizer](params)
-    return model, mezzo.MixedPrecision(handle or model, optimizer, policy)
+    optimizer = mezzo.optim.SGD(params, lr=0.1) if optimizer == "mezzo" else OPTIMIZERS[optimizer](params)
+    amp = mezzo.MixedPrecision(handle or model, optimizer, policy)
+    if "meta" in order:
+        set_model_state_dict(model, net().state_dict(), options=StateDictOptions(full_state_dict=True))
+    return model, amp, handle
 
 
-def orders_of_all():
+def orders(cases):
+    """Distances of what each order trains from what the first does; and what closing changes, which gives FP32 back."""
     wrong = []
-    for policy in (POLICIES[2], f"{BF16},fp32_param=scaled.scale", "O3,dtype=bfloat16,emulate=false"):
-        for optimizer in ("adamw", "mezzo"):
-            runs = [
-                train(*sharded_in_order(policy, optimizer, order), steps=2)
-                for order in ("fully_shard", "fully_shard, prepare", "prepare, fully_shard")
-            ]
-            rounded = [{name: value.bfloat16() for name, value in params.items()} for params, _ in runs]
-            if any(same(rounded[0], each) for each in rounded[1:]) or any(runs[0][1] != norms for _, norms in runs[1:]):
-                wrong.append((policy, optimizer))
+    for policy, optimizer in cases:
+        expected = None
+        for order in ORDERS if policy == BF16 else ORDERS[:-1]:  # torch's alone gathers all in one dtype
+            model, amp, handle = in_order(policy, optimizer, order)
+            rounded = train(model, amp, steps=2)[0]
+            amp.close()
+            if handle is not None:
+                handle.remove()
+            left = whole(model)
+            expected = left if expected is None else expected
+            far = max(float((left[name] - value).abs().max()) for name, value in expected.items())
+            # Of a low part the gradient is rounded once more than of one in FP32: by 2^-9, and of weights that differ.
+            if far > (4e-3 if order.startswith("prepare") else 0) or {v.dtype for v in left.values()} != {
+                torch.float32
+            }:
+                wrong.append((policy, optimizer, order, far))
+            kept = {name: value.to(rounded[name].dtype) for name, value in left.items()}
+            wrong += [(policy, optimizer, order, name) for name in same(rounded, kept)]
     return wrong
 
 
-@pytest.mark.slow
-def test_every_order_trains_alike_under_every_policy_with_both_kinds_of_optimizers():
-    assert on_ranks(2, orders_of_all) == [[], []]
-
-
-def undone():
-    """Whether closing and removing leave FP32 parts with the values that were trained, in every order."""
-    expected, _ = train(*sharded(BF16), steps=1)
-    wrong = []
-    for make in (lambda: sharded(BF16), prepared_before, prepared_after):
-        model, amp = make()
-        train(model, amp, steps=1)
-        handles = amp._core.weights.handles.get(model, [])
-        amp.close()
-        for handle in handles:
-            handle.remove()
-        left = whole(model)
-        wrong.append(same(expected, left) if {p.dtype for p in model.parameters()} == {torch.float32} else "dtypes")
-        x, _ = batch(0)
-        model(x.bfloat16())  # gathered as fully_shard was told
-    never = net()
-    prepared = mezzo.prepare(never, BF16)
-    mezzo.fully_shard(never, BF16)
-    prepared.remove()
-    wrong.append(same(whole(net()), whole(never)))
-    return wrong
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(BF16, "sgd"), (BF16, "mezzo")],
+        pytest.param(
+            [(policy, kind) for policy in (O1, f"{BF16},fp32_param=scaled.scale") for kind in ("sgd", "mezzo")],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_order_trains_alike_and_is_undone(cases):
+    assert on_ranks(2, orders, cases) == [[], []]
 
 
 FROZEN = ("first.", "blocks.0.")
 
 
 def frozen(policy, optimizer, order, loads):
-    """Names of frozen parameters that differ in a bit from what they were or what was loaded: in session, and after."""
+    """Names of frozen parameters that differ in a bit, after the session, from what they were or what was loaded."""
     model = net()
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(FROZEN))
@@ -393,15 +363,12 @@ def frozen(policy, optimizer, order, loads):
         expected = {name: value / 3 for name, value in expected.items()}
         set_model_state_dict(model, {**expected}, options=StateDictOptions(full_state_dict=True))
     train(model, amp, steps=2)
-    low = {param.dtype for name, param in model.named_parameters() if name.startswith(FROZEN)}
-    values = ((name, amp._core.weights.untrained.value_of(p)) for name, p in model.named_parameters())
-    kept = {name: value.full_tensor() for name, value in values if value is not None and name.startswith(FROZEN)}
     amp.close()
     if handle is not None:
         handle.remove()
     expected = {name: value for name, value in expected.items() if name.startswith(FROZEN)}
     left = {name: value for name, value in whole(model).items() if name.startswith(FROZEN)}
-    return same({name: expected[name] for name in kept}, kept), same(expected, left), len(kept) >= 2 and len(low)
+    return same(expected, left)
 
 
 O3 = "O3,dtype=bfloat16,emulate=false"
@@ -415,12 +382,7 @@ MORE_FROZEN_WAYS = [
 
 
 def frozen_in(ways):
-    return {way: found for way in ways if (found := frozen(*way))[:2] != ([], []) or not found[2]}
-
-
-def test_what_is_undone_has_every_bit():
-    for wrong in on_ranks(2, undone):
-        assert wrong == [[]] * 4
+    return {way: found for way in ways if (found := frozen(*way))}
 
 
 @pytest.mark.parametrize("ways", [FROZEN_WAYS, pytest.param(MORE_FROZEN_WAYS, marks=pytest.mark.slow)])
@@ -434,7 +396,7 @@ def test_frozen_parts_come_back_bit_for_bit(ways):
 def sent():
     """Bytes that a step gathers and reduces, and in which dtypes, by policy."""
     found = {}
-    for policy in ("O0", O1, BF16, f"{BF16},reduce=float32"):
+    for policy in ("O0", O1, BF16):
         model, amp = sharded(policy)
         train(model, amp, steps=1)
         with Traffic() as traffic:
@@ -447,12 +409,10 @@ def sent():
     return found
 
 
-def test_o2_gathers_and_reduces_half_the_bytes():
+def test_o2_gathers_half_the_bytes_and_reduces_in_fp32():
     for found in on_ranks(2, sent):
         gathered, _ = found["O0", "all-gather"]
-        reduced, _ = found["O0", "reduce-scatter"]
+        reduced = found["O0", "reduce-scatter"]
         assert found[O1, "all-gather"] == (gathered, ["torch.float32"])
         assert found[BF16, "all-gather"] == (gathered / 2, ["torch.bfloat16"])
-        assert found[BF16, "reduce-scatter"] == (reduced / 2, ["torch.bfloat16"])
-        assert found[f"{BF16},reduce=float32", "all-gather"] == (gathered / 2, ["torch.bfloat16"])
-        assert found[f"{BF16},reduce=float32", "reduce-scatter"] == (reduced, ["torch.float32"])
+        assert found[BF16, "reduce-scatter"] == reduced == (reduced[0], ["torch.float32"])

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import mezzo
 from mezzo.compat.torch import GradScaler, autocast
 
 from .ranks import on_ranks
@@ -58,17 +59,15 @@ def test_wrapped_models_train_as_under_torchs_scaler():
 
 
 def unreduced():
-    """Gradients that nothing reduces: one rank's overflow, one that steps with none, one found and not stepped with."""
+    """Gradients that nothing reduces: one rank's overflow, one that was found and not stepped with."""
     rank, model = dist.get_rank(), network()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 2.0**8, growth_interval=3)
     found = []
-    for step in range(8):
+    for step in range(7):
         loss = model(batch(step)).square().mean() * (torch.inf if step == 1 and rank == 1 else 1.0)
         before = model[0].weight.detach().clone()
         scaler.scale(loss).backward()
-        if step == 3 and rank == 0:
-            optimizer.zero_grad()  # the end of this rank's data
-        if step == 5:
+        if step == 4:
             model[0].weight.grad[0, 0] = torch.nan if rank == 0 else 1.0
             scaler.unscale_(optimizer)
         else:
@@ -77,7 +76,7 @@ def unreduced():
         moved = not torch.equal(before, model[0].weight)
         found.append((moved, scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
         optimizer.zero_grad()
-    return found, int(scaler.last_step.rank_found)
+    return found
 
 
 def test_ranks_agree_where_nothing_reduces_their_gradients():
@@ -85,20 +84,36 @@ def test_ranks_agree_where_nothing_reduces_their_gradients():
     assert (
         one
         == two
-        == (
-            [
-                (True, 256.0, 1),
-                (False, 128.0, 0),
-                (True, 128.0, 1),
-                (False, 128.0, 1),
-                (True, 128.0, 2),
-                (False, 64.0, 0),
-                (True, 64.0, 1),
-                (True, 64.0, 2),
-            ],
-            -1,
-        )
+        == [
+            (True, 256.0, 1),
+            (False, 128.0, 0),
+            (True, 128.0, 1),
+            (True, 128.0, 2),
+            (False, 64.0, 0),
+            (True, 64.0, 1),
+            (True, 64.0, 2),
+        ]
     )
+
+
+def short():
+    """One rank has come to the end of its data, and has no gradient."""
+    rank, model = dist.get_rank(), network()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 2.0**8)
+    scaler.scale(model(batch(0)).square().mean()).backward()
+    if rank == 0:
+        optimizer.zero_grad()
+    try:
+        scaler.step(optimizer)
+    except mezzo.StateError as error:
+        return str(error)
+    return bool(scaler.last_step.skipped)
+
+
+def test_a_rank_without_gradients_raises_and_the_others_do_not_wait_for_it():
+    one, two = on_ranks(2, short)
+    assert "no parameter of the optimizer has a gradient" in one
+    assert two is True
 
 
 def sharded():

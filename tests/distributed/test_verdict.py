@@ -1,6 +1,11 @@
-"""One verdict for all ranks: the same steps skipped, the same scale, the same errors, whichever rank saw the fault."""
+"""One verdict for all ranks: the same steps skipped, the same scale and the same end, whichever rank saw the fault."""
 
+import functools
 import math
+import os
+import random
+import signal
+import time
 
 import pytest
 import torch
@@ -11,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
+from mezzo.tensors import local
 
-from .ranks import on_ranks
+from .ranks import RankError, on_ranks, text_of
 
 POLICY = "O1,dtype=float16"
 
@@ -44,7 +50,7 @@ def loss_of(amp, model, seed):
 
 
 def a_step_with(fault, guilty):
-    """Take a step in which one rank sees a fault, and one without; after it: skipped, scales, who, and the weights."""
+    """Take a step in which one rank sees a fault, and one without; of each: skipped, scales; and the weights."""
     model = model_of()
     amp = session_of(model, max_grad_norm=1.0)
     is_guilty, seen = dist.get_rank() == guilty, []
@@ -53,35 +59,85 @@ def a_step_with(fault, guilty):
         if fault == "loss" and is_guilty and step == 0:
             loss = loss * math.nan
         if fault == "grad":
-            weight = model[0].weight
             scaled = loss * (1e38 if is_guilty and step == 0 else 1)
-            amp.grad(scaled, weight, create_graph=True)
+            amp.grad(scaled, model[0].weight, create_graph=True)
         amp.backward(loss)
         averaged(model)
         if fault == "gradient" and is_guilty and step == 0:
             model[2].bias.grad[1] = -torch.inf
         found = amp.step()
-        seen.append((bool(found.skipped), float(found.scale), float(found.next_scale), int(found.rank_found)))
+        seen.append((bool(found.skipped), float(found.scale), float(found.next_scale)))
         amp.zero_grad()
     return seen, amp.stats().ranks, [param.detach().clone() for param in model.parameters()]
 
 
-def faults(guilty):
-    return {fault: a_step_with(fault, guilty) for fault in ("none", "loss", "grad", "gradient")}
+def a_plain_loop(guilty):
+    """The same with plain gradients, in a loop's own calls."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp, seen = mezzo.attach(model, optimizer, POLICY), []
+    for step in range(3):
+        torch.manual_seed(dist.get_rank())
+        loss = model(torch.randn(3, 4)).float().square().mean()
+        loss.backward()
+        averaged(model)
+        if step == 1 and dist.get_rank() == guilty:
+            model[0].weight.grad[0, 0] = torch.nan
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((torch.equal(before, model[0].weight), float(amp.loss_scale)))
+    amp.detach()
+    return seen, [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_what_one_rank_sees_decides_for_all(guilty):
-    one, other = on_ranks(2, faults, guilty)
-    high, low = 2.0**16, 2.0**15
-    after = {"none": high, "loss": high, "grad": low, "gradient": low}
-    for fault, (seen, ranks, weights) in one.items():
-        # An overflow in amp.grad alone lowers the scale; the gradients of the step may be finite still.
-        first = (fault in ("loss", "gradient"), high, after[fault], -1 if fault == "none" else guilty)
-        assert seen == [first, (False, after[fault], after[fault], -1)], fault
-        assert ranks == 2
-        assert other[fault][0] == seen, fault
-        assert all(map(torch.equal, weights, other[fault][2])), fault
+# A rank that cannot go on ---------------------------------------------------------------------------------
+
+
+def a_refused_step(fault):
+    """Refuse a step on rank 1; then take one on both, as if nothing had been."""
+    model, guilty = model_of(), dist.get_rank() == 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = mezzo.MixedPrecision(model, optimizer, POLICY)
+    before = model[0].weight.detach().clone()
+    amp.backward(loss_of(amp, model, dist.get_rank()))
+    averaged(model)
+    if guilty and fault == "no gradient":
+        amp.zero_grad()
+    elif guilty:
+        optimizer.param_groups[0]["lr"] = float("nan")
+    said = text_of(amp.step)
+    same = torch.equal(model[0].weight, before)
+    amp.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.1
+    amp.backward(loss_of(amp, model, dist.get_rank()))
+    averaged(model)
+    after = amp.step()
+    return said, same, (bool(after.skipped), float(after.scale)), model[0].weight.detach()
+
+
+def groups_of_one():
+    """Whether a rank that steps alone is untouched by what the other finds, and one that does not is not."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    found = []
+    for group in (alone, dist.new_group([0, 1])):
+        model = model_of()
+        amp = session_of(model, process_group=group)
+        amp.backward(loss_of(amp, model, 0) * (math.nan if dist.get_rank() == 1 else 1))
+        found.append((bool(amp.step().skipped), amp.stats().ranks))
+    return found
+
+
+def shards_elsewhere():
+    """Return what is said where wrappers and shards go over ranks that step apart."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = model_of()
+    wrapper = DistributedDataParallel(model)
+    amp = session_of(model, process_group=alone)
+    return (
+        text_of(lambda: loss_of(amp, wrapper, 0)),
+        text_of(lambda: session_of(fully_shard(model_of()), process_group=alone)),
+    )
 
 
 # What it costs ----------------------------------------------------------------------------------------------
@@ -102,90 +158,217 @@ class Collectives(TorchDispatchMode):
 
 def collectives_of_a_step():
     found = {}
-    for wrap in ("ddp", "fsdp2"):
-        model = model_of()
-        wrapped = DistributedDataParallel(model) if wrap == "ddp" else fully_shard(model)
-        amp = session_of(wrapped, max_grad_norm=1.0, check_ranks=False)
+    for wrap in (DistributedDataParallel, fully_shard):
+        wrapped = wrap(model_of())
+        amp = session_of(wrapped, max_grad_norm=1.0)
         for _ in range(2):
-            loss = loss_of(amp, wrapped, 0)
-            amp.backward(loss)
+            amp.backward(loss_of(amp, wrapped, 0))
             with Collectives() as counted:
                 amp.step()
             amp.zero_grad()
-        found[wrap] = counted.found
+        found[wrap.__name__] = counted.found
     return found
 
 
-def test_a_step_exchanges_a_few_numbers_once_and_twice_where_parameters_are_sharded():
-    for found in on_ranks(2, collectives_of_a_step):
-        assert [name for name, _ in found["ddp"]] == ["allreduce_"]
-        assert found["ddp"][0][1] <= 64
-        assert [name for name, _ in found["fsdp2"]] == ["allreduce_"] * 2
-        assert found["fsdp2"][0][1] == 8 * 4  # one float64 for each parameter
-        assert found["fsdp2"][1][1] <= 64
+# All of them, in one launch -------------------------------------------------------------------------------
 
 
-# Ranks that hold parts of one model -----------------------------------------------------------------------------
+def everything():
+    return {
+        "faults": {
+            (kind, who): a_step_with(kind, who) for kind in ("none", "loss", "grad", "gradient") for who in (0, 1)
+        },
+        "plain": [a_plain_loop(guilty) for guilty in (0, 1)],
+        "refused": {fault: a_refused_step(fault) for fault in ("no gradient", "an error")},
+        "groups": groups_of_one(),
+        "elsewhere": shards_elsewhere(),
+        "collectives": collectives_of_a_step(),
+    }
 
 
-def stages():
-    """Clip two stages of a pipeline together: this rank holds one layer of two."""
-    layers = model_of()
-    stage = layers[0] if dist.get_rank() == 0 else layers[2]
-    amp = session_of(stage, "O1,dtype=bfloat16", max_grad_norm=0.5, stage_group=dist.group.WORLD)
-    for number, param in enumerate(layers.parameters()):
-        param.grad = torch.full_like(param, 0.1 * (number + 1))
-    whole = torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5)
-    expected = [param.detach() - 0.1 * param.grad for param in stage.parameters()]
-    amp.backward(sum((param * 0.1 * (1 + number)).sum() for number, param in numbered(layers, stage)))
-    step = amp.step()
-    error = max(float((a - b).abs().max()) for a, b in zip(stage.parameters(), expected, strict=True))
-    return float(whole), float(step.grad_norm), error
+@pytest.fixture(scope="module")
+def of_two():
+    """What :func:`everything` returns on each of two ranks."""
+    return on_ranks(2, everything)
 
 
-def numbered(layers, stage):
-    own = {id(param) for param in stage.parameters()}
-    stage.zero_grad()
-    return [(number, param) for number, param in enumerate(layers.parameters()) if id(param) in own]
+def test_what_one_rank_sees_decides_for_all(of_two):
+    one, other = (each["faults"] for each in of_two)
+    high, low = 2.0**16, 2.0**15
+    after = {"none": high, "loss": high, "grad": low, "gradient": low}  # a loss that is not finite leaves the scale
+    for (fault, guilty), (seen, ranks, weights) in one.items():
+        first, second = seen
+        assert first[1:] == (high, after[fault]), fault
+        assert second == (False, after[fault], after[fault]), fault
+        assert fault == "grad" or first[0] is (fault != "none"), fault
+        assert ranks == 2
+        assert other[fault, guilty][0] == seen, fault
+        assert all(map(torch.equal, weights, other[fault, guilty][2])), fault
 
 
-def test_stages_of_a_pipeline_are_clipped_together():
-    (_, one, _), (_, other, _) = results = on_ranks(2, stages)
-    assert one == other
-    for whole, norm, error in results:
-        assert norm == pytest.approx(whole, rel=1e-6)
-        assert error < 1e-6
+def test_so_it_does_in_a_loop_s_own_calls(of_two):
+    for (seen, weights), (theirs, others) in zip(*(each["plain"] for each in of_two), strict=True):
+        assert [skipped for skipped, _ in seen] == [False, True, False]
+        assert seen == theirs
+        assert all(map(torch.equal, weights, others))
 
 
-# Some ranks of all ----------------------------------------------------------------------------------------------
+def test_a_rank_with_an_error_or_without_a_gradient_ends_the_step_of_all(of_two):
+    one, other = (each["refused"] for each in of_two)
+    for fault, mine in (("no gradient", "StateError: "), ("an error", "")):
+        said, same, after, weight = one[fault]
+        assert said.startswith("DistributedError: rank 1 ended step 1 with an error, or had no gradient left"), said
+        assert other[fault][0].startswith(mine), other[fault][0]
+        assert "DistributedError" not in other[fault][0]
+        assert same
+        assert other[fault][1]
+        assert after == other[fault][2] == (False, 2.0**16)
+        assert torch.equal(weight, other[fault][3])
 
 
-def one_of_a_pair_fails():
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    own, model = pairs[dist.get_rank() // 2], model_of()
-    amp = session_of(model, process_group=own)
-    amp.backward(loss_of(amp, model, 0) * (math.nan if dist.get_rank() == 3 else 1))
-    step = amp.step()
-    return bool(step.skipped), int(step.rank_found), [dist.get_global_rank(own, rank) for rank in range(2)]
+def test_ranks_step_with_those_of_their_group(of_two):
+    for rank, each in enumerate(of_two):
+        assert each["groups"] == [(rank == 1, 1), (True, 2)]
+        wrapper, shards = each["elsewhere"]
+        assert wrapper.startswith("PolicyError: DistributedDataParallel reduces over 2 ranks, and the session steps al")
+        assert shards.startswith("PolicyError: parameters are sharded over 2 ranks, and the session steps alone")
 
 
-def test_a_rank_is_named_by_its_number_among_those_that_step_together():
-    first, _, second, _ = results = on_ranks(4, one_of_a_pair_fails)
-    assert results == [first, first, second, second]
-    assert first == (False, -1, [0, 1])
-    assert second == (True, 1, [2, 3])
+def test_a_step_exchanges_a_few_numbers_once_and_twice_where_parameters_are_sharded(of_two):
+    for each in of_two:
+        ((name, size),) = each["collectives"]["DistributedDataParallel"]
+        assert (name, size <= 64) == ("allreduce_", True)
+        (norms, size), (name, least) = each["collectives"]["fully_shard"]
+        assert (norms, size, name, least <= 64) == ("allreduce_", 8 * 4, "allreduce_", True)  # a float64 a parameter
 
 
-# Graphs ---------------------------------------------------------------------------------------------------------
+def lost():
+    """Lose rank 1 in step 3, and tell what the other raises, and after how long."""
+    model = model_of()
+    amp = session_of(model)
+    for step in range(1, 4):
+        amp.backward(loss_of(amp, model, 0))
+        if step == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        amp.step()
+        amp.zero_grad()
+    return time.monotonic() - begun
 
 
-def refused_captures():
-    amp = session_of(model_of(), check_ranks=True)
-    return [str(problem) for problem in amp._core.agreement.problems_of_capture(torch.device("cpu"))]
+def test_a_rank_that_is_gone_ends_the_others():
+    with pytest.raises(RankError) as failed:
+        on_ranks(2, lost)
+    assert failed.value.texts[1] == "was killed"
+    assert (
+        "DistributedError: the ranks could not agree on step 3\n  where  rank 0 of 2, after " in failed.value.texts[0]
+    )
 
 
-def test_a_graph_holds_no_exchange_that_the_host_carries_out():
-    for backend, check in on_ranks(2, refused_captures):
-        assert backend.startswith("exchanges over gloo cannot be captured")
-        assert 'init_process_group("nccl")' in backend
-        assert check.startswith("check_ranks=True cannot be captured")
+# Random faults --------------------------------------------------------------------------------------------
+
+#: What a fault does to the scale; all skip the step.
+SKIPS = {"gradient": "backs off", "backward": "backs off", "first micro-batch": "backs off", "own": "backs off",
+         "forward": "stays", "loss": "stays"}  # fmt: skip
+FLOOR, INIT, INTERVAL = 1.0, 1024.0, 20
+SCALED = f"O1,dtype=float16,loss_scale=dynamic(init={INIT:g},interval={INTERVAL})"
+OPTIMIZERS = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.01),
+    "fused AdamW": functools.partial(torch.optim.AdamW, fused=True),
+    "mezzo.AdamW": mezzo.optim.AdamW,
+}
+
+
+class Net(nn.Module):
+    """A net with a layer that a rank may use alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.own = nn.Linear(4, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, rows, uses_own=False):
+        hidden = self.first(rows).relu()
+        return self.last(hidden) + (self.own(hidden) if uses_own else 0)
+
+
+def faults_of(seed, wrap, steps):
+    """Return by step which fault comes, and on which rank: in a tenth of all steps."""
+    draw = random.Random(seed)
+    kinds = [kind for kind in SKIPS if (kind, wrap) != ("own", "fsdp2")]  # there all ranks gather and reduce together
+    return {step: (draw.choice(kinds), draw.randrange(2)) for step in draw.sample(range(steps), steps // 10)}
+
+
+def expected_trace(faults, steps):
+    """Return what the rules say, written anew: of each step whether it is skipped, and its scale."""
+    scale, clean, trace = INIT, 0, []
+    for step in range(steps):
+        fault, _ = faults.get(step, (None, None))
+        trace.append((fault in SKIPS, scale))
+        if fault and SKIPS[fault] == "stays":
+            continue
+        clean = 0 if fault else clean + 1
+        if fault:
+            scale = max(scale / 2, FLOOR)
+        elif clean == INTERVAL:
+            scale, clean = scale * 2, 0
+    return trace
+
+
+def trained(wrap, optimizer, seed, steps):
+    """Train, and return of each step whether it was skipped and its scale; and the weights as this rank has them."""
+    torch.manual_seed(0)
+    net, rank, faults, trace = Net(), dist.get_rank(), faults_of(seed, wrap, steps), []
+    model = DistributedDataParallel(net, find_unused_parameters=True) if wrap == "ddp" else fully_shard(net)
+    amp = mezzo.MixedPrecision(model, OPTIMIZERS[optimizer](model.parameters()), SCALED, max_grad_norm=1.0)
+    torch.manual_seed(rank)
+    for step in range(steps):
+        kind, guilty = faults.get(step, (None, None))
+        fault = kind if rank == guilty else None
+        if step % 4 == 3 or kind == "first micro-batch":
+            with amp.no_sync():
+                amp.backward(faulty_loss(amp, model, "backward" if fault == "first micro-batch" else None))
+        amp.backward(faulty_loss(amp, model, fault))
+        if fault == "gradient":
+            local(net.last.bias.grad)[0] = torch.inf
+        found = amp.step()
+        trace.append((bool(found.skipped), float(found.scale)))
+        amp.zero_grad()
+    return trace, [param.detach().clone() for param in map(local, net.parameters())]
+
+
+def faulty_loss(amp, model, fault):
+    """Compute a loss, with a fault in it or in what comes back."""
+    rows = torch.randn(3, 4) * (1e6 if fault == "forward" else 1)
+    with amp.autocast():
+        out = model(rows, fault == "own")
+    if fault in ("own", "backward"):
+        out.register_hook(lambda gradient: gradient * torch.inf)
+    loss = out.float().square().mean()
+    return loss * torch.nan if fault == "loss" else loss
+
+
+def all_trained(cases, steps):
+    return [trained(*case, steps) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "cases, steps",
+    [
+        ([("ddp", "SGD", 0), ("fsdp2", "mezzo.AdamW", 1)], 60),
+        pytest.param(
+            [(wrap, name, seed) for seed in range(2, 5) for wrap in ("ddp", "fsdp2") for name in OPTIMIZERS],
+            200,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["few", "many"],
+)
+def test_random_faults_of_single_ranks_leave_one_trace(cases, steps):
+    one, other = on_ranks(2, all_trained, cases, steps, timeout=300)
+    for case, (trace, weights), (theirs, their_weights) in zip(cases, one, other, strict=True):
+        wrap, _, seed = case
+        assert trace == theirs, case
+        assert trace == expected_trace(faults_of(seed, wrap, steps), steps), case
+        assert all(weight.isfinite().all() for weight in (*weights, *their_weights)), case
+        if wrap == "ddp":
+            assert all(map(torch.equal, weights, their_weights)), case

@@ -40,7 +40,7 @@ def measured(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU that computes nothing")
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
     monkeypatch.setattr(contenders.torch, "Generator", lambda _: types.SimpleNamespace(manual_seed=lambda seed: None))
-    captured = importlib.import_module("mezzo.session.capture.captured")
+    captured = importlib.import_module("mezzo.session.capture")
     monkeypatch.setattr(captured, "CudaGraph", lambda device: Graph(machine))
 
     def on_device(call, device):

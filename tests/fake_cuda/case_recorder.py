@@ -6,7 +6,7 @@ from mezzo.numerics import Recorder
 
 from .case_sessions import FIRST, Trained
 
-CASES = [("O1 fp16", "split", "two losses"), ("O2 fp16", "fused AdamW", "unscaled")]
+CASES = [("O1 fp16", "AdamW", "accumulated"), ("O2 fp16", "fused AdamW", "unscaled")]
 
 
 @pytest.mark.parametrize("policy, optimizer, way", CASES, ids=map(" / ".join, CASES))

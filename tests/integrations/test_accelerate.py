@@ -1,15 +1,16 @@
 """`attach` in a program for Accelerate: losses like FP32 with low kernels, and all that an Accelerator does besides."""
 
 import copy
-import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
+from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mezzo
-from mezzo.errors import PolicyError, StateError, UnsupportedError
 from mezzo.tensors import tensors
 
 from ..support.products import Products
@@ -154,25 +154,6 @@ def test_save_state_goes_on_bit_for_bit(tmp_path, policy, optimizer):
     assert all(map(torch.equal, straight.whole(), other.whole()))
 
 
-@pytest.mark.parametrize("policy", ["O0", "O2,dtype=bfloat16"])
-def test_a_checkpoint_of_a_plain_program_goes_on_under_a_policy_and_back(tmp_path, policy):
-    plain = Program().epoch()
-    plain.accelerator.save_state(tmp_path / "plain")
-    plain.epoch()
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    other = Program(policy)
-    other.accelerator.load_state(str(tmp_path / "plain"))
-    assert other.accelerator.scaler is not None
-    other.epoch()
-    assert other.rates == plain.rates[4:]
-    assert other.losses == pytest.approx(plain.losses[8:], rel=0 if policy == "O0" else 0.02)
-    other.accelerator.save_state(tmp_path / "back")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    back = Program()
-    back.accelerator.load_state(tmp_path / "back")
-    assert all(map(torch.equal, back.module.state_dict().values(), other.module.state_dict().values()))
-
-
 @pytest.mark.parametrize("policy", ["O1,dtype=float16", "O2,dtype=float16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_skipped_step_writes_nothing_holds_the_scheduler_and_is_logged(policy, optimizer):
@@ -182,12 +163,6 @@ def test_a_skipped_step_writes_nothing_holds_the_scheduler_and_is_logged(policy,
     assert [each["mezzo/scale"] for each in program.told.values] == [65536.0, 32768.0, 32768.0, 32768.0]
     assert [each["mezzo/skipped"] for each in program.told.values] == [0, 1, 1, 1]
     assert bool(program.amp.last_step.skipped) is False
-
-
-def test_schedulers_go_on_where_they_are_not_held():
-    program = Program("O1,dtype=float16", overflow_at=[2], hold_schedulers=False).epoch()
-    assert program.rates == [0.01 * 0.9**steps for steps in (1, 2, 3, 4)]
-    assert program.amp.stats().skipped == 1
 
 
 @pytest.mark.parametrize("kind", ["norm", "value"])
@@ -206,16 +181,6 @@ def test_clipping_is_of_unscaled_gradients(policy, kind):
             program.amp.close()
         moved.append(nn.utils.parameters_to_vector(program.module.parameters()) - start)
     assert (moved[1] - moved[0]).norm() < 0.02 * moved[0].norm()
-
-
-def test_an_overflow_is_explained_to_the_trackers():
-    program = Program("O1,dtype=float16", on_overflow="explain")
-    with torch.no_grad():
-        program.module[0].weight.mul_(1e6)
-    program.epoch()
-    (told, *_) = (each["mezzo/overflow"] for each in program.told.values if "mezzo/overflow" in each)
-    assert "0" in told
-    assert "mezzo/overflow" not in program.amp.metrics()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -258,6 +223,110 @@ def test_lbfgs_evaluates_its_closure_again(policy, within):
     found, expected = trained(policy), trained(None)
     assert len(found) == len(expected) > 2
     assert found == pytest.approx(expected, rel=within, abs=0.0)
+
+
+NAMES = ("accumulates", "splits", "ranks", "with_optimizer", "adjusts")
+SETTINGS = [
+    dict(zip(NAMES, each, strict=True)) | {"kind": ("lambda", "cycle")[number % 2]}
+    for number, each in enumerate(product((1, 2), (False, True), (1, 2), (True, False), (True, False)))
+]
+OVERFLOWS = [{0}, {3}, {2, 3, 6}, {11}, {0, 1, 2, 3, 4, 5}]
+
+
+def rates(optimizer, settings, overflow_at, policy=None):
+    """Return the learning rate and whether Accelerate knows of a skip after each call of a scheduler.
+
+    Without a policy Accelerate's own fp16: torch's scaler in its place, with an optimizer whose kernel does not skip.
+    """
+    state = accelerate.state.AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(
+        cpu=True, step_scheduler_with_optimizer=settings["with_optimizer"],
+        dataloader_config=accelerate.DataLoaderConfiguration(split_batches=settings["splits"]),
+        gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(
+            settings["accumulates"], adjust_scheduler=settings["adjusts"], sync_with_dataloader=False
+        ),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    bare = optimizer(model.parameters())
+    if settings["kind"] == "lambda":
+        scheduler = torch.optim.lr_scheduler.LambdaLR(bare, lambda step: 0.5**step)
+    else:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(bare, max_lr=1.0, total_steps=16, cycle_momentum=False)
+    apart = torch.optim.lr_scheduler.LambdaLR(optimizer([nn.Parameter(torch.ones(1))]), lambda step: 0.5**step)
+    if policy is None:
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+    else:
+        attach(accelerator, model, bare, policy)
+    model, wrapped, scheduler = accelerator.prepare(model, bare, scheduler)
+    found = []
+    with state_of_ranks(settings["ranks"]):
+        for number in range(12):
+            with accelerator.accumulate(model):
+                output = model(torch.ones(2, 4))
+                if number in overflow_at:
+                    output.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+                accelerator.backward(output.float().mean() / 64)  # which FP16 holds 65,536 times
+                wrapped.step()
+                scheduler.step()
+                apart.step()
+                wrapped.zero_grad()
+            skipped = accelerator.optimizer_step_was_skipped
+            found.append((scheduler.get_last_lr(), apart.get_last_lr(), skipped, scheduler.scheduler._step_count))
+    return found
+
+
+@contextmanager
+def state_of_ranks(number):
+    """Have Accelerate count so many processes: what its schedulers alone ask for here."""
+    shared = accelerate.state.PartialState._shared_state
+    before, shared["num_processes"] = shared["num_processes"], number
+    try:
+        yield
+    finally:
+        shared["num_processes"] = before
+
+
+@pytest.fixture(scope="module")
+def plain_rates():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        plain = partial(torch.optim.AdamW, lr=0.1, foreach=True)
+        return [rates(plain, settings, OVERFLOWS[number % 5]) for number, settings in enumerate(SETTINGS)]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.AdamW, lr=0.1, foreach=True),
+        partial(torch.optim.AdamW, lr=0.1, fused=True),
+        partial(mezzo.optim.AdamW, lr=0.1),
+    ],
+    ids=["torch", "fused", "mezzo"],
+)
+def test_schedulers_move_as_under_accelerates_own_scaler(plain_rates, optimizer):
+    """Whether they step with the optimizer or by themselves, and whether or not its kernel skips by itself."""
+    for number, settings in enumerate(SETTINGS):
+        found = rates(optimizer, settings, OVERFLOWS[number % 5], "O1,dtype=float16")
+        assert found == plain_rates[number], (settings, OVERFLOWS[number % 5])
+        assert any(skipped for *_, skipped, _ in found)
+
+
+def test_gradients_of_what_no_optimizer_has_are_unscaled():
+    def gradients(policy):
+        torch.manual_seed(0)
+        model, probe = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.zeros(4, requires_grad=True)
+        accelerator = accelerate.Accelerator(cpu=True)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        if policy is not None:
+            attach(accelerator, model, optimizer, policy)
+        model, _ = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(torch.ones(2, 4) + probe).square().mean())
+        return [each.grad.float().norm().item() for each in (probe, *model.parameters())]
+
+    assert gradients("O1,dtype=float16") == pytest.approx(gradients(None), rel=0.01)
 
 
 def test_two_optimizers_of_one_session():
@@ -333,9 +402,9 @@ def test_models_are_placed_before_masters_are_made(places):
     amp.close()
 
 
-@pytest.mark.slow  # two processes that import Accelerate, and train four times
+@pytest.mark.slow  # two processes that import Accelerate, and train eight times
 def test_two_ranks_step_together(tmp_path):
-    """An overflow on one is both's; weights are equal bit for bit, sharded too, and a checkpoint goes on so."""
+    """An overflow on one is both's; weights are equal bit for bit, and a checkpoint goes on so."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     program = Path(__file__).with_name("accelerate_ranks.py")
@@ -350,115 +419,6 @@ def test_two_ranks_step_together(tmp_path):
         assert found["weights"] == second[policy]["weights"], policy
         assert found["again"] == found["weights"], policy
         assert (found["steps"], found["skipped"]) == (8, 1), policy
-        assert found["model"] == ("FSDPSequential" if "sharded" in policy else "DistributedDataParallel")
         computes = "float32" if "O0" in policy else re.search("float16|bfloat16", policy)[0]
         assert found["seen"] == [f"torch.{computes}"], policy  # what the second product reads
         assert sum(found["losses"][-4:]) == pytest.approx(sum(first["O0"]["losses"][-4:]), rel=0.02), policy
-
-
-# Refusals -----------------------------------------------------------------------------------------------------------
-
-
-def model_and_optimizer():
-    model = nn.Linear(2, 1)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def test_precision_set_besides_is_refused():
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    model, optimizer = model_and_optimizer()
-    with pytest.raises(PolicyError, match=r'mixed_precision="bf16" besides(.|\n)*write  Accelerator\(\) without'):
-        attach(accelerator, model, optimizer, "O1")
-    assert (vars(optimizer).get("step"), vars(model).get("forward")) == (None, None)
-
-
-@pytest.mark.parametrize(
-    "kind, write",
-    [("DEEPSPEED", "in its own configuration"), ("MEGATRON_LM", "torchrun")],
-)
-def test_what_owns_the_step_is_refused(monkeypatch, kind, write):
-    accelerator = accelerate.Accelerator(cpu=True)
-    monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType(kind))
-    with pytest.raises(UnsupportedError, match=rf"Accelerate runs with {kind}(.|\n)*write  .*{write}"):
-        attach(accelerator, *model_and_optimizer(), "O1")
-
-
-@pytest.mark.parametrize("version, why", [(1, "flat pieces"), (2, "after the optimizer was built")])
-def test_accelerates_own_sharding_is_refused_by_its_version(monkeypatch, version, why):
-    accelerator = accelerate.Accelerator(cpu=True)  # where Accelerate shards on accelerators alone
-    monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType.FSDP)
-    accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=version)
-    with pytest.raises(
-        UnsupportedError, match=rf"shards with FSDP{version}\n.*\n.*{why}.*\n  write  mezzo.fully_shard"
-    ):
-        attach(accelerator, *model_and_optimizer(), "O1")
-
-
-@pytest.mark.parametrize("name", ["save", "load"])
-def test_a_sharded_model_is_prepared_as_it_is_and_has_a_checkpoint_of_its_own(alone, tmp_path, name):
-    model = nn.Linear(2, 1)
-    mezzo.fully_shard(model, "O2,dtype=bfloat16")
-    accelerator, optimizer = accelerate.Accelerator(cpu=True), torch.optim.SGD(model.parameters(), lr=0.1)
-    names = set(vars(accelerator))
-    amp = attach(accelerator, model, optimizer, "O2,dtype=bfloat16")
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-    assert prepared is model
-    accelerator.backward(model(torch.ones(2, 2)).sum())
-    optimizer.step()
-    assert amp.stats().steps == 1
-    with pytest.raises(UnsupportedError, match=rf"accelerator.{name}_state(.|\n)*checkpoint.{name}\(.*amp.stateful"):
-        getattr(accelerator, f"{name}_state")(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    amp.close()
-    assert set(vars(accelerator)) == names
-
-
-def test_the_order_is_checked():
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = model_and_optimizer()
-    with pytest.raises(PolicyError, match=r"prepared before it was attached(.|\n)*write  attach\(accelerator, model"):
-        attach(accelerator, model, accelerator.prepare(optimizer), "O1")
-    attach(accelerator, *model_and_optimizer(), "O1")
-    with pytest.raises(PolicyError, match="the accelerator has a session already"):
-        attach(accelerator, model, optimizer, "O1")
-
-
-def test_an_optimizer_that_is_not_attached_cannot_step():
-    accelerator = accelerate.Accelerator(cpu=True)
-    attach(accelerator, *model_and_optimizer(), "O1")
-    model, optimizer = accelerator.prepare(*model_and_optimizer())
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    with pytest.raises(StateError, match="an optimizer was prepared that is not attached"):
-        optimizer.step()
-
-
-def test_gradients_of_a_plain_backward_are_refused():
-    program = Program("O1,dtype=float16")
-    program.model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises(StateError, match=r"whose loss was not scaled(.|\n)*write  accelerator\.backward\(loss\)"):
-        program.optimizer.step()
-
-
-def test_what_cannot_be_meant():
-    accelerator = accelerate.Accelerator(cpu=True)
-    for arguments, what in (({"policy": "O4"}, "unknown level 'O4'"), ({"hold_schedulers": 1}, "hold_schedulers is 1")):
-        with pytest.raises(PolicyError, match=what):
-            attach(accelerator, *model_and_optimizer(), **arguments)
-    model, optimizer = model_and_optimizer()
-    with pytest.raises(PolicyError, match="the model and the optimizer stand in each other's place"):
-        attach(accelerator, optimizer, model, "O1")
-    prepared = mezzo.prepare(model, "O1")
-    with pytest.raises(PolicyError, match="a prepared model cannot be attached"):
-        attach(accelerator, prepared, optimizer, "O1")
-    with pytest.raises(PolicyError, match=r"the accelerator is Linear\("):
-        attach(nn.Linear(1, 1), *model_and_optimizer())
-    assert accelerator.scaler is None
-
-
-def test_an_absent_accelerate_is_named(monkeypatch):
-    for name in [name for name in sys.modules if name == "accelerate" or name.startswith("accelerate.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "mezzo.integrations.accelerate")
-    with pytest.raises(UnsupportedError, match=r'pip install "accelerate>=1\.0"'):
-        importlib.import_module("mezzo.integrations.accelerate")

@@ -4,7 +4,6 @@ What needs the library imports it where it runs: that takes seconds, and each pr
 """
 
 import copy
-import importlib
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.errors import NumericsError, PolicyError, UnsupportedError
+from mezzo.errors import NumericsError
 from mezzo.tensors import dtype_name, tensors
 
 from ..support.products import Products
@@ -179,20 +178,13 @@ def test_a_skipped_step_writes_nothing_holds_the_scheduler_and_is_logged(hf, mad
     assert trainer.state.global_step == 4
 
 
-@pytest.mark.slow
-def test_schedulers_go_on_where_they_are_not_held(hf, made):
-    trainer = hf.plug(made(overflow_at=[2], num_train_epochs=1), "O1,dtype=float16", hold_schedulers=False)
-    trainer.train()
-    assert logged(trainer, "learning_rate") == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
-
-
-def test_an_overflow_is_explained_in_the_log(hf, made):
+def test_an_overflow_is_explained_in_pythons_log(hf, made, caplog):
     trainer = hf.plug(made(max_steps=2), "O1,dtype=float16", on_overflow="explain")
     with torch.no_grad():
         trainer.model.transformer.ln_f.weight.mul_(1e6)
     trainer.train()
-    (told,) = logged(trainer, "mezzo/overflow")[:1]
-    assert "lm_head" in told
+    assert "lm_head" in caplog.text
+    assert logged(trainer, "mezzo/skipped") == [1, 2, 2]
     assert json.dumps(trainer.state.log_history)
 
 
@@ -330,61 +322,3 @@ def test_two_ranks_step_together(hf, tmp_path):
         assert found["again"] == found["weights"], policy
         assert (found["steps"], found["skipped"]) == (8, 1), policy
         assert sum(found["losses"][-3:]) == pytest.approx(sum(first["O0"]["losses"][-3:]), rel=0.01), policy
-
-
-# Refusals -----------------------------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_meant(hf, made):
-    trainer = made()
-    kind = type(trainer)
-    with pytest.raises(PolicyError, match=r"the trainer is Linear\("):
-        hf.plug(nn.Linear(1, 1))
-    with pytest.raises(PolicyError, match="unknown level 'O4'"):
-        hf.plug(trainer, "O4")
-    for name in ("bf16", "fp16", "bf16_full_eval"):
-        setattr(trainer.args, name, True)
-        with pytest.raises(
-            PolicyError, match=rf"has {name}=True besides(.|\n)*write  TrainingArguments.* without {name}"
-        ):
-            hf.plug(trainer, "O1")
-        setattr(trainer.args, name, False)
-    assert type(trainer) is kind
-    hf.plug(trainer, "O1")
-    with pytest.raises(PolicyError, match="the trainer has a policy already"):
-        hf.plug(trainer, "O1")
-
-
-def test_what_owns_the_step_is_refused(hf, made, monkeypatch):
-    trainer = made()
-    kinds = type(trainer.accelerator.distributed_type)
-    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", kinds.DEEPSPEED)
-    with pytest.raises(UnsupportedError, match=r"Accelerate runs with DEEPSPEED(.|\n)*write  .*torchrun"):
-        hf.plug(trainer, "O1")
-    monkeypatch.setattr(trainer.accelerator.state, "distributed_type", kinds.FSDP)
-    trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2)
-    with pytest.raises(UnsupportedError, match=r"Accelerate shards with FSDP2\n(.|\n)*write  mezzo.fully_shard"):
-        hf.plug(trainer, "O1")
-
-
-def test_a_sharded_model_is_refused(hf, made, alone):
-    trainer = made()
-    mezzo.fully_shard(trainer.model, "O1")
-    with pytest.raises(UnsupportedError, match=r"the Trainer's model is sharded\n(.|\n)*write  the whole model"):
-        hf.plug(trainer, "O1")
-
-
-def test_several_gpus_in_one_process_are_refused(hf, made, monkeypatch):
-    trainer = made()
-    monkeypatch.setattr(type(trainer.args), "n_gpu", 4)
-    with pytest.raises(UnsupportedError, match=r"on 4 GPUs in one process(.|\n)*write  torchrun"):
-        hf.plug(trainer, "O1")
-
-
-def test_an_absent_transformers_is_named(hf, monkeypatch):
-    for name in [name for name in sys.modules if name == "transformers" or name.startswith("transformers.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "mezzo.integrations.transformers")
-    with pytest.raises(UnsupportedError, match=r'pip install .*"transformers>=[\d.]+"'):
-        importlib.import_module("mezzo.integrations.transformers")

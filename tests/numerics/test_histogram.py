@@ -197,3 +197,9 @@ def test_a_histogram_is_printed_in_a_line():
         "ExponentHistogram(4 values, 2^-1 to 2^2, max_abs=6, zeros=1, infs=0, nans=1)"
     )
     assert repr(exponent_histogram(torch.zeros(0))).startswith("ExponentHistogram(0 values, max_abs=0")
+
+
+def test_histograms_of_parts_are_together_that_of_the_whole():
+    parts = [spread(100, seed).nan_to_num(posinf=3.0, neginf=0.0) * 2.0**-seed for seed in range(3)]
+    total = ExponentHistogram.total_of(map(exponent_histogram, parts))
+    assert total.numbers == by_numpy(torch.cat(parts))

@@ -47,29 +47,6 @@ def test_every_argument_arrives_where_groups_have_it(kind):
     assert group | {"lr": 0.25, "weight_decay": 0.5, "maximize": True, **OWN} == group
 
 
-def test_choices_among_torch_s_implementations():
-    for kind in EVERY:
-        for name in ("fused", "foreach", "capturable"):
-            check_choice(kind, name, True)
-
-
-def check_choice(kind, name, value):
-    with pytest.raises(PolicyError) as caught:
-        kind(parameter(), lr=0.1, **{name: value})
-    assert str(caught.value).splitlines() == [
-        f"{kind.__name__} takes no {name}={value}",
-        "  why    a step here is always one pass that never waits for the host, so that a CUDA graph can capture it",
-        "  write  leave it out",
-    ]
-
-
-def test_what_torch_does_and_we_do_not():
-    with pytest.raises(PolicyError, match=r"SGD takes no differentiable=True\n(.|\n)*; torch.optim's where it is True"):
-        optim.SGD(parameter(), differentiable=True)
-    with pytest.raises(PolicyError, match=r"Adam takes no decoupled_weight_decay=True\n(.|\n)*; mezzo.optim.AdamW"):
-        optim.Adam(parameter(), decoupled_weight_decay=True)
-
-
 def test_everything_wrong_is_said_at_once_and_misspellings_get_the_nearest_name():
     with pytest.raises(PolicyError) as caught:
         optim.Adam(parameter(), 1e-3, fused=True, weight_deacy=0.1)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import mezzo
 from mezzo import MasterWeights, PolicyError, StateError
+from mezzo.optim.masters import masters_of
 
 LOW = [torch.float16, torch.bfloat16]
 OPTIMIZERS = {
@@ -104,6 +106,32 @@ def test_zero_grad_may_keep_the_gradients_as_zeros():
     param.grad = torch.ones(2).half()
     masters.optimizer.zero_grad(set_to_none=False)
     assert torch.equal(param.grad, torch.zeros(2).half())
+
+
+@pytest.mark.parametrize("driver", ["masters", "session"])
+@pytest.mark.parametrize("dtype", LOW)
+def test_zeroed_gradients_keep_weights_in_the_step(dtype, driver):
+    """As in torch: momentum and decay move a weight that the next loss does not reach, unless its gradient is None."""
+    for set_to_none in (False, True):
+        wide = nn.ParameterList([torch.full((3,), 1.0), torch.full((3,), 2.0)])
+        low = nn.ParameterList([param.detach().clone() for param in wide])
+        plain, optimizer = (torch.optim.SGD(of.parameters(), 0.125, 0.5, weight_decay=0.25) for of in (wide, low))
+        if driver == "masters":
+            masters = MasterWeights(optimizer.__class__(low.to(dtype).parameters(), 0.125, 0.5, weight_decay=0.25))
+            backward, step, zero, value_of = torch.Tensor.backward, masters.step, masters.zero_grad, masters.master_of
+        else:
+            amp = mezzo.MixedPrecision(low, optimizer, f"O2,dtype={dtype},loss_scale=none".replace("torch.", ""))
+            backward, step, zero, value_of = amp.backward, amp.step, amp.zero_grad, masters_of(optimizer).master_of
+        for used in (wide, low), (wide[:1], low[:1]), (wide[:1], low[:1]):
+            for params, back in zip(used, (torch.Tensor.backward, backward), strict=True):
+                back(sum(param.float().sum() for param in params))
+            plain.step()
+            step()
+            for param, of in zip(low, wide, strict=True):
+                assert torch.equal(value_of(param), of)
+            plain.zero_grad(set_to_none)
+            zero(set_to_none)
+        assert (wide[1].grad is None) == set_to_none
 
 
 @pytest.mark.parametrize("grad_dtype, expected", [("float32", torch.float32), ("param", torch.float16)])
@@ -290,20 +318,6 @@ def test_a_state_of_another_model_is_refused_and_nothing_loaded():
     with pytest.raises(StateError, match=r"belong to another model(.|\n)*master 0: \(2,\) → \(3,\)"):
         masters.load_state_dict(other.state_dict())
     assert torch.equal(masters.state_dict()["masters"][0], before["masters"][0])
-
-
-def test_model_state_dict_has_the_masters_precision():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).half()
-    masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0))
-    with torch.no_grad():
-        masters.master_of(model[0].weight).fill_(1 + 2**-20)
-    wide = masters.model_state_dict(model)
-    assert wide["0.weight"][0, 0].item() == 1 + 2**-20
-    assert wide["1.running_mean"].dtype == torch.float32
-    assert wide["1.num_batches_tracked"].dtype == torch.int64
-    assert masters.model_state_dict(model, dtype="param")["0.weight"].dtype == torch.float16
-    with pytest.raises(PolicyError, match="unknown dtype 'fp8'"):
-        masters.model_state_dict(model, dtype="fp8")
 
 
 def test_remove_gives_the_parameters_back_with_their_state():

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -128,24 +129,63 @@ def test_a_session_refuses_float64_too(policy):
     assert not optimizer.state
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"betas": 0.9}, "betas are 0.9\n  why    each is from 0 to below 1"),
-        ({"betas": (0.9, "x")}, "betas are"),
-        ({"betas": (0.9, math.nan)}, "betas are"),
-        ({"lr": "1e-3"}, "lr is '1e-3'\n  why    it is a finite number from 0\n  write  lr=1e-3"),
-        ({"eps": math.inf}, "eps is inf\n  why    it is a finite number from 0\n  write  eps=1e-8"),
-    ],
-)
-def test_hyper_parameters_that_are_no_numbers(options, says):
+# What a group may say -----------------------------------------------------------------------------------
+
+NAN, VAST = math.nan, 10**400
+#: What an optimizer refuses, where it is built and where a group is added: its class, the arguments, and what it says.
+REFUSED = [
+    (optim.AdamW, {"lr": -1.0}, r"lr is -1\.0"),
+    (optim.AdamW, {"lr": None}, "lr is None"),
+    (optim.AdamW, {"lr": "1e-3"}, "lr is '1e-3'(.|\n)*why    it is a finite number from 0\n  write  lr=1e-3"),
+    (optim.AdamW, {"lr": NAN}, "lr is nan"),
+    (optim.AdamW, {"lr": VAST}, "lr is 1000"),
+    (optim.AdamW, {"lr": 1j}, "lr is 1j"),
+    (optim.AdamW, {"lr": numpy.float32("nan")}, "lr is (.|\n)*it is a finite number from 0"),
+    (optim.AdamW, {"lr": numpy.float32(-1)}, "lr is (.|\n)*it is a finite number from 0"),
+    (optim.AdamW, {"lr": torch.tensor(NAN)}, "lr is (.|\n)*it is a finite number from 0"),
+    (optim.AdamW, {"betas": 0.9}, "betas are 0.9(.|\n)*why    each is from 0 to below 1"),
+    (optim.AdamW, {"betas": (0.9, 1.0)}, "betas are"),
+    (optim.AdamW, {"betas": (0.9, "x")}, "betas are"),
+    (optim.AdamW, {"betas": (0.9, NAN)}, "betas are"),
+    (optim.AdamW, {"betas": (torch.tensor(0.9), torch.tensor(1.0))}, "betas are (.|\n)*each is from 0 to below 1"),
+    (optim.AdamW, {"betas": (torch.tensor(-0.1), torch.tensor(0.9))}, "betas are (.|\n)*each is from 0 to below 1"),
+    (optim.AdamW, {"eps": -1e-8}, "eps is"),
+    (optim.AdamW, {"eps": math.inf}, "eps is inf(.|\n)*why    it is a finite number from 0\n  write  eps=1e-8"),
+    (optim.AdamW, {"weight_decay": NAN}, "weight_decay is nan"),
+    (optim.AdamW, {"maximize": torch.ones(2)}, "maximize is a tensor(.|\n)*it is on or off\n  write  maximize=True"),
+    (optim.AdamW, {"master": "half"}, "unknown master 'half'"),
+    (optim.AdamW, {"state_dtype": "float16"}, "unknown state_dtype 'float16'"),
+    (optim.AdamW, {"rounding": "kahan"}, 'rounding="kahan" beside master="split"'),
+    (optim.AdamW, {"master": None, "rounding": "up"}, "unknown rounding 'up'"),
+    (optim.SGD, {"dampening": NAN}, "dampening is nan(.|\n)*why    it is a finite number\n  write  dampening=0\\.0"),
+    (optim.SGD, {"nesterov": True}, "nesterov needs momentum and no dampening"),
+    (optim.SGD, {"differentiable": True}, "SGD takes no differentiable=True\n(.|\n)*; torch.optim's where it is True"),
+    (optim.Adam, {"decoupled_weight_decay": True}, "takes no decoupled_weight_decay=True\n(.|\n)*mezzo.optim.AdamW"),
+    *((kind, {name: True}, f"{kind.__name__} takes no {name}=True\n  why    a step here is always one pass that (.|\n)*"
+       "so that a CUDA graph can capture it\n  write  leave it out")
+      for kind in EVERY for name in ("fused", "foreach", "capturable")),
+]  # fmt: skip
+#: Of these, what a program may also write into a group between two steps.
+NUMBERS = {"lr", "betas", "eps", "weight_decay", "dampening"}
+
+
+@pytest.mark.parametrize("kind, options, says", REFUSED)
+def test_what_a_group_must_not_say_is_refused_wherever_it_is_said(kind, options, says):
     with pytest.raises(PolicyError, match=says):
-        optim.AdamW([nn.Parameter(torch.ones(1))], **options)
-
-
-def test_a_dampening_that_is_no_number():
-    with pytest.raises(PolicyError, match=r"dampening is nan\n  why    it is a finite number\n  write  dampening=0\.0"):
-        optim.SGD([nn.Parameter(torch.ones(1))], dampening=math.nan)
+        kind([nn.Parameter(torch.ones(1))], **options)
+    model = network()
+    optimizer = kind(model.parameters(), lr=0.01)
+    if optimizer.defaults.keys() >= options.keys():
+        with pytest.raises(PolicyError, match=says):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], **options})
+        assert len(optimizer.param_groups) == 1
+    if options.keys() <= NUMBERS and options.get("betas") != 0.9:  # of which Python says it itself
+        train(model, optimizer)
+        before = copy.deepcopy(model.state_dict())
+        optimizer.param_groups[0].update(options)
+        with pytest.raises(PolicyError, match=says):
+            train(model, optimizer)
+        assert_same(before, model.state_dict())
 
 
 # Weights that changed behind the optimizer's back -------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mezzo import optim
-from mezzo.errors import PolicyError, StateError
+from mezzo.errors import StateError
 
 PAIRS = {
     "adamw": (optim.AdamW, torch.optim.AdamW, {}),
@@ -242,19 +242,6 @@ def check_number(kind, number):
         assert (type(saved["lr"]), saved["lr"], type(saved["weight_decay"])) == (float, 0.25, int)
 
 
-@pytest.mark.parametrize("wrong", [numpy.float32("nan"), numpy.float32(-1), "0.1", None, 10**400, 1j],
-                         ids=["nan", "negative", "text", "none", "vast", "complex"])  # fmt: skip
-def test_what_is_no_number_is_refused_in_mid_run_too(wrong):
-    params = weights()
-    optimizer = optim.AdamW(params, betas=(numpy.float32(0.5), numpy.float64(0.75)))
-    train(params, optimizer)
-    before = [param.detach().clone() for param in params]
-    optimizer.param_groups[0]["lr"] = wrong
-    with pytest.raises(PolicyError, match=r"lr is (.|\n)*why    it is a finite number from 0\n  write  lr=1e-3"):
-        train(params, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
-
-
 def test_a_set_has_no_order_that_a_state_could_belong_to():
     for kind in EVERY:
         for collection in (set, frozenset):
@@ -359,19 +346,3 @@ def test_what_no_optimizer_has_written_is_named_and_nothing_is_loaded(kind):
         assert now["param_groups"] == good["param_groups"]
         for index, held in good["state"].items():
             assert all(torch.equal(now["state"][index][name], tensor) for name, tensor in held.items())
-
-
-@pytest.mark.parametrize("betas", [(0.9, float("nan")), (0.9, 1.0), (-0.1, 0.9)])
-def test_numbers_in_tensors_of_host_memory_are_looked_at_too(betas):
-    params = weights()
-    optimizer = optim.AdamW(params)
-    train(params, optimizer)
-    before = [param.detach().clone() for param in params]
-    optimizer.param_groups[0]["betas"] = tuple(torch.tensor(beta) for beta in betas)
-    with pytest.raises(PolicyError, match=r"betas are (.|\n)*each is from 0 to below 1"):
-        train(params, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
-    with pytest.raises(PolicyError, match=r"lr is (.|\n)*a finite number from 0"):
-        optim.AdamW(weights(), lr=torch.tensor(float("nan")))
-    with pytest.raises(PolicyError, match=r"maximize is a tensor(.|\n)*it is on or off\n  write  maximize=True"):
-        optim.AdamW(weights(), maximize=torch.ones(2))

@@ -1,6 +1,9 @@
 """What a step of mezzo's optimizers refuses leaves all as it was; kernels that cannot be built are done without."""
 
 import copy
+import itertools
+import signal
+import sys
 
 import pytest
 import torch
@@ -8,7 +11,9 @@ from torch.nn import Parameter
 
 import mezzo
 from mezzo import PolicyError, UnsupportedError
-from mezzo.step.executors import choose
+from mezzo.optim import optimizer as optimizer_module
+from mezzo.step import passes
+from mezzo.step.executors import choose, portable, tables
 from mezzo.step.executors.cpp import launch as cpp
 
 KINDS = {
@@ -62,6 +67,69 @@ def test_whatever_is_refused_leaves_counts_and_moments_alone(kind, dtype):
     gradients(params, 1)
     optimizer.step()
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_that_raises_before_a_step_is_called_once_and_nothing_steps(kind):
+    params, optimizer = optimizer_of(kind)
+    gradients(params, 1)
+    before, called = facts(params, optimizer), []
+
+    def hook(*_):
+        called.append(None)
+        if len(called) == 1:
+            raise KeyError("its own")
+
+    optimizer.register_step_pre_hook(hook)
+    with pytest.raises(KeyError, match="its own"):
+        optimizer.step()
+    assert (len(called), optimizer.updates) == (1, 1)
+    assert same(facts(params, optimizer), before)
+    optimizer.step()
+    assert (len(called), optimizer.updates) == (2, 2)
+
+
+WRITERS = (optimizer_module.__file__, passes.__file__, tables.__file__, cpp.__file__, portable.__file__)
+
+
+@pytest.mark.parametrize("executor", ["kernels", "block by block"])
+def test_an_interrupt_at_any_line_of_a_step_leaves_it_whole_or_not_begun(executor, monkeypatch):
+    kind, dtype = "AdamW", torch.bfloat16
+    if executor != "kernels":
+        monkeypatch.setattr(optimizer_module, "executor_for", lambda _: portable.Portable())
+    wholes = []
+    for steps in (1, 2):
+        params, optimizer = optimizer_of(kind, dtype)
+        gradients(params, 1)
+        for _ in range(steps - 1):
+            optimizer.step()
+        wholes.append(facts(params, optimizer))
+    lines, at, found = itertools.count(), None, []
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename not in WRITERS:
+            return None
+        if event == "line" and next(lines) == at:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    while at is None or found[-1]:  # until the line is beyond the step
+        params, optimizer = optimizer_of(kind, dtype)
+        gradients(params, 1)
+        at, lines = 0 if at is None else at + 1, itertools.count()
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            optimizer.step()
+            found.append(False)
+        except KeyboardInterrupt:
+            found.append(True)
+        finally:
+            sys.settrace(before)
+        now = facts(params, optimizer)
+        assert any(same(now, whole) for whole in (wholes if found[-1] else wholes[1:])), at
+        optimizer.step()  # and another one finds nothing in its way
+    assert at > 40
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -359,17 +359,18 @@ def test_the_cure_of_a_forward_overflow(make, step, cured, kind, policy, size, c
 
 
 def test_a_cast_of_a_weight_from_before_the_search():
-    """A session keeps casts of weights from one micro-batch of a window to the next."""
+    """A region keeps casts of weights until its end, and a search may run inside of it."""
     model = LargeWeight()
-    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), FP16)
+    prepared = mezzo.prepare(model, FP16)
 
     def fn():
-        with amp.autocast():
+        with prepared.autocast():
             return model(torch.ones(2, 8)).square().sum()
 
-    amp.backward(fn())
-    assert len(amp._core.weights.prepared[0].casts) == 2
-    overflow = locate(fn, model, policy=FP16)
+    with prepared.autocast():
+        fn()
+        assert len(prepared.casts) == 2
+        overflow = locate(fn, model, policy=FP16)
     assert (overflow.kind, overflow.tensor.name, overflow.needed) == ("range", "0.weight cast to float16", 1e5)
     assert overflow.cure == 'policy = policy.keep_fp32(params=["0.weight"])'
 

@@ -341,3 +341,8 @@ def test_functions_cover_the_places_users_look():
 def test_globs_expand_over_the_table():
     assert set(matching("conv?d")) == {"conv1d", "conv2d", "conv3d"}
     assert list(matching("zzz*")) == []
+
+
+def test_products_of_experts_run_low_although_no_list_of_torch_s_names_them():
+    for spelling in ("grouped_mm", "_grouped_mm", "aten::_grouped_mm"):
+        assert Policy.O1("bfloat16").explain(spelling).treatment == "low"

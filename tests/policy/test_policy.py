@@ -34,8 +34,8 @@ def test_levels_are_those_of_the_table(level, number, dtype):
     assert policy.keep_batchnorm_fp32 is batchnorm
     assert policy.master_weights is masters
     assert policy.loss_scale.mode == scales[number]
-    assert (policy.accumulate, policy.lists, policy.norms, policy.emulate, policy.reduce, policy.rules) == (
-        "fp32", "portable", "fp32", "auto", "param", (),
+    assert (policy.accumulate, policy.lists, policy.norms, policy.emulate, policy.rules) == (
+        "fp32", "portable", "fp32", "auto", (),
     )  # fmt: skip
 
 
@@ -61,7 +61,6 @@ def test_default_dtype_is_float16():
         ({"lists": "device"}, "device"),
         ({"norms": "fp32_math"}, "fp32_math"),
         ({"emulate": True}, True),
-        ({"reduce": "fp32"}, "float32"),
     ],
 )
 def test_every_property_of_a_level_can_be_overridden(override, expected):
@@ -74,9 +73,6 @@ def test_every_property_of_a_level_can_be_overridden(override, expected):
     [
         (lambda: Policy.O0(dtype="float16"), "O0 cannot compute in float16"),
         (lambda: Policy.O1("float32"), "O1 cannot compute in float32"),
-        (lambda: Policy.O0(reduce="bfloat16"), "O0 cannot reduce gradients in bfloat16"),
-        (lambda: Policy.O2("float16", reduce="bfloat16"), "gradients of float16 weights cannot be reduced in bfloat16"),
-        (lambda: Policy.O1(reduce="float16"), "unknown reduce 'float16'"),
         (lambda: Policy.O0(autocast=True), "cannot autocast"),
         (lambda: Policy.O1(autocast=False), "no autocast has nothing in float16"),
         (lambda: Policy.O1(master_weights=True), "master weights need low-precision weights"),
@@ -166,8 +162,6 @@ def test_a_key_that_stands_twice_is_refused():
         "O2,dtype=float16,loss_scale=constant(1024),fp32_param=*.scale",
         "O2,dtype=bfloat16,output_dtype=none,autocast=true,low=a::b,fp32=exp+log,low=tanh",
         "O1,dtype=float16,norms=fp32_math,emulate=false,fp32=softmax@blocks.*.attn",
-        "O1,dtype=float16,reduce=bfloat16",
-        "O2,dtype=bfloat16,reduce=float32,fp32=exp",
     ],
 )
 def test_canonical_text_round_trips(text):
@@ -403,7 +397,6 @@ param_rules = st.builds(lambda treatment, glob: Rule(treatment, param=glob), st.
             "lists": st.sampled_from(["portable", "device"]),
             "norms": st.sampled_from(["fp32", "fp32_math"]),
             "emulate": st.sampled_from(["auto", True, False]),
-            "reduce": st.sampled_from(["param", "float32"]),
         },
     ),
     rules=st.lists(op_rules | module_rules | param_rules, max_size=5, unique_by=lambda rule: rule.selector),
@@ -411,3 +404,17 @@ param_rules = st.builds(lambda treatment, glob: Rule(treatment, param=glob), st.
 def test_any_policy_round_trips_through_its_text(level, dtype, fields, rules):
     policy = getattr(Policy, level)(dtype, rules=tuple(rules), **fields)
     assert Policy.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "word, dtype", [("bf16", "bfloat16"), ("fp16", "float16"), ("bfloat16", "bfloat16"), ("half", "float16")]
+)
+def test_a_bare_word_for_a_dtype_is_that_of_the_products(word, dtype):
+    for level in ("O1", "O2", "O3"):
+        assert Policy.parse(f"{level},{word}") == Policy.parse(f"{level},dtype={dtype}")
+        assert Policy.parse(f"{level},{word},fp32=softmax") == Policy.parse(f"{level},dtype={dtype},fp32=softmax")
+
+
+def test_a_bare_word_beside_a_dtype_is_refused():
+    with pytest.raises(PolicyError, match="the key 'dtype' stands twice"):
+        Policy.parse("O1,bf16,dtype=float16")

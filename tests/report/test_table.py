@@ -107,9 +107,7 @@ def test_a_narrow_terminal_shows_every_number_whole_under_its_policy(summary, wi
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_a_long_policy_is_folded_at_commas(summary, width):
-    long = (
-        "O2,dtype=float16,loss_scale=dynamic(init=2^12),fp32=softmax:layer_norm,fp32_module=blocks.*.norm,reduce=wire"
-    )
+    long = "O2,dtype=float16,loss_scale=dynamic(init=2^12),fp32=softmax:layer_norm,fp32_module=blocks.*.norm,lists=wire"
     summary["rows"][1] = summary["rows"][1] | {"policy": long}
     text = text_of(summary, width)
     assert "…" not in text

@@ -43,7 +43,6 @@ def any_loss_scale(draw):
         "ceiling": draw(st.sampled_from([None, ceiling])),
         "patience": draw(st.none() | counts),
         "growth_offset": draw(st.integers(0, 2**31 - 1)),
-        "skip_rate_limit": draw(st.none() | st.floats(0.0, 1.0, exclude_min=True)),
     }
     chosen = draw(st.sets(st.sampled_from(sorted(fields))))
     chosen |= {"init", "floor", "ceiling"} if chosen & {"init", "floor", "ceiling"} else set()
@@ -54,7 +53,7 @@ def any_loss_scale(draw):
 
 
 def test_the_defaults_are_those_of_the_design():
-    written = (2.0**16, 2.0, 0.5, 2000, 1, "backoff", 1.0, 2.0**24, None, 0, None)
+    written = (2.0**16, 2.0, 0.5, 2000, 1, "backoff", 1.0, 2.0**24, None, 0)
     assert dataclasses.astuple(LossScale.dynamic()) == ("dynamic", *written)
     signature = inspect.signature(LossScale.dynamic)
     assert tuple(parameter.default for parameter in signature.parameters.values()) == written
@@ -79,16 +78,15 @@ def test_repr_is_an_expression(config):
 @pytest.mark.parametrize(
     "config, expected",
     [
-        (LossScale.none(), (1.0, 0, 0)),
-        (LossScale.constant(0.25), (0.25, 0, 0)),
-        (LossScale.dynamic(init=1024, growth_offset=3), (1024.0, -3, 0)),
-        (LossScale.dynamic(interval=7, skip_rate_limit=0.5), (65536.0, 0, 7)),
+        (LossScale.none(), (1.0, 0)),
+        (LossScale.constant(0.25), (0.25, 0)),
+        (LossScale.dynamic(init=1024, growth_offset=3), (1024.0, -3)),
     ],
     ids=str,
 )
 def test_start(config, expected):
     state = config.start()
-    assert (state.scale.item(), state.clean_steps.item(), state.window.numel()) == expected
+    assert (state.scale.item(), state.clean_steps.item()) == expected
     assert (state.scale.dtype, state.scale.shape, state.budget.item()) == (torch.float32, (), config.hysteresis)
     assert state.floor_overflows.item() == 0
     assert config.start("meta").scale.device.type == "meta"
@@ -107,8 +105,8 @@ def test_start(config, expected):
         ("constant(0.3,patience=5)", LossScale.constant(0.3, patience=5)),
         ("dynamic(init=1024,interval=100)", LossScale.dynamic(init=1024, interval=100)),
         (
-            "dynamic(floor=2**-126,ceiling=none,skip_rate_limit=0.25)",
-            LossScale.dynamic(floor=2.0**-126, ceiling=None, skip_rate_limit=0.25),
+            "dynamic(floor=2**-126,ceiling=none,growth_offset=2)",
+            LossScale.dynamic(floor=2.0**-126, ceiling=None, growth_offset=2),
         ),
         ("dynamic(hysteresis=2,refill=clean+backoff)", LossScale.dynamic(hysteresis=2, refill="clean+backoff")),
     ],
@@ -213,8 +211,6 @@ def test_parse_refuses_other_types(value):
         ({"hysteresis": 0}, ["hysteresis is 0", "it counts overflows"]),
         ({"patience": 0}, ["patience is 0", "write  patience=None"]),
         ({"growth_offset": -1}, ["growth_offset is -1", "from 0"]),
-        ({"skip_rate_limit": 0.0}, ["skip_rate_limit is 0.0", "it is a share of the steps"]),
-        ({"skip_rate_limit": 1.5}, ["skip_rate_limit is 1.5"]),
         ({"refill": "cleen"}, ["unknown refill 'cleen'", "did you mean 'clean'?"]),
         ({"refill": None}, ["unknown refill None"]),
         ({"init": 0}, ["init is 0", "a scale is a normal float32 number, from 2**-126"]),

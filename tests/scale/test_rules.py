@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.errors import PolicyError
 from mezzo.scale import LossScale, ScaleState, next_scale
-from mezzo.scale.config import allowed_skips
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 steps = st.lists(st.booleans(), max_size=30)
@@ -220,19 +219,15 @@ class Reference:
         self.needed = config.interval + config.growth_offset
         self.run = self.at_floor = 0
         self.left = config.hysteresis
-        self.recent = []
 
     def update(self, overflow):
         config, events = self.config, set()
         was_at_floor = self.scale <= np.float32(config.floor)
-        self.recent.append(overflow)
         if overflow:
             self.left, self.run, self.needed = self.left - 1, 0, config.interval + config.growth_offset
-            limit, recent = config.skip_rate_limit, self.recent[-config.interval :]
-            if self.left <= 0 or (limit is not None and sum(recent) / config.interval > limit):
+            if self.left <= 0:
                 events.add("backoff")
                 self.scale = np.float32(max(float(self.scale) * config.backoff, config.floor))
-                self.recent = []
         else:
             events.add("clean")
             self.run += 1
@@ -264,7 +259,6 @@ def dynamic_scales(draw):
         ceiling=draw(st.sampled_from([None, 8.0, 100.1])),
         patience=draw(st.sampled_from([None, 1, 2])),
         growth_offset=draw(st.integers(0, 2)),
-        skip_rate_limit=draw(st.sampled_from([None, 0.1, 0.25, 1 / 3, 0.5, 1.0])),
     )
 
 
@@ -334,52 +328,6 @@ def test_without_a_ceiling_the_last_float32_can_be_reached_but_not_infinity():
 # The skip-rate limit
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3, 10, 100, 2000])
-@pytest.mark.parametrize("percent", [1, 7, 10, 25, 29, 33, 50, 57, 58, 99, 100])
-def test_the_allowed_count_of_skips(percent, interval):
-    # In integers, where 0.29 of 100 is 29 and not 28.999999999999996.
-    expected = max(count for count in range(interval + 1) if 100 * count <= percent * interval)
-    assert allowed_skips(percent / 100, interval) == expected
-
-
-def test_the_share_is_of_the_whole_interval_and_must_be_exceeded():
-    # Two of ten is the limit; the third skip exceeds it. The budget would last for nine.
-    config = LossScale.dynamic(init=64, interval=10, hysteresis=9, skip_rate_limit=0.2)
-    assert scales(config, "X..X..X") == [64, 64, 64, 64, 64, 64, 32]
-    # A skip that is ten steps old is forgotten.
-    assert scales(config, "XX........X")[-1] == 64
-    assert scales(config, "XX.......X")[-1] == 32
-    # Without an overflow the rate alone does nothing.
-    assert scales(config, "XXX....")[-1] == 32
-
-
-def test_every_backoff_restarts_the_window():
-    by_rate = LossScale.dynamic(init=64, interval=10, hysteresis=9, skip_rate_limit=0.2)
-    assert walk(by_rate, "X..X..X")[-1].state_dict()["window"] == "." * 10
-    assert scales(by_rate, "XXXXXX") == [64, 64, 32, 32, 32, 16]
-    by_budget = LossScale.dynamic(init=64, interval=10, hysteresis=2, skip_rate_limit=0.2)
-    assert walk(by_budget, "XX.X")[-1].state_dict()["window"] == "." * 9 + "X"
-
-
-def test_a_limit_of_one_is_never_exceeded():
-    config = LossScale.dynamic(init=64, interval=2, hysteresis=9, skip_rate_limit=1.0)
-    assert scales(config, "XXXXXXXX") == [64] * 8
-
-
-@pytest.mark.parametrize(
-    "before, after, window",
-    [
-        ({"skip_rate_limit": 0.5, "interval": 6}, {"skip_rate_limit": 0.5, "interval": 3}, "X.."),
-        ({"skip_rate_limit": 0.9, "interval": 3}, {"skip_rate_limit": 0.9, "interval": 6}, "...X.."),
-        ({"skip_rate_limit": None}, {"skip_rate_limit": 0.5, "interval": 3}, "..."),
-        ({"skip_rate_limit": 0.5, "interval": 6}, {"skip_rate_limit": None}, ""),
-    ],
-)
-def test_a_state_continues_under_other_rules(before, after, window):
-    state = walk(LossScale.dynamic(hysteresis=9, **before), "X.X.")[-1]
-    assert next_scale(state, NO, LossScale.dynamic(hysteresis=9, **after)).state_dict()["window"] == window
-
-
 # Scales that do not move
 
 
@@ -417,9 +365,7 @@ CONFIGS = [
     LossScale.none(),
     LossScale.constant(1024, patience=3),
     LossScale.dynamic(),
-    LossScale.dynamic(
-        interval=3, hysteresis=2, refill="clean+backoff", patience=3, growth_offset=1, skip_rate_limit=0.3
-    ),
+    LossScale.dynamic(interval=3, hysteresis=2, refill="clean+backoff", patience=3, growth_offset=1),
     *(LossScale.like(system) for system in ("torch", "apex", "paddle", "fleet", "deepspeed", "megatron")),
 ]
 
@@ -429,7 +375,7 @@ def test_nothing_is_read_by_the_host(config):
     state, found_inf = config.start(), torch.tensor(1.0)
     with Ops() as ops:
         after = next_scale(state, found_inf, config)
-    assert sum(ops.counts.values()) <= (25 if config.skip_rate_limit is None else 32)
+    assert sum(ops.counts.values()) <= 25
     with ops:
         after.inverse()
     assert ops.counts["aten._local_scalar_dense"] == 0
@@ -442,7 +388,7 @@ def test_nothing_is_read_by_the_host(config):
 def test_a_device_without_values_will_do(config):
     # On the meta device any read by the host raises.
     state = next_scale(config.start("meta"), torch.empty((), dtype=torch.bool, device="meta"), config)
-    assert {state.scale.device.type, state.inverse().device.type, state.window.device.type} == {"meta"}
+    assert {state.scale.device.type, state.inverse().device.type, state.budget.device.type} == {"meta"}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -452,7 +398,7 @@ def test_states_keep_their_kind_and_are_not_changed(config, overflow):
     saved = before.state_dict()
     after = next_scale(before, overflow, config)
     assert before.state_dict() == saved
-    for name in ("scale", "clean_steps", "budget", "floor_overflows", "window"):
+    for name in ("scale", "clean_steps", "budget", "floor_overflows"):
         old, new = getattr(before, name), getattr(after, name)
         assert (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
     assert after.scale.dtype == torch.float32

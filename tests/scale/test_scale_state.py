@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from mezzo.errors import StateError
 from mezzo.scale import LossScale, ScaleState, next_scale
 
-CONFIG = LossScale.dynamic(
-    init=3.3, growth=1.7, backoff=0.6, interval=4, hysteresis=2, growth_offset=1, skip_rate_limit=0.4, floor=0.1
-)
-SAVED = {"scale": 1024.0, "clean_steps": 3, "budget": 1, "floor_overflows": 0, "window": ".X."}
+CONFIG = LossScale.dynamic(init=3.3, growth=1.7, backoff=0.6, interval=4, hysteresis=2, growth_offset=1, floor=0.1)
+SAVED = {"scale": 1024.0, "clean_steps": 3, "budget": 1, "floor_overflows": 0}
 
 
 def walk(state: ScaleState, pattern: list[bool], config: LossScale = CONFIG) -> list[dict]:
@@ -34,7 +32,7 @@ def test_a_loaded_state_continues_exactly(before, after):
         state = next_scale(state, torch.tensor(overflow), CONFIG)
     loaded = ScaleState.from_state_dict(json.loads(json.dumps(state.state_dict())))
     assert loaded.state_dict() == state.state_dict()
-    for name in ("scale", "clean_steps", "budget", "floor_overflows", "window"):
+    for name in ("scale", "clean_steps", "budget", "floor_overflows"):
         ours, theirs = getattr(loaded, name), getattr(state, name)
         assert torch.equal(ours, theirs)
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
@@ -55,14 +53,13 @@ def test_the_state_dict_is_plain():
         "clean_steps": -1,
         "budget": 1,
         "floor_overflows": 0,
-        "window": "...X",
     }
-    assert [type(value) for value in plain.values()] == [float, int, int, int, str]
+    assert [type(value) for value in plain.values()] == [float, int, int, int]
 
 
 def test_the_device_is_the_callers():
     loaded = ScaleState.from_state_dict(SAVED, device="meta")
-    assert {tensor.device.type for tensor in (loaded.scale, loaded.budget, loaded.window)} == {"meta"}
+    assert {tensor.device.type for tensor in (loaded.scale, loaded.budget)} == {"meta"}
 
 
 @pytest.mark.parametrize(
@@ -78,8 +75,7 @@ def test_the_device_is_the_callers():
         ({"clean_steps": 1.5}, ["clean_steps cannot be 1.5", "it is a whole number"]),
         ({"budget": "2"}, ["budget cannot be '2'", "it is a whole number"]),
         ({"floor_overflows": 2**60}, ["floor_overflows cannot be"]),
-        ({"window": "..x"}, ["window cannot be '..x'", "it is text of '.' and 'X'"]),
-        ({"window": [0, 1]}, ["window cannot be [0, 1]"]),
+        ({"window": ""}, ["unknown key 'window'"]),
         ({"growth_tracker": 3}, ["unknown key 'growth_tracker'", "valid: scale, clean_steps"]),
         ({"budgett": 3, "scale": 0}, ["2 problems", "did you mean 'budget'?", "scale cannot be 0"]),
     ],
@@ -93,7 +89,7 @@ def test_values_that_are_no_state(change, parts):
 
 def test_missing_keys_are_listed_together_with_unknown_ones():
     with pytest.raises(StateError) as caught:
-        ScaleState.from_state_dict({"scale": 2.0, "_growth_tracker": 0, "window": ""})
+        ScaleState.from_state_dict({"scale": 2.0, "_growth_tracker": 0})
     message = str(caught.value)
     assert "missing keys: clean_steps, budget, floor_overflows" in message
     assert "unknown key '_growth_tracker'" in message
@@ -118,7 +114,7 @@ def test_the_inverse_of_a_power_of_two_is_exact(exponent):
 
 
 def test_states_are_compared_by_identity():
-    # Comparing tensors would sync, and has no one truth value for a window.
+    # Comparing tensors would sync.
     state, again = CONFIG.start(), CONFIG.start()
     assert {state, state, again} == {again, state}
     assert state != again

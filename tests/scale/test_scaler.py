@@ -1,4 +1,4 @@
-"""What counts for a loss scale, and how often: gradients of the same, the last and older scales, on host and device."""
+"""A loss scale that moves when it is told to, once for all that was found since: on the host and on a device alike."""
 
 import dataclasses
 import itertools
@@ -8,174 +8,159 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo.scale import LossScale, scaler
+from mezzo.scale import LossScale, next_scale
+from mezzo.scale.rules import next_scale_on_host
 from mezzo.scale.scaler import Scaler
 
 YES, NO = torch.tensor(True), torch.tensor(False)
-RULES = [
-    LossScale.dynamic(init=16, interval=2, floor=2.0, ceiling=64.0, patience=2),
-    LossScale.dynamic(init=16, interval=3, hysteresis=2, refill="clean", floor=2.0),
-    LossScale.dynamic(init=4, interval=2, growth_offset=2, skip_rate_limit=0.5, hysteresis=2),
-    LossScale.constant(8.0, patience=3),
-    LossScale.none(),
-]
+CONFIGS = st.builds(
+    LossScale.dynamic,
+    init=st.sampled_from([2.0**-20, 1.0, 1000.0, 65536.0, 2.0**100]),
+    growth=st.sampled_from([1.1, 2.0, 3.7, 2.0**30]),
+    backoff=st.sampled_from([0.1, 0.5, 0.9]),
+    interval=st.integers(1, 4),
+    hysteresis=st.integers(1, 3),
+    refill=st.sampled_from(["backoff", "clean", "growth", "clean+backoff"]),
+    floor=st.sampled_from([2.0**-126, 2.0**-20]),
+    ceiling=st.sampled_from([None, 2.0**101]),
+    growth_offset=st.integers(0, 2),
+)
+RULES = {
+    "torch": LossScale.like("torch", init=8.0, interval=2),
+    "paddle": LossScale.like("paddle", init=8.0, interval=2, hysteresis=2),
+    "offset": LossScale.dynamic(init=4, interval=2, growth_offset=2, hysteresis=2),
+    "constant": LossScale.constant(8.0, patience=3),
+    "none": LossScale.none(),
+}
 
 
-def values(state):
-    return {field.name: getattr(state, field.name).tolist() for field in dataclasses.fields(state)}
+def same(one, other):
+    pairs = [(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)]
+    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
-class OnDevice(Scaler):
-    """As on an accelerator: nothing is read on the host."""
-
-    def update(self, *args, **kwargs):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scaler, "_on_host", lambda tensor: tensor)
-            super().update(*args, **kwargs)
+def made(rules, device):
+    """A scaler in host arithmetic, or in tensors alone, as on an accelerator: here with those of a graph."""
+    scaler = Scaler(rules, "cpu")
+    scaler.in_graph = device == "device"
+    return scaler
 
 
-@pytest.mark.parametrize("kind", [Scaler, OnDevice])
-@pytest.mark.parametrize("found", list(itertools.product([False, True], repeat=3)))
-@pytest.mark.parametrize("rules", RULES)
-def test_gradients_of_one_scale_count_once_in_any_order(rules, found, kind):
-    """Three parts are what one step would be that found all of it; the step after, too."""
-    parts, whole = kind(rules, "cpu"), kind(rules, "cpu")
-    for later in (False, True, False):
-        made_with = parts.state.scale
-        for each in found:
-            parts.update(torch.tensor(each ^ later), made_with=made_with, hold=NO)
-        whole.update(torch.tensor(any(each ^ later for each in found)))
-        assert values(parts.state) == values(whole.state)
+def moved(scaler, steps):
+    """States after each move; a step is the flags that optimizers found."""
+    found = []
+    for flags in steps:
+        for flag in flags:
+            before = scaler.state
+            scaler.update(flag)
+            assert scaler.state is before
+        scaler.advance()
+        found.append(scaler.state_dict())
+    return found
 
 
-@pytest.mark.parametrize("kind", [Scaler, OnDevice])
-def test_what_is_held_back_is_made_good_by_nothing_but_an_overflow(kind):
-    """Parts with a loss that is not finite: with a clean one the state stays, with an overflow that counts."""
-    for other, scale, clean in ((NO, 16.0, 0), (YES, 8.0, 0)):
-        for order in (0, 1):
-            one = kind(LossScale.dynamic(init=16, interval=5), "cpu")
-            made_with = one.state.scale
-            for found, hold in ((YES, YES), (other, NO))[:: 1 - 2 * order]:
-                one.update(found, made_with=made_with, hold=hold)
-            assert one.state.scale.item() == scale
-            assert one.state.clean_steps.item() == clean
+@given(CONFIGS, st.lists(st.booleans(), max_size=20))
+def test_the_rule_in_numbers_is_the_rule_in_kernels_bit_for_bit(config, pattern):
+    kernels = host = config.start()
+    for found in pattern:
+        kernels = next_scale(kernels, torch.tensor(found), config)
+        host = next_scale_on_host(host, found, config)
+        assert same(kernels, host)
 
 
-@pytest.mark.parametrize("kind", [Scaler, OnDevice])
-def test_gradients_of_an_older_scale_count_only_where_it_has_not_fallen_below(kind):
-    rules = LossScale.dynamic(init=16, interval=2)
-    for moves, found, scale in (
-        ((YES, YES), YES, 4.0),  # has fallen since
-        ((YES, YES), NO, 4.0),
-        ((NO, NO, NO, NO), YES, 32.0),  # grew to 64, although 16 was too large
-        ((NO, NO, NO, NO), NO, 64.0),
-        ((YES, NO, NO), YES, 8.0),  # back at 16
-    ):
-        one = kind(rules, "cpu")
-        older = one.state.scale
-        for move in moves:
-            one.update(move)
-        before = values(one.state)
-        one.update(found, made_with=older)
-        assert one.state.scale.item() == scale
-        assert found or values(one.state) == before
+@given(
+    CONFIGS | st.sampled_from([*RULES.values()]),
+    st.lists(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=3), max_size=12),
+)
+def test_steps_between_two_moves_are_one_that_overflowed_where_one_did_that_counts(config, moves):
+    on_host, on_device, state = made(config, "host"), made(config, "device"), config.start()
+    for told in moves:
+        for scaler in (on_host, on_device):
+            for found, hold in told:
+                scaler.update(torch.tensor(found), hold=torch.tensor(hold))
+            scaler.advance()
+        if counting := [found for found, hold in told if not hold]:
+            state = next_scale(state, torch.tensor(any(counting)), config)
+        assert same(state, on_host.state)
+        assert same(state, on_device.state)
 
 
-@given(st.sampled_from(RULES), st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 3)), max_size=25))
-def test_host_and_device_agree(rules, pattern):
-    """Each update is of gradients made up to three updates ago; some are held back."""
-    host, device = Scaler(rules, "cpu"), OnDevice(rules, "cpu")
-    known = [(host.state.scale, device.state.scale)]
-    for found, hold, age in pattern:
-        here, there = known[max(-1 - age, -len(known))]
-        for one, made_with in ((host, here), (device, there)):
-            one.update(torch.tensor(found), made_with=made_with, hold=torch.tensor(hold))
-        assert values(host.state) == values(device.state)
-        known.append((host.state.scale, device.state.scale))
-
-
-@pytest.mark.parametrize("kind", [Scaler, OnDevice])
-@pytest.mark.parametrize("rules", [rules for rules in RULES if rules.mode != "none"])
-def test_an_update_writes_to_nothing_and_makes_a_scale_of_its_own(rules, kind):
-    one = kind(rules, "cpu")
+@pytest.mark.parametrize("device", ["host", "device"])
+@pytest.mark.parametrize("rules", [rules for rules in RULES.values() if rules.mode != "none"], ids=str)
+def test_a_move_writes_to_nothing_and_makes_a_scale_of_its_own(rules, device):
+    scaler = made(rules, device)
     for found, hold in itertools.product((YES, NO), repeat=2):
-        before, kept = one.state, values(one.state)
-        one.update(found, made_with=before.scale, hold=hold)
-        assert values(before) == kept
-        assert one.state.scale is not before.scale
+        before, kept = scaler.state, scaler.state_dict()
+        scaler.update(found, hold=hold)
+        scaler.advance()
+        assert before.state_dict() == kept
+        assert scaler.state.scale is not before.scale
         assert (YES.item(), NO.item()) == (True, False)
+        now = scaler.state
+        scaler.advance()  # nothing was told since
+        assert scaler.state is now
 
 
-def test_loading_forgets_what_came_before():
-    """Gradients of a scale from before are those of an older one, however the loaded one was reached."""
-    one, other = Scaler(LossScale.dynamic(init=16), "cpu"), Scaler(LossScale.dynamic(init=64), "cpu")
-    made_with = one.state.scale
-    one.update(YES, made_with=made_with)
-    one.load_state_dict(other.state_dict())
-    one.update(YES, made_with=made_with)
-    assert one.state.scale.item() == 32.0
+def test_a_move_is_one_launch_on_a_device():
+    launched = []
+
+    def compute(function, given, tensors):
+        launched.append(function.__name__)
+        return function(*given, *tensors)
+
+    scaler = Scaler(RULES["torch"], "cpu", compute)
+    moved(scaler, [(NO,), (YES, NO, NO)])
+    assert launched == []
+    scaler.enter(scaler.tensors())
+    moved(scaler, [(NO,), (YES, NO, NO), ()])
+    assert launched == ["moved_on"] * 2
+
+
+@pytest.mark.parametrize("scale", [3.0, torch.tensor(3.0), torch.tensor([3.0], dtype=torch.float64)])
+def test_another_scale_forgets_what_was_found_and_keeps_the_count(scale):
+    scaler = Scaler(RULES["torch"], "cpu")
+    moved(scaler, [(NO,)])
+    scaler.update(YES)
+    scaler.set(scale)
+    assert (scaler.state.scale, scaler.state.scale.dtype, scaler.state.clean_steps) == (3.0, torch.float32, 1)
+    scaler.advance()
+    assert scaler.state.scale == 3.0
+    if isinstance(scale, torch.Tensor):
+        scale.zero_()
+        assert scaler.state.scale == 3.0
+
+
+def test_states_go_on_and_forget_what_was_found():
+    first, second = Scaler(RULES["torch"], "cpu"), Scaler(RULES["torch"], "cpu")
+    patterns = [[(YES if bad else NO,)] for bad in (0, 1, 0, 0, 0, 1)]
+    for pattern in patterns:
+        moved(first, pattern)
+        second.update(YES)
+        second.load_state_dict(first.state_dict())
+        assert second.state_dict() == first.state_dict()
+    for pattern in itertools.chain(patterns, patterns):
+        assert moved(first, pattern) == moved(second, pattern)
 
 
 @pytest.mark.parametrize(
-    "rules, changes, apart",
+    "rules, changes",
     [
-        ("none", False, False),
-        ("constant(1)", False, False),
-        ("constant(1,patience=2)", False, False),
-        ("constant(8)", True, False),
-        ("constant(8,patience=2)", True, True),
-        ("dynamic", True, True),
+        ("none", False),
+        ("constant(1)", False),
+        ("constant(1,patience=2)", False),
+        ("constant(8)", True),
+        ("dynamic", True),
     ],
 )
-def test_what_gradients_notice_of_a_scale(rules, changes, apart):
-    one = Scaler(LossScale.parse(rules), "cpu")
-    assert (one.changes_gradients, one.keeps_apart) == (changes, apart)
+def test_what_gradients_notice_of_a_scale(rules, changes):
+    assert Scaler(LossScale.parse(rules), "cpu").changes_gradients == changes
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_scaled_loss_is_fp32_at_least(dtype):
-    """60000 in FP16 has no room for a factor."""
-    loss = torch.tensor(60000.0, dtype=dtype)
-    for rules in ("constant(65536)", "dynamic"):
-        scaled = Scaler(LossScale.parse(rules), "cpu").scaled(loss)
-        assert scaled.dtype == torch.promote_types(dtype, torch.float32)
-        assert scaled.item() == loss.item() * 65536
+def test_a_scaled_loss_is_finite_and_exact_whatever_its_format_holds(dtype, shape):
+    loss = torch.full(shape, 3.0, dtype=dtype)
+    scaled = Scaler(LossScale.dynamic(init=2.0**16), "cpu").scaled(loss)
+    assert scaled.item() == 3.0 * 2.0**16  # beyond the range of FP16
+    assert scaled.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert Scaler(LossScale.none(), "cpu").scaled(loss) is loss
-
-
-@pytest.mark.parametrize("rules", ["dynamic(interval=3)", "dynamic(interval=3,skip_rate_limit=0.4)", "constant(8)"])
-def test_in_a_graphs_tensors_it_follows_the_same_rules(rules):
-    """Each state is written back into the tensors that it was computed from, as a replayed graph does."""
-    config = LossScale.parse(rules)
-    plain, held = Scaler(config, "cpu"), Scaler(config, "cpu")
-    tensors = held.tensors()
-    held.enter(tensors)
-    addresses = [getattr(tensors, field.name).data_ptr() for field in dataclasses.fields(tensors)]
-    for number, overflow in enumerate((False, True, True, False, False, False, True, False, False, False)):
-        for one in (plain, held):
-            one.update(torch.tensor(overflow))
-        if number == 6:  # a step outside the graph, and back
-            held.leave()
-            assert not held.in_graph
-        held.enter(tensors)
-        assert held.state is tensors
-        assert held.state_dict() == plain.state_dict()
-    assert [getattr(tensors, field.name).data_ptr() for field in dataclasses.fields(tensors)] == addresses
-
-
-def test_what_leaves_a_graph_is_not_overwritten_there():
-    one = Scaler(LossScale.dynamic(init=8.0, interval=1), "cpu")
-    tensors = one.tensors()
-    one.enter(tensors)
-    one.leave()
-    tensors.scale.fill_(2.0)
-    assert one.state.scale.item() == 8.0
-    assert one.state is not tensors
-
-
-def test_a_loaded_window_of_another_length_fits_the_graphs():
-    one = Scaler(LossScale.dynamic(interval=4, skip_rate_limit=0.5), "cpu")
-    tensors = one.tensors()
-    one.load_state_dict({**one.state_dict(), "window": ".XX"})
-    one.enter(tensors)
-    assert one.state_dict()["window"] == "..XX"

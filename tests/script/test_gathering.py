@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from mezzo.script import Program, run
-from mezzo.session.refusals.beginning import _stands_still
 
 MODEL = "model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))\n"
 STEP = "optimizer.zero_grad(); loss = model(x).square().mean(); loss.backward(); optimizer.step()\n"
@@ -47,39 +46,58 @@ print(*a.weight.flatten().tolist(), *b.weight.flatten().tolist())
 """
 
 
-def test_a_late_optimizer_joins_with_the_gradients_that_others_have(report):
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O2,dtype=float16,loss_scale=64", "O3,dtype=bfloat16"])
+def test_a_late_optimizer_joins_with_the_gradients_that_others_have(report, policy):
     _, plain = report(LATE, policy=None)
-    found, under_bf16 = report(LATE)
-    assert under_bf16 == pytest.approx(plain, abs=0.01)
-    assert (found.steps, found.measured_steps, found.optimizers) == (2, 2, ("SGD", "SGD"))
+    found, low = report(LATE, policy=policy)
+    assert low == pytest.approx(plain, abs=0.01)
+    assert (found.steps, found.measured_steps, found.optimizers) == (2, 1, ["SGD", "SGD"])
     assert found.left_alone == {}
-
-
-def test_gradients_that_are_lost_when_weights_are_stored_low_are_told_of(report):
-    found, _ = report(LATE, policy="O2,dtype=bfloat16")
-    assert list(found.left_alone) == ["gradients of an accumulation window"]
 
 
 def test_a_model_that_is_gone_leaves_the_session(report):
     found, _ = report(f"for _ in range(2):\n    {MODEL}    optimizer = torch.optim.SGD(model.parameters())\n    {STEP}")
-    assert found.models == ("Sequential", "Sequential")
+    assert found.models == ["Sequential", "Sequential"]
     assert (found.steps, found.left_alone) == (2, {})
 
 
 def test_a_forward_pass_without_gradients_begins_nothing(report):
     text = f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nwith torch.no_grad():\n    model(x)\n"
     found, _ = report(text)
-    assert (found.steps, found.models) == (0, ())
+    assert (found.steps, found.models) == (0, [])
 
 
 @pytest.mark.parametrize("call", ["model[0](x)", "model[2](model[1](model[0](x)))", "torch.nn.Sequential(*model)(x)"])
 def test_a_part_that_is_called_by_itself_runs_low_and_returns_fp32(report, call):
     found, (fp32,) = report(
-        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nfor _ in range(2):\n"
+        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nfor _ in range(3):\n"
         f"    out = {call}\n    optimizer.zero_grad(); out.square().mean().backward(); optimizer.step()\n"
         "print(int(out.dtype == torch.float32))"
     )
     assert (found.low_share, fp32) == (1.0, 1)
+
+
+METHOD = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)
+    def loss(self, x):
+        return (self.head(self.body(x).tanh()) - 1).square().mean()
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad(); loss = model.loss(x); loss.backward(); optimizer.step()
+print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16"])
+def test_a_model_that_is_called_by_a_method_of_its_own_runs_low(report, policy):
+    _, plain = report(METHOD, policy=None)
+    found, low = report(METHOD, policy=policy)
+    assert low == pytest.approx(plain, rel=0.02)
+    assert (found.low_share, found.steps) == (1.0, 4)
 
 
 def test_a_mode_of_the_scripts_own_is_not_disturbed(report):
@@ -209,17 +227,6 @@ def test_the_state_of_another_session_is_told_of_and_the_scale_begins_afresh(rep
     assert found.scale == 1024.0
 
 
-def test_a_session_of_the_scripts_own_is_left_alone(report):
-    found, _ = report(
-        f"import mezzo\n{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
-        "amp = mezzo.MixedPrecision(model, optimizer, 'O1,dtype=bfloat16')\n"
-        "with amp.autocast():\n    loss = model(x).square().mean()\namp.backward(loss)\namp.step()\n"
-    )
-    ((what, why),) = found.left_alone.items()
-    assert what == "SGD over Sequential"
-    assert why.startswith("the optimizer belongs to a session or to MasterWeights already")
-
-
 @pytest.mark.parametrize("policy", ["O1,dtype=bfloat16", "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
 def test_a_model_that_is_saved_whole_is_a_plain_fp32_model(report, policy):
     """The script compares with what its own state dict holds; a file would name mezzo if it held anything of it."""
@@ -299,6 +306,44 @@ def test_a_new_optimizer_over_what_the_old_model_returns_joins_before_that_is_ca
     assert (found.steps, found.left_alone) == (7, {})
 
 
+#: An optimizer over a part of a model that trains already, made between two steps or while gradients accumulate.
+LATE_PART = """
+y = x.sum(1, keepdim=True)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+a = torch.optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9)
+for number in range(8):
+    if number == 4 and not {inside}:
+        b = torch.optim.Adam(model[1].parameters(), lr=0.05)
+    (model(x) - y).square().mean().backward()
+    if number == 4 and {inside}:
+        b = torch.optim.Adam(model[1].parameters(), lr=0.05)
+    (model(x) - y).square().mean().backward()
+    a.step(); a.zero_grad()
+    if number < 4:
+        model[1].zero_grad()
+    else:
+        b.step(); b.zero_grad()
+print(*model.state_dict()["0.weight"].flatten().tolist(), *model.state_dict()["1.weight"].flatten().tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    "policy, inside", [(BF16, False), (BF16, True), ("O2,dtype=bfloat16", False), ("O2,dtype=bfloat16", True)]
+)
+def test_an_optimizer_over_a_part_of_what_trains_already_joins(report, policy, inside):
+    _, plain = report(LATE_PART.format(inside=inside), policy=None)
+    found, low = report(LATE_PART.format(inside=inside), policy=policy)
+    assert low == pytest.approx(plain, abs=0.01)
+    assert (found.steps, found.optimizers, found.models, found.left_alone) == (12, ["SGD", "Adam"], ["Sequential"], {})
+
+
+def test_the_loss_scale_goes_on_when_an_optimizer_joins(report):
+    policy = "O1,dtype=float16,loss_scale=dynamic(init=64,interval=4)"
+    joins, anew = (report(LATE_PART.format(inside=inside), policy=policy)[0] for inside in (False, True))
+    assert (joins.scale, joins.lowest_scale, joins.skipped) == (anew.scale, anew.lowest_scale, anew.skipped)
+    assert (joins.scale, joins.lowest_scale, joins.skipped) == (256, 64, 0)  # it has doubled after 4 and 8 rounds
+
+
 @pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
 def test_gradients_that_are_left_at_the_end_stay_with_the_weights(report, policy):
     text = (
@@ -313,13 +358,6 @@ def test_gradients_that_are_left_at_the_end_stay_with_the_weights(report, policy
     for mine, theirs in zip(left.parameters(), plain.parameters(), strict=True):
         assert mine.dtype == mine.grad.dtype == torch.float32
         assert torch.allclose(mine.grad, theirs.grad, atol=0.01)
-
-
-def test_what_a_session_tries_is_none_of_the_scripts_optimizers(report):
-    _stands_still.cache_clear()
-    text = f"{MODEL}optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)\nfor _ in range(3):\n    {STEP}"
-    found, _ = report(text, policy="O3,dtype=bfloat16")
-    assert (found.optimizers, found.models, found.steps, found.left_alone) == (("SGD",), ("Sequential",), 3, {})
 
 
 #: The same, where each step has a closure.
@@ -362,4 +400,4 @@ def test_an_optimizer_that_is_made_before_lbfgs_evaluates_joins_after_that_step(
     _, plain = report(text, policy=None)
     found, low = report(text, policy=policy)
     assert low == pytest.approx(plain, abs=0.05)
-    assert (found.steps, found.optimizers, found.left_alone) == (3, ("LBFGS", "SGD"), {})
+    assert (found.steps, found.optimizers, found.left_alone) == (3, ["LBFGS", "SGD"], {})

@@ -27,7 +27,7 @@ TRAINING = {
 }
 #: Where not all products ran low, the share that did: a frozen backbone trains from the middle on, a line search has
 #: products of its own, and torch's attention multiplies BF16 in FP32 on this device.
-SHARES = {"frozen": 0.455, "lbfgs": 0.957, "attention bfloat16": 0.923}
+SHARES = {"frozen": 0.357, "lbfgs": 0.957, "attention bfloat16": 0.923}
 QUICK = ("plain", "sam", "averages", "autoencoder", "folds")
 
 
@@ -97,14 +97,7 @@ def test_a_checkpoint_of_the_run_loads_in_plain_torch(script, tmp_path):
 def test_tensors_of_no_module_are_left_alone_and_named(script):
     ended, metrics = script("functional_only", policy="O1,dtype=bfloat16")
     assert metrics == script("functional_only")[1]
-    assert ended.report.alarm == "nothing ran in low precision"
     assert ended.report.left_alone == {"SGD over 1 tensor": "no module holds what it updates"}
-
-
-def test_a_script_that_trains_nothing_says_so(script):
-    ended, _ = script("untrained", policy="O1,dtype=bfloat16")
-    assert ended.report.lines[0].endswith("under O1,dtype=bfloat16: nothing ran in low precision")
-    assert (ended.report.steps, ended.report.scale) == (0, None)
 
 
 def test_regions_and_scalers_of_a_script_are_the_sessions(script):
@@ -114,16 +107,15 @@ def test_regions_and_scalers_of_a_script_are_the_sessions(script):
     assert metrics["scale"] == ended.report.scale == 1.0  # the policy's, and not 2^12
 
 
-def test_weights_that_an_optimizer_writes_outside_of_a_step_stay_fp32(script):
+def test_weights_that_two_optimizers_share_are_stored_in_fp32(script):
     ended, _ = script("sam", policy="O2,dtype=bfloat16")
     ((what, why),) = ended.report.left_alone.items()
     assert what == "weights of Sequential, stored in FP32"
-    assert why == "SAM may write weights in first_step, second_step, and not in step() alone"
+    assert why.startswith("two optimizers update the same parameters")
     assert ended.report.low_share == 1.0
 
 
 def test_options_of_the_session_reach_it(script):
-    _, clipped = script("plain", policy="O1,dtype=bfloat16", max_grad_norm=1e-6)
-    assert clipped["accuracy"] > 0.8  # AdamW does not mind
-    ended, _ = script("accumulate", policy="O0", max_grad_norm=1e-9)
-    assert ended.report.alarm == "nothing ran in low precision"
+    _, plain = script("accumulate")
+    _, clipped = script("accumulate", policy="O0", max_grad_norm=1e-9)
+    assert clipped["loss"] != plain["loss"]

@@ -1,18 +1,37 @@
-"""A small classifier and the steps of its training loop, what is left of them to compare, and a count of host syncs.
+"""What tests of sessions share: a small classifier, its batches and loops, and what is compared and counted."""
 
-Test files import it as ``from .loops import …`` and vary one thing each.
-"""
-
+import contextlib
 import copy
+import io
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim import lr_scheduler, swa_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mezzo
 from mezzo import MixedPrecision
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
+
+FP32 = ("O0", "O0,loss_scale=dynamic(init=1024)")
+#: Every level and format; where FP16 is scaled, a scale that the small losses here do not overflow with.
+LOW = (
+    "O1,emulate=true,loss_scale=dynamic(init=1024)",
+    "O1,dtype=bfloat16,emulate=true",
+    "O2,emulate=true,loss_scale=dynamic(init=1024)",
+    "O2,dtype=bfloat16,emulate=true",
+)
+EVERY = (*FP32, *LOW)
+O3 = ("O3,emulate=true", "O3,dtype=bfloat16,emulate=true")
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True),
+    "mezzo": lambda params: mezzo.optim.AdamW(params, lr=1e-2, eps=1e-4),
+}
 
 
 def network():
@@ -26,38 +45,89 @@ def batch(number):
     return torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
 
 
-def sgd(params, **options):
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, **options)
+def loss_of(model, number, amp=None):
+    """The loss of a batch, in a session's region where one is given."""
+    x, y = batch(number)
+    with contextlib.nullcontext() if amp is None else amp.autocast():
+        out = model(x)
+    return functional.cross_entropy(out.float(), y)
 
 
-def session(policy, optimizer=sgd, **options):
-    model = network()
-    built = optimizer(model.parameters())
-    return model, built, MixedPrecision(model, built, policy, **options)
+def built(optimizer="SGD", model=None):
+    model = network() if model is None else model
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    return model, make(model.parameters())
+
+
+def session(policy, optimizer="SGD", **options):
+    model, made = built(optimizer)
+    return model, made, MixedPrecision(model, made, policy, **options)
+
+
+@contextlib.contextmanager
+def attached(*args, **options):
+    amp = mezzo.attach(*args, **options)
+    try:
+        yield amp
+    finally:
+        amp.detach()
 
 
 def backward(amp, model, number, *, spoilt=False):
-    x, y = batch(number)
-    with amp.autocast():
-        loss = functional.cross_entropy(model(x), y)
-    amp.backward(loss)
+    amp.backward(loss_of(model, number, amp))
     if spoilt:
-        next(p for p in model.parameters() if p.grad is not None).grad.fill_(INF)
+        spoil(model)
 
 
-def train(amp, model, number, *, spoilt=False, **options):
-    backward(amp, model, number, spoilt=spoilt)
-    step = amp.step(**options)
+def spoil(model, value=INF):
+    next(p for p in model.parameters() if p.grad is not None).grad.fill_(value)
+
+
+def train(amp, model, number, *, spoilt=False, micro_batches=1):
+    """One step in the five lines."""
+    for part in range(micro_batches):
+        backward(amp, model, number * micro_batches + part, spoilt=spoilt)
+    step = amp.step()
     amp.zero_grad()
     return step
 
 
+def train_plainly(model, optimizer, number, *, spoilt=False, micro_batches=1, edit=None):
+    """One step as plain PyTorch has it."""
+    for part in range(micro_batches):
+        loss_of(model, number * micro_batches + part).backward()
+    if spoilt:
+        spoil(model)
+    if edit is not None:
+        edit(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def weights(amp):
-    return [p.detach().clone() for p in amp.master_params()]
+    """The values that optimizers update, exactly."""
+    saved = amp.state_dict()["masters"]
+    named = amp.weights.named_params()
+    return [saved[name].clone() if name in saved else param.detach().clone() for name, param in named]
 
 
-def state(amp, model):
-    return copy.deepcopy((weights(amp), dict(model.state_dict()), [o.state_dict() for o in amp._core.optimizers]))
+def facts(model, *optimizers, amp=None):
+    """All that a run has come to: weights, what optimizers keep of them, the scale, the account."""
+    states = [{k: v for k, v in o.state_dict().items() if k != "mezzo"} for o in optimizers]
+    rest = [] if amp is None else [weights(amp), float(amp.loss_scale), amp.stats()]
+    return copy.deepcopy([dict(model.state_dict()), states, *rest])
+
+
+def on_disk(*parts):
+    """What a program writes to a file of these parts' states, and reads from it."""
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in parts], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def assert_same(one, two):
@@ -68,11 +138,59 @@ def assert_same(one, two):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-class Syncs(TorchDispatchMode):
-    """Count conversions of tensors to Python values, which on a GPU wait for the device."""
+def assert_near(mine, theirs, start, share=0.05):
+    """Weights moved as other weights did, but for a share of the way."""
+    found, true, first = (torch.cat([t.detach().flatten().float() for t in each]) for each in (mine, theirs, start))
+    assert torch.linalg.vector_norm(found - true) < share * torch.linalg.vector_norm(true - first)
 
+
+class Syncs(TorchDispatchMode):
+    """Count what on a GPU would wait for the device: conversions of tensors to Python values."""
+
+    WAITS = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.is_nonzero.default,
+        torch.ops.aten.equal.default,
+        torch.ops.aten.nonzero.default,
+    )
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        self.count += func in self.WAITS
         return func(*args, **(kwargs or {}))
+
+
+class Weights(nn.Module):
+    """Parameters whose gradients are whatever a linear loss says: d(c·w)/dw = c."""
+
+    def __init__(self, *shapes, value=0.0):
+        super().__init__()
+        self.each = nn.ParameterList(nn.Parameter(torch.full((shape,), value)) for shape in shapes)
+
+    def loss(self, *coefficients):
+        return sum((w.float() * c).sum() for w, c in zip(self.each, coefficients, strict=True))
+
+
+def over(model, policy, *groups, lr=1.0, **options):
+    """A session over a model of :class:`Weights` with SGD; several optimizers where several lists of them are given."""
+    lists = groups or (list(model.parameters()),)
+    optimizers = [torch.optim.SGD(each, lr=lr) for each in lists]
+    return optimizers, MixedPrecision(model, optimizers, policy, **options)
+
+
+def _names_in(place, *, below=False):
+    found = {(place, name): value for name, value in vars(place).items() if callable(value)}
+    for each in place.__subclasses__() if below else ():
+        found |= _names_in(each, below=True)
+    return found
+
+
+def bound_names():
+    """What stands under the names of torch's that sessions bind, and beside them."""
+    places = (torch.autograd, nn.utils, nn.utils.clip_grad, swa_utils, torch.amp, torch.amp.GradScaler,
+              swa_utils.AveragedModel, lr_scheduler.ReduceLROnPlateau, torch.optim.Optimizer, torch.Tensor,
+              nn.Module)  # fmt: skip
+    found = _names_in(lr_scheduler.LRScheduler, below=True)
+    for place in places:
+        found |= _names_in(place)
+    return found

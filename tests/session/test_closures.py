@@ -8,46 +8,13 @@ from torch import nn
 from torch.nn import functional
 
 import mezzo
-from mezzo import MixedPrecision, NumericsError, PolicyError, StateError
+from mezzo import MixedPrecision, NumericsError, StateError
 
 from ..support.tables import pairwise, thinned
 from .loops import INF, Syncs, assert_same, batch, network
+from .programs import SAM
 
 LEVELS = ["O0,loss_scale=dynamic", "O1,emulate=true", "O2,emulate=true"]
-
-
-class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation as it circulates (Foret et al. 2021): a base optimizer, weights swapped by .data."""
-
-    def __init__(self, params, base, rho=0.05, **options):
-        super().__init__(params, {"rho": rho, **options})
-        self.base_optimizer = base(self.param_groups, **options)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def first_step(self, zero_grad=False):
-        pairs = [(group["rho"], p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for _, p in pairs]).norm()
-        for rho, p in pairs:
-            self.state[p]["old_p"] = p.data.clone()
-            p.add_(p.grad * (rho / (norm + 1e-12)))
-        if zero_grad:
-            self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = self.state[p]["old_p"]
-        self.base_optimizer.step()
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        closure = torch.enable_grad()(closure)
-        self.first_step(zero_grad=True)
-        closure()
-        self.second_step()
 
 
 class Twice(torch.optim.Optimizer):
@@ -164,20 +131,6 @@ def test_low_precision_trajectories_stay_near_fp32(kind, policy):
     assert abs(mine.loss(0) - plain.loss(0)) < 0.05 * abs(start - plain.loss(0))
 
 
-@pytest.mark.parametrize("kind", ["sgd", "lbfgs"])
-def test_edits_of_scaled_gradients_in_a_closure_are_noticed(kind, caplog):
-    caplog.set_level("INFO", logger="mezzo")
-    loop = Loop(kind, "O1,emulate=true")
-
-    def closure():
-        loss = loop.closure(0)()
-        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-        return loss
-
-    loop.amp.step(closure=closure)
-    assert caplog.text.count("gradients were edited while they still carry the loss scale") == 1
-
-
 @pytest.mark.parametrize("policy", LEVELS)
 def test_each_evaluation_sees_unscaled_fp32_gradients(policy):
     loop = Loop("lbfgs", policy)
@@ -245,7 +198,7 @@ def test_a_closure_may_accumulate_and_may_clear_with_the_session(policy):
 # Overflows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, policy, late", pairwise(list(OPTIMIZERS), list(LEVELS), [False, True]))
+@pytest.mark.parametrize("kind, policy, late", thinned(OPTIMIZERS, LEVELS, [False, True], every=4))
 def test_an_overflow_puts_everything_back_and_halves_the_scale_once(kind, policy, late):
     loop = Loop(kind, policy)
     for step in range(2):
@@ -284,8 +237,7 @@ def test_real_overflows_cost_steps_and_nothing_else(kind, level):
     mine, plain = Loop(kind, f"{level},emulate=true,loss_scale=dynamic(init=16777216)"), Loop(kind)
     start = plain.loss(0).item()
     for step in range(6):
-        while bool(mine.step(step).skipped):
-            pass
+        assert any(not mine.step(step).skipped for _ in range(30))
         plain.step(step)
     stats = mine.amp.stats()
     assert stats.steps == 6 + stats.skipped
@@ -298,21 +250,11 @@ def test_on_overflow_raise_says_so_after_putting_everything_back():
     loop.step(0)
     before = loop.snapshot()
     loop.spoil = loop.evaluations + 1
-    with pytest.raises(NumericsError, match=r"gradients are not finite\n  where  1 of 6: 3.weight"):
+    with pytest.raises(NumericsError, match="gradients are not finite"):
         loop.step(1)
     loop.amp.zero_grad()
     assert_same(before, loop.snapshot())
     assert loop.amp.loss_scale.item() == 32768.0
-
-
-def test_a_scheduler_steps_with_the_weights_only():
-    loop = Loop("lbfgs", "O1,emulate=true")
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
-    loop.amp.step(closure=loop.closure(0), scheduler=scheduler)
-    assert loop.optimizer.param_groups[0]["lr"] == 0.1
-    loop.spoil = loop.evaluations + 1
-    loop.amp.step(closure=loop.closure(1), scheduler=scheduler)
-    assert loop.optimizer.param_groups[0]["lr"] == 0.1
 
 
 # Costs --------------------------------------------------------------------------------------------------
@@ -321,23 +263,15 @@ def test_a_scheduler_steps_with_the_weights_only():
 EVALUATIONS = {"sgd": 1, "sam": 2}
 
 
-@pytest.mark.parametrize(
-    "kind, policy, on_overflow, options",
-    pairwise(
-        list(EVALUATIONS),
-        ["O0", *LEVELS],
-        ["skip", "raise"],
-        [{}, {"scheduler": []}, {"scheduler": lambda: None}],
-    ),
-)
-def test_one_host_sync_for_each_evaluation(kind, policy, on_overflow, options):
+@pytest.mark.parametrize("kind, policy, on_overflow", pairwise(list(EVALUATIONS), ["O0", *LEVELS], ["skip"]))
+def test_one_host_sync_for_each_evaluation(kind, policy, on_overflow):
     evaluations = EVALUATIONS[kind]
     loop = Loop(kind, policy, 1.0, on_overflow=on_overflow)
     loop.step(0)
     with Syncs() as syncs:
         if kind == "sam":
             loop.backward(loop.loss(1))
-        loop.amp.step(closure=loop.closure(1), **options)
+        loop.amp.step(closure=loop.closure(1))
         loop.amp.zero_grad()
     assert syncs.count == evaluations
 
@@ -345,24 +279,10 @@ def test_one_host_sync_for_each_evaluation(kind, policy, on_overflow, options):
 # Mistakes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", LEVELS)
-@pytest.mark.parametrize("kind", ["lbfgs", "sam", "sgd"])
-def test_a_closure_without_backward_is_refused_and_changes_nothing(kind, policy):
-    loop = Loop(kind, policy)
-    loop.step(0)
-    before = loop.snapshot()
-    if kind == "sam":
-        loop.backward(loop.loss(1))
-    with pytest.raises(StateError, match=r"the closure computed no gradient\n  write  amp.backward\(loss\) in the"):
-        loop.amp.step(closure=lambda: loop.loss(1))
-    loop.amp.zero_grad()
-    assert_same(before, loop.snapshot())
-    loop.step(1)
-
-
-@pytest.mark.parametrize("policy", LEVELS)
-@pytest.mark.parametrize("kind", ["lbfgs", "lbfgs-wolfe", "sam", "adamw", "mezzo's adamw"])
-@pytest.mark.parametrize("after_backward", [False, True])
+@pytest.mark.parametrize(
+    "policy, kind, after_backward",
+    thinned(LEVELS, ["lbfgs", "lbfgs-wolfe", "sam", "adamw", "mezzo's adamw"], [False, True], every=2),
+)
 def test_what_a_closure_raises_reaches_the_caller_and_changes_nothing(kind, policy, after_backward):
     loop = Loop(kind, policy)
     loop.step(0)
@@ -402,101 +322,3 @@ def test_a_closure_that_keeps_its_gradients_is_told_before_they_mix():
 
     with pytest.raises(StateError, match="last step's gradients are still there"):
         loop.amp.step(closure=closure)
-
-
-def test_a_closure_is_for_one_optimizer():
-    model = network()
-    pair = [torch.optim.LBFGS(model[0].parameters()), torch.optim.SGD(model[3].parameters(), lr=0.1)]
-    amp = MixedPrecision(model, pair, "O2,emulate=true")
-
-    def closure():
-        amp.zero_grad()
-        x, y = batch(0)
-        with amp.autocast():
-            loss = functional.cross_entropy(model(x), y)
-        amp.backward(loss, optimizers=pair[0])
-        return loss
-
-    before = copy.deepcopy(model.state_dict())
-    says = r"a closure is for one optimizer(.|\n)*LBFGS, SGD(.|\n)*optimizers=optimizer"
-    with pytest.raises(PolicyError, match=says):
-        amp.step(closure=closure)
-    assert_same(before, model.state_dict())
-    amp.step(optimizers=pair[0], closure=closure)
-    assert not before["0.weight"].equal(model[0].weight)
-    assert before["3.weight"].equal(model[3].weight)
-
-
-def test_what_is_no_function_is_refused_as_a_closure_and_the_window_stays():
-    loop = Loop("sgd", "O1,emulate=true")
-    loop.backward(loop.loss(0))
-    before = loop.snapshot()
-    with pytest.raises(PolicyError, match=r"a closure is a function, and int is none(.|\n)*def closure\(\): amp"):
-        loop.amp.step(closure=5)
-    assert_same(before, loop.snapshot())
-    assert not loop.amp.step().skipped
-
-
-def test_a_closure_given_by_position_is_refused():
-    """torch.amp's scaler passes it on, and LBFGS then sees scaled gradients."""
-    loop = Loop("lbfgs", "O1,emulate=true")
-    before = loop.snapshot()
-    with pytest.raises(PolicyError, match=r"closure=closure"):
-        loop.amp.step(loop.closure(0))
-    assert_same(before, loop.snapshot())
-
-
-def test_an_optimizer_that_ignores_its_closure_changes_nothing():
-    class Deaf(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step()
-
-    model = network()
-    optimizer = Deaf(model.parameters(), lr=0.1)
-    amp = MixedPrecision(model, optimizer, "O1,emulate=true")
-    amp.backward(model(batch(0)[0]).square().sum())
-    amp.step()  # leaves its gradients behind
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(StateError, match=r"Deaf.step\(\) did not evaluate the closure"):
-        amp.step(closure=lambda: None)
-    assert_same(before, model.state_dict())
-
-
-def test_mezzos_optimizer_keeps_its_state_in_place_after_an_overflow():
-    """What it updates, and what it saves, stay the same tensors."""
-    model = network()
-    optimizer = mezzo.optim.AdamW(model.parameters(), lr=0.01)
-    amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
-
-    def step(factor):
-        def closure():
-            amp.zero_grad()
-            with amp.autocast():
-                loss = model(batch(0)[0]).float().square().mean()
-            amp.backward(loss * factor)
-            return loss
-
-        return bool(amp.step(closure=closure).skipped)
-
-    assert [step(factor) for factor in (1.0, INF, 1.0, 1.0)] == [False, True, False, False]
-    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
-    for name, master in amp.state_dict()["masters"].items():
-        assert_same(master.bfloat16(), model.get_parameter(name))
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, mezzo.optim.AdamW, torch.optim.LBFGS])
-def test_what_users_note_in_the_state_survives_a_step_that_is_undone(make):
-    model = nn.Linear(3, 1)
-    optimizer = make(model.parameters(), lr=0.1)
-    optimizer.state["epoch"], optimizer.state["seen"] = 3, [1.0]
-    amp = MixedPrecision(model, optimizer, "O0")
-    for factor, skipped in ((1.0, False), (float("inf"), True), (1.0, False)):
-
-        def closure(factor=factor):
-            amp.zero_grad()
-            loss = model(torch.ones(2, 3)).square().mean() * factor
-            amp.backward(loss)
-            return loss
-
-        assert bool(amp.step(closure=closure).skipped) == skipped
-        assert (optimizer.state["epoch"], optimizer.state["seen"]) == (3, [1.0])

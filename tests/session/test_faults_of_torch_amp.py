@@ -4,8 +4,6 @@ Faults that need a GPU or several processes are elsewhere. Where a later torch m
 and the fault is history.
 """
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -159,12 +157,9 @@ def test_attempting_to_unscale_fp16_gradients():
 
     with pytest.raises(UnsupportedError) as caught:  # before a batch is lost
         MixedPrecision(model, sgd(model), "O1,emulate=true")
-    assert str(caught.value).splitlines() == [
-        "fp16 gradients cannot be unscaled in fp16",
-        "  where  0.weight (float16, 3×2) and 3 more, optimizer SGD",
-        "  why    dividing them by the loss scale in float16 flushes small ones to zero",
-        '  write  MixedPrecision(model, optimizer, policy="O2")   # keeps FP32 masters; or model.float() first',
-    ]
+    lines = str(caught.value).splitlines()
+    assert "0.weight" in lines[1]
+    assert any(line.startswith("  write  ") for line in lines)
     model.zero_grad()
     amp = MixedPrecision(model, sgd(model), "O2,emulate=true")
     amp.backward(model[0].weight.float().sum() * 2.0**-30)  # far below what FP16 holds
@@ -187,7 +182,11 @@ def test_a_step_does_not_say_whether_it_skipped_and_schedules_go_on():
     optimizer = sgd(model)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
     amp = MixedPrecision(model, optimizer, "O1,emulate=true")
-    steps = [session_step(amp, (model.weight * factor).sum(), scheduler=scheduler) for factor in (1.0, INF, 1.0)]
+    steps = []
+    for factor in (1.0, INF, 1.0):
+        steps.append(session_step(amp, (model.weight * factor).sum()))
+        if not steps[-1].skipped:
+            scheduler.step()
     assert [bool(step.skipped) for step in steps] == [False, True, False]
     assert optimizer.param_groups[0]["lr"] == 0.1 / 4
 
@@ -208,8 +207,7 @@ def test_an_optimizer_s_own_step_uses_scaled_gradients():
     assert model.weight.eq(1).all()
 
 
-def test_clipping_before_unscaling_clips_to_almost_nothing(caplog):
-    caplog.set_level("INFO", logger="mezzo")
+def test_clipping_before_unscaling_clips_to_almost_nothing():
     model, scaler = linear(), torch.amp.GradScaler("cpu")
     optimizer = sgd(model, lr=1.0)
     scaler.scale(model.weight.sum()).backward()
@@ -224,31 +222,8 @@ def test_clipping_before_unscaling_clips_to_almost_nothing(caplog):
     amp.backward(model.weight.sum())
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     amp.max_grad_norm = None
-    amp.step()
-    assert "still carry the loss scale" in caplog.text
-    assert re.search(r"max_grad_norm=1(.|\n)*amp.unscale_", caplog.text)
-
-
-# What is left behind ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", ["O1,emulate=true", "O2,emulate=true"])
-def test_batch_norm_keeps_the_poisoned_forward_of_a_skipped_step(policy):
-    x = torch.tensor([[1.0, 2.0], [INF, 4.0]])
-    model, scaler = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), torch.amp.GradScaler("cpu")
-    scaler_step(scaler, sgd(model), model(x).sum())
-    assert not model[0].running_mean.isfinite().all()
-    model.eval()
-    assert not model(torch.ones(2, 2)).isfinite().all()  # from here on, for ever
-
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
-    amp = MixedPrecision(model, sgd(model), policy, restore_buffers=True)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with amp.autocast():
-        loss = model(x).float().sum()
-    assert not model[0].running_mean.isfinite().all()
-    assert bool(session_step(amp, loss).skipped)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    with pytest.warns(UserWarning, match=r"(?s)carry the loss scale.*max_grad_norm=.*amp\.unscale_"):
+        amp.step()
 
 
 # Casting ------------------------------------------------------------------------------------------------

@@ -1,76 +1,607 @@
-"""The arguments of a session in the wrong order, or of the wrong kind."""
+"""What sessions refuse: with which words, and that every bit stays as it was."""
+
+import copy
+import pickle
+import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 import mezzo
-from mezzo import MixedPrecision, PolicyError
+from mezzo import LossScale, MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
 
-ORDER = (
-    r"write  MixedPrecision\(model, torch.optim.AdamW\(model.parameters\(\)\), policy\): models first, then optimizers"
-)
+from ..support.tables import thinned
+from .loops import (
+    O3,
+    Weights,
+    backward,
+    batch,
+    bound_names,
+    built,
+    loss_of,
+    network,
+    over,
+    session,
+    train,
+)  # fmt: skip
+
+NAN = float("nan")
+FP16, BF16 = "O1,emulate=true,loss_scale=1024", "O1,dtype=bfloat16,emulate=true"
+O2 = "O2,emulate=true,loss_scale=dynamic(init=1024)"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
 
 
-@pytest.fixture
+# What must stay -------------------------------------------------------------------------------------------------------
+
+
+def of_module(model):
+    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        yield name, id(value), str(value.dtype), value.requires_grad, value.grad
+        yield None if value.is_meta or isinstance(value, nn.UninitializedParameter) else value
+    for module in model.modules():
+        yield sorted(vars(module)), {k: len(v) for k, v in vars(module).items() if k.endswith("hooks")}
+
+
+def of_optimizer(optimizer):
+    for group in optimizer.param_groups:
+        yield {**group, "params": list(map(id, group["params"]))}
+        yield [(dict(optimizer.state.get(param, {})), param.grad) for param in group["params"]]
+    yield sorted(vars(optimizer)), {k: len(v) for k, v in vars(optimizer).items() if k.endswith("hooks")}
+
+
+def of_session(amp):
+    yield amp.loss_scale, amp.stats(), amp.max_grad_norm, amp.is_closed, amp.engine.broken, repr(amp)
+    if not amp.is_closed:
+        yield [(value, value.grad) for value in amp.master_params()]
+        yield [(window.passes, window.scale, window.found) for window in amp.engine.windows]
+
+
+OF = {
+    nn.Module: of_module,
+    torch.optim.Optimizer: of_optimizer,
+    MixedPrecision: of_session,
+    torch.Tensor: lambda t: [t],
+}
+
+
+def facts(parts, bits):
+    """Every bit of models, gradients, optimizers and sessions, and what stands under torch's names."""
+    found = [list(look(part)) for part in parts for kind, look in OF.items() if isinstance(part, kind)]
+    return bits(copy.deepcopy(found)), bound_names()
+
+
+CURE = re.compile(r"Policy\.O\d\([^()]*\)(?:, (?:or )?the text [\w=.,]*\w)?")
+
+
+def cures(text):
+    """Each policy that an error writes in Python's words is the one that it writes as a text."""
+    for cure in CURE.findall(text):
+        python, _, words = cure.partition("the text ")
+        assert words, f"{cure}: and as a policy's text?"
+        assert eval(python.strip(" ,or")) == Policy.parse(words), cure
+    for python, words in re.findall(r"mezzo\.(LossScale\.\w+\(\)), the text loss_scale=(\w+)", text):
+        assert eval(python) == LossScale.parse(words)
+
+
+# Sessions that cannot begin: models, optimizers, policy, options ------------------------------------------------------
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def of(change, optimizer=sgd):
+    """A model that is not what it should be, with its optimizer."""
+    model = network()
+    model = change(model) or model
+    return model, optimizer(model)
+
+
+def trained(make, model=None):
+    model = network() if model is None else model
+    made = make(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    made.step()
+    made.zero_grad()
+    return model, made
+
+
+def in_session():
+    model, made, amp = session(BF16)
+    model.amp = [amp]  # which lives as long
+    return model, made
+
+
+def lazy():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    return model, sgd(model[0])
+
+
+def wrapped_late():
+    wrapper = nn.parallel.DistributedDataParallel(network())
+    return wrapper, sgd(wrapper)
+
+
+def inside_of_a_wrapper():
+    model, _ = wrapped_late()
+    model.module.wrapper = [model]
+    return model.module, sgd(model)
+
+
+def twice():
+    model = network()
+    return model, torch.optim.SGD([*model.parameters(), model[0].weight], lr=0.1)
+
+
 def pair():
-    model = nn.Sequential(nn.Linear(2, 2))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    model = network()
+    return model, [sgd(model), sgd(model)]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        lambda m, o: (o, m),
-        lambda m, o: (o, m, "O2,dtype=bfloat16"),
-        lambda m, o: ([o], [m]),
-        lambda m, o: (o, nn.ModuleList([m])),
-        lambda m, o: ([o, o], m),
-    ],
-)
-def test_the_model_and_the_optimizer_in_each_other_s_place(pair, arguments):
-    with pytest.raises(PolicyError, match=f"stand in each other's place\n  {ORDER}"):
-        MixedPrecision(*arguments(*pair))
+def prepared(change, policy=BF16):
+    model = network()
+    handle = mezzo.prepare(model, policy)
+    model = change(model, handle) or model
+    return model, sgd(network() if isinstance(model, str) else model)
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (lambda m, o: ([m, o], o), "a model must be an nn.Module, not SGD"),
-        (lambda m, o: ([m], [o, m]), "an optimizer must be a torch.optim.Optimizer, not Sequential"),
-        (lambda m, o: ([m, o], [o, m]), "2 problems"),
-        (lambda m, o: ("model", o), "a model must be an nn.Module, not str"),
-        (lambda m, o: (m, "O1"), "an optimizer must be a torch.optim.Optimizer, not str"),
-        (lambda m, o: ("O1", m, o), "a model must be an nn.Module, not str"),
-        (lambda m, o: (m, "O1", o), "an optimizer must be a torch.optim.Optimizer, not str"),
-        (lambda m, o: (m.parameters(), o), "a model must be an nn.Module, not Parameter"),
-        (lambda m, o: (m, m.parameters()), "an optimizer must be a torch.optim.Optimizer, not Parameter"),
-        (lambda m, o: (nn.Linear, o), "a model must be an nn.Module, not the class Linear"),
-        (lambda m, o: (m, torch.optim.SGD), "an optimizer must be a torch.optim.Optimizer, not the class SGD"),
-        (lambda m, o: (None, o), "a model must be an nn.Module, not NoneType"),
-        (lambda m, o: (m, None), "an optimizer must be a torch.optim.Optimizer, not NoneType"),
-        (lambda m, o: (3, 4), "not int"),
-        (lambda m, o: ([], o), "a model must be an nn.Module, and there is none"),
-        (lambda m, o: (m, []), "an optimizer must be a torch.optim.Optimizer, and there is none"),
-    ],
-)
-def test_something_else_is_named_and_the_order_is_said(pair, arguments, says):
-    with pytest.raises(PolicyError, match=f"{says}(.|\n)*{ORDER}"):
-        MixedPrecision(*arguments(*pair))
-    MixedPrecision(*pair, "O1,emulate=true")  # and nothing has changed
+def fused_stands_still():
+    """This torch's fused SGD may leave low weights on a CPU as they are: seen by a step of its own."""
+    model = nn.Linear(64, 1, bias=False).bfloat16()
+    trained(partial(torch.optim.SGD, lr=1.0, fused=True), nn.Sequential(model))
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones_like(model.weight)
+    torch.optim.SGD(model.parameters(), lr=1.0, fused=True).step()
+    return torch.equal(before, model.weight)
 
 
-@pytest.mark.parametrize("container", [list, tuple, iter, lambda each: (one for one in each)])
-def test_any_iterable_of_them_will_do(pair, container):
-    model, optimizer = pair
-    amp = MixedPrecision(container([model]), container([optimizer]), "O1,emulate=true")
-    loss = model(torch.ones(1, 2)).sum()
-    amp.backward(loss, optimizers=container([optimizer]))
-    assert not amp.step(container([optimizer])).skipped
+def huge(model):
+    model[0].weight.data.fill_(1e5)
 
 
-@pytest.mark.parametrize("wrong", ["model", [1], None])
-def test_master_weights_are_for_an_optimizer(pair, wrong):
-    given = pair[0] if wrong == "model" else wrong
-    with pytest.raises(PolicyError, match=rf"not {type(given).__name__}\n  write  MasterWeights\(torch.optim.AdamW"):
-        mezzo.MasterWeights(given)
+def replaced(model, handle):
+    model[3] = nn.Linear(16, 3)
+
+
+def with_gradients(model, handle):
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+
+
+def amsgrad_and_halves(params):
+    return mezzo.optim.AdamW(params, lr=0.1)
+
+
+#: By name: model and optimizer, policy, options, the error, and words that it has.
+BEGINNINGS = {
+    "a level that there is not": (built, "O7", {}, PolicyError, "unknown level 'O7'"),
+    "each in the other's place": (lambda: built()[::-1], "O1", {}, PolicyError, "stand in each other's place"),
+    "a word for a model": (lambda: ("net", built()[1]), "O1", {}, PolicyError, "a model must be an nn.Module, not str"),
+    "a class for a model": (lambda: (nn.Linear, built()[1]), "O1", {}, PolicyError, "not the class Linear"),
+    "no model": (lambda: ([], built()[1]), "O1", {}, PolicyError, "a model must be an nn.Module, and there is none"),
+    "a word for an optimizer": (lambda: (network(), "adamw"), "O1", {}, PolicyError, "torch.optim.Optimizer, not str"),
+    "no optimizer": (lambda: (network(), []), "O1", {}, PolicyError, "an optimizer must be", "there is none"),
+    "an optimizer twice": (lambda: (built()[0], [built()[1]] * 2), "O1", {}, PolicyError, "listed twice"),
+    "replicas in threads": (lambda: of(nn.DataParallel), "O1", {}, UnsupportedError, "wrapped by DataParallel",
+                         "torch.nn.parallel.DistributedDataParallel under torchrun"),
+    "TorchScript": (lambda: of(lambda m: torch.jit.trace(m, batch(0)[0])), "O1", {}, UnsupportedError,
+                    "the module without torch.jit.script or torch.jit.trace"),
+    "no parameter": (lambda: (network(), torch.optim.SGD([{"params": []}])), "O1", {}, PolicyError,
+                     "the optimizer updates no parameter", "SGD(model.parameters(), …)"),
+    "no values yet": (lambda: of(lambda m: m.to("meta")), "O1", {}, StateError, "meta device", "model.to_empty("),
+    "lazy parameters": (lazy, "O2", {}, UnsupportedError, "lazy parameters have no values yet"),
+    "an optimizer of another session's": (in_session, "O1", {}, StateError, "belongs to a session", "close()"),
+    "parameters of others": (lambda: (network(), built()[1]), "O1", {}, PolicyError, "that are not the models'",
+                             "SGD: "),
+    "a parameter twice under masters": (twice, "O2", {}, PolicyError, "stands twice in one optimizer"),
+    "two optimizers under masters": (pair, "O2,dtype=bfloat16", {}, PolicyError, "can have only one master each",
+                                     'Policy.O1("bfloat16")'),
+    "masters that the optimizer is not to keep": (lambda: of(lambda m: None, lambda m: mezzo.optim.AdamW(
+        m.parameters(), master=None)), "O2", {}, PolicyError, "is told to keep none", 'master="split"',
+        'Policy.O3("float16")'),
+    "a kernel that moves nothing": (lambda: of(lambda m: None, partial(sgd, fused=True)), O3[1], {}, UnsupportedError,
+                                    "leaves most torch.bfloat16 weights on CPUs as they are", "fused=False"),
+    "low weights without masters": (lambda: of(nn.Module.half), "O1", {}, UnsupportedError,
+                                    "float16 weights would be trained without masters", "model.float(), and no rule",
+                                    "Policy.O2("),
+    "BF16 weights without masters": (lambda: of(nn.Module.bfloat16), "O0", {}, UnsupportedError,
+                                     "bfloat16 weights would be trained without masters", "O2,dtype=bfloat16"),
+    "low weights by a rule": (built, f"{BF16},low_param=3.weight", {}, UnsupportedError,
+                                "bfloat16 weights would be trained without masters", "3.weight"),
+    "halves that have no place": (lambda: trained(amsgrad_and_halves, network().bfloat16()), O3[1], {}, StateError,
+                                  "the other half of weights", "optimizer.release()", "Policy.O2("),
+    "FP32 state for low weights": (lambda: trained(torch.optim.AdamW), O3[1], {}, StateError, "holds FP32 state",
+                                   "Policy.O2("),
+    "an eps that FP16 has not": (lambda: built(torch.optim.AdamW), O3[0], {}, UnsupportedError,
+                                 "eps=1e-08 is zero in float16", "eps=1e-4", "Policy.O2()"),
+    "a norm of zero": (built, "O1", {"max_grad_norm": 0.0}, PolicyError, "max_grad_norm is 0.0"),
+    "a norm below zero": (built, "O2", {"max_grad_norm": -1.0}, PolicyError, "max_grad_norm is -1.0"),
+    "a norm that is none": (built, "O1", {"max_grad_norm": NAN}, PolicyError, "max_grad_norm is nan", "a norm to clip"),
+    "a norm in words": (built, "O1", {"max_grad_norm": "1"}, PolicyError, "max_grad_norm is '1'"),
+    "a norm that is a switch": (built, "O1", {"max_grad_norm": True}, PolicyError, "a norm to clip to is positive"),
+    "a reaction that there is not": (built, "O1", {"on_overflow": "rise"}, PolicyError, "on_overflow", "'raise'"),
+    "an option that there is not": (built, "O1", {"num_losses": 2}, TypeError, "num_losses"),
+    "a rule that hits nothing": (built, "O2,fp32_module=nowhere", {}, PolicyError, "matches no module"),
+    "values beyond FP16": (lambda: of(huge), "O2", {}, UnsupportedError,
+                           "values do not fit float16", "0.weight"),
+    "double precision": (lambda: of(nn.Module.double), "O2", {}, UnsupportedError, "float64"),
+    "a wrapper that reduces": (wrapped_late, "O2", {}, StateError, "DistributedDataParallel already wraps",
+                               "prepare first, then DistributedDataParallel(model)"),
+    "inside of a wrapper": (inside_of_a_wrapper, "O2", {}, StateError, "gradients are collected already"),
+    "gradients of before": (lambda: of(lambda m: with_gradients(m, None)), "O2", {}, StateError, "hold gradients"),
+    "prepared with another policy": (lambda: prepared(lambda *_: None), "O1", {}, PolicyError, "prepared with",
+                                     "dtype: bfloat16 → float16"),
+    "a part of what was prepared": (lambda: prepared(lambda m, _: m[0]), BF16, {}, StateError, "as part of a larger"),
+    "prepared in part": (lambda: prepared(lambda m, _: nn.Sequential(m, nn.Linear(3, 3))), BF16, {}, StateError,
+                         "prepared only in part"),
+    "prepared, and cast": (lambda: prepared(lambda m, _: m.float(), "O2,dtype=bfloat16"), "O2,dtype=bfloat16", {},
+                           StateError, "a prepared model was cast", "0.weight (float32)"),
+    "prepared, and replaced": (lambda: prepared(replaced, "O2,dtype=bfloat16"), "O2,dtype=bfloat16", {}, StateError,
+                               "given other parameters", "3.weight"),
+    "prepared, with gradients": (lambda: prepared(with_gradients, "O2,dtype=bfloat16"), "O2,dtype=bfloat16", {},
+                                 StateError, "hold gradients", "zero_grad"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, begin", thinned(BEGINNINGS, [MixedPrecision, mezzo.attach], every=2))
+def test_a_session_that_is_refused_leaves_everything_as_it_was(name, begin, bits, request):
+    build, policy, options, error, *words = BEGINNINGS[name]
+    if "wrapper" in name:
+        request.getfixturevalue("alone")
+    if name == "a kernel that moves nothing" and not fused_stands_still():
+        pytest.skip("this torch's fused SGD moves low weights")
+    models, optimizers = build()
+    parts = [part for each in (models, optimizers) for part in (each if isinstance(each, list) else [each])]
+    before = facts(parts, bits)
+    with pytest.raises(error) as refused:
+        begin(models, optimizers, policy, **options)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    cures(str(refused.value))
+    assert facts(parts, bits) == before
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    model = network()
+    with pytest.raises(PolicyError) as refused:
+        MixedPrecision(model, [sgd(network()), torch.optim.SGD([{"params": []}])], "O1")
+    assert "not the models'" in str(refused.value)
+    assert "updates no parameter" in str(refused.value)
+
+
+# Calls that a session refuses -----------------------------------------------------------------------------------------
+
+
+def ready(policy=O2, optimizer="SGD"):
+    return session(policy, optimizer)
+
+
+def trained_once(policy=FP16, optimizer="SGD"):
+    model, made, amp = session(policy, optimizer)
+    train(amp, model, 0)
+    return model, made, amp
+
+
+def opened(policy=FP16, optimizer="SGD"):
+    model, made, amp = session(policy, optimizer)
+    backward(amp, model, 0)
+    return model, made, amp
+
+
+def plain(policy=FP16, optimizer="SGD"):
+    """A program that is attached, with gradients."""
+    model, made = built(optimizer)
+    amp = mezzo.attach(model, made, policy)
+    loss_of(model, 0).backward()
+    return model, made, amp
+
+
+def after(make, change):
+    """What ``make`` returns, and what is done to it returns besides."""
+    parts = make()
+    more = change(*parts)
+    return *parts, *(more if isinstance(more, tuple) else ())
+
+
+def stale(*args):
+    return after(partial(opened, *args), lambda model, made, amp: amp.step())
+
+
+def ended():
+    return after(ready, lambda model, made, amp: amp.close())
+
+
+def with_later(make, *args):
+    """A session, and an optimizer over its model that comes later."""
+    return after(partial(make, *args), lambda model, made, amp: (torch.optim.AdamW(model.parameters()),))
+
+
+def with_others(make, *args):
+    return after(partial(make, *args), lambda model, made, amp: built())
+
+
+def cleared_by_others():
+    return after(opened, lambda model, made, amp: model.zero_grad())
+
+
+def cleared():
+    return after(opened, lambda model, made, amp: amp.zero_grad())
+
+
+def edited_twice():
+    def edit(model, made, amp):
+        amp.unscale_()
+        for edited in (model[0].weight, next(amp.master_params())):
+            edited.grad = torch.randn(16, 8)
+
+    return after(partial(opened, O2), edit)
+
+
+def frozen():
+    model = Weights(1, 1)
+    model.each[0].requires_grad_(False)
+    pair, amp = over(model, FP16, [model.each[0]], [model.each[1]])
+    return model, pair[0], amp, pair[1]
+
+
+def with_a_wrong_lr():
+    return after(partial(opened, O2, "AdamW"), lambda model, made, amp: made.param_groups[0].update(lr=NAN))
+
+
+class HalfWay(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.param_groups[0]["params"][0].add_(1.0)
+        raise ZeroDivisionError
+
+
+def half_way():
+    def fail(model, made, amp):
+        with pytest.raises(ZeroDivisionError):
+            amp.step()
+
+    return after(partial(opened, O2, lambda params: HalfWay(params, lr=0.1)), fail)
+
+
+class Deaf(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step()
+
+
+def of_two():
+    model = network()
+    pair = [sgd(model[0]), sgd(model[3])]
+    return model, pair[0], MixedPrecision(model, pair, O2), pair[1]
+
+
+def scaler_of(optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def stops_inside(model, made, amp):
+    inner = model[0](batch(0)[0])
+    model[1:](inner).square().mean().backward(inputs=[model[0].weight, inner])
+
+
+CLOSED = "() after close()", "a new MixedPrecision(model, optimizer, policy)"
+HALF = "an update was ended half-way", "HalfWay.step()", "load_state_dict(…) of model, optimizer and session"
+INSIDE = "a backward pass under a loss scale begins, or stops, inside of its graph", "Policy.O1", "amp.grad("
+WINDOW = "inside an accumulation window", "after 1 backward pass", "amp.step() first; or amp.zero_grad()"
+KIND = "an optimizer must be a torch.optim.Optimizer, not str"
+#: By name: what there is, the call, the error, and words that it has.
+CALLS = {
+    # Losses
+    "a loss of many numbers": (trained_once, lambda m, o, amp: amp.backward(m(batch(0)[0])), PolicyError,
+                               "a loss is a floating scalar, not float32 of shape [16, 3]",
+                               "amp.backward(loss.mean())"),
+    "a loss of whole numbers": (trained_once, lambda m, o, amp: amp.backward(torch.tensor(3)), PolicyError,
+                                "not int64 of shape []"),
+    "a loss that is no tensor": (trained_once, lambda m, o, amp: amp.backward(3.0), PolicyError, "scalar, not float"),
+    "a loss without a graph": (trained_once, lambda m, o, amp: amp.backward(loss_of(m, 0).detach()), StateError,
+                               "the loss depends on no parameter", "outside torch.no_grad()"),
+    "a loss for what is frozen": (frozen, lambda m, o, amp, _: amp.backward(m.loss(1.0, 1.0), optimizers=o), StateError,
+                                  "update no parameter that requires a gradient", "requires_grad_(True)"),
+    "gradients of the last step": (stale, lambda m, o, amp: backward(amp, m, 1), StateError,
+                                   "the last step's gradients are still there", "0.weight", "amp.zero_grad() after"),
+    "low gradients of the last step": (lambda: stale(O3[1], "mezzo"), lambda m, o, amp: backward(amp, m, 1), StateError,
+                                       "the last step's gradients are still there"),
+    # Steps
+    "a step without a pass": (ready, lambda m, o, amp: amp.step(), StateError, "step() before backward()",
+                              "amp.backward(loss), then amp.step()"),
+    "unscaling without a pass": (ready, lambda m, o, amp: amp.unscale_(), StateError, "unscale_() before backward()"),
+    "a step after clearing": (cleared, lambda m, o, amp: amp.step(), StateError, "step() before backward()"),
+    "a step with gradients that others cleared": (cleared_by_others, lambda m, o, amp: amp.step(), StateError,
+                                                  "no parameter has a gradient", "amp.zero_grad() only after"),
+    "the optimizer's own step": (opened, lambda m, o, amp: o.step(), StateError,
+                                 "optimizer.step() behind the session's back", "SGD", "amp.step()"),
+    "a step of an unknown optimizer": (lambda: with_later(opened), lambda m, o, amp, later: amp.step(later),
+                                       PolicyError,
+                                       "the optimizer is not the session's", "AdamW"),
+    "a pass for no optimizer": (ready, lambda m, o, amp: amp.backward(loss_of(m, 0), optimizers=[]), PolicyError,
+                                "when omitted"),
+    "gradients to be differentiated, of the five lines": (
+        ready, lambda m, o, amp: amp.backward(loss_of(m, 1), create_graph=True), StateError,
+        "would be differentiated again", "or amp.grad",
+    ),
+    "an unknown optimizer's own step": (lambda: with_later(opened), lambda m, o, amp, later: later.step(), StateError,
+                                        "an optimizer that the session does not know", "AdamW.step()",
+                                        "MixedPrecision(model, [optimizer, other], policy)"),
+    "a step of what is no optimizer": (opened, lambda m, o, amp: amp.step("adamw"), PolicyError,
+                                     "the optimizer is not the session's", "str"),
+    "two edits of one gradient": (edited_twice, lambda m, o, amp: amp.step(), StateError,
+                                  "a parameter and its master were given different gradients", "0.weight"),
+    "a learning rate of NaN": (with_a_wrong_lr, lambda m, o, amp: amp.step(), PolicyError,
+                               "lr is nan", "AdamW, group 0"),
+    "a step after half an update": (half_way, lambda m, o, amp: amp.step(), StateError, *HALF),
+    "a pass after half an update": (half_way, lambda m, o, amp: backward(amp, m, 1), StateError, *HALF),
+    "clearing after half an update": (half_way, lambda m, o, amp: amp.zero_grad(), StateError, *HALF),
+    # Closures
+    "a closure for two optimizers": (of_two, lambda m, o, amp, _: amp.step(closure=lambda: None), PolicyError,
+                                     "a closure is for one optimizer", "SGD, SGD", "amp.step(optimizers=optimizer, "),
+    "a closure that is no function": (ready, lambda m, o, amp: amp.step(closure=1.0), PolicyError,
+                                      "a closure is a function, and float is none", "def closure():"),
+    "a closure without a pass": (ready, lambda m, o, amp: amp.step(closure=lambda: 1.0), StateError,
+                                 "the closure computed no gradient", "amp.backward(loss) in the closure"),
+    "an optimizer that ignores closures": (lambda: ready(O2, lambda params: Deaf(params, lr=0.1)),
+                                           lambda m, o, amp: amp.step(closure=lambda: 1.0), StateError,
+                                           "Deaf.step() did not evaluate the closure", "without closure="),
+    "a closure in the optimizers' place": (opened, lambda m, o, amp: amp.step(lambda: None), PolicyError,
+                                           "a closure stands in the place of the optimizers", "amp.step(closure="),
+    # What is set, copied, ended
+    "a norm that is set to nonsense": (ready, lambda m, o, amp: setattr(amp, "max_grad_norm", -1.0), PolicyError,
+                                       "max_grad_norm is -1.0", "None does not clip"),
+    "a copy of a session": (ready, lambda m, o, amp: copy.deepcopy(amp), StateError,
+                            "a session cannot be copied or pickled", "copy.deepcopy(model)"),
+    "a pickle of a session": (ready, lambda m, o, amp: pickle.dumps(amp), StateError, "pickled", "amp.state_dict()"),
+    "a region after the end": (ended, lambda m, o, amp: amp.autocast(), StateError, "autocast" + CLOSED[0], CLOSED[1]),
+    "a pass after the end": (ended, lambda m, o, amp: amp.backward(loss_of(m, 0)), StateError, "backward" + CLOSED[0]),
+    "gradients after the end": (ended, lambda m, o, amp: amp.grad(loss_of(m, 0), m[0].weight), StateError, *CLOSED),
+    "unscaling after the end": (ended, lambda m, o, amp: amp.unscale_(), StateError, *CLOSED),
+    "a step after the end": (ended, lambda m, o, amp: amp.step(), StateError, *CLOSED),
+    "clearing after the end": (ended, lambda m, o, amp: amp.zero_grad(), StateError, *CLOSED),
+    "saving after the end": (ended, lambda m, o, amp: amp.state_dict(), StateError, *CLOSED),
+    "loading after the end": (ended, lambda m, o, amp: amp.load_state_dict({}), StateError, *CLOSED),
+    # Attached
+    "a second session": (lambda: with_others(plain), lambda m, o, amp, other, its: mezzo.attach(other, its, FP16),
+                         StateError, "a session is attached already", "amp.add(optimizer)", "amp.detach() first"),
+    "a word for a switch": (built, lambda m, o: mezzo.attach(m, o, FP16, hold_schedulers="no"), PolicyError,
+                            "hold_schedulers", "True or False"),
+    "an optimizer that was not added": (lambda: with_later(plain, BF16), lambda m, o, amp, later: later.step(),
+                                        StateError,
+                                        "an optimizer that the session does not know", "AdamW.step()",
+                                        "amp.add(optimizer)",
+                                        "amp.detach()"),
+    "one that was not added under masters": (lambda: with_later(plain, O2), lambda m, o, amp, later: later.step(),
+                                             StateError, "an optimizer that the session does not know"),
+    "a GradScaler that unscales besides": (plain, lambda m, o, amp: scaler_of(o).unscale_(o), StateError,
+                                           "a GradScaler scales the loss besides", "GradScaler(enabled=False)"),
+    "a GradScaler that steps besides": (plain, lambda m, o, amp: scaler_of(o).step(o), StateError, "GradScaler, SGD"),
+    "gradients to be differentiated": (plain, lambda m, o, amp: loss_of(m, 1).backward(create_graph=True), StateError,
+                                       "would be differentiated again", "Policy.O1",
+                                       "torch.autograd.grad(loss, params, create_graph=True)"),
+    "a pass that begins at an edge": (plain, lambda m, o, amp: torch.autograd.backward(
+        [get_gradient_edge(loss_of(m, 1))], [torch.ones(())]), StateError, *INSIDE),
+    "a pass that stops inside": (plain, stops_inside, StateError, *INSIDE),
+    "one that is added inside a window": (lambda: with_later(plain, BF16), lambda m, o, amp, later: amp.add(later),
+                                          StateError, "added inside an accumulation window", "AdamW", "amp.step() or"),
+    "one that is added twice": (plain, lambda m, o, amp: amp.add(o), PolicyError, "has this optimizer already", "SGD"),
+    "one of others that is added": (lambda: with_others(plain), lambda m, o, amp, other, its: amp.add(its), PolicyError,
+                                    "parameters that are not the models'"),
+    "one that is added to share masters": (lambda: with_later(plain, O2), lambda m, o, amp, later: amp.add(later),
+                                           PolicyError, "can have only one master each", 'Policy.O1("float16")'),
+    "what is no optimizer, added": (plain, lambda m, o, amp: amp.add("adamw"), PolicyError, KIND),
+    # States
+    "saving in a window": (opened, lambda m, o, amp: amp.state_dict(), StateError, *WINDOW),
+    "loading in a window": (lambda: after(ready, lambda m, o, amp: (setattr(amp, "saved", amp.state_dict()), backward(
+        amp, m, 0))[:0]), lambda m, o, amp: amp.load_state_dict(amp.saved), StateError, *WINDOW),
+    "saving all in a window": (opened, lambda m, o, amp: amp.stateful().state_dict(), StateError, *WINDOW),
+    "loading what was not saved so": (ready, lambda m, o, amp: amp.stateful().load_state_dict(amp.state_dict()),
+                                      StateError, "this is not the state of amp.stateful()", "dcp.load("),
+    "other parameters in their place": (ready, lambda m, o, amp: m.load_state_dict(copy.deepcopy(m.state_dict()),
+                                        assign=True), StateError, "puts other parameters in the place",
+                                        "without assign"),
+    "weights that FP16 does not hold": (lambda: ready(O2, "mezzo"), lambda m, o, amp: m.load_state_dict(
+        {"0.weight": torch.full((16, 8), 1e6)}, strict=False), UnsupportedError, "values do not fit float16",
+        "0.weight"),
+    # Files
+    "no path": (tuple, lambda: mezzo.save(7, model=network()), PolicyError, "7 is no path", "mezzo.save(path, model="),
+    "nothing to save": (tuple, lambda: mezzo.save("never.pt"), PolicyError, "nothing to save"),
+    "a state and parts": (tuple, lambda: mezzo.save("never.pt", {"state": 1}, model=network()), PolicyError,
+                          "and parts"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_refused_leaves_everything_as_it_was(name, bits):
+    build, call, error, *words = CALLS[name]
+    parts = build()
+    before = facts(parts, bits)
+    with pytest.raises(error) as caught:
+        call(*parts)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    cures(str(caught.value))
+    assert facts(parts, bits) == before
+
+
+# States that cannot be loaded -----------------------------------------------------------------------------------------
+
+
+def changed(**values):
+    """A state with another value in a place, which may be one inside of another; ``None`` takes it out."""
+
+    def change(state):
+        for path, value in values.items():
+            folder, _, name = path.rpartition("__")
+            place = state[folder] if folder else state
+            if value is None:
+                del place[name]
+            else:
+                place[name] = value(place.get(name)) if callable(value) else value
+        return state
+
+    return change
+
+
+def all_of(value):
+    return lambda old: dict.fromkeys(old, value)
+
+
+ANOTHER, NONE = "the state is that of another model or optimizer", "this is not the state of a MixedPrecision session"
+DAMAGED, VALUES = "the state of the session is damaged", "the state of torch.amp.GradScaler has wrong values"
+SCALER = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+MOVES = "the state of torch.amp.GradScaler has a loss scale, and this session another"
+#: By name: what is done to a state, the policy of the session, and words of the refusal.
+STATES = {
+    "nothing": (lambda _: {}, O2, NONE),
+    "a number": (lambda _: 7, O2, NONE, "7"),
+    "a list": (lambda state: [state], O2, NONE),
+    "no version": (changed(version=None), O2, NONE),
+    "an earlier release": (changed(version=1), O2, "the state has version 1", "the release that has written it"),
+    "a later release": (changed(version=10**6), O2, "the state has version 1000000"),
+    "no policy": (changed(policy=None), O2, DAMAGED, "policy is missing"),
+    "a policy that there is not": (changed(policy="O9"), O2, DAMAGED, "policy is 'O9', not the text of a policy"),
+    "no scale": (changed(loss_scale=None), O2, DAMAGED, "loss_scale.scale is missing"),
+    "a scale below zero": (changed(loss_scale__scale=-1.0), O2, DAMAGED, "loss_scale.scale is -1.0, not a positive"),
+    "a scale of NaN": (changed(loss_scale__scale=NAN), O2, DAMAGED, "loss_scale.scale is nan"),
+    "no counts": (changed(stats=None), O2, DAMAGED, "stats.steps is missing"),
+    "a count below zero": (changed(stats__steps=-1), O2, DAMAGED, "stats.steps is -1, not a count"),
+    "a word for a count": (changed(stats__skipped="many"), O2, DAMAGED, "stats.skipped is 'many'"),
+    "other parameters": (changed(parameters={"else": "float32 [3]"}), O2, ANOTHER,
+                         "parameter else: float32 [3] → missing", "parameter 0.weight: missing → float16 [16, 8]"),
+    "other shapes": (changed(parameters=all_of("float32 [1, 2]")), O2, ANOTHER, "float32 [1, 2] → float16 [16, 8]"),
+    "a value of no parameter": (changed(masters=lambda old: {**old, "else": torch.ones(3)}), FP16, ANOTHER, "else"),
+    "a value of another shape": (changed(masters=all_of(torch.ones(1))), O2, ANOTHER, "0.weight is float32 [1]"),
+    "a value that has no place": (changed(masters=lambda _: {"0.bias": torch.ones(16)}), O3[1], ANOTHER,
+                                  "parameter 0.bias: bfloat16 [16] with its FP32 value → "),
+    "a word for a value": (changed(masters=all_of("one")), O2, DAMAGED, "not tensors by name"),
+    "values beyond FP16": (changed(masters=lambda old: {k: v + 1e6 for k, v in old.items()}), O2, ANOTHER, "65504"),
+    "a GradScaler's scale below zero": (lambda _: {**SCALER, "scale": -8.0}, O2, VALUES, "scale is -8"),
+    "a GradScaler's word for a count": (lambda _: {**SCALER, "_growth_tracker": "no"}, O2, VALUES),
+    "a GradScaler's where the scale stands": (lambda _: SCALER, FP16, MOVES, "8 → constant(1024)",
+                                              "loss_scale=dynamic"),
+    "a GradScaler's where there is no scale": (lambda _: SCALER, BF16, MOVES, "or loss_scale=8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_is_refused_leaves_everything_as_it_was(name, bits):
+    change, policy, *words = STATES[name]
+    model, made, amp = trained_once(policy)
+    state = change(copy.deepcopy(amp.state_dict()))
+    train(amp, model, 1)
+    before = facts((model, made, amp), bits)
+    with pytest.raises(StateError) as caught:
+        amp.load_state_dict(state)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    cures(str(caught.value))
+    assert facts((model, made, amp), bits) == before
+    train(amp, model, 2)

@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from mezzo import NumericsError, PolicyError
+from mezzo import NumericsError
 from mezzo.step.split import decode, encode, halves, joined
 from mezzo.step.storage import SPLIT
 from mezzo.tensors import flat
@@ -70,6 +70,22 @@ def check_float16(w):
 def test_float16_keeps_its_bound_in_every_binade():
     for exponent in range(-149, 16):
         check_binade(exponent)
+
+
+def test_float16_keeps_its_bound_at_every_pattern_and_at_the_midpoints_to_both_neighbours():
+    """Just below 2^-14 patterns differ by up to 2^13: 6.1008e-05 was read as 6.1020e-05."""
+    patterns = torch.arange(0, 0x7C00, dtype=torch.int16).view(torch.float16).float()
+    middles = (patterns[1:] + patterns[:-1]) / 2
+    near = [middles.view(torch.int32).add(step).view(torch.float32) for step in (-1, 1)]
+    w = torch.cat([patterns, middles, *near, torch.tensor([6.1008e-05])])
+    check_float16(torch.cat([w, -w]))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_an_infinity_or_nan_is_the_value_whatever_remainder_lies_beside_it(dtype):
+    hi = torch.tensor([math.inf, -math.inf, math.nan], dtype=dtype).repeat_interleave(3)
+    read = SPLIT.read((hi, torch.tensor([*EXTREMES[dtype], 1], dtype=torch.int16).repeat(3)))
+    torch.testing.assert_close(read, hi.float(), **SAME_BITS)
 
 
 def check_binade(exponent):
@@ -163,16 +179,8 @@ def test_a_weight_that_leaves_float16_during_a_step_is_infinite_not_garbage():
 def test_finite_weights_that_would_become_infinite_are_refused_by_name(dtype, fine, refused, range_):
     hi, lo = encode(torch.tensor([fine, -fine]), dtype)
     assert decode(hi, lo).tolist() == [fine, -fine]
-    mine = torch.full((3,), 7.0, dtype=dtype), torch.full((3,), 7, dtype=torch.int16)
     with pytest.raises(NumericsError, match=rf"2 of 3 weights(?s:.*)blocks\.0\.weight, shape \(3,\)(?s:.*){range_}"):
-        encode(torch.tensor([1.0, refused, -refused]), dtype, name="blocks.0.weight", out=mine)
-    assert mine[0].tolist() == [7, 7, 7]  # nothing was written
-    assert mine[1].tolist() == [7, 7, 7]
-
-
-def test_the_refusal_says_what_to_write():
-    with pytest.raises(NumericsError, match=r"largest 1e\+06(?s:.*)keep_fp32\(params=\['scale'\]\), or bfloat16"):
-        encode(torch.tensor([1e6, math.inf]), FP16, name="scale")
+        encode(torch.tensor([1.0, refused, -refused]), dtype, name="blocks.0.weight")
 
 
 LAYOUTS = {
@@ -200,15 +208,6 @@ def test_any_layout_splits_and_joins(layout, dtype):
         torch.testing.assert_close(decode(hi, lo), w, rtol=0, atol=2.0**-40)
 
 
-def test_everything_can_be_written_in_place():
-    w = torch.randn(1000)
-    hi, lo = torch.empty(1000, dtype=BF16), torch.empty(1000, dtype=torch.int16)
-    encode(w, BF16, out=(hi, lo))
-    back = torch.empty(1000)
-    assert decode(hi, lo, out=back) is back
-    assert torch.equal(back, w)
-
-
 def test_parameters_need_no_care_about_autograd():
     weight = torch.nn.Parameter(torch.randn(4, 3))
     hi, lo = encode(weight, BF16)
@@ -222,28 +221,3 @@ def test_flat_views_share_memory_and_refuse_what_lies_otherwise():
     assert vector.data_ptr() == w.data_ptr()
     assert flat(w, torch.randn(3, 4)) is None
     assert flat(torch.randn(4, 6)[:, ::2]) is None
-
-
-@pytest.mark.parametrize(
-    "call, match",
-    [
-        (lambda: encode(torch.ones(2).double(), BF16), r"torch\.float64 tensor"),
-        (lambda: encode(torch.ones(2), torch.float32), r"torch\.float32 high half"),
-        (lambda: encode([1.0], BF16), r"split storage of \[1\.0\]"),
-        (
-            lambda: encode(torch.ones(2), BF16, out=(torch.ones(2), torch.ones(2, dtype=torch.int16))),
-            r"in a torch\.float32 tensor and a torch\.int16 tensor",
-        ),
-        (lambda: decode(torch.ones(2), torch.ones(2, dtype=torch.int16)), r"a torch\.float32 tensor as its high half"),
-        (lambda: decode(torch.ones(2).half(), torch.ones(2, dtype=torch.int32)), r"torch\.int32 tensor as its remain"),
-        (lambda: decode(None, None), r"split storage with None as its high half"),
-        (
-            lambda: decode(*encode(torch.ones(2), BF16), out=torch.ones(2).half()),
-            r"weights decoded into a torch\.float16 tensor",
-        ),
-        (lambda: decode(torch.ones(2).half(), torch.ones(3, dtype=torch.int16)), r"\(2,\) and \(3,\)"),
-    ],
-)
-def test_wrong_dtypes_and_shapes_are_refused(call, match):
-    with pytest.raises(PolicyError, match=match):
-        call()

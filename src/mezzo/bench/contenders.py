@@ -144,10 +144,15 @@ def _session(
             amp.step()
             amp.zero_grad()
 
+        run: Callable[[], object] = amp.step
+        if captured:
+            run = mezzo.capture(train_step, amp)
+            for _ in range(4):  # three real steps; then the graph is recorded
+                run()
         return Ready(
             # The graph sets gradients by itself; those that are given count among what is kept.
             before=(lambda: weights.give(copies=False)) if captured else before,
-            step=mezzo.capture(train_step) if captured else amp.step,
+            step=run,
             casts=(lambda: weights.casts(dtype)) if level == "O1" else None,
             kept=lambda: weights.kept(optimizer),
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from mezzo.errors import UnsupportedError
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
 __all__ = [
-    "OPENED_BACKWARD", "PolicyMode", "acting_differences", "acting_modes", "pinned_parameter",
+    "OPENED_BACKWARD", "PolicyMode", "acting_differences", "acting_modes", "compiled_inside_alone", "pinned_parameter",
 ]  # fmt: skip
+
+C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
 
 #: How torch says that it has no kernel for a dtype.
 _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
@@ -34,6 +36,19 @@ _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
 #: What begins a backward pass; torch.func differentiates by the last of them.
 _DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+def compiled_inside_alone(function: C) -> C:
+    """Have a function compiled inside the functions that call it, and never by itself; what it calls then neither.
+
+    Where torch.compile leaves a function to Python, it compiles each function that this one calls by itself. One that
+    takes torch's functions as arguments, as a mode's does, must not be: torch 2.13 guards no method of C's among them,
+    and ``x.square()`` ran what was compiled for ``x.float()``, without an error.
+    """
+    dynamo = torch._C._dynamo.eval_frame  # which has it without torch._dynamo, a second of imports
+    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+    dynamo.set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 class PolicyMode(RecomputedMode):
@@ -58,6 +73,7 @@ class PolicyMode(RecomputedMode):
         self.key = remember(per_device[0]) if len(per_device) == 1 and not per_device[0].pinned else ""
         self.shadows = 0  # how many regions inside this one are active
 
+    @compiled_inside_alone
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if WATCHERS and func not in _DIFFERENTIATE:  # in a backward pass the user's own functions run too
             return during("op", func, self._handle, func, args, kwargs or {})

@@ -102,11 +102,6 @@ class WeightCasts:
             if not self._inside:
                 self._end()
 
-    def begin(self) -> None:
-        """Forget casts as if the outermost region ended here and began anew: for a region that is never left."""
-        self._end()
-        self._regions += 1
-
     def _end(self) -> None:
         self._casts = {key: made for key, made in self._casts.items() if self.spans_regions and key[2]}
 

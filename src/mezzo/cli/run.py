@@ -63,12 +63,12 @@ def run(
 
     [bold]torchrun --nproc-per-node 2 -m mezzo run train.py[/bold]  in two processes
 
-    One session over all optimizers begins with the first training step: backward passes are scaled, gradients clipped
-    unscaled, steps checked; torch.autocast and GradScaler of the script become the session's. State dicts hold FP32.
+    One session over all optimizers begins with the first training step: backward passes are scaled, gradients are FP32
+    and unscaled behind them, steps checked; torch.autocast and GradScaler become the session's. State dicts hold FP32.
 
     Ends with a report on stderr: how much of the work of matrix products ran low, measured in the first steps; steps,
     skipped ones, loss scale; what was intercepted, what was left alone and why. The exit code is the script's; where
-    that is 0, 4 if nothing ran low or more than half of the steps were skipped.
+    that is 0, 4 if the policy asks for low precision and nothing ran low, or more than half of the steps were skipped.
     """
     chosen = Policy.of(policy)
     program = script.Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)

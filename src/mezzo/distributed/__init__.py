@@ -1,6 +1,6 @@
-"""Models over several ranks: sharding them under a policy.
+"""Several ranks: what those that step together tell each other, and models that are sharded under a policy.
 
-What the ranks of a step agree on lies below (``step/consensus.py``), and so does what a session does with shards.
+What a session does with shards, and what torch's ``fully_shard`` did to a model, is asked in ``mezzo.cast.model``.
 """
 
 from mezzo.distributed.sharding import fully_shard

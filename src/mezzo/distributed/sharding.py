@@ -1,77 +1,67 @@
-"""``fully_shard``: torch's, with the dtypes that a policy says."""
+"""``fully_shard``: torch's, in the dtypes that a policy says."""
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from mezzo.cast.model.boundaries import has_forward
 from mezzo.cast.model.originals import preparations_in
 from mezzo.cast.model.prepare import Prepared, with_pinned_classes
 from mezzo.cast.model.refusals import require_module, wanted_storage
 from mezzo.cast.model.sharding import units
-from mezzo.distributed.agreement import agreed
-from mezzo.distributed.wrapping import Unit, Wrap, planned, wrapped
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, raise_together, shown, some_of
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.policy import Policy
-from mezzo.tensors import LOW
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["fully_shard"]
 
 M = TypeVar("M", bound=nn.Module)
-
-#: What torch's takes that follows from the policy, or stands by itself here.
-_OURS: Final = ("module", "mesh", "mp_policy")
+Choice: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], bool]
 
 
 def fully_shard(
-    model: M,
-    policy: Policy | str | os.PathLike[str],
-    *,
-    mesh: DeviceMesh | None = None,
-    wrap: Wrap = None,
-    **kwargs: Any,
+    model: M, policy: Policy | str | os.PathLike[str], *, wrap: Choice | Iterable[Choice] | None = None, **kwargs: Any
 ) -> M:
     """Shard a model's parameters over ranks, as ``torch.distributed.fsdp.fully_shard`` does, in a policy's dtypes.
 
-    Each rank keeps a part of every parameter, in the dtype that the model has; what a forward or backward pass needs is
-    gathered, in the dtype that the policy stores parameters in, and let go. Under O2 the FP32 parts are the masters;
-    with an optimizer of mezzo's that splits its masters, a session makes each part the 16-bit half that is gathered.
-    Modules that the policy keeps in FP32 (batch norm, ``keep_fp32``) are gathered apart, in FP32. Inputs and outputs
-    are cast by :class:`mezzo.MixedPrecision` or :func:`mezzo.prepare`, where the model is entered and left: first
-    ``fully_shard``, then the optimizer, then the session.
+    Each rank keeps a part of every parameter; what a forward or backward pass needs is gathered, in the dtype that the
+    policy stores parameters in, and let go. Under O2 a session with an optimizer of mezzo's makes each part the 16-bit
+    half that is gathered, without a cast; other optimizers update parts in FP32. Modules that the policy keeps in FP32
+    (batch norm, ``keep_fp32``) are gathered apart, in FP32. Inputs and outputs are cast by
+    :class:`mezzo.MixedPrecision` or :func:`mezzo.prepare`, where the model is entered and left: first ``fully_shard``,
+    then the optimizer, then the session.
+
+    Gradients are summed over ranks, and over the micro-batches of ``no_sync()``, in FP32. Sums in 16 bits would lose
+    what is small: BF16 keeps eight bits of them, and FP16, which has to be divided before it is summed so as not to
+    overflow, makes zeros of the smallest.
 
     Args:
         model: The model, on any device; on the meta device its parts have no memory until ``model.to_empty(…)``.
         policy: A policy, its text, or the path of a policy file; the same on all ranks.
-        mesh: The ranks: of one dimension, or of two (the first for replicas, the second for shards), with names. All
-            ranks when omitted.
         wrap: The modules to gather by themselves, so that only one of them is whole at a time: classes, globs on module
             paths (``"blocks.*"``; ``*`` stays between two dots), or functions that say of a module whether it is meant;
             one or several. When omitted, the children of the ``ModuleList`` that holds most.
-        **kwargs: As torch's takes them, for every module: ``reshard_after_forward``, ``shard_placement_fn``,
-            ``offload_policy``, ``ignored_params``.
+        **kwargs: As torch's takes them, for every module: ``mesh``, ``reshard_after_forward``, ``shard_placement_fn``,
+            ``offload_policy``, ``ignored_params``; but no ``mp_policy``, which follows from the policy.
 
     Returns:
         The model, whose parameters are ``DTensor`` now.
 
     Raises:
-        PolicyError: An unknown argument, a ``wrap`` or rule that matches nothing, or other ranks shard otherwise.
-        UnsupportedError: A parameter that cannot be sharded, or parameters of one module in two dtypes.
-        StateError: There are no ranks, or the model is sharded, wrapped or prepared already. Whatever mezzo raises, the
-            model is as it was.
+        PolicyError: ``mp_policy``, or a ``wrap`` or rule that matches nothing.
+        UnsupportedError: Parameters of one module in two dtypes.
+        StateError: The model is wrapped or prepared in a way that does not go with it.
 
-    **Cost**: one exchange of a line of text, now. Then for each module in ``wrap``, each that is kept in FP32, and the
-    model, one all-gather before its forward and one before its backward pass, and one reduce-scatter: under O2 half the
-    bytes of FP32 each. Without ``wrap`` and ``ModuleList`` the whole model is gathered at once.
+    **Cost**: for each module in ``wrap``, each that is kept in FP32, and the model, one all-gather before its forward
+    and one before its backward pass, under O2 half the bytes of FP32 each; and one reduce-scatter in FP32. Without
+    ``wrap`` and ``ModuleList`` the whole model is gathered at once.
 
     Example:
         >>> import mezzo, torch
@@ -90,56 +80,30 @@ def fully_shard(
     References:
         Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, VLDB 2023.
     """
+    from torch.distributed.fsdp import fully_shard as plain
+
     require_module(model)
     asked = Policy.of(policy)
     policy = with_pinned_classes(model, asked)
-    _require_ranks()
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.fsdp import fully_shard as sharded
-
-    mesh = _all_ranks() if mesh is None else mesh
     prepared: list[Prepared] = preparations_in(model)
-
-    def plan() -> list[Unit]:
-        problems = [
-            *_prepared_otherwise(prepared, asked),
-            *_wrong_mesh(mesh),
-            *_wrong_arguments(kwargs, sharded),
-            *_cannot_shard(model, kwargs),
-        ]
-        raise_together(problems)
-        storage = {} if prepared else wanted_storage(model, policy)  # which a preparation has carried out
-        return planned(model, storage, policy.param_dtype, wrapped(model, wrap))
-
-    found = agreed(mesh, plan, lambda made: "\n".join([str(policy), *(f"{u.path} {u.dtype}" for u in made)]))
-    for unit in found:
-        low = unit.dtype if unit.dtype in LOW else None
-        # Inputs of inner modules stay as they are: what a policy casts, it casts where the model is entered.
-        reduced = None if policy.reduce == "param" else getattr(torch, policy.reduce)
-        mp_policy = MixedPrecisionPolicy(low, reduced, cast_forward_inputs=False)
-        sharded(unit.module, mesh=mesh, mp_policy=mp_policy, **kwargs)
+    raise_together([*_prepared_otherwise(prepared, asked), *_wrong_arguments(kwargs)])
+    storage = {} if prepared else wanted_storage(model, policy)  # which a preparation has carried out
+    for unit in planned(model, storage, policy.param_dtype, wrapped(model, wrap)):
+        plain(unit.module, mp_policy=_dtypes(unit.dtype), **kwargs)
     for handle in prepared:
         handle.follow()
     return model
 
 
-def _require_ranks() -> None:
-    if not dist.is_available():
-        raise UnsupportedError("this torch has no torch.distributed", write="a build of torch that has it")
-    if not dist.is_initialized() and "RANK" not in os.environ:
-        raise StateError(
-            "there are no ranks to shard over",
-            where="torch.distributed is not initialised",
-            write="torchrun --nproc-per-node 2 train.py, and in it torch.distributed.init_process_group() first",
-        )
+def _dtypes(dtype: torch.dtype) -> Any:
+    """Return what torch is told of parameters that are gathered in a dtype.
 
+    Inputs of inner modules stay as they are: what a policy casts, it casts where the model is entered.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-def _all_ranks() -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    return init_device_mesh("cpu" if accelerator is None else accelerator.type, (size,))
+    low = dtype in LOW
+    return MixedPrecisionPolicy(dtype if low else None, torch.float32 if low else None, cast_forward_inputs=False)
 
 
 def _prepared_otherwise(handles: list[Prepared], policy: Policy) -> Iterator[MezzoError]:
@@ -153,51 +117,144 @@ def _prepared_otherwise(handles: list[Prepared], policy: Policy) -> Iterator[Mez
             )
 
 
-def _wrong_mesh(mesh: Any) -> Iterator[MezzoError]:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    write = 'torch.distributed.init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))'
-    if not isinstance(mesh, DeviceMesh):
-        yield PolicyError(f"mesh is {shown(mesh)}, not a DeviceMesh", write=write)
-    elif mesh.get_coordinate() is None:
+def _wrong_arguments(kwargs: Mapping[str, Any]) -> Iterator[MezzoError]:
+    if "mp_policy" in kwargs:
         yield PolicyError(
-            "the mesh does not hold this rank",
-            where=f"rank {dist.get_rank()}, {mesh}",
-            why="it would keep whole parameters that no other rank knows of",
-            write="a mesh of all ranks that train this model, and fully_shard on these alone",
+            "mp_policy is what the policy says",
+            why="param_dtype, the dtype of outputs, and what is cast on the way in all follow from it",
+            write="mezzo.fully_shard(model, policy), or torch's own fully_shard with mp_policy",
         )
-    elif mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
-        why = "one dimension is that of the shards; of two, which need names, the first is that of the replicas"
-        yield PolicyError("fully_shard takes no such mesh", where=str(mesh), why=why, write=write)
 
 
-def _wrong_arguments(kwargs: Mapping[str, Any], sharded: Any) -> Iterator[MezzoError]:
-    known = [name for name in inspect.signature(sharded).parameters if name not in _OURS]
-    for name in kwargs:
-        if name == "mp_policy":
-            yield PolicyError(
-                "mp_policy is what the policy says",
-                why="param_dtype, the dtype of outputs, and what is cast on the way in all follow from it",
-                write="mezzo.fully_shard(model, policy), or torch's own fully_shard with mp_policy",
-            )
-        elif name not in known:
-            yield PolicyError(f"fully_shard takes no {name!r}", why=nearest(name, [*known, "mesh", "wrap"]))
+# Modules that are gathered by themselves: those that a user asks for -----------------------------------------
 
 
-def _cannot_shard(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[MezzoError]:
-    """Yield what torch would refuse half-way, when some modules are sharded already."""
-    if units(model):
-        yield StateError("the model is sharded already", where=type(model).__name__, write="fully_shard once")
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        write = "fully_shard(model) in place of DistributedDataParallel(model)"
-        yield StateError("the model is wrapped by DistributedDataParallel", where=type(model).__name__, write=write)
-    ignored = kwargs.get("ignored_params") or ()
-    named = [(name, param) for name, param in model.named_parameters() if param not in ignored]
-    for names, what, write in (
-        ([name for name, param in named if param.ndim == 0], "parameters without a dimension cannot be sharded",
-         "nn.Parameter(torch.ones(1)) in place of torch.ones(())"),
-        ([name for name, param in named if not param.is_contiguous()], "parameters must be contiguous to be sharded",
-         "param.data = param.data.contiguous() first"),
-    ):  # fmt: skip
-        if names:
-            yield UnsupportedError(what, where=some_of(names), write=write)
+def wrapped(model: nn.Module, wrap: Choice | Iterable[Choice] | None) -> set[nn.Module]:
+    """Return the modules that a user wants to be gathered by themselves.
+
+    Args:
+        model: The model.
+        wrap: See :func:`fully_shard`.
+
+    Raises:
+        PolicyError: A choice of another kind, or one that matches nothing.
+    """
+    if wrap is None:
+        return _blocks(model)
+    choices: list[Any] = [wrap] if isinstance(wrap, type | str) or not isinstance(wrap, Iterable) else list(wrap)
+    named = dict(model.named_modules())
+    chosen: set[nn.Module] = set()
+    problems: list[MezzoError] = []
+    for choice in choices:
+        if not (isinstance(choice, str) or callable(choice)):
+            what = f"wrap is {shown(choice)}, neither a class, a glob nor a function"
+            problems.append(PolicyError(what, write='wrap=[Block], wrap=["blocks.*"] or wrap=lambda module: …'))
+            continue
+        found = {module for path, module in named.items() if _is_meant(choice, path, module)}
+        if not found:
+            what = choice if isinstance(choice, str) else getattr(choice, "__name__", shown(choice))
+            classes = dict.fromkeys(type(module).__name__ for module in named.values())
+            why = nearest(what, [path for path in named if path] if isinstance(choice, str) else list(classes))
+            problems.append(PolicyError(f"wrap={what!r} matches no module", why=why))
+        chosen |= found
+    raise_together(problems)
+    return {module for module in chosen if next(module.parameters(), None) is not None}
+
+
+def _is_meant(choice: Any, path: str, module: nn.Module) -> bool:
+    if isinstance(choice, str):
+        globs, names = choice.split("."), path.split(".")
+        return len(globs) == len(names) and all(map(fnmatchcase, names, globs))
+    return isinstance(module, choice) if isinstance(choice, type) else bool(choice(module))
+
+
+def _blocks(model: nn.Module) -> set[nn.Module]:
+    lists = [
+        list(module)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) and all(map(has_forward, module))
+    ]
+    sizes = [sum(param.numel() for child in children for param in child.parameters()) for children in lists]
+    largest = max(zip(sizes, lists, strict=True), key=lambda pair: pair[0], default=(0, []))[1]
+    return {child for child in largest if next(child.parameters(), None) is not None}
+
+
+# Those that follow from dtypes -------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """A module whose parameters are gathered together, but for those of the units inside it; its path, and in what."""
+
+    path: str
+    module: nn.Module
+    dtype: torch.dtype
+
+
+def planned(
+    model: nn.Module, storage: Mapping[Tensor, torch.dtype], usual: torch.dtype, chosen: set[nn.Module]
+) -> list[Unit]:
+    """Return all units, innermost first: those chosen, the model, and what needs another dtype than what is around it.
+
+    What is inside of modules that are sharded already is done.
+
+    Args:
+        model: The model.
+        storage: The dtype in which a policy wants parameters to be; the others stay as they are.
+        usual: The dtype of parameters that no rule speaks about.
+        chosen: The modules to be units in any case.
+
+    Raises:
+        UnsupportedError: Parameters of one module that need two dtypes.
+    """
+    found: list[Unit] = []
+    problems: list[MezzoError] = []
+    seen = {inside for unit in units(model) if unit is not model for inside in unit.modules()}
+
+    def possible(param: Tensor) -> list[torch.dtype]:
+        dtype = storage.get(param, param.dtype)
+        # Where nothing is cast, a frozen parameter travels as it is, whatever the others are.
+        return [dtype, torch.float32] if not param.requires_grad and dtype == param.dtype else [dtype]
+
+    def visit(module: nn.Module, path: str, around: torch.dtype) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        dtype = around
+        if has_forward(module):
+            own = dict(_own(module, path))
+            first, *others = [possible(param) for param in own.values() or module.parameters()] or [[around]]
+            common = [each for each in first if all(each in other for other in others)]
+            if own and not common:
+                problems.append(_two_dtypes({name: possible(param)[0] for name, param in own.items()}, path))
+            elif common and around not in common:
+                dtype = common[0]
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name, dtype)
+        if module is model or module in chosen or dtype != around:
+            found.append(Unit(path, module, dtype))
+
+    visit(model, "", usual)
+    raise_together(problems)
+    return found
+
+
+def _own(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a module's own parameters, with those of containers in it, which are never called themselves."""
+    yield from module.named_parameters(path, recurse=False, remove_duplicate=False)
+    for name, child in module.named_children():
+        if not has_forward(child):
+            yield from _own(child, f"{path}.{name}" if path else name)
+
+
+def _two_dtypes(dtypes: Mapping[str, torch.dtype], path: str) -> MezzoError:
+    names: defaultdict[torch.dtype, list[str]] = defaultdict(list)
+    for name, dtype in dtypes.items():
+        names[dtype].append(name)
+    return UnsupportedError(
+        "parameters of one module would be gathered in two dtypes",
+        where="; ".join(f"{some_of(few, 3)} in {dtype_name(dtype)}" for dtype, few in names.items()),
+        why="fully_shard gathers the parameters of a module together, in one dtype",
+        write=f'policy.keep_fp32(modules=["{path}"]), for all of them; as text: fp32_module={path}'
+        if path
+        else "a module of its own for those in float32, and policy.keep_fp32(modules=[its path])",
+    )

@@ -1,4 +1,4 @@
-"""Mixed precision for Accelerate: one call before ``accelerator.prepare``, and behind it a session."""
+"""Mixed precision for Accelerate: one call before ``accelerator.prepare``, and an attached session is its scaler."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
+from weakref import ref
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.cast import autocast
 from mezzo.cast.model import sharding
-from mezzo.errors import PolicyError, StateError, UnsupportedError, not_switches, raise_together, require_extra, shown
-from mezzo.integrations.logs import ToldPrecision
+from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
 from mezzo.policy import Policy
-from mezzo.session import MixedPrecision
-from mezzo.session.attached import Standing, Words
-from mezzo.session.attached.own_loop.forward import CalledIn
-from mezzo.session.refusals.beginning import models_and_optimizers
+from mezzo.session.attach import AttachedPrecision
+from mezzo.session.refusals import models_and_optimizers
+from mezzo.session.scaler import SessionScaler
+from mezzo.session.state import save
 from mezzo.tensors import LOW
 
 require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "accelerate")
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from accelerate.utils.constants import SCALER_NAME  # noqa: E402
 
 __all__ = ["AcceleratedPrecision", "attach"]
 
-_WORDS: Final = Words(begin="attach", backward="accelerator.backward(loss)")
 _ORDER: Final = (
     "attach(accelerator, model, optimizer, policy), then model, optimizer = accelerator.prepare(model, optimizer)"
 )
+_DDP: Final = "Accelerator() under torchrun --nproc-per-node N, which is DistributedDataParallel"
 
 
 def attach(
@@ -45,23 +43,18 @@ def attach(
     policy: Policy | str | os.PathLike[str] = "O1",
     *,
     on_overflow: Literal["skip", "explain", "raise"] = "skip",
-    restore_buffers: bool = False,
-    hold_schedulers: bool = True,
 ) -> AcceleratedPrecision:
     """Train under a policy with Accelerate; the program stays as it is.
 
     Call it before ``accelerator.prepare``, with all models and optimizers that will be prepared. From then on:
 
     - calls of the models run in the policy's region, and return FP32, in training and in evaluation;
-    - ``accelerator.backward`` scales the loss; ``accelerator.accumulate`` and several ranks are as ever;
-    - ``accelerator.clip_grad_norm_``, ``clip_grad_value_`` and ``unscale_gradients`` see unscaled gradients, and those
-      of masters where there are any;
-    - the prepared optimizer's ``step()`` checks, unscales, and updates or skips; prepared schedulers wait where the
-      step was skipped, which ``accelerator.optimizer_step_was_skipped`` tells;
+    - when ``accelerator.backward`` ends, gradients are FP32, unscaled and checked: ``accelerator.clip_grad_norm_``,
+      ``clip_grad_value_`` and code of one's own see these;
+    - the prepared optimizer's ``step()`` updates or skips; ``accelerator.optimizer_step_was_skipped`` tells which, and
+      prepared schedulers wait as they do for Accelerate's own scaler;
     - ``accelerator.save_state`` and ``load_state`` go on bit for bit; state dicts, ``save_model`` and
       ``save_pretrained`` hold FP32 weights;
-    - a model that :func:`mezzo.fully_shard` has sharded before its optimizer was built is prepared as it is, and
-      ``amp.stateful()`` is its checkpoint;
     - ``accelerator.log`` tells its trackers ``mezzo/scale``, the loss scale, and ``mezzo/skipped``, a count of steps.
 
     Args:
@@ -69,10 +62,7 @@ def attach(
         models: The model, or a list of models.
         optimizers: The optimizer, or a list of them.
         policy: A policy, its text, or the path of a policy file.
-        on_overflow: As for :class:`mezzo.MixedPrecision`; what ``"explain"`` finds is told to the trackers, too, as
-            ``mezzo/overflow``.
-        restore_buffers: As for :class:`mezzo.MixedPrecision`.
-        hold_schedulers: Whether schedulers wait.
+        on_overflow: As for :class:`mezzo.MixedPrecision`.
 
     Returns:
         The session. ``amp.close()`` ends it: the weights are FP32, and the accelerator is as it was.
@@ -80,11 +70,12 @@ def attach(
     Raises:
         PolicyError: A wrong policy or option; what Accelerate has prepared already; ``mixed_precision`` besides; or an
             accelerator that has a session.
-        UnsupportedError: accelerate is not installed; or DeepSpeed, FSDP of Accelerate's own, Megatron-LM or XLA.
+        UnsupportedError: accelerate is not installed; DeepSpeed, FSDP, Megatron-LM or XLA; or a sharded model.
         MezzoError: As :class:`mezzo.MixedPrecision`. Whatever is raised, nothing was changed, but that models may be on
             the accelerator's device already.
 
-    **Cost**: that of the session. ``hold_schedulers`` costs one host sync a step, ``accelerator.log`` one as well.
+    **Cost**: that of :func:`mezzo.attach`, and one host sync a step, by which Accelerate learns of a skip; one for
+    ``accelerator.log``.
 
     Example:
         >>> import torch
@@ -102,35 +93,37 @@ def attach(
         {'mezzo/scale': 1.0, 'mezzo/skipped': 0}
         >>> amp.close()
     """
-    raise_together(not_switches(hold_schedulers=hold_schedulers))
     if not isinstance(accelerator, Accelerator):
         raise PolicyError(f"the accelerator is {shown(accelerator)}", write=_ORDER)
     refuse(accelerator)
-    options: dict[str, Any] = {"on_overflow": on_overflow, "restore_buffers": restore_buffers}
-    return AcceleratedPrecision(
-        accelerator, models, optimizers, Policy.of(policy), hold_schedulers=hold_schedulers, **options
-    )
+    return AcceleratedPrecision(accelerator, models, optimizers, Policy.of(policy), on_overflow=on_overflow)
 
 
-def refuse(accelerator: Accelerator) -> None:
-    """Raise what stands against an accelerator.
+def refuse(accelerator: Accelerator, models: Iterable[nn.Module] = ()) -> None:
+    """Raise what stands against an accelerator and its models.
 
     Args:
         accelerator: The accelerator.
+        models: The models.
 
     Raises:
         PolicyError: It has another precision, or a session, already.
-        UnsupportedError: What it runs with owns the steps.
+        UnsupportedError: What it runs with owns the steps, or a model is sharded.
     """
     kind = accelerator.distributed_type
-    if kind == DistributedType.FSDP:
-        version = 2 if accelerator.is_fsdp2 else 1
+    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise UnsupportedError(
-            f"Accelerate shards with FSDP{version}", where=f"fsdp_version={version}", why=_FSDP[version], write=_SHARDED
+            f"Accelerate runs with {kind.value}",
+            why="it owns backward passes and steps, or shards what the session has converted",
+            write=f"{_DDP}; or mezzo.fully_shard(model, policy) in a loop of your own",
         )
-    if kind in _OWNERS:
-        reason, write = _OWNERS[kind]
-        raise UnsupportedError(f"Accelerate runs with {kind.value}", why=reason, write=write)
+    if any(map(sharding.units, models)):
+        raise UnsupportedError(
+            "the model is sharded",
+            why="Accelerate's checkpoints would hold the parts of one rank",
+            write="a loop of your own with mezzo.MixedPrecision, whose checkpoint is amp.stateful(); or whole models: "
+            + _DDP,
+        )
     if accelerator.mixed_precision != "no":
         raise PolicyError(
             f'Accelerate has mixed_precision="{accelerator.mixed_precision}" besides',
@@ -140,60 +133,27 @@ def refuse(accelerator: Accelerator) -> None:
         )
     if accelerator.scaler is not None:
         raise PolicyError(
-            "the accelerator has a session already",
+            "the accelerator has a session already" if isinstance(accelerator.scaler, SessionScaler) else
+            f"the accelerator has a {type(accelerator.scaler).__name__} besides",
             why="it scales each loss by one session, which takes all models and optimizers",
             write="attach(accelerator, [model, other], [optimizer, another], policy); or amp.close() first",
-        )
+        )  # fmt: skip
 
 
-_DDP: Final = "Accelerator() under torchrun --nproc-per-node N, which is DistributedDataParallel"
-#: Why Accelerate's own sharding is refused, by its version.
-_FSDP: Final = {
-    1: "it keeps parameters in flat pieces, in which rules, masters and norms find none of a model's",
-    2: "accelerator.prepare shards the parameters after the optimizer was built, and its session with it",
-}
-_SHARDED: Final = (
-    "mezzo.fully_shard(model, policy), the optimizer, attach(accelerator, model, optimizer, policy), and then\n"
-    "accelerator.prepare(model, optimizer), which leaves the model as it is; Accelerator() without fsdp_plugin,\n"
-    "and no ACCELERATE_USE_FSDP"
-)
-_IN_PARTS: Final = 'torch.distributed.checkpoint.{}({{"app": amp.stateful()}}, checkpoint_id=path)'
-#: What else owns precision, or the steps.
-_OWNERS: Final = {
-    DistributedType.DEEPSPEED: (
-        "its engine runs backward passes and steps, and has masters and a loss scale of its own",
-        f'"bf16": {{"enabled": true}} in its own configuration, without mezzo; or {_DDP}',
-    ),
-    DistributedType.MEGATRON_LM: ("its engine runs backward passes and steps", _DDP),
-    DistributedType.XLA: ("gradients are reduced inside the optimizer's step there", _DDP),
-}
-
-
-class AcceleratedPrecision(ToldPrecision):
-    """The session that :func:`attach` returns: a :class:`mezzo.MixedPrecision` which Accelerate's calls drive.
+class AcceleratedPrecision(AttachedPrecision):
+    """The session that :func:`attach` returns: of the process it takes nothing, for Accelerate's calls drive it.
 
     Args:
-        accelerator: See :func:`attach`, and so on.
+        accelerator: See :func:`attach`.
         models: See there.
         optimizers: See there.
         policy: See there.
-        hold_schedulers: See there.
         **options: Of :class:`mezzo.MixedPrecision`.
-
-    Attributes:
-        last_step: What the last step found and did; ``None`` before the first.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        models: Any,
-        optimizers: Any,
-        policy: Policy,
-        *,
-        hold_schedulers: bool,
-        **options: Any,
-    ) -> None:
+    _binds: ClassVar[tuple[str, ...]] = ("calls",)
+
+    def __init__(self, accelerator: Accelerator, models: Any, optimizers: Any, policy: Policy, **options: Any) -> None:
         subjects, given = models_and_optimizers(models, optimizers)
         modules = [each for each in subjects if isinstance(each, nn.Module)]
         if len(modules) < len(subjects):
@@ -204,149 +164,66 @@ class AcceleratedPrecision(ToldPrecision):
                 why="Accelerate has noted already that its steps need no loss scale",
                 write=_ORDER,
             )
+        refuse(accelerator, modules)
         for model in modules:
             if accelerator.device_placement and not accelerator.verify_device_map(model):
-                model.to(accelerator.device)  # as prepare() would: masters are made where the parameters are
-
-        def begin(strays: list[nn.Module]) -> MixedPrecision:
-            ToldPrecision.__init__(self, [*modules, *strays], given, policy, **options)
-            return self
-
-        self._standing = _Calls(modules, given, policy, words=_WORDS, begin=begin)
-        self._standing.bind(accelerator, self, modules, holds=hold_schedulers)
-
-    def close(self) -> None:
-        """End the session: FP32 weights, optimizers as they were built, and an accelerator without it."""
-        self._standing.end()
-
-
-class _Calls(Standing):
-    """What Accelerate's calls do while the session stands, and models' calls."""
-
-    _is_telling = False
-
-    def bind(
-        self, accelerator: Accelerator, amp: AcceleratedPrecision, models: list[nn.Module], *, holds: bool
-    ) -> None:
-        """Have an accelerator, and the models, ask for it.
-
-        Args:
-            accelerator: The accelerator.
-            amp: The session.
-            models: Its models.
-            holds: Whether Accelerate is told of skipped steps.
-        """
-        wide = torch.float32 if self.policy.output_dtype is None else None
-        called = CalledIn(models, amp.autocast, wide, self.attached.exact)
-        self._undo.callback(called.leave)
-        for model in models if self.policy.param_dtype in LOW else ():
+                model.to(accelerator.device)  # as prepare() would: FP32 values are kept where the parameters are
+        self._is_telling = False
+        super().__init__(modules, given, policy, **options)
+        self._bind_own(accelerator, "scaler", _AcceleratorsScaler(self))
+        self._bind_own(accelerator, "autocast", partial(_region, self))
+        self._bind_own(accelerator, "log", partial(_log, self, accelerator.log))
+        for model in modules if policy.param_dtype in LOW else ():
             if hasattr(type(model), "config_class"):  # as transformers' own models have
-                called.copies.bind(model, "save_pretrained", MethodType(_save_fp32, model))
-        self.replace(accelerator, "unscale_gradients", lambda _: self.unscale_prepared)
-        self.replace(accelerator, "autocast", lambda _: partial(_region, amp))
-        self.replace(accelerator, "log", lambda log: partial(_log, amp, log))
-        if any(map(sharding.units, models)):
-            self.replace(accelerator, "prepare_model", lambda plain: partial(_prepare_model, plain))
-            self.replace(accelerator, "save_state", lambda _: partial(_refuse_state, "save"))
-            self.replace(accelerator, "load_state", lambda _: partial(_refuse_state, "load"))
-        else:
-            self.replace(accelerator, "load_state", lambda plain: partial(_load_state, accelerator, plain))
-        self._undo.callback(setattr, accelerator, "scaler", None)
-        accelerator.scaler = _SessionScaler(amp, self, holds=holds)
+                self._bind_own(model, "save_pretrained", MethodType(_saving(self), model))
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with one optimizer, or skip, unless Accelerate is only told that it has stepped."""
-        return None if self._is_telling else super().step(optimizer, closure)
+    def metrics(self) -> dict[str, float]:
+        """Return what belongs into a log: the loss scale, and the count of skipped steps.
 
-    def tell(self, optimizer: Optimizer) -> None:
-        """Let Accelerate see a call of ``optimizer.step``, by which it knows that a step was taken."""
-        self._is_telling = True
-        try:
-            optimizer.step()
-        finally:
-            self._is_telling = False
+        **Cost**: waits for the device.
+        """
+        return {"mezzo/scale": float(self.loss_scale), "mezzo/skipped": self.stats().skipped}
 
-    def unscale_prepared(self, optimizer: Any = None) -> None:
-        """Unscale gradients: what ``accelerator.unscale_gradients`` is, and clipping asks for."""
-        given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        self.unscale(self.optimizers if given is None else [getattr(each, "optimizer", each) for each in given])
+    def _own_step(self, optimizer: Optimizer, of: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        if self.is_closed:  # prepared optimizers go on calling it
+            return self.engine.steps_by[optimizer](closure)
+        return None if self._is_telling else super()._own_step(optimizer, of, closure)
+
+    def step_and_tell(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+        """Update or skip, and call ``optimizer.step`` where it was an update: by that Accelerate knows.
+
+        A kernel that skips by itself is called in any case.
+        """
+        before = self.last_step
+        self._own_step(optimizer, optimizer, closure)
+        if self.last_step is before or not bool(self.last_step.skipped):  # type: ignore[union-attr]
+            self._is_telling = True
+            try:
+                optimizer.step()
+            finally:
+                self._is_telling = False
 
 
-class _SessionScaler:
-    """What Accelerate calls its scaler: it is given each loss and each step, and its state is saved.
+class _AcceleratorsScaler(SessionScaler):
+    """What Accelerate calls its scaler; optimizers that it has prepared go on asking after the session has ended."""
 
-    Args:
-        amp: The session.
-        calls: What its calls do.
-        holds: Whether Accelerate is told of skipped steps.
-    """
+    amp: AcceleratedPrecision
 
-    def __init__(self, amp: AcceleratedPrecision, calls: _Calls, *, holds: bool) -> None:
-        self._amp, self._calls, self._holds = amp, calls, holds
-
-    @property
-    def _has_ended(self) -> bool:  # optimizers that are prepared go on asking, and step by themselves
-        return self._calls.attached.core.is_closed
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return a loss whose backward pass is the session's."""
-        return self._calls.scaled(loss, 0, self._calls.optimizers)
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, optimizer: Optimizer, closure: Any = None) -> None:
         """Step or skip, and let Accelerate know which."""
-        if self._has_ended:
+        if self.amp.is_closed or optimizer not in self.amp.weights.optimizers:
             optimizer.step(closure)
-            return
-        if optimizer not in self._calls.optimizers:
-            raise StateError(
-                "an optimizer was prepared that is not attached",
-                where=type(optimizer).__name__,
-                why="accelerator.backward has scaled its gradients, which it would update with",
-                write="attach(accelerator, [model, other], [optimizer, another], policy), then accelerator.prepare",
-            )
-        before = self._amp.last_step
-        self._calls.step(optimizer, closure)
-        taken = self._amp.last_step
-        if not (self._holds and taken is not before and taken is not None and bool(taken.skipped)):
-            self._calls.tell(optimizer)
-
-    def update(self) -> None:
-        """Do nothing: the loss scale has moved with the step."""
+        else:
+            self.amp.step_and_tell(optimizer, closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the session's state."""
-        return {} if self._has_ended else self._amp.state_dict()
+        """Return the session's state without the FP32 weights, which the models' own state dicts have."""
+        return {} if self.amp.is_closed else save(self.amp.engine, self.amp.policy, weights=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a session's state."""
-        if state_dict and not self._has_ended:
-            self._amp.load_state_dict(state_dict)
-
-
-def _prepare_model(plain: Callable[..., nn.Module], model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Leave a model as it is that is sharded, and reduces its gradients by itself: what ``prepare_model`` is."""
-    return model if sharding.units(model) else plain(model, *args, **kwargs)
-
-
-def _load_state(
-    accelerator: Accelerator, plain: Callable[..., None], input_dir: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    """Load a checkpoint, of a program without a session too: what ``accelerator.load_state`` is."""
-    scaler = accelerator.scaler
-    if input_dir is not None and not os.path.isfile(os.path.join(os.path.expanduser(input_dir), SCALER_NAME)):
-        accelerator.scaler = None  # whose file Accelerate would ask for
-    try:
-        plain(input_dir, *args, **kwargs)
-    finally:
-        accelerator.scaler = scaler
-
-
-def _refuse_state(name: Literal["save", "load"], *_: Any, **__: Any) -> None:
-    raise UnsupportedError(
-        f"accelerator.{name}_state knows nothing of a model that mezzo.fully_shard has sharded",
-        why="each rank has a part of the weights and of the optimizer's state, and it saves those of rank 0 for all",
-        write=_IN_PARTS.format(name),
-    )
+        """Load a session's state, or another scaler's."""
+        if state_dict and not self.amp.is_closed:
+            super().load_state_dict(state_dict)
 
 
 def _region(amp: AcceleratedPrecision, autocast_handler: Any = None) -> AbstractContextManager[Any]:
@@ -354,16 +231,20 @@ def _region(amp: AcceleratedPrecision, autocast_handler: Any = None) -> Abstract
     return amp.autocast() if autocast_handler is None or autocast_handler.enabled else autocast("O0")
 
 
-def _log(
-    amp: AcceleratedPrecision, log: Callable[..., None], values: dict[str, Any], *args: Any, **kwargs: Any
-) -> None:
+def _log(amp: AcceleratedPrecision, log: Callable[..., None], values: dict[str, Any], *args: Any, **kw: Any) -> None:
     """Log a session's values besides a program's: what ``accelerator.log`` does."""
-    log({**amp.metrics(), **values}, *args, **kwargs)
+    log({**amp.metrics(), **values}, *args, **kw)
 
 
-def _save_fp32(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-    """Save a model of transformers: what ``save_pretrained`` is, whose weights are FP32, as its state dict is."""
-    type(model).save_pretrained(model, save_directory, is_main_process, *args, **kwargs)
-    if is_main_process:
-        model.config.dtype = "float32"  # not that of the parameters, in which from_pretrained() would load
-        model.config.save_pretrained(save_directory)
+def _saving(amp: AcceleratedPrecision) -> Callable[..., None]:
+    """Return what ``save_pretrained`` of a model of transformers is, whose weights are FP32, as its state dict is."""
+    here = ref(amp)  # a copy of the model has the method as well, and not the session
+
+    def save_pretrained(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kw: Any) -> None:
+        type(model).save_pretrained(model, save_directory, is_main_process, *args, **kw)
+        session = here()
+        if is_main_process and session is not None and any(model is each for each in session.weights.models):
+            model.config.dtype = "float32"  # not that of the parameters, in which from_pretrained() would load
+            model.config.save_pretrained(save_directory)
+
+    return save_pretrained

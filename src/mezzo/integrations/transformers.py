@@ -1,19 +1,18 @@
-"""Mixed precision for the Trainer of transformers: one line, and behind it a session for each of its runs."""
+"""Mixed precision for the Trainer of transformers: one line, and an attached session for each of its runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from mezzo.cast import prepare
-from mezzo.cast.model import sharding
-from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
+from mezzo.cast.nested import cast_floating
+from mezzo.errors import PolicyError, UnsupportedError, raise_together, require_extra, shown
 from mezzo.policy import Policy
-from mezzo.session.attached.own_loop.forward import CalledIn
+from mezzo.session.refusals import wrong_options
 
 require_extra("transformers", "mixed precision for the Trainer needs transformers", "transformers", "accelerate")
 
@@ -36,8 +35,6 @@ def plug(
     policy: Policy | str | os.PathLike[str] = "O1",
     *,
     on_overflow: Literal["skip", "explain", "raise"] = "skip",
-    restore_buffers: bool = False,
-    hold_schedulers: bool = True,
 ) -> T:
     """Let a Trainer of transformers, or of a class that derives from it, train and evaluate under a policy.
 
@@ -54,9 +51,7 @@ def plug(
     Args:
         trainer: The Trainer. Its class becomes one that derives from :class:`MezzoMixin` and its own.
         policy: A policy, its text, or the path of a policy file.
-        on_overflow: As for :class:`mezzo.MixedPrecision`; what ``"explain"`` finds is logged as ``mezzo/overflow``.
-        restore_buffers: As for :class:`mezzo.MixedPrecision`.
-        hold_schedulers: Whether the scheduler waits.
+        on_overflow: As for :class:`mezzo.MixedPrecision`.
 
     Returns:
         The same Trainer; ``trainer.session`` is its session while it trains, and ``None`` at other times.
@@ -67,30 +62,24 @@ def plug(
         UnsupportedError: transformers or accelerate is not installed; or DeepSpeed, FSDP, a sharded model, or
             DataParallel.
 
-    **Cost**: that of the session. ``hold_schedulers`` costs one host sync a step, each log one.
+    **Cost**: that of :func:`mezzo.integrations.accelerate.attach`; each log waits for the device.
 
     Example:
         ``trainer = plug(Trainer(model, args, train_dataset=data), "O2,dtype=bfloat16")``, then ``trainer.train()``.
     """
-    if not isinstance(trainer, Trainer):
-        raise PolicyError(f"the trainer is {shown(trainer)}", write="plug(Trainer(model, args, …), policy)")
-    if isinstance(trainer, MezzoMixin):
-        raise PolicyError("the trainer has a policy already", write="plug(trainer, policy) once, or MezzoTrainer alone")
-    options: dict[str, Any] = {
-        "on_overflow": on_overflow,
-        "restore_buffers": restore_buffers,
-        "hold_schedulers": hold_schedulers,
-    }
-    _refuse(trainer)
-    trainer.__dict__ |= {"policy": Policy.of(policy), "session": None, "_mezzo": options}
+    if not isinstance(trainer, Trainer) or isinstance(trainer, MezzoMixin):
+        what = "has a policy already" if isinstance(trainer, MezzoMixin) else f"is {shown(trainer)}"
+        raise PolicyError(f"the trainer {what}", write="plug(Trainer(model, args, …), policy), once")
+    _begin(trainer, policy, on_overflow)
     kind = type(trainer)
     trainer.__class__ = type(f"Mezzo{kind.__name__}", (MezzoMixin, kind), {"__module__": kind.__module__})
     return trainer
 
 
-def _refuse(trainer: Trainer) -> None:
-    """Raise what stands against a Trainer."""
-    args = trainer.args
+def _begin(trainer: Any, policy: Any, on_overflow: Any) -> None:
+    """Note the policy, unless something stands against it."""
+    args, policy = trainer.args, Policy.of(policy)
+    raise_together(wrong_options(on_overflow=on_overflow))
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             raise PolicyError(
@@ -98,20 +87,14 @@ def _refuse(trainer: Trainer) -> None:
                 why="its casts would stand around the policy's",
                 write=f"TrainingArguments(…) without {name}",
             )
-    refuse(trainer.accelerator)
-    if isinstance(trainer.model, torch.nn.Module) and sharding.units(trainer.model):
-        raise UnsupportedError(
-            "the Trainer's model is sharded",
-            why="its checkpoints would hold the parts of one rank",
-            write="the whole model on each rank of torchrun --nproc-per-node N script.py; or a loop of your own with "
-            "mezzo.integrations.accelerate.attach",
-        )
+    refuse(trainer.accelerator, [trainer.model] if isinstance(trainer.model, torch.nn.Module) else [])
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"the Trainer runs on {args.n_gpu} GPUs in one process",
             why="torch.nn.DataParallel copies the model for each batch, without what the session has made of it",
             write="torchrun --nproc-per-node N script.py; or CUDA_VISIBLE_DEVICES=0",
         )
+    trainer.policy, trainer._on_overflow = policy, on_overflow
 
 
 class MezzoMixin(_Trainer):
@@ -119,10 +102,8 @@ class MezzoMixin(_Trainer):
 
     Args:
         *args: The Trainer's.
-        policy: See :func:`plug`, and so on.
+        policy: See :func:`plug`.
         on_overflow: See there.
-        restore_buffers: See there.
-        hold_schedulers: See there.
         **kwargs: The Trainer's.
 
     Attributes:
@@ -133,23 +114,17 @@ class MezzoMixin(_Trainer):
     policy: Policy
     session: AcceleratedPrecision | None = None
     model: Any
-    _region: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
+    _on_overflow: Any
 
     def __init__(
         self,
         *args: Any,
         policy: Policy | str | os.PathLike[str] = "O1",
         on_overflow: Literal["skip", "explain", "raise"] = "skip",
-        restore_buffers: bool = False,
-        hold_schedulers: bool = True,
         **kwargs: Any,
     ) -> None:
-        self.policy = Policy.of(policy)
-        self._mezzo: dict[str, Any] = {
-            "on_overflow": on_overflow, "restore_buffers": restore_buffers, "hold_schedulers": hold_schedulers,
-        }  # fmt: skip
         super().__init__(*args, **kwargs)
-        _refuse(self)
+        _begin(self, policy, on_overflow)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer, and the session over it; before the model is wrapped."""
@@ -159,7 +134,7 @@ class MezzoMixin(_Trainer):
             return optimizer
         if isinstance(optimizer, AcceleratedOptimizer):  # of a run before, whose session has ended
             optimizer = optimizer.optimizer
-        self.session = attach(self.accelerator, self.model, optimizer, self.policy, **self._mezzo)
+        self.session = attach(self.accelerator, self.model, optimizer, self.policy, on_overflow=self._on_overflow)
         self.optimizer = optimizer
         return optimizer
 
@@ -173,23 +148,18 @@ class MezzoMixin(_Trainer):
                 self.session, self.model_wrapped = None, self.model
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict under the policy; see ``Trainer.evaluation_loop``."""
+        """Evaluate or predict under the policy, with parts that are called without their model, as by ``generate``."""
         with ExitStack() as undo:
-            undo.callback(setattr, self, "_region", self._region)
             if self.session is not None:
-                self._region = self.session.autocast
+                undo.enter_context(self.session.autocast())
             else:
                 prepared = prepare(self.model, self.policy)
                 undo.callback(prepared.remove)
-                self._region = prepared.autocast
-                wide = torch.float32 if self.policy.output_dtype is None else None
-                undo.callback(CalledIn([self.model], prepared.autocast, wide, lambda: lambda _: None).leave)
+                undo.enter_context(prepared.autocast())
+                if self.policy.output_dtype is None:
+                    widened = self.model.register_forward_hook(lambda _, args, out: cast_floating(out, torch.float32))
+                    undo.callback(widened.remove)
             return super().evaluation_loop(*args, **kwargs)
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict one batch, with parts that are called without their model too, as ``generate`` calls an encoder."""
-        with self._region():
-            return super().prediction_step(*args, **kwargs)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log the session's values beside a training loss; see ``Trainer.log``."""
@@ -203,9 +173,7 @@ class MezzoTrainer(MezzoMixin, Trainer):
 
     Args:
         *args: The Trainer's.
-        policy: See :func:`plug`, and so on.
+        policy: See :func:`plug`.
         on_overflow: See there.
-        restore_buffers: See there.
-        hold_schedulers: See there.
         **kwargs: The Trainer's.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, chain, repeat
 from operator import attrgetter, is_not
 from typing import Any, Final
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mezzo.step.whole import Call, at_once
 from mezzo.tensors import LOW
 
 __all__ = ["gather"]
@@ -60,9 +59,8 @@ def _gather_each(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) ->
     for param, master in masters.items():
         if (gradient := param.grad) is None:
             continue
-        move: Call
-        if accumulate and master.grad is not None:
-            move = partial(master.grad.add_, gradient)
+        if accumulate and master.grad is not None and master.grad is not gradient:  # a scaler shows one on both
+            master.grad.add_(gradient)
         elif gradient.device.type == _LAUNCHING and (sizes := _sizes_of_alike([gradient])):
             if waiting and (elements >= _TOGETHER or _KIND(waiting[0][2]) != _KIND(gradient)):
                 _cast_together(*map(list, zip(*waiting, strict=True)))
@@ -71,8 +69,8 @@ def _gather_each(masters: Mapping[Tensor, nn.Parameter], *, accumulate: bool) ->
             elements += sizes[0]
             continue
         else:
-            move = partial(setattr, master, "grad", gradient.to(torch.float32))
-        at_once(move, partial(setattr, param, "grad", None))  # or an interrupt would lose it, or count it twice
+            master.grad = gradient.to(torch.float32)
+        param.grad = None
     if waiting:
         _cast_together(*map(list, zip(*waiting, strict=True)))
 
@@ -111,8 +109,8 @@ def _cast_together(params: list[Any], masters: list[Any], gradients: list[Any], 
     with torch._C._AutoDispatchBelowADInplaceOrView():
         wide = torch._C._nn.unflatten_dense_tensors(buffer, shapes)[::step]
     torch._foreach_copy_(wide, gradients)
-    given = map(setattr, masters, repeat("grad"), wide)
-    at_once(partial(deque, chain(given, map(setattr, params, repeat("grad"), _NONE)), 0))
+    deque(map(setattr, masters, repeat("grad"), wide), 0)
+    deque(map(setattr, params, repeat("grad"), _NONE), 0)
 
 
 @cache

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import setitem
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mezzo.cast.model.sharding import flags_of_all
 from mezzo.errors import NumericsError, some_of
 from mezzo.optim.edits import Edits, take_over
-from mezzo.optim.keeper import in_fp32
 from mezzo.optim.state import EXTRAS
 from mezzo.shards import placed, sharded_as
 from mezzo.step.split import judged_together
 from mezzo.step.storage import KAHAN, SPLIT, Storage, storage
 from mezzo.step.update import RULES, UpdateRule, rule
-from mezzo.step.whole import at_once
 from mezzo.tensors import LOW, is_distributed, local
 
 __all__ = ["Group", "HalvesOptimizer", "Joined"]
@@ -127,10 +123,9 @@ class HalvesOptimizer(Optimizer):
         **Cost**: the memory of the state; one kernel for each tensor of it.
         """
         options = (self.defaults, *self.param_groups)
-        joined = Joined(masters, [each["master"] for each in options])
-        without = [] if masters else [partial(setitem, each, "master", None) for each in options]
-        # Between the two, weights that are about to lose their masters would seem to have halves.
-        at_once(partial(setattr, self, "_joined", joined), *without)
+        self._joined = Joined(masters, [each["master"] for each in options])
+        for each in () if masters else options:
+            each["master"] = None
         self._ready.clear()
         self._make_state()
 
@@ -246,15 +241,6 @@ class HalvesOptimizer(Optimizer):
                 each["master"] = master
             self._joined = None
         self._ready.clear()
-
-    def model_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return a model's state dict with the FP32 values of the parameters that this optimizer updates.
-
-        Args:
-            model: The model; other low-precision tensors are widened.
-        """
-        known = {param for _, param in self._pairs()}
-        return in_fp32(model, lambda tensor: self.master_of(tensor) if tensor in known else tensor)
 
     # State --------------------------------------------------------------------------------------
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from mezzo.tensors import LOW
-
-__all__ = ["Keeper", "in_fp32"]
+__all__ = ["Keeper"]
 
 
 class Keeper(Protocol):
@@ -51,15 +49,3 @@ class Keeper(Protocol):
 
     def leave(self) -> None:
         """Serve no session any more: the optimizer is as it was built, and updates the model's parameters."""
-
-
-def in_fp32(model: nn.Module, value_of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return a model's state dict, detached, with every low-precision tensor widened.
-
-    Args:
-        model: The model.
-        value_of: Returns what a keeper knows of one of its tensors, or the tensor itself.
-    """
-    state = model.state_dict(keep_vars=True).items()
-    found = {name: value_of(value).detach() for name, value in state if isinstance(value, Tensor)}
-    return {name: value.float() if value.dtype in LOW else value for name, value in found.items()}

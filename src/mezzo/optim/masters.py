@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.optim.checks import ordered
 from mezzo.optim.gathering import gather
-from mezzo.optim.keeper import in_fp32
 from mezzo.optim.state import widened_state
 from mezzo.optim.torch_checkpoint import is_asked_by_checkpoint, no_distributed_checkpoint
 from mezzo.shards import locals_of, placed
@@ -94,6 +93,7 @@ class MasterWeights:
         self._master: dict[Tensor, nn.Parameter] = {}  # model parameter → master
         self._places: dict[int, int] = {}  # of parameters among their masters, by id: hashing a tensor is a Python call
         self._versions, self._addresses = list[int](), list[int]()  # as they were when their masters were rounded in
+        self._taken = list[int]()  # places of parameters whose gradients the last step took, and freed
         self._plain_add = optimizer.add_param_group
         self._plain_zero = optimizer.zero_grad
         self._hooks: list[RemovableHandle] = []
@@ -183,7 +183,9 @@ class MasterWeights:
 
     def drop_gradients(self) -> None:
         """Free the masters' gradients: between steps only the model's are held."""
-        for master in self._master.values():
+        masters = self._master.values()
+        self._taken = [place for place, master in enumerate(masters) if master.grad is not None] or self._taken
+        for master in masters:
             master.grad = None
 
     @torch.no_grad()
@@ -270,7 +272,12 @@ class MasterWeights:
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the masters *and* of the model: ``optimizer.zero_grad`` is this too."""
+        """Clear the gradients of the masters *and* of the model: ``optimizer.zero_grad`` is this too.
+
+        Args:
+            set_to_none: Let go of them. Otherwise they become zeros, those that a step took from the model and freed as
+                well: momentum and decay move their weights in the next step, as they do in torch.
+        """
         self._plain_zero(set_to_none)
         # After unscale_ a parameter and its master show one gradient, and go on to when it is filled with zeros.
         shown = [m for param, m in self._master.items() if not set_to_none and m.grad is param.grad is not None]
@@ -280,6 +287,10 @@ class MasterWeights:
             master.grad = gradient
         if not set_to_none:
             clear_to_zeros(self._master)
+            params = list[Any](self._master)
+            for param in [params[place] for place in self._taken if params[place].grad is None]:
+                param.grad = torch.zeros_like(param, dtype=getattr(param, "grad_dtype", None) or param.dtype)
+        self._taken = []
         for param in self._master if set_to_none else ():
             param.grad = None
         if self._master and is_asked_by_checkpoint():
@@ -310,24 +321,6 @@ class MasterWeights:
     def masters(self) -> dict[Tensor, nn.Parameter]:
         """Return the masters by parameter, in the order of the parameter groups."""
         return dict(self._master)
-
-    def model_state_dict(self, model: nn.Module, dtype: Literal["float32", "param"] = "float32") -> dict[str, Tensor]:
-        """Return a model's state dict with the masters' full precision.
-
-        Args:
-            model: A model whose parameters this optimizer updates.
-            dtype: ``"float32"`` gives masters and widens other low-precision tensors; ``"param"`` is
-                ``model.state_dict()``.
-
-        Returns:
-            Detached tensors by name; masters are shared, not copied.
-        """
-        if dtype not in ("float32", "param"):
-            raise PolicyError(f"unknown dtype {dtype!r}", write='dtype="float32" or "param"')
-        if dtype == "param":
-            return {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-        self.take_edits()
-        return in_fp32(model, lambda tensor: self._master.get(tensor, tensor))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state and the masters, in the order of the parameter groups."""
@@ -389,7 +382,7 @@ class MasterWeights:
                 param.data = master.data
             if master in self.optimizer.state:
                 self.optimizer.state[param] = self.optimizer.state.pop(master)
-        for known in (self._master, self._places, self._versions, self._addresses):
+        for known in (self._master, self._places, self._versions, self._addresses, self._taken):
             known.clear()
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 from typing import Any, Final, TypeAlias
 
@@ -15,7 +14,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from mezzo.errors import StateError, UnsupportedError
+from mezzo.errors import UnsupportedError
+from mezzo.interrupts import uninterrupted
 from mezzo.optim.checks import Look, check_arguments, check_group, check_unchanged, ordered
 from mezzo.optim.halves import Group
 from mezzo.optim.hypers import Hypers, changes_nothing
@@ -26,7 +26,6 @@ from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import FULL
 from mezzo.step.update import UpdateRule
-from mezzo.step.whole import Call, Piece, Work
 from mezzo.tensors import local
 
 __all__ = ["Group", "OnePassOptimizer", "Params", "as_one_pass", "one_pass"]
@@ -71,6 +70,27 @@ class _Wanted:
         return same and (other.shards is None or all(map(is_, map(local, self.params), other.shards)))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """What a step is about to write, when all that it could refuse has been refused.
+
+    Attributes:
+        verdict: Of the gradients; ``None`` where the flags are another library's.
+        updates: What updates a bucket, with the gradients, their verdict and the count on its device.
+        steps: The counts of updates before this step.
+        counts: The counts after it.
+        params: All that is updated.
+        with_masters: Those of them that have a full master.
+    """
+
+    verdict: Verdict | None
+    updates: list[tuple[BucketUpdate, Sequence[Tensor], Verdict, Tensor]] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
+    with_masters: list[Tensor] = field(default_factory=list)
+
+
 class OnePassOptimizer(SavedOptimizer):
     """An optimizer whose step reads and writes everything once, and never asks the host whether to skip.
 
@@ -99,8 +119,7 @@ class OnePassOptimizer(SavedOptimizer):
     def _start(self) -> None:
         super()._start()
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
-        self._under_way = Work()
-        self._prepared: tuple[Verdict | None, Work] | None = None
+        self._prepared: _Prepared | None = None
         self._verdict: Verdict | None = None  # of the step under way
         self.updates = 0
 
@@ -156,7 +175,6 @@ class OnePassOptimizer(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_half_way()
         if not self.state and changes_nothing(self.param_groups, self._gradients()):
             # torch.distributed.checkpoint steps so to have state made; counted, it would be a step of the training.
             for number in range(len(self.param_groups)):
@@ -165,10 +183,10 @@ class OnePassOptimizer(SavedOptimizer):
             return loss
         prepared, self._prepared = self._prepared, None
         verdict, self._verdict = self._verdict, None
-        if prepared is None or prepared[0] is not verdict:
-            prepared = verdict, self._work(verdict)
-        self._under_way = prepared[1]
-        self._under_way.finish()
+        if prepared is None or prepared.verdict is not verdict:
+            prepared = self._prepare(verdict)
+        with uninterrupted():
+            self._write(prepared)
         return loss
 
     def update(self, verdict: Verdict, step: Callable[[], Any] | None = None) -> None:
@@ -192,29 +210,14 @@ class OnePassOptimizer(SavedOptimizer):
             verdict: What the update will be given.
             keep: Whether the session writes to no gradient until then; hooks of other code before the step may.
         """
-        self._refuse_half_way()
-        prepared = verdict, self._work(verdict)
+        prepared = self._prepare(verdict)
         hooks = len(self._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
         if hooks > 1:
             hooks -= sum(isinstance(hook, Look) for hook in _global_optimizer_pre_hooks.values())
         self._prepared = prepared if keep and hooks == 1 else None
 
-    @property
-    def is_half_way(self) -> bool:
-        """Whether an update was interrupted that could not be finished, and nothing was loaded since."""
-        return self._under_way.is_half_way
-
-    def _refuse_half_way(self) -> None:
-        if self.is_half_way:
-            raise StateError(
-                "an update was interrupted half-way",
-                where=f"{type(self).__name__}.step()",
-                why="some weights and moments are those of the next step, and some are not",
-                write="model.load_state_dict(…) and optimizer.load_state_dict(…) of the last checkpoint",
-            )
-
-    def _work(self, verdict: Verdict | None) -> Work:
-        """Return a step as work of which nothing is done yet; whatever can be refused is refused here.
+    def _prepare(self, verdict: Verdict | None) -> _Prepared:
+        """Return what a step is about to write; whatever can be refused is refused here.
 
         Args:
             verdict: Of the gradients. Without one, ``found_inf`` and ``grad_scale`` are those of another library.
@@ -223,57 +226,57 @@ class OnePassOptimizer(SavedOptimizer):
         self.take_edits()
         of_groups = [(self._ready_of(number, group), its) for number, (group, its) in enumerate(wanted)]
         ready = [(each, gradients) for buckets, gradients in of_groups for each in buckets]
-        work = Work()
-        steps: list[Tensor] = []
-        counts: list[Tensor] = []
+        prepared = _Prepared(verdict)
         for device in {each.update.bucket.step.device for each, _ in ready}:
             here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
             there = [pair for pair in ready if pair[0].update.bucket.step.device == device]
             before = {id(each.update.bucket.step): each.update.bucket.step for each, _ in there}
             after = shared(counted, (), [here.found_inf, *before.values()])
-            steps += before.values()
-            counts += after
+            prepared.steps.extend(before.values())
+            prepared.counts.extend(after)
             next_of = dict(zip(before, after, strict=True))
             for each, gradients in there:
-                work.add(*self._pieces(each, gradients, here, next_of[id(each.update.bucket.step)]))
-        params = [param for each, _ in ready for param in each.params]
-        with_masters = [param for each, _ in ready if each.update.bucket.storage is FULL for param in each.params]
-        updates = self.updates + 1
+                step = next_of[id(each.update.bucket.step)]
+                readable = self._readable(each, gradients)
+                prepared.updates.append((each.update, readable, here, step))
+                prepared.params.extend(each.params)
+                if each.update.bucket.storage is FULL:
+                    prepared.with_masters.extend(each.params)
+        return prepared
 
-        def count() -> list[Call]:
-            # Kernels write past autograd, whose version counters must tell the caches of casts, and graphs that saved
-            # a weight, that it has changed.
-            increment_version(params)
-            self._edits.see(with_masters)
-            self._awaiting.clear()
-            written = [partial(torch._foreach_copy_, steps, counts)] if steps else []
-            return [*written, partial(setattr, self, "updates", updates)]
-
-        work.add(count)
-        return work
+    def _write(self, prepared: _Prepared) -> None:
+        """Update, or skip. What comes in the middle ends the step half-way: no signal does."""
+        for update, gradients, verdict, step in prepared.updates:
+            update.write(gradients, verdict, step)
+        # Kernels write past autograd, whose version counters must tell the caches of casts, and graphs that saved a
+        # weight, that it has changed.
+        increment_version(prepared.params)
+        self._edits.see(prepared.with_masters)
+        self._awaiting.clear()
+        if prepared.steps:
+            torch._foreach_copy_(prepared.steps, prepared.counts)
+        self.updates += 1
 
     def _verdict_of_flags(self, device: torch.device) -> Verdict:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         return Verdict.of_flags(found_inf, grad_scale, device)
 
-    def _pieces(self, ready: _Ready, gradients: list[Any], verdict: Verdict, step: Tensor) -> list[Piece]:
-        """Return a bucket's update, without kernels of its own where these cannot be built any more.
+    def _readable(self, ready: _Ready, gradients: list[Any]) -> Sequence[Tensor]:
+        """Return gradients as a bucket's update reads them; where its kernels cannot be built any more, without them.
 
         Args:
             ready: The bucket.
             gradients: Of all of its group.
-            verdict: On them.
-            step: Its count.
         """
         if len(gradients) > len(ready.params):
             gradients = [param.grad for param in ready.params]
         if ready.update.bucket.weights is not ready.params:  # tensor parallelism leaves some as sums not taken yet
             gradients = [local(placed(each, param)) for each, param in zip(gradients, ready.params, strict=True)]
         try:
-            return ready.update.pieces(gradients, verdict, step)
+            return ready.update.ready(gradients)
         except NoKernel as error:
             ready.update = portable(error).update_of(ready.update.bucket)
-            return ready.update.pieces(gradients, verdict, step)
+            return ready.update.ready(gradients)
 
     def _gradients(self) -> Iterator[Tensor]:
         return (param.grad for _, param in self._pairs() if param.grad is not None)
@@ -349,7 +352,6 @@ class OnePassOptimizer(SavedOptimizer):
 
     def _begin_anew(self, halves: Iterable[Tensor]) -> None:
         super()._begin_anew(halves)
-        self._under_way.drop()
         self._hypers.clear()
 
     def _leave_others_behind(self, members: list[Tensor]) -> None:

@@ -228,7 +228,7 @@ class Replay(CallKeeper):
     ) -> None:
         self._models = checked_models(models)
         self._region = region
-        super().__init__([part for model in self._models for part in _called(model)])
+        super().__init__([part for model in self._models for part in _called_from_outside(model)])
 
     def locate(self, loss_scale: float | Tensor = 1.0) -> Overflow | Changed | None:
         """Find the first non-finite tensor that led on, in the calls since :meth:`clear`.
@@ -316,6 +316,11 @@ class _Replayed:
         if not origin.may_be_meant:
             self.late = self.late or diagnose(origin, search.context)
         return None
+
+
+def _called_from_outside(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what may be called first of a model: itself, or its parts, as a ``training_step`` calls them."""
+    yield from dict.fromkeys([*_called(model), *(part for child in model.children() for part in _called(child))])
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:

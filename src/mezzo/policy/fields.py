@@ -35,8 +35,6 @@ WORDS: Final[dict[str, dict[str, Any]]] = {
     "lists": {"portable": "portable", "device": "device"},
     "norms": {"fp32": "fp32", "fp32_math": "fp32_math"},
     "emulate": {"auto": "auto", **_BOOLEANS},
-    "reduce": {"param": "param", **dict.fromkeys(("float32", "fp32"), "float32"),
-               **dict.fromkeys(("bfloat16", "bf16"), "bfloat16")},
 }  # fmt: skip
 #: Of a policy's text, in characters: a real one has hundreds.
 _LONGEST_TEXT: Final = 100_000
@@ -61,7 +59,6 @@ def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
         "lists": "portable",
         "norms": "fp32",
         "emulate": "auto",
-        "reduce": "param",
     }
 
 
@@ -133,11 +130,6 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
         (not values["keep_batchnorm_fp32"] and not low,
          "keep_batchnorm_fp32=false has no effect on float32 weights",
          "only weights stored in low precision can take batch norm with them", "O3, or O2,keep_batchnorm_fp32=false"),
-        (values["reduce"] == "bfloat16" and level == "O0",
-         "O0 cannot reduce gradients in bfloat16", "O0 is the FP32 reference", "reduce=param"),
-        (values["reduce"] == "bfloat16" and param_dtype == torch.float16,
-         "gradients of float16 weights cannot be reduced in bfloat16", "they would lose three bits, and save no byte",
-         "reduce=param, or reduce=float32"),
     )  # fmt: skip
     yield from (PolicyError(what, why=why, write=write) for is_there, what, why, write in problems if is_there)
     yield from _contradictions(values["rules"])
@@ -235,6 +227,8 @@ def read(text: str) -> tuple[Level, dict[str, Any]]:
         if len(problems) == MOST_PROBLEMS:
             break  # each takes a look through a vocabulary
         key, equals, value = item.partition("=")
+        if item in _DTYPES:  # a bare word for one, as in O1,bf16
+            key, equals, value = "dtype", "=", item
         try:
             if not equals or not value:
                 raise PolicyError(f"{shown(item)} is not key=value", write=f"{key}=…")

@@ -20,7 +20,6 @@ __all__ = ["LEVELS", "Policy"]
 
 Lists = Literal["portable", "device"]
 Norms = Literal["fp32", "fp32_math"]
-Reduce = Literal["param", "float32", "bfloat16"]
 
 #: The kinds of device that the table tells apart, and how they are called where none is asked about.
 _KINDS: Final = {"cpu": "a CPU", "cuda": "an accelerator"}
@@ -52,8 +51,6 @@ class Policy:
         lists: ``portable`` gives torch's CUDA dtypes on every device; ``device`` torch's own on each.
         norms: Whether softmax and normalisations return FP32 (``fp32``) or the input's dtype (``fp32_math``).
         emulate: Whether GEMMs compute in FP32 from rounded operands; ``auto`` follows the device.
-        reduce: What gradients travel in between ranks: the dtype that they have (``param``); ``float32``, in which
-            those of low-precision weights are then summed and kept until the step; ``bfloat16``, half FP32's bytes.
         rules: Exceptions, in order; the first match wins.
 
     Raises:
@@ -84,7 +81,6 @@ class Policy:
     lists: Lists = "portable"
     norms: Norms = "fp32"
     emulate: Literal["auto"] | bool = "auto"
-    reduce: Reduce = "param"
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -270,7 +266,8 @@ class Policy:
 
         Args:
             text: A level, then ``key=value`` for fields and rules, such as
-                ``O1,dtype=bfloat16,low=softmax+gelu,fp32_module=head.*``.
+                ``O1,dtype=bfloat16,low=softmax+gelu,fp32_module=head.*``. A bare word for a dtype is that of
+                ``dtype``: ``O1,bf16``.
 
         Raises:
             PolicyError: Every problem of the text: unknown levels, keys and values with the nearest valid one.

@@ -16,12 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.distributed import fully_shard
-from mezzo.errors import DistributedError, MezzoError, NumericsError, PolicyError, UnsupportedError, nearest
+from mezzo.errors import DistributedError, MezzoError, PolicyError, UnsupportedError, nearest
 from mezzo.machine import default_device
 from mezzo.policy import Policy
 from mezzo.recipes.recipe import Batch, Recipe, Split
 from mezzo.session import MixedPrecision
-from mezzo.step.ranks import Ranks
 
 __all__ = ["Parallel", "World", "joined", "require_one_process"]
 
@@ -113,28 +112,6 @@ class World:
         """Wait until all ranks are here."""
         if self.size > 1:
             dist.barrier()
-
-    @contextmanager
-    def answering(self, step: int) -> Iterator[None]:
-        """Let the ranks know of each other's failures inside the block, a step.
-
-        Raises:
-            DistributedError: Another rank failed, or is gone; what fails here is raised as it is.
-        """
-        if self.size == 1:
-            yield
-            return
-        everyone: Any = dist.group.WORLD
-        ranks = Ranks(everyone)
-        ranks.step = step
-        try:
-            with ranks.naming("training"):
-                yield
-        except (DistributedError, NumericsError):  # which all ranks raise
-            raise
-        except Exception as error:
-            ranks.say(f"{type(error).__name__}: {error}")
-            raise
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class RankMeter:
 
     def __init__(self, world: World, amp: MixedPrecision, write: Callable[[RankStep], None] | None = None) -> None:
         self._world, self._amp, self._write = world, amp, write
-        self._waited = self._waited_before = 0.0
+        self._waited = 0.0
         self._loss_failed = False
         self._wire_bytes = 0
 
@@ -86,7 +86,6 @@ class RankMeter:
         """
         if self._world.size == 1:
             return loss.detach()
-        self._waited_before = self._amp.waited_s
         value = loss.detach().float()
         told = torch.stack((value, torch.full_like(value, self._world.is_interrupted)))
         self._loss_failed = not math.isfinite(value.item())  # waits for this rank's own work, which is not waiting
@@ -108,7 +107,7 @@ class RankMeter:
                 step=number,
                 ms=ms,
                 samples_per_s=1e3 * num_samples / ms,
-                waiting_ms=1e3 * (self._waited + self._amp.waited_s - self._waited_before),
+                waiting_ms=1e3 * self._waited,
                 wire_bytes=self._wire_bytes,
                 overflowed=self._loss_failed,
                 peak_bytes=_peak_bytes(self._world.device),

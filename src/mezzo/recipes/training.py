@@ -182,8 +182,7 @@ class Training:
         begin = time.perf_counter()
         try:
             for number in range(1, self.steps + 1):
-                with self.world.answering(number):
-                    self._step(number, evaluate=number in evaluated)
+                self._step(number, evaluate=number in evaluated)
                 for watcher in watchers:
                     watcher.stepped(self.records[-1])
         except NumericsError as error:
@@ -206,11 +205,13 @@ class Training:
                 self._probed_step = number
             else:
                 loss = self._backward(self._forward(inputs, targets))
-            step = self.amp.step(scheduler=self.schedule)
+            step = self.amp.step()
         self.amp.zero_grad()
         numbers = (loss, step.scale, step.next_scale, step.skipped, step.grad_norm)
         # One transfer for all five, which also waits for the device to finish the step.
         read = torch.stack([number.detach().float() for number in numbers]).tolist()
+        if not read[3]:
+            self.schedule.step()
         ms = (time.perf_counter() - begin) * 1e3
         self._meter.ended(number, ms, len(inputs))
         if probe and self.device.type == "cuda":

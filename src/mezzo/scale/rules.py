@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError
-from mezzo.scale.config import LossScale, allowed_skips, as_float32
+from mezzo.scale.config import LossScale, as_float32
 from mezzo.scale.state import ScaleState
 
-__all__ = ["fitted", "next_numbers", "next_scale", "next_scale_on_host", "shifted"]
+__all__ = ["next_numbers", "next_scale", "next_scale_on_host"]
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
@@ -26,10 +26,8 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
 
     For a dynamic scale:
 
-    - *overflow*: the clean steps start over and the budget shrinks by one. If it is used up, or more than
-      ``skip_rate_limit`` of the last ``interval`` steps were skipped, the scale backs off to
-      ``max(scale · backoff, floor)`` and the window of skipped steps starts over, since what it counted
-      belonged to the old scale.
+    - *overflow*: the clean steps start over and the budget shrinks by one. If it is used up, the scale backs off to
+      ``max(scale · backoff, floor)``.
     - *clean*: at ``interval`` clean steps in a row (``growth_offset`` more for the first growth after an
       overflow or the start) the scale grows to ``min(scale · growth, ceiling)``, or without a ceiling
       stays where the product is not a finite float32.
@@ -52,7 +50,7 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
 
     Cost:
         No host sync, and nothing copied from host memory: it can be captured in a CUDA graph. About 20
-        one-element kernels for a dynamic scale, 3 more over ``interval`` bytes with ``skip_rate_limit``.
+        one-element kernels for a dynamic scale.
 
     Example:
         >>> config = LossScale.dynamic(init=1024, interval=2)
@@ -67,35 +65,22 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
     _check(found_inf, state)
     if config.mode == "none":
         return state
-    found = found_inf.to(torch.bool)
-    window = shifted(state.window, found, config)
-    skipped = window.sum() if window.numel() else None
-    backs_off, *after = next_numbers(state.tensors()[:4], found, skipped, config)
-    return ScaleState.of(*after, window if skipped is None else window.masked_fill(backs_off, False))
+    return ScaleState(*next_numbers(state.tensors(), found_inf.to(torch.bool), config))
 
 
-def next_numbers(numbers: Sequence[Tensor], found: Tensor, skipped: Tensor | None, config: LossScale) -> list[Tensor]:
-    """Return whether a scale backs off, and then its numbers after a step: the rule on the device, without the window.
+def next_numbers(numbers: Sequence[Tensor], found: Tensor, config: LossScale) -> list[Tensor]:
+    """Return the numbers of a state after a step: the rule on the device.
 
     Args:
-        numbers: Of the state before: all of its tensors but the window, in their order.
+        numbers: Of the state before, in their order.
         found: 0-d bool: whether this step overflowed.
-        skipped: 0-d int64: how many of the last steps were skipped, this one included, where the rules count them.
         config: The rules; not those of mode ``"none"``.
     """
     scale, clean_steps, budget, floor_overflows = numbers
     if config.mode == "constant":
-        return [found, scale, clean_steps, budget, (floor_overflows + 1) * found]
-    allowed = 0 if config.skip_rate_limit is None else allowed_skips(config.skip_rate_limit, config.interval)
-    is_frequent = None if skipped is None else skipped >= allowed + 1
-    backs_off, scale, *counts = _moved((scale.double(), *numbers[1:]), found, is_frequent, config)
-    return [backs_off, scale.float(), *counts]
-
-
-def shifted(window: Tensor, found: Tensor, config: LossScale) -> Tensor:
-    """Return a state's window with this step in it, as long as the rules ask for; empty where they count no steps."""
-    window = fitted(window, config)
-    return torch.cat((window[1:], found.reshape(1))) if window.numel() else window
+        return [scale, clean_steps, budget, (floor_overflows + 1) * found]
+    scale, *counts = _moved((scale.double(), *numbers[1:]), found, config)
+    return [scale.float(), *counts]
 
 
 def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) -> ScaleState:
@@ -108,30 +93,28 @@ def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) ->
         found_inf: Whether the step's gradients held an infinity or a NaN.
         config: The rules.
     """
-    if config.mode != "dynamic" or config.skip_rate_limit is not None or state.window.numel():
+    if config.mode != "dynamic":
         return next_scale(state, torch.tensor(found_inf), config)
-    values = [tensor.numpy().item() for tensor in state.tensors()[:4]]  # numpy asks nothing of a device
-    _, scale, *counts = _moved(values, found_inf, None, config)
-    return ScaleState.made(scale, counts, state.window)
+    values = [tensor.numpy().item() for tensor in state.tensors()]  # numpy asks nothing of a device
+    scale, *counts = _moved(values, found_inf, config)
+    return ScaleState.made(scale, counts, "cpu")
 
 
-def _moved(values: Sequence[Any], found: Any, is_frequent: Any, config: LossScale) -> tuple[Any, Any, Any, Any, Any]:
+def _moved(values: Sequence[Any], found: Any, config: LossScale) -> tuple[Any, Any, Any, Any]:
     """Spell the rule of a dynamic scale once, for 0-d tensors and for Python's numbers.
 
     Args:
         values: Scale (in float64), clean steps, budget and overflows at the floor, as in :class:`ScaleState`.
         found: Whether this step overflowed.
-        is_frequent: Whether more steps were skipped than ``skip_rate_limit`` allows, where there is one.
         config: The rules.
 
     Returns:
-        Whether the scale backs off, and the four values after the step.
+        The four values after the step.
     """
     scale, clean_steps, budget, floor_overflows = values
     fewer = torch.add(budget, found, alpha=-1) if isinstance(budget, Tensor) else budget - found
     budget = _at_least(fewer, 0)
-    is_exhausted = budget == 0
-    backs_off = found & (is_exhausted if is_frequent is None else is_exhausted | is_frequent)
+    backs_off = found & (budget == 0)
     clean_steps = _chosen(found, -config.growth_offset, clean_steps + 1)
     grows = clean_steps >= config.interval  # an overflow leaves at most 0, and the interval is at least 1
     events = {"backoff": backs_off, "growth": grows}
@@ -145,7 +128,7 @@ def _moved(values: Sequence[Any], found: Any, is_frequent: Any, config: LossScal
         higher = _at_most(higher, config.ceiling)
     stuck = found & (scale <= as_float32(config.floor))
     scale = _chosen(backs_off, lower, _chosen(grows, higher, scale))
-    return backs_off, scale, _chosen(grows, 0, clean_steps), budget, (floor_overflows + 1) * stuck
+    return scale, _chosen(grows, 0, clean_steps), budget, (floor_overflows + 1) * stuck
 
 
 def _chosen(condition: Any, one: Any, other: Any) -> Any:
@@ -161,20 +144,6 @@ def _at_least(value: Any, least: float) -> Any:
 
 def _at_most(value: Any, most: float) -> Any:
     return value.clamp_max(most) if isinstance(value, Tensor) else min(value, most)
-
-
-def fitted(window: Tensor, config: LossScale) -> Tensor:
-    """Give the window the length that the rules ask for: a state may come from a run with other rules.
-
-    Args:
-        window: Of a :class:`ScaleState`.
-        config: The rules.
-    """
-    length = 0 if config.skip_rate_limit is None else config.interval
-    surplus = window.shape[0] - length
-    if surplus < 0:
-        return torch.cat((window.new_zeros(-surplus), window))
-    return window[surplus:] if surplus else window
 
 
 def _check(found_inf: object, state: ScaleState) -> None:

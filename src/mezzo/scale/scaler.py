@@ -1,16 +1,18 @@
-"""The device tensors that hold a loss scale's state."""
+"""The device tensors that hold a loss scale's state, and move when they are told to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
+from operator import and_, invert, or_
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.rules import fitted, next_numbers, next_scale_on_host, shifted
+from mezzo.scale.rules import next_numbers, next_scale_on_host
 from mezzo.scale.state import ScaleState
 from mezzo.tensors import LOW, moved
 
@@ -24,23 +26,11 @@ def _one_by_one(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[T
     return function(*given, *tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """What was found of the gradients that one scale made: numbers for a state on the CPU, 0-d tensors for any other.
-
-    Attributes:
-        before: The state whose scale they carried.
-        overflowed: Whether some were not finite, and count.
-        held: Whether some do not count.
-    """
-
-    before: ScaleState
-    overflowed: Any
-    held: Any
-
-
 class Scaler:
     """Hold the state of one loss scale; the rules themselves are :func:`mezzo.scale.next_scale`.
+
+    It moves in :meth:`advance` alone, once for all steps that it was told of since: several optimizers that step
+    between two moves count as one step, which overflowed where one of them did.
 
     Args:
         config: The rules.
@@ -50,26 +40,35 @@ class Scaler:
 
     Attributes:
         config: The rules.
-        state: The state now.
+        state: The state now. Each move makes it anew, with a scale that is a tensor of its own: gradients of one step
+            are told by it from those of the next.
         in_graph: Whether the state's tensors are a captured graph's, which its next replay overwrites.
+
+    **Cost**: a move is host arithmetic where the state is on the CPU, else one launch of ``compute``. No host sync.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.scale import LossScale
+        >>> scaler = Scaler(LossScale.dynamic(init=8.0), "cpu")
+        >>> scaler.update(torch.tensor(False))
+        >>> scaler.update(torch.tensor(True))
+        >>> scaler.state.scale.item()
+        8.0
+        >>> scaler.advance()
+        >>> scaler.state.scale.item()
+        4.0
     """
 
     def __init__(self, config: LossScale, device: torch.device | str, compute: Compute = _one_by_one) -> None:
         self.config = config
+        self.state, self.in_graph = config.start(device), False
         self._compute = compute
-        self.state = config.start(device)
-        self.in_graph = False
-        self._last: _Judged | None = None
+        self._told: list[Tensor] = []  # of each step since the last move whether it overflowed, and whether it is held
 
     @property
     def changes_gradients(self) -> bool:
         """Whether scaled gradients can differ from plain ones: not without a scale, nor with a constant 1."""
         return self.config.mode == "dynamic" or (self.config.mode == "constant" and self.config.init != 1.0)
-
-    @property
-    def keeps_apart(self) -> bool:
-        """Whether gradients of several losses must be told apart: by their scales, or to count each one's overflows."""
-        return self.config.mode == "dynamic" or (self.changes_gradients and self.config.patience is not None)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, at least in FP32, so that the product itself cannot overflow."""
@@ -78,111 +77,56 @@ class Scaler:
         wide = loss.float() if loss.dtype in LOW else loss
         return wide * moved(self.state.scale, loss.device)
 
-    def update(self, found_inf: Tensor, *, made_with: Tensor | None = None, hold: Tensor | None = None) -> None:
-        """Move to the next state; no host sync.
+    def update(self, found_inf: Tensor, *, hold: Tensor | None = None) -> None:
+        """Take note of a step.
 
         Args:
-            found_inf: 0-d bool: whether gradients were not finite.
-            made_with: The scale that these gradients carried. All that one scale made count as one step: those that
-                come later are judged anew, together with the first. If the scale has moved on further, finite ones
-                say nothing of it, and others count only where it has not gone below theirs already.
-            hold: 0-d bool: these do not count, whatever was found.
+            found_inf: 0-d bool: whether its gradients were not finite.
+            hold: 0-d bool: the step does not count, whatever was found.
         """
-        if self.config.mode == "none":
+        self._told += found_inf, torch.zeros_like(found_inf) if hold is None else hold
+
+    def advance(self) -> None:
+        """Move to the next state; it stays where no step counts."""
+        told, self._told = self._told, []
+        if not told or self.config.mode == "none":
             return
-        known = _as_it_is if self._is_on_device else _on_host
-        no = torch.zeros_like(found_inf) if hold is None else hold
-        if made_with is None:
-            made_with = self.state.scale
-        if known is _as_it_is and Scaler.moves_at_once(self, made_with):  # held ones too: they move now
-            self._move_together(found_inf, no)
+        before = self.state
+        if self.in_graph or before.scale.device.type != "cpu":
+            self.state = ScaleState(*self._compute(moved_on, (self.config,), [*before.tensors(), *told]))
             return
-        back = known(no)
-        overflowed, last = known(found_inf) & ~back, self._last
-        if made_with is self.state.scale:
-            self._judge(_Judged(self.state, overflowed, back), back)
-        elif last is not None and made_with is last.before.scale:
-            overflowed, back = last.overflowed | overflowed, last.held | back
-            self._judge(_Judged(last.before, overflowed, back), back & ~overflowed)
+        values = [flag.numpy().item() for flag in told]  # numpy asks nothing of a device
+        overflowed, held = _as_one_step(values, lambda hold: not hold)
+        after = before if held else next_scale_on_host(before, overflowed, self.config)
+        self.state = replace(after, scale=before.scale.clone()) if after.scale is before.scale else after
+
+    def set(self, scale: float | Tensor) -> None:
+        """Go on with another scale, and forget what was found; the count of clean steps goes on. No host sync.
+
+        Args:
+            scale: A number, or a tensor of one element.
+        """
+        here = self.state.scale
+        if isinstance(scale, Tensor):
+            value = scale.detach().to(here.device, here.dtype, copy=True).reshape(())
         else:
-            overflowed = overflowed & (known(self.state.scale) >= known(made_with))
-            self._judge(_Judged(self.state, overflowed, known(torch.zeros_like(found_inf))), ~overflowed)
+            value = torch.full_like(here, scale)
+        self.hold(replace(self.state, scale=value), in_graph=False)
 
-    @property
-    def _is_on_device(self) -> bool:
-        return self.in_graph or self.state.scale.device.type != "cpu"
-
-    @property
-    def counts_skips(self) -> bool:
-        """Whether the rules ask how many of the last steps were skipped."""
-        return self.config.skip_rate_limit is not None
-
-    def moves_at_once(self, made_with: Tensor) -> bool:
-        """Whether :func:`moved_on` says where a step's gradients move the scale, and :meth:`update` no more than that.
+    def hold(self, state: ScaleState, *, in_graph: bool) -> None:
+        """Go on from a state, between two steps; what was found before is forgotten.
 
         Args:
-            made_with: The scale that they carried.
+            state: The state; it is not copied.
+            in_graph: Whether it is a graph's.
         """
-        is_known = self.config.mode != "none" and (self.counts_skips or not self.state.window.numel())
-        return is_known and self._is_on_device and made_with is self.state.scale
-
-    def numbers(self, found_inf: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return what :func:`moved_on` takes of the state, and the state's window with this step in it.
-
-        Args:
-            found_inf: 0-d bool: whether gradients were not finite.
-        """
-        window = shifted(self.state.window, found_inf, self.config)
-        return [*self.state.tensors()[:4], *([window.sum()] if window.numel() else [])], window
-
-    def move(self, moved: Sequence[Tensor], hold: Tensor, window: Tensor) -> None:
-        """Move to the next state.
-
-        Args:
-            moved: Of :func:`moved_on`.
-            hold: What it was given.
-            window: Of :meth:`numbers`.
-        """
-        if self.config.mode == "none":
-            return
-        overflowed, *after = moved
-        self._last = _Judged(self.state, overflowed, hold)
-        if window.numel():
-            kept, backs_off = fitted(self.state.window, self.config), after.pop()
-            window = torch.where(hold, kept, window.masked_fill(backs_off, False))
-        self.state = ScaleState.of(*after, window)
-
-    def _move_together(self, found_inf: Tensor, hold: Tensor) -> None:
-        numbers, window = self.numbers(found_inf)
-        self.move(self._compute(moved_on, (self.config,), [found_inf, hold, *numbers]), hold, window)
-
-    def _judge(self, judged: _Judged, stays: Any) -> None:
-        """Follow the rules from the state before, or stay there."""
-        before, self._last = judged.before, judged
-        if isinstance(stays, Tensor):
-            self.state = before
-            self._move_together(judged.overflowed, stays)
-            self._last = judged
-        else:
-            self.state = before if stays else next_scale_on_host(before, bool(judged.overflowed), self.config)
-        if self.state.scale is before.scale:
-            # A tensor of its own for each step, by which gradients of one step are told from those of the next.
-            self.state = replace(self.state, scale=before.scale.clone())
-
-    def remembering(self) -> Callable[[], None]:
-        """Return what brings back what is known now, so that an update can begin again."""
-        state, last = self.state, self._last
-
-        def restore() -> None:
-            self.state, self._last = state, last
-
-        return restore
+        self.state, self.in_graph, self._told = state, in_graph, []
 
     # In a captured graph ----------------------------------------------------------------------------------
 
     def tensors(self) -> ScaleState:
         """Return a copy of the state for a graph, which reads it there and leaves the next one in the same memory."""
-        return self._fitted().clone()
+        return self.state.clone()
 
     def enter(self, tensors: ScaleState) -> None:
         """Go on in the tensors of a graph, with the values of now; no host sync.
@@ -191,25 +135,13 @@ class Scaler:
             tensors: Of :meth:`tensors`.
         """
         if self.state is not tensors:
-            tensors.copy_(self._fitted())
+            tensors.copy_(self.state)
         self.hold(tensors, in_graph=True)
 
     def leave(self) -> None:
         """Go on in tensors that no replay overwrites; no host sync."""
         if self.in_graph:
             self.hold(self.state.clone(), in_graph=False)
-
-    def hold(self, state: ScaleState, *, in_graph: bool) -> None:
-        """Go on from a state, between two steps: of gradients that were made before nothing is known any more.
-
-        Args:
-            state: The state; it is not copied.
-            in_graph: Whether it is a graph's.
-        """
-        self.state, self.in_graph, self._last = state, in_graph, None
-
-    def _fitted(self) -> ScaleState:
-        return replace(self.state, window=fitted(self.state.window, self.config))
 
     # State ------------------------------------------------------------------------------------------------
 
@@ -226,27 +158,21 @@ class Scaler:
         self.hold(ScaleState.from_state_dict(state, device=self.state.scale.device), in_graph=False)
 
 
-def moved_on(config: LossScale, found_inf: Tensor, hold: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
-    """Return whether gradients overflowed, the next state's numbers as new tensors, and whether a window starts over.
+def moved_on(config: LossScale, *tensors: Tensor) -> list[Tensor]:
+    """Return the next state's numbers as new tensors, after all steps since the last move.
 
     Args:
-        config: The rules.
-        found_inf: 0-d bool: whether gradients were not finite.
-        hold: 0-d bool: they do not count, whatever was found.
-        *numbers: Of :meth:`Scaler.numbers`.
+        config: The rules; not those of mode ``"none"``.
+        *tensors: The four numbers of the state before; then of each step whether it overflowed, and whether it is held.
     """
-    if config.mode == "none":
-        return found_inf & ~hold, *numbers
-    overflowed, before, skipped = found_inf & ~hold, numbers[:4], numbers[4] if numbers[4:] else None
-    backs_off, *after = next_numbers(before, overflowed, skipped, config)
-    moved = [torch.where(hold, old, new) for old, new in zip(before, after, strict=True)]
-    return overflowed, *moved, *([] if skipped is None else [backs_off])
+    before, told = tensors[:4], tensors[4:]
+    overflowed, held = _as_one_step(told, invert)
+    return [
+        torch.where(held, old, new) for old, new in zip(before, next_numbers(before, overflowed, config), strict=True)
+    ]
 
 
-def _on_host(tensor: Tensor) -> Any:
-    """Return the one value of a CPU tensor; through numpy, since nothing has to be asked of a device."""
-    return tensor.numpy()[()]
-
-
-def _as_it_is(tensor: Tensor) -> Any:
-    return tensor
+def _as_one_step(told: Sequence[Any], counts: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Return whether a step that counts has overflowed, and whether none counts."""
+    flags, holds = told[::2], told[1::2]
+    return reduce(or_, map(and_, flags, map(counts, holds))), reduce(and_, holds)

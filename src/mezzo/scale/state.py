@@ -14,10 +14,10 @@ from mezzo.errors import StateError, nearest, raise_together, shown
 __all__ = ["VALUES", "ScaleState", "inverse", "is_count", "is_whole"]
 
 COUNTERS = ("clean_steps", "budget", "floor_overflows")
-KEYS = ("scale", *COUNTERS, "window")
+KEYS = ("scale", *COUNTERS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScaleState:
     """Everything that :func:`mezzo.scale.next_scale` needs to know about the past.
 
@@ -30,30 +30,22 @@ class ScaleState:
             that many steps more.
         budget: 0-d int64: overflows that may still come before the scale backs off.
         floor_overflows: 0-d int64: consecutive overflows while the scale was at its floor already.
-        window: (interval,) bool: which of the last ``interval`` steps were skipped, newest last; empty
-            unless ``skip_rate_limit`` is set.
     """
 
     scale: Tensor
     clean_steps: Tensor
     budget: Tensor
     floor_overflows: Tensor
-    window: Tensor
 
     @classmethod
-    def of(cls, *tensors: Tensor) -> Self:
-        """Return the state that these tensors hold, in the order of the fields."""
-        return cls(**dict(zip(KEYS, tensors, strict=True)))
-
-    @classmethod
-    def made(cls, scale: float, counts: Sequence[int], window: Tensor) -> Self:
-        """Return the state of these numbers, on the device of a window."""
-        counters = [torch.full((), count, dtype=torch.int64, device=window.device) for count in counts]
-        return cls.of(torch.full((), scale, dtype=torch.float32, device=window.device), *counters, window)
+    def made(cls, scale: float, counts: Sequence[int], device: torch.device | str) -> Self:
+        """Return the state of these numbers on a device."""
+        counters = (torch.full((), count, dtype=torch.int64, device=device) for count in counts)
+        return cls(torch.full((), scale, dtype=torch.float32, device=device), *counters)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that hold the state, in the order of the fields."""
-        return self.scale, self.clean_steps, self.budget, self.floor_overflows, self.window
+        return self.scale, self.clean_steps, self.budget, self.floor_overflows
 
     def inverse(self) -> Tensor:
         """Return 1/scale: :func:`inverse`."""
@@ -61,13 +53,13 @@ class ScaleState:
 
     def clone(self) -> Self:
         """Return the same state in tensors of its own."""
-        return self.of(*(tensor.clone() for tensor in self.tensors()))
+        return type(self)(*(tensor.clone() for tensor in self.tensors()))
 
     def copy_(self, other: ScaleState) -> None:
         """Take over another state's values, in place: a captured graph holds addresses.
 
         Args:
-            other: A state whose window is as long.
+            other: The state.
 
         Cost:
             One kernel for each field that is not the same tensor, no host sync.
@@ -80,8 +72,7 @@ class ScaleState:
         """Return every field as a plain value.
 
         Returns:
-            ``scale`` (float), the three counters (int), and ``window`` as text, ``X`` for a skipped step
-            and ``.`` for any other.
+            ``scale`` (float), and the three counters (int).
 
         Cost:
             One host sync.
@@ -89,14 +80,11 @@ class ScaleState:
         Example:
             >>> from mezzo.scale import LossScale
             >>> LossScale.dynamic().start().state_dict()
-            {'scale': 65536.0, 'clean_steps': 0, 'budget': 1, 'floor_overflows': 0, 'window': ''}
+            {'scale': 65536.0, 'clean_steps': 0, 'budget': 1, 'floor_overflows': 0}
         """
         # One transfer: float64 holds float32 and every count below 2^53 exactly.
-        numbers = torch.stack([tensor.double() for tensor in self.tensors()[:-1]])
-        scale, *rest = torch.cat([numbers, self.window.double()]).tolist()
-        counts = dict(zip(COUNTERS, map(int, rest), strict=False))
-        window = "".join("X" if skipped else "." for skipped in rest[len(COUNTERS) :])
-        return {"scale": scale, **counts, "window": window}
+        scale, *counts = torch.stack([tensor.double() for tensor in self.tensors()]).tolist()
+        return {"scale": scale, **dict(zip(COUNTERS, map(int, counts), strict=True))}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], *, device: torch.device | str = "cpu") -> Self:
@@ -113,8 +101,7 @@ class ScaleState:
             StateError: Keys are missing or unknown, or a value cannot be a state's. One message lists all.
         """
         raise_together(_problems(state))
-        skipped = torch.tensor([mark == "X" for mark in state["window"]], dtype=torch.bool, device=device)
-        return cls.made(state["scale"], [state[key] for key in COUNTERS], skipped)
+        return cls.made(state["scale"], [state[key] for key in COUNTERS], device)
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -162,14 +149,9 @@ def is_count(value: Any) -> bool:
     return is_whole(value) and value >= 0
 
 
-def _is_window(value: Any) -> bool:
-    return isinstance(value, str) and set(value) <= {".", "X"}
-
-
 #: What each key of a saved state can be.
 VALUES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "scale": (_is_scale, "a positive float32 number"),
     "clean_steps": (is_whole, "a whole number"),
     **dict.fromkeys(("budget", "floor_overflows"), (is_count, "a whole number from 0")),
-    "window": (_is_window, "text of '.' and 'X'"),
 }

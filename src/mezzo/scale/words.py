@@ -8,10 +8,9 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from mezzo.errors import PolicyError
-from mezzo.scale.config import LossScale
-from mezzo.scale.fields import LOWEST
+from mezzo.scale.config import LOWEST, LossScale
 
-__all__ = ["PADDLES_RULES", "PADDLES_WORDS", "TORCHS_RULES", "from_paddles_words"]
+__all__ = ["PADDLES_RULES", "PADDLES_WORDS", "TORCHS_RULES", "from_paddles_words", "one_number"]
 
 #: The rules in the state of torch's ``GradScaler``, and in that of Paddle's: by word the field that it is.
 TORCHS_RULES: Final = MappingProxyType(
@@ -58,3 +57,14 @@ def from_paddles_words(
         problems = [PolicyError(f"init_loss_scaling is {values['init']}", where=where, why=why, write="1.0")]
     scale = LossScale.like(system) if base is None else base
     return scale if problems else replace(scale, **values), problems
+
+
+def one_number(value: Any) -> Any:
+    """Return the number that is saved as a tensor, an array or a list of one, as Paddle's are; anything else as it is.
+
+    Example:
+        >>> one_number([512.0]), one_number("x")
+        (512.0, 'x')
+    """
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return plain[0] if isinstance(plain, list) and len(plain) == 1 else plain

@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mezzo.errors import MezzoError
 from mezzo.explanation import Explanation, explain
 from mezzo.policy import Policy
-from mezzo.script.program import Enough, Program, own_traceback
-from mezzo.script.seams import Seams
+from mezzo.script.program import Enough, Program, Seams, own_traceback
 
 __all__ = ["Rehearsed", "rehearse"]
 

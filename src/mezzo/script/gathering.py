@@ -1,4 +1,4 @@
-"""The optimizers that a script makes, and the session over them."""
+"""The optimizers that a script makes, the modules that hold what they update, and one session over all of them."""
 
 from __future__ import annotations
 
@@ -7,68 +7,71 @@ import functools
 import gc
 import types
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mezzo.cast import prepare
 from mezzo.cast.model import sharding
 from mezzo.cast.model.originals import preparations_in
 from mezzo.errors import MezzoError, PolicyError, StateError
 from mezzo.explanation.words import counted
 from mezzo.policy import Policy
-from mezzo.scale.words import TORCHS_RULES
-from mezzo.script.inner import InnerCalls
-from mezzo.script.measuring import Measuring
-from mezzo.script.owners import models_of, name_of, updated
-from mezzo.script.report import Ledger
-from mezzo.script.seams import Seams
-from mezzo.session.attached.own_loop import CARRIED, AttachedPrecision
+from mezzo.script.program import Seams
+from mezzo.script.report import NOT_HELD, NOT_STEPPED, REFUSED, ScriptReport
+from mezzo.session.attach import AttachedPrecision
 from mezzo.tensors import LOW
 
-__all__ = ["Attach", "Gathering"]
+__all__ = ["Attach", "Gathering", "convert_before_wrapping", "name_of"]
 
 Attach = Callable[[list[nn.Module], list[Optimizer], Policy], AttachedPrecision]
 
 #: What each session does otherwise, by the names that :func:`mezzo.attach` binds.
-_ALWAYS: Final = "calls of models, loss.backward(), optimizer.step(), scheduler.step(), clip_grad_norm_ and the like"
+_ALWAYS: Final = "calls of models, loss.backward(), optimizer.step(), scheduler.step()"
+#: Where an attached session has its state in what optimizers save.
+_CARRIED: Final = "mezzo"
 
 
 class Gathering:
     """Take note of each optimizer that is made, and begin a session over all that are alive once one trains.
 
-    That is with the first forward pass which trains a parameter of a new optimizer, or its first step with a closure.
-    A later new optimizer, or parameters that one gets later, end the session and begin another: with the next forward
-    pass of any of their models, or of the session's, for what that returns may be what the new ones are given.
+    That is with the first forward pass that trains a parameter of an optimizer, or its first step with a closure. A
+    later optimizer over parameters that the session's models hold joins the session. Another one, or parameters that
+    an optimizer gets later, end the session; the next forward pass that trains begins another, which has the loss scale
+    and the gradients of the one before.
 
     Args:
         attach: Begins a session over models and optimizers, under a policy.
         policy: The policy.
-        ledger: What is written down.
+        report: What is written down.
         seams: Replaces names of torch.
-        measuring: Counts the products of the first steps.
+
+    Attributes:
+        amp: The session; ``None`` where there is none.
     """
 
-    def __init__(self, attach: Attach, policy: Policy, ledger: Ledger, seams: Seams, measuring: Measuring) -> None:
+    def __init__(self, attach: Attach, policy: Policy, report: ScriptReport, seams: Seams) -> None:
         self.amp: AttachedPrecision | None = None
-        self._attach, self._policy, self._ledger, self._measuring = attach, policy, ledger, measuring
+        self._attach, self._policy, self._report = attach, policy, report
         self._session: list[Optimizer] = []
-        self._models: list[nn.Module] = []
-        self._held = set[int]()  # the parameters of these models, by id
+        self._held: dict[int, nn.Parameter] = {}  # the parameters of the session's models
+        self._old: list[weakref.ref[Optimizer]] = []  # optimizers of the session that has ended
         self._new: list[weakref.ref[Optimizer]] = []
-        self._added = set[int]()  # parameters of new ones, by id, where a session may have put masters since
-        self._firsts: list[tuple[weakref.ref[Optimizer], Any]] = []
-        self._watching = seams.enter_context(Seams())  # calls of modules, until a session begins
-        self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without a parameter of a new one
+        self._awaited = set[int]()  # parameters of both, by id
+        self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without one of these
         self._told: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
-        self._inner: InnerCalls | None = None
-        self._loaded = list[Mapping[str, Any]]()  # what the script has of a checkpoint, until a session begins
+        self._bound: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._steps = 0  # that run now, one inside of another
+        self._scale: dict[str, Any] | None = None  # of the session that has ended
+        self._loaded: list[Mapping[str, Any]] = []  # what the script has of a checkpoint, until a session begins
+        self._watching = seams.enter_context(Seams())  # calls of modules, while optimizers wait for a session
         self._replace(seams)
 
-    def region(self) -> AbstractContextManager[Any]:
+    def region(self) -> contextlib.AbstractContextManager[Any]:
         """Return the region of the session; nothing's where there is none."""
         if self._may_begin():
             self._begin()
@@ -92,97 +95,91 @@ class Gathering:
 
     def _go_on(self) -> None:
         while self._loaded and self.amp is not None:
-            state = self._loaded.pop(0)
             try:
-                (self.amp.resume if "version" in state else self.amp.load_state_dict)(state)
+                self.amp.load_state_dict(self._loaded.pop(0))
             except StateError as error:
-                self._ledger.left_alone["the loss scale of a checkpoint"] = str(error)
+                self._report.left_alone["the loss scale of a checkpoint"] = str(error)
 
-    def end(self) -> list[Tensor]:
-        """End the session: models and optimizers are the script's own again, with the gradients that they have.
-
-        Returns:
-            The parameters that have gradients.
-        """
+    def end(self) -> None:
+        """End the session: models and optimizers are the script's own again, with the gradients that they have."""
         if (amp := self.amp) is None:
-            return []
-        gradients = _gradients(amp, self._models)
-        self.amp, self._session, self._models, self._held = None, [], [], set()
-        if self._inner is not None:
-            self._inner.leave()
-            self._inner = None  # it keeps the session, and so optimizers that the script has no more
-        self._ledger.stats.append(amp.stats())
+            return
+        gradients = [(param, param.grad) for param in self._held.values() if param.grad is not None]
+        if self._policy.loss_scale.mode == "dynamic":
+            amp.engine.update()
+            self._scale = amp.engine.scaler.state_dict()
+        self._report.ended(amp.stats())
+        self._old = [weakref.ref(each) for each in self._session]
+        self.amp, self._session, self._held = None, [], {}
         amp.detach()
         for param, gradient in gradients:
-            param.grad = gradient.to(param.dtype)  # of weights that were low, which are FP32 again
-        return [param for param, _ in gradients]
+            param.grad = gradient.to(param.dtype)
 
     def close(self) -> None:
         """End the session, and take note of no more."""
         try:
             self.end()
         finally:
-            for reference, first in self._firsts:
-                optimizer = reference()
-                if optimizer is not None and getattr(vars(optimizer).get("step"), "__func__", None) is first:
+            for optimizer, step in self._bound.items():
+                if getattr(vars(optimizer).get("step"), "__func__", None) is step:
                     del vars(optimizer)["step"]
-            self._firsts.clear()
             self._new.clear()
 
-    def _replace(self, seams: Seams) -> None:
-        gathering, plain_init, plain_add = self, Optimizer.__init__, Optimizer.add_param_group
-
-        @functools.wraps(plain_init)
-        def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-            plain_init(self, *args, **kwargs)
-            gathering._learn(self)
-
-        @functools.wraps(plain_add)
-        def add_param_group(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-            plain_add(self, *args, **kwargs)
-            if gathering.has(self):
-                gathering._expect(self)
-
-        seams.replace(Optimizer, "__init__", init)
-        seams.replace(Optimizer, "add_param_group", add_param_group)
-
     # When to begin --------------------------------------------------------------------------------------------
+
+    def _replace(self, seams: Seams) -> None:
+        gathering, plain = self, Optimizer.add_param_group
+
+        @functools.wraps(plain)
+        def add_param_group(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            plain(self, *args, **kwargs)
+            if self not in gathering._bound:
+                gathering._learn(self)
+            gathering._expect(self)
+
+        seams.replace(Optimizer, "add_param_group", add_param_group)
 
     def _learn(self, optimizer: Optimizer) -> None:
         gathering = self
 
         @functools.wraps(type(optimizer).step)
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if closure is not None and gathering._is_new(self):
+            if closure is not None and gathering._awaits(self):
                 gathering._begin()
-                return self.step(closure)  # the session's, where there is one now
-            plain = type(self).step
-            result = plain(self) if closure is None else plain(self, closure)
-            if gathering._is_new(self) and not gathering.has(
-                self
-            ):  # forward passes were none of modules', or inside a compiled function
-                gathering._begin()
+                if gathering.has(self):
+                    return self.step(closure)
+            gathering._steps += 1
+            try:
+                result = type(self).step(self) if closure is None else type(self).step(self, closure)
+            finally:
+                gathering._steps -= 1
+            if gathering._awaits(self) and not gathering._steps:
+                gathering._begin()  # forward passes were none of modules', or inside a compiled function
             return result
 
         def loaded(_: Optimizer, state: dict[str, Any]) -> None:
-            if CARRIED in state and not gathering.has(optimizer):  # the session takes its own
-                gathering.resume(state[CARRIED])
+            if _CARRIED in state and not gathering.has(optimizer):  # the session takes its own
+                gathering.resume(state[_CARRIED])
 
+        self._report.why_not = self._report.why_not and NOT_STEPPED
         optimizer.register_load_state_dict_pre_hook(loaded)
         vars(optimizer)["step"] = types.MethodType(step, optimizer)
-        self._firsts.append((weakref.ref(optimizer), step))
-        self._expect(optimizer)
+        self._bound[optimizer] = step
 
     def _expect(self, optimizer: Optimizer) -> None:
-        """Look at forward passes until a session over this optimizer begins."""
-        if not self._new:
-            self._watch()
-        self._new.append(weakref.ref(optimizer))
-        self._added.update(map(id, updated([optimizer])))
+        """Look at forward passes until a session has this optimizer, with all of its parameters."""
+        params = list(_updated([optimizer]))
+        if self.has(optimizer) or any(id(param) not in self._held for param in params):
+            self.end()
+        if not (self._awaits(optimizer) or any(each() is optimizer for each in self._old)):
+            self._new.append(weakref.ref(optimizer))
+        self._awaited.update(map(id, _updated(_alive(self._old + self._new))))
         self._known_not.clear()
+        self._watching.close()
+        self._watch()
 
-    def _is_new(self, optimizer: Optimizer) -> bool:
-        return any(each() is optimizer for each in self._new)
+    def _awaits(self, optimizer: Optimizer) -> bool:
+        return any(each() is optimizer for each in (*self._old, *self._new))
 
     def _watch(self) -> None:
         gathering, plain = self, vars(nn.Module)["__call__"]
@@ -196,133 +193,202 @@ class Gathering:
         self._watching.replace(nn.Module, "__call__", call)
 
     def _may_begin(self) -> bool:
-        """Whether a forward pass may end the session and begin another; not one that LBFGS asks for in its step."""
-        is_evaluating = self.amp is not None and self.amp.is_evaluating
-        return bool(self._new) and torch.is_grad_enabled() and not is_evaluating
+        """Whether a forward pass may begin a session; not one that an optimizer asks for in its step."""
+        return bool(self._old or self._new) and not self._steps and torch.is_grad_enabled()
 
     def _trains(self, module: nn.Module) -> bool:
-        """Whether a module's forward pass trains a parameter of a new optimizer, or of the session that has to end."""
         if module in self._known_not or not self._may_begin():
             return False
         sharding.reshard(sharding.units(module))  # an evaluation may have left whole parameters in their places
-        new = self._held.union(self._added, map(id, updated(_alive(self._new))))
-        if any(id(param) in new for param in module.parameters()):
+        if any(id(param) in self._awaited for param in module.parameters()):
             return True
         self._known_not.add(module)
         return False
 
     def _begin(self) -> None:
-        """End the session, and begin one over all optimizers that are alive."""
-        old = [weakref.ref(each) for each in self._session]
-        new = [each for each in self._new if each not in old]
-        self._new.clear()
-        self._added.clear()
+        """Let the optimizers that wait join the session, or begin one over all that are alive."""
         self._watching.close()
-        accumulated = list[Tensor]()
-        if self.amp is not None:
-            scale = self._scale_now(self.amp)
-            accumulated = self.end()
-            gc.collect()  # what only circles of references keep is no more the script's
-            if _alive(old):  # the same training goes on
-                self._loaded += scale
-        if accumulated and self._policy.param_dtype in LOW:
-            what, why = (
-                "gradients of an accumulation window",
-                "weights were stored low inside of it, for a new optimizer",
-            )
-            self._ledger.left_alone[what] = f"{why}, and these are dropped"
-            for param in accumulated:
-                param.grad = None
-        if not self._attached(old + new) and old:
-            self._attached(old)
+        if not self._joined():
+            self.end()
+            if self._old:
+                gc.collect()  # what only circles of references keep is no more the script's
+            old, new = self._old, self._new
+            if not self._attached(old + new) and new:
+                self._attached(old)
+            if self.amp is not None and self._scale is not None and _alive(old):  # the same training goes on
+                self.amp.engine.scaler.load_state_dict(self._scale)
+            self._go_on()
+        self._old, self._new, self._scale = [], [], None
+        self._awaited.clear()
 
-    def _scale_now(self, amp: AttachedPrecision) -> list[Mapping[str, Any]]:
-        """Return the loss scale as a GradScaler saves it; nothing where the policy has none that moves."""
-        config = self._policy.loss_scale
-        if config.mode != "dynamic":
-            return []
-        rules = {theirs: getattr(config, ours) for theirs, ours in TORCHS_RULES.items()}
-        return [{"scale": amp.stats().scale, **rules, "_growth_tracker": amp.clean_steps()}]
+    def _joined(self) -> bool:
+        """Let later optimizers into the session that there is."""
+        optimizers = _alive(self._new)
+        if self.amp is None:
+            return False
+        try:
+            self.amp.add(optimizers)
+        except MezzoError:  # gradients accumulate, for one
+            return False
+        self._session += optimizers
+        self._tell([], optimizers)
+        return True
 
     def _attached(self, references: list[weakref.ref[Optimizer]]) -> bool:
         optimizers = _alive(references)
         models = models_of(optimizers)
-        held = {id(param) for model in models for param in model.parameters()}
-        for optimizer in [each for each in optimizers if held.isdisjoint(map(id, updated([each])))]:
+        held = {id(param): param for model in models for param in model.parameters()}
+        for optimizer in [each for each in optimizers if held.keys().isdisjoint(map(id, _updated([each])))]:
             optimizers.remove(optimizer)
-            tensors = counted(sum(1 for _ in updated([optimizer])), "tensor")
-            self._ledger.left_alone[f"{type(optimizer).__name__} over {tensors}"] = "no module holds what it updates"
+            tensors = counted(sum(1 for _ in _updated([optimizer])), "tensor")
+            self._report.left_alone[f"{type(optimizer).__name__} over {tensors}"] = "no module holds what it updates"
+            self._report.why_not = self._report.why_not and NOT_HELD
         if not optimizers:
             return False
-        self._measuring.begin()
+        gradients = [(param, param.grad) for param in held.values() if param.grad is not None]
+        for param, _ in gradients:
+            param.grad = None
         self.amp = self._session_over(models, optimizers)
+        for param, gradient in gradients:
+            _give(param, gradient)
         if self.amp is None:
+            self._report.why_not = self._report.why_not and REFUSED
             return False
-        self._ledger.intercepted[_ALWAYS] = 1
-        self._inner = InnerCalls(models, self.amp.autocast)
-        self._session, self._models = optimizers, models
-        self._held = {id(param) for model in models for param in model.parameters()}
-        self._go_on()
-        self._ledger.models += [name_of(each) for each in models if each not in self._told]
-        self._ledger.optimizers += [type(each).__name__ for each in optimizers if each not in self._told]
-        self._told.update([*models, *optimizers])
+        self._report.why_not = ()
+        self._report.intercepted[_ALWAYS] = 1
+        self._session, self._held = optimizers, held
+        self._tell(models, optimizers)
         return True
+
+    def _tell(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        self._report.models += [name_of(each) for each in models if each not in self._told]
+        self._report.optimizers += [type(each).__name__ for each in optimizers if each not in self._told]
+        self._told.update([*models, *optimizers])
 
     def _session_over(self, models: list[nn.Module], optimizers: list[Optimizer]) -> AttachedPrecision | None:
         """Begin a session, with weights in FP32 where they cannot be stored low.
 
         Raises:
-            PolicyError: They cannot be, and are: the models were wrapped or sharded like that already.
+            PolicyError: They cannot be, and are: the models were wrapped like that already.
         """
         what = f"{', '.join(type(each).__name__ for each in optimizers)} over {', '.join(map(name_of, models))}"
-        policy, told = self._policy, ""
-        if policy.param_dtype in LOW:
-            told = _writes_by_itself(optimizers)
-            if not told:
-                try:
-                    return self._attach(models, optimizers, policy)
-                except MezzoError as error:
-                    told = str(error)
-            if any(map(_is_low_for_good, models)):
-                raise PolicyError(
-                    f"{what} cannot be trained under {policy}, and was wrapped or sharded for it already",
-                    why=told,
-                    write=f"mezzo run --policy {Policy.O1(policy.dtype)} …, which stores weights in FP32",
-                )
-            self._ledger.left_alone[f"weights of {', '.join(map(name_of, models))}, stored in FP32"] = told
-            policy = Policy.O1(policy.dtype, loss_scale=policy.loss_scale, rules=policy.rules)
+        policy = self._policy
         try:
             return self._attach(models, optimizers, policy)
         except MezzoError as error:
-            self._ledger.left_alone[what] = str(error)
-            return None
+            why = str(error)
+        if policy.param_dtype in LOW:
+            in_fp32 = Policy.O1(policy.dtype, loss_scale=policy.loss_scale, rules=policy.rules)
+            if any(map(preparations_in, models)):
+                raise PolicyError(
+                    f"{what} cannot be trained under {policy}, and was wrapped for it already",
+                    why=why,
+                    write=f"mezzo run --policy {Policy.O1(policy.dtype)} …, which stores weights in FP32",
+                )
+            try:
+                amp = self._attach(models, optimizers, in_fp32)
+            except MezzoError as error:
+                why = str(error)
+            else:
+                self._report.left_alone[f"weights of {', '.join(map(name_of, models))}, stored in FP32"] = why
+                return amp
+        self._report.left_alone[what] = why
+        return None
 
 
-def _is_low_for_good(model: nn.Module) -> bool:
-    """Whether a wrapper relies on low weights by now: one of DistributedDataParallel, or torch's fully_shard."""
-    return bool(preparations_in(model)) or any(part.gathered in LOW for part in sharding.shards(model))
+def _give(param: nn.Parameter, gradient: Tensor) -> None:
+    """Have a parameter, whatever its dtype, go on from an FP32 gradient."""
+    if param.dtype in LOW:
+        param.grad_dtype = None
+    param.grad = gradient
 
 
-def _gradients(amp: AttachedPrecision, models: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    """Return the gradients of an unfinished accumulation window, without the scale."""
-    try:
-        amp.unscale_()
-    except StateError:  # there is none
-        return []
-    params = [param for model in models for param in model.parameters()]
-    return [(param, param.grad) for param in params if param.grad is not None]
+def convert_before_wrapping(policy: Policy, report: ScriptReport, seams: Seams) -> contextlib.ExitStack:
+    """Store weights low, where the policy does, before ``DistributedDataParallel`` wraps a model: after is too late.
+
+    Args:
+        policy: The policy.
+        report: What is written down.
+        seams: Replaces names of torch.
+
+    Returns:
+        What undoes the conversions, once no session has these models.
+    """
+    undo, plain = contextlib.ExitStack(), DistributedDataParallel.__init__
+
+    @functools.wraps(plain)
+    def init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        try:
+            undo.callback(prepare(module, policy).remove)
+        except MezzoError as error:
+            report.left_alone[f"{name_of(module)} in DistributedDataParallel"] = str(error)
+        else:
+            report.intercepted["DistributedDataParallel, to store weights low before it wraps"] += 1
+        plain(self, module, *args, **kwargs)
+
+    if policy.param_dtype in LOW:
+        seams.replace(DistributedDataParallel, "__init__", init)
+    return undo
 
 
-def _writes_by_itself(optimizers: list[Optimizer]) -> str:
-    """Say which optimizers may write weights outside of a step, which a session with masters would not see."""
-    for kind in {type(each): None for each in optimizers}:
-        if kind.__module__.partition(".")[0] in ("torch", "mezzo"):
-            continue
-        names = [name for name in dir(kind) if not name.startswith("_") and name not in dir(Optimizer)]
-        if methods := [name for name in names if callable(getattr(kind, name))]:
-            return f"{kind.__name__} may write weights in {', '.join(methods)}, and not in step() alone"
-    return ""
+# Which modules hold the parameters of optimizers: found among all objects that are alive -----------------------
 
 
-def _alive(references: list[weakref.ref[Optimizer]]) -> list[Optimizer]:
+def name_of(model: nn.Module) -> str:
+    """Return a model's class, without what was wrapped around it."""
+    while isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
+        model = inner
+    return type(model).__name__
+
+
+def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
+    """Return the outermost modules that hold parameters of optimizers, in the order in which these have them.
+
+    A module that is inside of another one is part of that: a model that ``torch.compile`` or a wrapper has, for one.
+
+    **Cost**: a look at all objects, some hundredths of a second for a million.
+    """
+    kinds = set(_kinds(nn.Module))  # by type(): what isinstance asks of an object may run code of its own
+    modules = [each for each in gc.get_objects() if type(each) in kinds]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in (vars(module).get("_modules") or {}).values():
+            parents.setdefault(id(child), []).append(module)
+    for module in modules:
+        if id(module) not in parents:  # an outermost one, in which an evaluation may have left whole parameters
+            sharding.reshard(sharding.units(module))
+    owners: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for param in (vars(module).get("_parameters") or {}).values():
+            if param is not None:
+                owners.setdefault(id(param), []).append(module)
+    found: dict[int, nn.Module] = {}
+    for owner in [owner for param in _updated(optimizers) for owner in owners.get(id(param), ())]:
+        found.update({id(each): each for each in _outermost(owner, parents) if id(each) not in found})
+    return list(found.values())
+
+
+def _kinds(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _kinds(below)
+
+
+def _outermost(module: nn.Module, parents: dict[int, list[nn.Module]]) -> Iterator[nn.Module]:
+    seen, waiting = set[int](), [module]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            around = parents.get(id(each), [])
+            waiting += around
+            if not around:
+                yield each
+
+
+def _updated(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    return (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+
+
+def _alive(references: Iterable[weakref.ref[Optimizer]]) -> list[Optimizer]:
     return [each for reference in references if (each := reference()) is not None]

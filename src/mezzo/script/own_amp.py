@@ -12,29 +12,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.script.gathering import Gathering
-from mezzo.script.report import Ledger
-from mezzo.script.seams import Seams, is_script
+from mezzo.script.program import Seams, is_script
+from mezzo.script.report import ScriptReport
 
 __all__ = ["replace_amp"]
 
 
-def replace_amp(gathering: Gathering, ledger: Ledger, seams: Seams) -> None:
+def replace_amp(gathering: Gathering, report: ScriptReport, seams: Seams) -> None:
     """Let a script's regions be the session's, and its scalers scale nothing, since the session does.
 
     What is switched off by ``enabled=False``, or asked for by torch and mezzo, is torch's own.
 
     Args:
         gathering: Has the session.
-        ledger: What is written down.
+        report: What is written down.
         seams: Replaces names of torch.
     """
     for place in (torch, torch.amp, torch.cuda.amp, torch.cpu.amp):
         for name, made in (("autocast", _autocast), ("GradScaler", _grad_scaler)):
             if name in vars(place):
-                seams.replace(place, name, made(vars(place)[name], gathering, ledger))
+                seams.replace(place, name, made(vars(place)[name], gathering, report))
 
 
-def _autocast(plain: type[torch.autocast], gathering: Gathering, ledger: Ledger) -> type:
+def _autocast(plain: type[torch.autocast], gathering: Gathering, report: ScriptReport) -> type:
     signature = inspect.signature(plain)
 
     class ScriptAutocast(contextlib.ContextDecorator):
@@ -52,7 +52,7 @@ def _autocast(plain: type[torch.autocast], gathering: Gathering, ledger: Ledger)
             self._entered: list[Any] = []
 
         def __enter__(self) -> None:
-            ledger.intercepted["torch.autocast"] += 1
+            report.intercepted["torch.autocast"] += 1
             region = gathering.region()
             region.__enter__()
             self._entered.append(region)
@@ -63,7 +63,7 @@ def _autocast(plain: type[torch.autocast], gathering: Gathering, ledger: Ledger)
     return ScriptAutocast
 
 
-def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, ledger: Ledger) -> type:
+def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, report: ScriptReport) -> type:
     class ScriptScaler(plain):  # type: ignore[misc, valid-type]
         """A scaler that scales nothing: the session's backward passes and steps do."""
 
@@ -78,14 +78,13 @@ def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, ledger
             for each in caught:  # of the script's line, and not of this one
                 warnings.warn(each.message, each.category, stacklevel=2)
             if self.is_enabled():
-                ledger.intercepted["GradScaler"] += 1
+                report.intercepted["GradScaler"] += 1
 
         def scale(self, outputs: Any) -> Any:
             return outputs
 
         def unscale_(self, optimizer: Optimizer) -> None:
-            if self.is_enabled() and gathering.amp is not None and gathering.has(optimizer):
-                gathering.amp.unscale_(optimizer)
+            """Do nothing: gradients are FP32 and unscaled when a backward pass has ended."""
 
         def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return optimizer.step(*args, **kwargs)
@@ -96,7 +95,7 @@ def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, ledger
         def state_dict(self) -> dict[str, Any]:
             saved: dict[str, Any] = super().state_dict()
             if saved and gathering.amp is not None:
-                saved["_growth_tracker"] = gathering.amp.clean_steps()
+                saved["_growth_tracker"] = int(gathering.amp.engine.scaler.state.clean_steps)
             return saved
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -107,6 +106,6 @@ def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, ledger
         def get_scale(self) -> float:
             if not self.is_enabled() or gathering.amp is None:
                 return float(super().get_scale())
-            return gathering.amp.stats().scale
+            return float(gathering.amp.loss_scale)
 
     return ScriptScaler

@@ -1,31 +1,51 @@
-"""A script and its arguments, run as the interpreter would run it."""
+"""A script and its arguments, run as the interpreter would run it, and names of torch that are replaced meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import runpy
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from zipfile import is_zipfile
 
 import mezzo
 from mezzo.errors import PolicyError
 
-__all__ = ["Enough", "Program", "own_traceback"]
+__all__ = ["Enough", "Program", "Seams", "is_script", "own_traceback"]
 
 _OURS: Final = os.path.dirname(os.path.abspath(mezzo.__file__)) + os.sep
 
 
 class Enough(BaseException):
     """Ends a script that has shown what it was run for: no error, so that what handles errors lets it pass."""
+
+
+class Seams(contextlib.ExitStack):
+    """Replace attributes, until the block is left, or they are put back by ``close``."""
+
+    def replace(self, place: Any, name: str, value: Any) -> None:
+        """Replace an attribute.
+
+        Args:
+            place: The module or class that has it.
+            name: Its name.
+            value: What it is from now on.
+        """
+        self.callback(setattr, place, name, vars(place)[name])
+        setattr(place, name, value)
+
+
+def is_script() -> bool:
+    """Whether the function that has called the caller is neither torch's nor mezzo's."""
+    module = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return module.partition(".")[0] not in ("torch", "mezzo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +105,15 @@ def _is_found(module: str) -> bool:
 
 
 def _run_file(path: str) -> None:
-    """Run a file as the interpreter does: ``runpy`` would have ``__file__`` and ``sys.argv[0]`` be the same."""
-    main = types.ModuleType("__main__")
-    loader = SourceFileLoader("__main__", path)
-    vars(main).update(__annotations__={}, __file__=path, __cached__=None, __loader__=loader)
-    sys.modules["__main__"] = main
+    """Run a file as the interpreter does: ``runpy`` would take it away from ``pickle`` when it has run."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(main).update(__file__=path)
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(main))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _as_main(argv: list[str], folder: str) -> Iterator[None]:
     words, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = argv
@@ -107,41 +125,12 @@ def _as_main(argv: list[str], folder: str) -> Iterator[None]:
 
 
 def own_traceback(error: BaseException) -> types.TracebackType | None:
-    """Return the traceback of what a script has raised as it would be without mezzo; its causes get theirs, too.
-
-    The frames that have run the script go, and those of mezzo inside of it, unless mezzo itself has raised the error.
-    """
-    known = set[int]()
-    found: BaseException | None = error
-    while found is not None and id(found) not in known:
-        known.add(id(found))
-        found.__traceback__ = _without(found.__traceback__)
-        found = found.__cause__ or found.__context__
-    return error.__traceback__
-
-
-def _without(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    frames = list[types.TracebackType]()
-    while traceback is not None:
-        frames.append(traceback)
-        traceback = traceback.tb_next
-    runners = [number for number, each in enumerate(frames) if _runs(each)]
-    first = runners[-1] + 1 if runners and _is_ours(frames[0]) else 0
-    keeps_ours = _is_ours(frames[-1]) if frames else False
-    kept = None
-    for each in reversed(frames[first:]):
-        if keeps_ours or not _is_ours(each):
-            kept = types.TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return kept
-
-
-def _runs(traceback: types.TracebackType) -> bool:
-    return traceback.tb_frame.f_code is _run_file.__code__ or _file(traceback) == "<frozen runpy>"
-
-
-def _is_ours(traceback: types.TracebackType) -> bool:
-    return _file(traceback).startswith(_OURS)
-
-
-def _file(traceback: types.TracebackType) -> str:
-    return traceback.tb_frame.f_code.co_filename
+    """Return the traceback of what a script has raised, without the frames that have run the script."""
+    found = each = error.__traceback__
+    while each is not None:
+        code, each = each.tb_frame.f_code, each.tb_next
+        if code is _run_file.__code__ or code.co_filename == "<frozen runpy>":
+            found = each
+    while found is not None and found.tb_next and found.tb_frame.f_code.co_filename.startswith(_OURS):
+        found = found.tb_next
+    return found

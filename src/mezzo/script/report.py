@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mezzo.documents import jsonable
 from mezzo.explanation.words import counted, format_text, scale_text, share_text
-from mezzo.numerics.footprint import StateBytes
+from mezzo.numerics.footprint import StateBytes, state_bytes
 from mezzo.numerics.skips import MANY
-from mezzo.session import Stats
+from mezzo.policy import Policy
+from mezzo.recipes import StepRecord
+from mezzo.script.program import Enough, Seams
+from mezzo.session import Stats, Step
+from mezzo.session.observers import Judged, Watched
+from mezzo.tensors import LOW, moved
+from mezzo.trace.products import Products
 
-__all__ = ["Ledger", "ScriptReport"]
+__all__ = ["NOT_HELD", "NOT_STEPPED", "NO_OPTIMIZER", "REFUSED", "ScriptReport", "StepLog"]
+
+#: Why nothing ran low, each with what to do about it.
+NO_OPTIMIZER: Final = (
+    "the script made no optimizer, so there was no step, and nothing was to train in low precision",
+    "torch.optim.…(model.parameters()) and optimizer.step(); or, without training, with mezzo.autocast(policy): …",
+)
+NOT_STEPPED: Final = (
+    "no optimizer of the script took a step",
+    "a run that goes on until loss.backward() and optimizer.step()",
+)
+NOT_HELD: Final = (
+    "no module holds what the script's optimizers update",
+    "an nn.Module that has these tensors as its parameters",
+)
+REFUSED: Final = ("what the script trains was left alone", "what is said about it under left alone")
+_ALL_FP32: Final = ("its matrix products, if there are any, stayed in FP32", "mezzo explain, which says why of each")
+
+#: In how many steps products are counted, at some microseconds of Python for each kernel; the first of them only where
+#: there is no other: a session may begin in its middle.
+_COUNTED_STEPS: Final = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class ScriptReport:
-    """What a script's run under a policy came to.
+    """What a script's run under a policy came to; it is written while the script runs.
 
     Attributes:
         program: The script's path, or the module's name.
@@ -39,32 +69,43 @@ class ScriptReport:
         measured_steps: How many steps that was measured in.
         intercepted: What of the script's was carried out otherwise, and how often.
         left_alone: What was not, and why.
+        why_not: Why nothing was to train under the policy, and what to do; empty where something was.
         state_bytes: Weights, gradients, masters and optimizer state in the second step, where steps were told of.
         peak_bytes: The most that was allocated at a time, on a GPU.
     """
 
     program: str
     policy: str
-    models: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    steps: int
-    skipped: int
-    scale: float | None
-    lowest_scale: float | None
-    highest_scale: float | None
-    flops: dict[str, int]
-    low_share: float
-    measured_steps: int
-    intercepted: dict[str, int]
-    left_alone: dict[str, str]
-    state_bytes: StateBytes | None
-    peak_bytes: int | None
+    models: list[str] = field(default_factory=list)
+    optimizers: list[str] = field(default_factory=list)
+    steps: int = 0
+    skipped: int = 0
+    scale: float | None = None
+    lowest_scale: float | None = None
+    highest_scale: float | None = None
+    flops: dict[str, int] = field(default_factory=dict)
+    low_share: float = 0.0
+    measured_steps: int = 0
+    intercepted: Counter[str] = field(default_factory=Counter)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    why_not: tuple[str, ...] = NO_OPTIMIZER
+    state_bytes: StateBytes | None = None
+    peak_bytes: int | None = None
+
+    def ended(self, stats: Stats) -> None:
+        """Take note of a session that ends."""
+        lowest, highest = self.lowest_scale, self.highest_scale
+        self.scale = stats.scale
+        self.lowest_scale = stats.lowest_scale if lowest is None else min(lowest, stats.lowest_scale)
+        self.highest_scale = stats.highest_scale if highest is None else max(highest, stats.highest_scale)
 
     @property
     def alarm(self) -> str:
         """What is wrong with the run as one in mixed precision; empty where nothing is."""
-        if not self.low_share:
-            return "nothing ran in low precision"
+        if self._reason:
+            return f"nothing ran in low precision: {self._reason[0]}"
+        if not (self.steps or self.why_not):
+            return NOT_STEPPED[0]
         if 2 * self.skipped > self.steps:
             return f"{self.skipped} of {self.steps} steps were skipped"
         return ""
@@ -76,10 +117,27 @@ class ScriptReport:
 
     def to_json(self) -> str:
         """Return it as JSON, with the alarm."""
-        return json.dumps(jsonable({**asdict(self), "alarm": self.alarm}), indent=2, allow_nan=False)
+        size = None if self.state_bytes is None else asdict(self.state_bytes)
+        found = {**vars(self), "state_bytes": size, "alarm": self.alarm}
+        del found["why_not"]
+        return json.dumps(jsonable(found), indent=2, allow_nan=False)
+
+    @property
+    def _reason(self) -> tuple[str, ...]:
+        """Why nothing ran low, and what to do; nothing where something did, or nothing was to."""
+        if self.low_share or not self._asks_for_low:
+            return ()
+        return self.why_not or (_ALL_FP32 if self.steps else NOT_STEPPED)
+
+    @property
+    def _asks_for_low(self) -> bool:
+        policy = Policy.parse(self.policy)
+        return policy.autocast or policy.param_dtype in LOW
 
     def _lines(self) -> Iterator[str]:
         yield f"mezzo run {self.program} under {self.policy}: {self._answer()}"
+        if self._reason:
+            yield f"  write        {self._reason[1]}"
         if self.steps:
             found = "; docs/nan.md says how to find out why" if self.skipped > MANY * self.steps else ""
             yield f"  steps        {self.steps}, {self.skipped or 'none'} skipped{found}"
@@ -98,11 +156,14 @@ class ScriptReport:
             yield from (f"  {'':<11}  {line}" for line in rest)
 
     def _answer(self) -> str:
-        if not self.flops:
+        alarm = f"; {self.alarm}" if self.alarm else ""
+        if not self._asks_for_low:
+            return f"all of it is FP32, as {self.policy} says{alarm}"
+        if self._reason or not self.flops:
             return self.alarm
         share = share_text(round(self.low_share * self._flops), self._flops)
-        measured = f"{share} of the work of its matrix products ran low, measured in "
-        return measured + f"{counted(self.measured_steps, 'step')}" + (f"; {self.alarm}" if self.alarm else "")
+        steps = counted(self.measured_steps, "step")
+        return f"{share} of the work of its matrix products ran low, measured in {steps}{alarm}"
 
     def _scales(self) -> str:
         if self.lowest_scale == self.highest_scale:
@@ -114,55 +175,108 @@ class ScriptReport:
         return sum(self.flops.values())
 
 
-@dataclass(slots=True)
-class Ledger:
-    """What is written down while a script runs.
+class StepLog:
+    """An observer of sessions: it counts steps, and the products of the first ones, tells of each, and ends the script.
 
-    Attributes:
-        stats: Those of each session that has ended.
-        models: The models of all sessions.
-        optimizers: The optimizers of all sessions.
-        flops: The operations of matrix products by format, as far as they were counted.
-        low_share: The share of these that ran low.
-        measured_steps: How many steps were counted.
-        intercepted: What was carried out otherwise, and how often.
-        left_alone: What was not, and why.
-        state_bytes: Those of the second step, where steps were told of.
+    A step's loss is that of the first backward pass since the step before.
+
+    Args:
+        report: Gets what was counted.
+        told: Is told of each step; ``None`` where nothing is to be read from the device.
+        most: After how many steps the script ends, in its next backward pass; ``None`` where it ends by itself.
+        seams: Replaces names of torch.
+
+    **Cost**: where steps are told of, one transfer from the device for each.
     """
 
-    stats: list[Stats] = field(default_factory=list)
-    models: list[str] = field(default_factory=list)
-    optimizers: list[str] = field(default_factory=list)
-    flops: Counter[str] = field(default_factory=Counter)
-    low_share: float = 0.0
-    measured_steps: int = 0
-    intercepted: Counter[str] = field(default_factory=Counter)
-    left_alone: dict[str, str] = field(default_factory=dict)
-    state_bytes: StateBytes | None = None
+    def __init__(
+        self, report: ScriptReport, told: Callable[[StepRecord], None] | None, most: int | None, seams: Seams
+    ) -> None:
+        self._report, self._told, self._most = report, told, most
+        self._products, self._is_counting, self._is_over = Products(), False, False
+        self._first = Counter[str]()
+        self._skipped = torch.zeros((), dtype=torch.int64)
+        self._loss: Tensor | None = None
+        self._began = time.perf_counter()
+        self._watch(seams)
 
-    def report(self, program: str, policy: Any) -> ScriptReport:
-        """Return what it comes to."""
-        return ScriptReport(
-            program=program,
-            policy=str(policy),
-            models=tuple(self.models),
-            optimizers=tuple(self.optimizers),
-            steps=sum(each.steps for each in self.stats),
-            skipped=sum(each.skipped for each in self.stats),
-            scale=self.stats[-1].scale if self.stats else None,
-            lowest_scale=min((each.lowest_scale for each in self.stats), default=None),
-            highest_scale=max((each.highest_scale for each in self.stats), default=None),
-            flops=dict(self.flops),
-            low_share=self.low_share,
-            measured_steps=self.measured_steps,
-            intercepted=dict(self.intercepted),
-            left_alone=dict(self.left_alone),
-            state_bytes=self.state_bytes,
-            peak_bytes=torch.cuda.max_memory_allocated() or None,
-        )
+    def count(self) -> None:
+        """Count products from now on; in a block of a mode of the script's own, from a later step on."""
+        if not (self._is_over or self._is_counting or _get_current_dispatch_mode_stack()):
+            self._products.__enter__()
+            self._is_counting = True
+
+    def close(self) -> None:
+        """Count no more, and say what was counted."""
+        self._stop()
+        self._report.skipped = int(self._skipped)
+        self._report.peak_bytes = torch.cuda.max_memory_allocated() or None
+
+    def begins(self, engine: Watched, scale: Tensor | None) -> None:
+        """Know of a backward pass."""
+
+    def judged(self, engine: Watched, judged: Judged) -> None:
+        """Know of a verdict."""
+
+    def stepped(self, engine: Watched, step: Step) -> None:
+        """Take note of a step, a skipped one too."""
+        report = self._report
+        report.steps += 1
+        self._skipped = moved(self._skipped, step.skipped.device) + step.skipped
+        if not self._is_over:
+            report.measured_steps += self._is_counting
+            if report.measured_steps == 1:
+                self._first = self._products.flops.copy()
+            self.count()
+            if report.measured_steps == _COUNTED_STEPS:
+                self._stop()
+        if self._told is None:
+            return
+        if report.state_bytes is None and report.steps > 1:  # there is an optimizer's state by now
+            weights = engine.weights
+            report.state_bytes = state_bytes(nn.ModuleList(weights.models), weights.updated(), *weights.optimizers)
+        loss = step.grad_norm.new_full((), float("nan")) if self._loss is None else self._loss
+        numbers = (loss, step.scale, step.skipped, step.grad_norm)
+        read = torch.stack([each.detach().to(loss.device, torch.float32) for each in numbers]).tolist()
+        now = time.perf_counter()
+        record = StepRecord(
+            policy=report.policy, step=report.steps, loss=read[0], scale=read[1], skipped=bool(read[2]),
+            grad_norm=read[3], ms=(now - self._began) * 1e3,
+        )  # fmt: skip
+        self._loss, self._began = None, now
+        self._told(record)
+
+    def _stop(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            if self._report.measured_steps > 1:
+                self._report.measured_steps -= 1
+                self._products.flops -= self._first
+            self._report.flops, self._report.low_share = dict(self._products.flops), self._products.low_share
+        stack = _get_current_dispatch_mode_stack()
+        if self._is_counting and stack and stack[-1] is self._products:  # and not below one of the script's
+            self._products.__exit__(None, None, None)
+            self._is_counting = False
+
+    def _watch(self, seams: Seams) -> None:
+        plain = torch.autograd.backward
+
+        @functools.wraps(plain)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._report.steps == self._most:
+                raise Enough
+            if self._told is not None and self._loss is None:
+                self._loss = _first_scalar([tensors] if isinstance(tensors, Tensor) else tensors)
+            plain(tensors, *args, **kwargs)
+
+        seams.replace(torch.autograd, "backward", backward)
 
 
-def _folded(names: tuple[str, ...]) -> Iterator[str]:
+def _first_scalar(tensors: Iterable[Tensor]) -> Tensor | None:
+    return next((each.detach().reshape(()).clone() for each in tensors if each.numel() == 1), None)
+
+
+def _folded(names: list[str]) -> Iterator[str]:
     return (f"{name} ×{times}" if times > 1 else name for name, times in Counter(names).items())
 
 

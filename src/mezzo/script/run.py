@@ -14,16 +14,12 @@ from torch.optim import Optimizer
 from mezzo.errors import MezzoError, raise_together
 from mezzo.policy import Policy
 from mezzo.recipes import StepRecord
-from mezzo.script.gathering import Gathering
+from mezzo.script.gathering import Gathering, convert_before_wrapping
 from mezzo.script.own_amp import replace_amp
-from mezzo.script.program import Enough, Program, own_traceback
-from mezzo.script.report import Ledger, ScriptReport
-from mezzo.script.seams import Seams
-from mezzo.script.steps import StepLog
-from mezzo.script.wrapping import prepare_wrapped
-from mezzo.session.attached.own_loop import AttachedPrecision, attach
-from mezzo.session.core import under_way
-from mezzo.session.refusals.beginning import wrong_options
+from mezzo.script.program import Enough, Program, Seams, own_traceback
+from mezzo.script.report import ScriptReport, StepLog
+from mezzo.session.attach import AttachedPrecision, attach
+from mezzo.session.refusals import wrong_options
 
 __all__ = ["ScriptRun", "run"]
 
@@ -81,27 +77,29 @@ def run(
     """
     chosen = Policy.of(policy)
     raise_together(wrong_options(max_grad_norm=max_grad_norm))
-    ledger, entered = Ledger(), contextlib.ExitStack()
+    report, entered = ScriptReport(program=program.name, policy=str(chosen)), contextlib.ExitStack()
 
     def begin(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> AttachedPrecision:
+        log.count()
         amp = attach(models, optimizers, policy, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
-        if around is not None and not ledger.models:  # written down once it has begun
+        amp.engine.observers.append(log)
+        if around is not None and not report.models:  # written down once it has begun
             entered.enter_context(around(models))
         return amp
 
     error: BaseException | None = None
     with Seams() as seams:
-        log = StepLog(str(chosen), told, steps, ledger, seams)
-        gathering = Gathering(begin, chosen, ledger, seams, log.measuring)
-        prepared = prepare_wrapped(chosen, ledger, seams)
-        replace_amp(gathering, ledger, seams)
+        log = StepLog(report, told, steps, seams)
+        gathering = Gathering(begin, chosen, report, seams)
+        converted = convert_before_wrapping(chosen, report, seams)
+        replace_amp(gathering, report, seams)
         try:
-            with under_way(log), entered, contextlib.suppress(Enough):
+            with entered, contextlib.suppress(Enough):
                 program.run()
         except BaseException as raised:  # an exit and an interrupt are the script's own, too
             error = raised.with_traceback(own_traceback(raised))
         with contextlib.suppress(MezzoError) if error else contextlib.nullcontext():
-            log.measuring.stop()
+            log.close()
             gathering.close()
-            prepared.close()
-    return ScriptRun(report=ledger.report(program.name, chosen), error=error)
+            converted.close()
+    return ScriptRun(report=report, error=error)

@@ -1,135 +1,194 @@
-"""Optimizers that evaluate the loss inside their step: each evaluation checked, all undone if one overflows."""
+"""Optimizers that evaluate the loss inside their step: each time it is checked, and all is undone if one overflows."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map
 
 from mezzo.errors import PolicyError, StateError, some_of
-from mezzo.session.core import Core
-from mezzo.session.refusals.calls import check_numbers
-from mezzo.session.verdict import Judged, together
-from mezzo.session.window.group import GradientGroup
-from mezzo.step.gradients import multiplications
-from mezzo.step.whole import Call, Piece, at_once
+from mezzo.interrupts import uninterrupted
+from mezzo.optim.optimizer import as_one_pass
+from mezzo.session.observers import Judged
+from mezzo.session.update import check_numbers, inner_optimizers
+from mezzo.session.window import multiply
 
-__all__ = ["evaluated"]
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from mezzo.session.stats import Step
+    from mezzo.session.weights import Weights
+    from mezzo.session.window import Window
+
+__all__ = ["evaluated", "evaluates_once", "inner_optimizers"]
 
 
-def evaluated(
-    core: Core,
-    optimizers: list[Optimizer],
-    closure: Callable[[], Any],
-    judge: Callable[[list[GradientGroup], list[Optimizer]], Judged],
-) -> tuple[list[GradientGroup], Judged, Callable[[], bool], list[Piece]]:
-    """Let one optimizer evaluate the loss itself, each evaluation judged, unscaled and clipped.
+class Judges(Protocol):
+    """What judges evaluations and takes the step that they end in: an engine.
+
+    Attributes:
+        weights: The models and optimizers.
+        windows: Those of the gradients.
+        steps_by: What steps with an optimizer whose ``step`` is taken over.
+        is_stepping: Whether optimizers step on the engine's behalf now.
+    """
+
+    weights: Weights
+    windows: list[Window]
+    steps_by: dict[Optimizer, Callable[..., Any]]
+    is_stepping: bool
+
+    def require_whole(self) -> None:
+        """Refuse to go on from an update that was ended half-way."""
+
+    def told_to_ranks(self) -> AbstractContextManager[None]:
+        """Have an error of this rank end the step of all."""
+
+    def warn_of_edits(self, windows: list[Window]) -> None:
+        """Warn of gradients that were edited while they carry the scale."""
+
+    def judge(self, windows: list[Window], optimizers: Collection[Optimizer]) -> tuple[Judged, Tensor | None]:
+        """Judge the gradients of some optimizers."""
+
+    def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
+        """End a step whose writes are done."""
+
+
+def evaluated(engine: Judges, optimizers: Collection[Optimizer], closure: Callable[[], Any]) -> Step:
+    """Let one optimizer evaluate the loss by itself, as LBFGS and SAM do.
+
+    Gradients that there are before the first evaluation count as one: SAM begins with them. If an evaluation overflows,
+    or anything raises, weights and the optimizer's state are put back.
 
     Args:
-        core: The session.
+        engine: The engine.
         optimizers: The one.
         closure: Clears the gradients, computes the loss, and runs its backward pass.
-        judge: Gathers and judges the gradients of some groups' optimizers.
 
-    Returns:
-        The optimizer's group, its gradients, whether an evaluation overflowed, and what is left to do.
+    Raises:
+        PolicyError: Several optimizers, each of which would move its weights between evaluations; no function.
+        StateError: The closure computed no gradient, or was not evaluated.
+
+    **Cost**: a copy of weights and state; one host sync for each evaluation.
     """
-    if len(optimizers) > 1:
+    if len(optimizers) != 1:
         raise PolicyError(
             "a closure is for one optimizer",
-            where=f"amp.step(closure=…) for {some_of([type(o).__name__ for o in optimizers])}",
+            where=f"amp.step(closure=…) for {some_of([type(each).__name__ for each in optimizers])}",
             why="each optimizer moves its weights between two evaluations of the loss",
             write="amp.step(optimizers=optimizer, closure=closure), for one after the other",
         )
-    (optimizer,) = optimizers
-    (group,) = (group for group in core.groups if optimizer in group.optimizers)
-    check_numbers([optimizer])
-    masters = core.weights.masters.get(id(optimizer))
-    evaluations: list[Judged] = []
-    found: list[bool] = []
+    if not callable(closure):
+        raise PolicyError(
+            f"a closure is a function, and {type(closure).__name__} is none",
+            write="def closure(): amp.zero_grad(); loss = …; amp.backward(loss); return loss",
+        )
+    engine.require_whole()
+    check_numbers(optimizers)
+    with engine.told_to_ranks():
+        return _Evaluations(engine, next(iter(optimizers)), closure).run()
 
-    @torch.no_grad()
-    def unscale() -> None:
-        if group.window is None:
+
+class _Evaluations:
+    """The evaluations of one step."""
+
+    def __init__(self, engine: Judges, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
+        self._engine, self._optimizer, self._closure = engine, optimizer, closure
+        (self._window,) = (window for window in engine.windows if optimizer in window.optimizers)
+        self._masters = engine.weights.masters.get(id(optimizer))
+        self._last: tuple[Judged, Tensor | None, Tensor | None] | None = None
+        self._overflows = False
+
+    def run(self) -> Step:
+        engine, weights = self._engine, self._engine.weights
+        weights.settle()
+        before = [(param, param.detach().clone()) for param in weights.updated(self._optimizer)]
+        restores = [_remembering(each) for each in (self._optimizer, *inner_optimizers(self._optimizer))]
+        engine.is_stepping = True
+        try:
+            if self._window.passes and self._window.has_gradients():
+                self._judge()  # SAM begins with these
+            engine.steps_by.get(self._optimizer, self._optimizer.step)(self._evaluate)
+            if self._last is None:
+                raise StateError(
+                    f"{type(self._optimizer).__name__}.step() did not evaluate the closure",
+                    write="amp.backward(loss), then amp.step() without closure=",
+                )
+        except BaseException as error:
+            with uninterrupted():
+                for param, value in before:
+                    param.copy_(value)
+                for restore in restores:
+                    restore()
+                self._round()
+                self._window.close()
+            if not (isinstance(error, Overflowed) and self._overflows):
+                raise
+        finally:
+            engine.is_stepping = False
+        assert self._last is not None, "an optimizer that was not asked raises"
+        with uninterrupted():
+            self._round()
+            judged, absent, self._window.made_with = self._last
+            return engine.finish([self._window], judged, absent)
+
+    def _evaluate(self) -> Any:
+        self._round()  # the optimizer may have moved masters since the last evaluation
+        self._engine.is_stepping = False
+        try:
+            with torch.enable_grad():  # as torch's own optimizers do, and others may not
+                loss = self._closure()
+        finally:
+            self._engine.is_stepping = True
+        if not self._window.has_gradients():
             raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
-        judged = judge([group], [optimizer])
-        evaluations.append(judged)
-        if not judged.verdict.is_one:
-            at_once(*multiplications(judged.gradients, judged.verdict.multiplier))
-        group.close()
-        core.weights.forget_casts()  # the optimizer is about to move the weights, through .data it may be
-        found.append(bool(judged.verdict.found_inf))
-        if found[-1]:
-            raise Overflowed
-
-    def evaluate() -> Any:
-        if masters is not None:
-            masters.round_to_params()  # the optimizer may have moved them since the last evaluation
-            group.wide.give_back()  # for closures that clear the model's gradients, and not the optimizer's
-        if core.agreement is not None:
-            core.agreement.begin(core.stats.begun + 1)
-        with torch.enable_grad():  # as torch's own optimizers do, and others may not
-            loss = closure()
-        unscale()
+        self._judge()
         return loss
 
-    if masters is not None:
-        masters.take_edits()
-    weights = [(param, param.detach().clone()) for param in group.params([optimizer])]
-    wrapped = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]  # as SAM wraps one
-    remembering = [_remembering(each) for each in (optimizer, *wrapped)]
-
     @torch.no_grad()
-    def rounded(*, back: bool = False) -> list[Call]:
-        """Round masters into the model, or put everything back first; to do it twice is to do it once."""
-        if back:
-            for param, weight in weights:
-                param.copy_(weight)
-            for restore in remembering:
-                restore()
-        if masters is not None:
-            masters.round_to_params()
-        return []
+    def _judge(self) -> None:
+        """Judge an evaluation's gradients, and show the optimizer plain ones."""
+        window = self._window
+        self._engine.warn_of_edits([window])
+        judged, absent = self._engine.judge([window], [self._optimizer])
+        self._last = judged, absent, window.made_with
+        self._overflows = bool(judged.verdict.found_inf)
+        if self._overflows:
+            raise Overflowed
+        if not judged.verdict.is_one:
+            multiply(judged.gradients, judged.verdict.multiplier)
+        window.close()
+        self._engine.weights.forget_casts()
+        if self._masters is not None:
+            self._masters.gather(accumulate=False)
 
-    def undo() -> None:
-        rounded(back=True)
-        group.abandon()
-
-    core.writes.undo.append(undo)  # for whatever is raised before the step counts
-    core.evaluating = optimizer
-    try:
-        if group.window is not None:
-            unscale()
-        core.writes.step_of(optimizer)(evaluate)
-    except Overflowed:
-        pass
-    if not evaluations:
-        what = f"{type(optimizer).__name__}.step() did not evaluate the closure"
-        raise StateError(what, write="amp.backward(loss), then amp.step() without closure=")
-    core.evaluating = None
-    return [group], together(evaluations), lambda: found[-1], [partial(rounded, back=found[-1])]
+    def _round(self) -> None:
+        if self._masters is not None:
+            self._engine.weights.round(self._masters)
+            self._masters.drop_gradients()
 
 
-class Overflowed(Exception):  # noqa: N818 - it never leaves the session
-    """An evaluation's gradients are not finite; caught by the session."""
+class Overflowed(Exception):  # noqa: N818 - it never leaves the engine
+    """An evaluation's gradients are not finite."""
+
+
+def evaluates_once(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to evaluate a closure once, before it updates anything."""
+    of_torch = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+    return of_torch or as_one_pass(optimizer) is not None
 
 
 def _remembering(optimizer: Optimizer) -> Callable[[], None]:
-    """Return what puts an optimizer's state and options back, tensors of its state in the same memory.
-
-    **Cost**: a copy of the state.
-    """
+    """Return what puts an optimizer's state and options back, tensors of its state in the same memory."""
     # By parameter, and what users note down beside them.
     state = {key: dict(kept) if isinstance(kept, dict) else kept for key, kept in optimizer.state.items()}
     values = {key: _copied(kept) for key, kept in state.items()}
-    groups = optimizer.param_groups
-    options = [_copied({key: value for key, value in group.items() if key != "params"}) for group in groups]
+    options = [_copied({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
     def restore() -> None:
         optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""The statistics of a session's steps, known to the host without waiting for the device."""
+"""The account of a session's steps, known to the host without waiting for the device; and what one step did."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mezzo.distributed.exchange import Ranks
 from mezzo.errors import MezzoError, NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale
 from mezzo.scale.config import as_float32
-from mezzo.session.scale import StepOutcome, account
 from mezzo.step.executors.choose import shared
-from mezzo.step.whole import Call, at_once
 
-__all__ = ["Noted", "Stats", "StepStats"]
+__all__ = ["Stats", "Step", "StepAccount", "StepOutcome"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ class Stats:
     """A session's account of its steps so far, those before a checkpoint included.
 
     Attributes:
-        steps: Calls of ``step()``, skipped ones included.
+        steps: Steps, skipped ones included.
         skipped: How many of them updated nothing.
         skip_rate: Share of skipped steps among the last ``interval`` of the loss scale.
         growths: How often the loss scale rose.
@@ -44,277 +42,289 @@ class Stats:
         ranks: How many ranks step together.
     """
 
-    steps: int
-    skipped: int
-    skip_rate: float
-    growths: int
-    backoffs: int
-    scale: float
-    lowest_scale: float
-    highest_scale: float
+    steps: int = 0
+    skipped: int = 0
+    skip_rate: float = 0.0
+    growths: int = 0
+    backoffs: int = 0
+    scale: float = 1.0
+    lowest_scale: float = 1.0
+    highest_scale: float = 1.0
     ranks: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """One loss scale's history on the host: what :class:`Stats` says of it."""
+class Step:
+    """What one optimizer step did, as device tensors: reading one as a Python value waits for the device.
 
-    scale: float
-    lowest_scale: float
-    highest_scale: float
-    growths: int = 0
-    backoffs: int = 0
+    Those of a step that :func:`mezzo.capture` captured are the same tensors each time: its next call overwrites them.
+    Reading an attribute raises :class:`ScaleCollapsed` once the host knows that the loss scale has collapsed.
 
-    def moved(self, scale: float) -> _Scale:
-        grew = scale > self.scale
-        lowest, highest = min(self.lowest_scale, scale), max(self.highest_scale, scale)
-        return _Scale(scale, lowest, highest, self.growths + grew, self.backoffs + (not grew))
+    Args:
+        check: Raises what the host knows by now.
+        skipped: See the attributes.
+        scale: See there.
+        next_scale: See there.
+        grad_norm: See there.
+
+    Attributes:
+        skipped: 0-d bool: whether a gradient, or a loss, was not finite, so that nothing was updated.
+        scale: 0-d float32: the loss scale that the gradients carried.
+        next_scale: 0-d float32: the loss scale from now on.
+        grad_norm: 0-d float32: 2-norm of all unscaled gradients, before clipping.
+        overflow: Where the overflow began, with ``on_overflow="explain"``; ``None`` for a step that was taken.
+    """
+
+    __slots__ = ("_check", "_values", "overflow")
+
+    def __init__(
+        self, check: Callable[[], None], *, skipped: Tensor, scale: Tensor, next_scale: Tensor, grad_norm: Tensor
+    ) -> None:
+        self._check, self._values = check, (skipped, scale, next_scale, grad_norm)
+        self.overflow: Any = None
+
+    @property
+    def skipped(self) -> Tensor:
+        """See the class."""
+        self._check()
+        return self._values[0]
+
+    @property
+    def scale(self) -> Tensor:
+        """See the class."""
+        self._check()
+        return self._values[1]
+
+    @property
+    def next_scale(self) -> Tensor:
+        """See the class."""
+        self._check()
+        return self._values[2]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """See the class."""
+        self._check()
+        return self._values[3]
+
+    def __repr__(self) -> str:
+        skipped, scale, next_scale, norm = self._values
+        return f"Step(skipped={skipped}, scale={scale}, next_scale={next_scale}, grad_norm={norm})"
 
 
-class Noted(NamedTuple):
-    """What an outcome changes in the statistics, in one go, and what is to be said of it then."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepOutcome:
+    """What the host wants to know of a step, as 0-d tensors of its device.
 
-    calls: list[Call]
-    then: Callable[[], None]
+    Attributes:
+        skipped: Whether it updated nothing.
+        failed: Whether a loss itself was not finite.
+        scale: The loss scale from now on.
+        floor_overflows: How many overflows in a row there were at its floor.
+        absent: Of several ranks: whether one did not take the step, as :meth:`Ranks.agree` says it.
+        norms: (gradients,) the 2-norm of each gradient.
+        params: Whose gradients these are.
+    """
+
+    skipped: Tensor
+    failed: Tensor
+    scale: Tensor
+    floor_overflows: Tensor
+    absent: Tensor | None
+    norms: Tensor
+    params: list[Tensor]
+
+    def numbers(self) -> list[Tensor]:
+        """Return the numbers in the order in which they travel."""
+        absent = [] if self.absent is None else [self.absent]
+        return [self.skipped, self.failed, self.scale, self.floor_overflows, *absent]
 
 
 class _Flight(NamedTuple):
-    """An outcome whose numbers are on their way to the host: in pinned memory, there once the event has passed."""
+    """Numbers on their way to the host: in pinned memory, there once the event has passed."""
 
     outcome: StepOutcome
     numbers: Tensor
     event: torch.Event
 
 
-class StepStats:
-    """Keep count of steps and scales, log each change of a scale, and tell when a scale collapsed.
+class StepAccount:
+    """Count steps and scales, log each change of a scale, and tell when a scale collapsed or a rank has failed.
 
     On an accelerator the numbers of several steps travel together, into pinned memory, and are read when they have
-    arrived; with ``patience`` each step's do, at most two steps late.
+    arrived; with ``patience``, or several ranks, each step's do: such an error is told at most two steps late.
 
     Args:
         config: The loss scale's rules.
-        scales: The scale of each loss now.
-        name_of: Gives the name of a tensor that the optimizers update.
-        ranks: How many ranks step together. Where there are several, each step's numbers travel at once: another rank's
-            error may be among them.
-        moves_later: Whether the scale that a step leaves moves only before the next.
+        scale: The scale now.
+        name_of: Gives the name of a parameter.
+        ranks: The ranks that step together.
+
+    Attributes:
+        kept: Where steps are kept instead, with what :meth:`packed` makes of them, while one is captured.
     """
 
-    def __init__(
-        self,
-        config: LossScale,
-        scales: list[Tensor],
-        name_of: Callable[[Tensor], str],
-        *,
-        ranks: int = 1,
-        moves_later: bool = False,
-    ) -> None:
-        self._moves_later = moves_later or config.mode == "none"  # where none but a scaler's can move
+    def __init__(self, config: LossScale, scale: Tensor, name_of: Callable[[Tensor], str], ranks: Ranks) -> None:
         self._config, self._name_of, self._ranks = config, name_of, ranks
-        self._steps = self._skipped = 0
+        self.kept: list[tuple[StepOutcome, Tensor]] | None = None
         self._recent: deque[bool] = deque(maxlen=config.interval)
-        self._stream: torch.Stream | None = None  # of the last step
-        self._follow(scales)
+        first = float(scale.cpu().numpy())
+        self._follow(Stats(scale=first, lowest_scale=first, highest_scale=first, ranks=ranks.size))
 
-    def _follow(self, scales: list[Tensor]) -> None:
-        """Follow these scales from here on; the count of steps goes on."""
+    def _follow(self, stats: Stats) -> None:
+        self._stats, self._failures = stats, 0
+        self._error: MezzoError | None = None
         self._waiting: list[tuple[StepOutcome, Tensor]] = []
         self._flying: deque[_Flight] = deque()
-        self._failure: MezzoError | None = None
-        self._forward_failures = 0
-        first = [float(scale.cpu().numpy()) for scale in scales]
-        self._scales = [_Scale(scale, scale, scale) for scale in first]
+        self._stream: torch.Stream | None = None
 
-    def note(self, outcome: StepOutcome, packed: Tensor) -> None:
-        """Take an outcome, and send it on its way.
+    @property
+    def begun(self) -> int:
+        """How many steps there were, those whose numbers are still on their way included."""
+        return self._stats.steps + len(self._waiting) + len(self._flying)
+
+    def note(self, outcome: StepOutcome, packed: Tensor | None = None) -> None:
+        """Take a step, and send its numbers on their way.
 
         Args:
-            outcome: The outcome.
+            outcome: The step.
             packed: What :meth:`packed` returned of it, in a graph whose next replay writes there again.
         """
-        calls, then = self.noted(outcome, packed)
-        at_once(*calls)
-        then()
-
-    def noted(self, outcome: StepOutcome, packed: Tensor | None = None) -> Noted:
-        """Return what takes an outcome, in one go, and what is to be called then; arguments as of :meth:`note`."""
-        if outcome.verdict.found_inf.device.type == "cpu":
+        if self.kept is not None:
+            self.kept.append((outcome, self.packed(outcome)))
+            return
+        if outcome.skipped.device.type == "cpu":
             # Through numpy: on the host already, so that nothing is asked of a device.
-            numbers = [float(number.numpy()) for number in outcome.numbers()]
-            return self._counted(outcome, numbers, outcome.verdict.norms)
-        waiting = outcome, self.packed(outcome) if packed is None else packed.clone()
-        stream = torch.accelerator.current_stream(outcome.verdict.found_inf.device)
-        calls: list[Call] = [partial(self._waiting.append, waiting), partial(setattr, self, "_stream", stream)]
-        return Noted(calls, self._send_if_due)
-
-    def _send_if_due(self) -> None:
-        if self._config.patience is not None or self._ranks > 1 or len(self._waiting) >= _TOGETHER:
+            self._count(outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.norms)
+            return
+        self._waiting.append((outcome, self.packed(outcome) if packed is None else packed.clone()))
+        self._stream = torch.accelerator.current_stream(outcome.skipped.device)
+        if self._config.patience is not None or self._ranks.size > 1 or len(self._waiting) >= _TOGETHER:
             self._send()
 
+    def packed(self, outcome: StepOutcome) -> Tensor:
+        """Return what the host wants to know of a step as one vector of its device."""
+        (numbers,) = shared(_vector, (), outcome.numbers())
+        return numbers if self._config.patience is None else torch.cat((numbers, outcome.norms))
+
     def check(self) -> None:
-        """Raise if the loss scale has collapsed, as far as the host knows.
+        """Raise what the host knows by now.
 
         Raises:
-            ScaleCollapsed: It stood at its floor for ``patience`` overflows in a row.
+            ScaleCollapsed: The scale stood at its floor for ``patience`` overflows in a row.
             NumericsError: The loss itself was not finite for as many steps in a row.
             DistributedError: Another rank has ended a step with an error.
         """
         must_know = self._config.patience is not None
         while self._flying and (self._flying[0].event.query() or (must_know and len(self._flying) > 1)):
             self._land()
-        if self._failure is not None:
-            raise self._failure
+        if self._error is not None:
+            raise self._error
 
-    @property
-    def begun(self) -> int:
-        """How many steps there were, those whose numbers are still on their way included."""
-        return self._steps + len(self._waiting) + len(self._flying)
-
-    def stats(self, loss_id: int) -> Stats:
-        """Return the account of one loss's scale, waiting for what is still on its way."""
-        self.settle()
-        rate = sum(self._recent) / len(self._recent) if self._recent else 0.0
-        of_scale = asdict(self._scales[loss_id])
-        return Stats(steps=self._steps, skipped=self._skipped, skip_rate=rate, ranks=self._ranks, **of_scale)
-
-    def settle(self) -> None:
-        """Wait for everything that is on its way."""
+    def stats(self) -> Stats:
+        """Return the account, waiting for what is still on its way."""
         self._send()
         while self._flying:
             self._land()
+        return self._stats
 
     # The way to the host -------------------------------------------------------------------------------
-
-    def packed(self, outcome: StepOutcome) -> Tensor:
-        """Return what the host wants to know of an outcome as one vector of its device."""
-        numbers = outcome.account
-        if numbers is None:
-            (numbers,) = shared(account, (), outcome.numbers())
-        return numbers if self._config.patience is None else torch.cat((numbers, outcome.verdict.norms))
 
     def _send(self) -> None:
         if not self._waiting:
             return
-        waiting = list(self._waiting)
+        waiting, self._waiting = self._waiting, []
         # Steps may run on another stream than the caller that asks, and on another device than the current one.
         stream = torch.accelerator.current_stream(waiting[0][1].device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
-        event, flights = torch.Event(waiting[0][1].device), []
+        event = torch.Event(waiting[0][1].device)
         for outcome, packed in waiting:
             packed.record_stream(stream)
             host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            flights.append(_Flight(outcome, host.copy_(packed, non_blocking=True), event))
+            self._flying.append(_Flight(outcome, host.copy_(packed, non_blocking=True), event))
         event.record(stream)
-        # In one go, so that an interrupt neither loses an outcome nor counts it twice.
-        at_once(partial(self._flying.extend, flights), partial(self._waiting.__delitem__, slice(len(waiting))))
 
     def _land(self) -> None:
-        """Count the first outcome that is on its way, waiting until it has arrived."""
-        outcome, numbers, event = self._flying[0]
+        """Count the first step that is on its way, waiting until it has arrived."""
+        outcome, numbers, event = self._flying.popleft()
         event.synchronize()
         count = len(outcome.numbers())
-        calls, then = self._counted(outcome, numbers.numpy()[:count].tolist(), numbers[count:])
-        at_once(*calls, self._flying.popleft)
-        then()
+        self._count(outcome, numbers.numpy()[:count].tolist(), numbers[count:])
 
-    def _counted(self, outcome: StepOutcome, numbers: list[float], norms: Tensor) -> Noted:
-        skipped, loss_failed, *rest = numbers
-        step, patience = self._steps + 1, self._config.patience or math.inf
-        scales, says = list(self._scales), list[Callable[[], None]]()
-        failure: MezzoError | None = None
-        problem = first = ""
-        if outcome.heard is not None:
-            *rest, blame, problem_number = rest
-            failure, problem, first = outcome.heard.told(blame, problem_number, step)
-        failures = self._forward_failures + 1 if skipped and loss_failed and not problem else 0
-        if problem:
-            says.append(partial(logger.info, "%s in step %d: skipped on all ranks", problem, step))
-        if failures == 1:
+    def _count(self, outcome: StepOutcome, numbers: list[float], norms: Tensor) -> None:
+        skipped, failed, scale, floor_overflows, *absent = numbers
+        old, step = self._stats, self._stats.steps + 1
+        self._recent.append(bool(skipped))
+        self._failures = self._failures + 1 if failed and not any(absent) else 0
+        self._stats = Stats(
+            steps=step,
+            skipped=old.skipped + bool(skipped),
+            skip_rate=sum(self._recent) / len(self._recent),
+            growths=old.growths + (scale > old.scale),
+            backoffs=old.backoffs + (scale < old.scale),
+            scale=scale,
+            lowest_scale=min(scale, old.lowest_scale),
+            highest_scale=max(scale, old.highest_scale),
+            ranks=self._ranks.size,
+        )
+        if scale != old.scale:
+            at_floor = "; this is its floor" if scale == as_float32(self._config.floor) else ""
+            why = "" if scale > old.scale else f", which overflowed{at_floor}"
+            logger.info("loss scale %.6g → %.6g after step %d%s", old.scale, scale, step, why)
+        if self._failures == 1:
             stays = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
-            says.append(partial(logger.warning, "the loss of step %d%s is not finite: skipped%s", step, first, stays))
-        if failures >= patience:
+            logger.warning("the loss of step %d is not finite: skipped%s", step, stays)
+        patience = self._config.patience or math.inf
+        error = self._ranks.ended_by(absent[0], step) if absent else None
+        if error is not None:
+            self._error = error
+        elif self._failures >= patience:
             # Such steps leave the scale alone, and no scale can cure them.
-            failure = NumericsError(
-                f"the loss was not finite for {failures} steps in a row",
-                where=f"step {step}{first}",
+            self._error = NumericsError(
+                f"the loss was not finite for {self._failures} steps in a row",
+                where=f"step {step}",
                 why="the forward pass or the data overflowed, which no loss scale can cure",
                 write='MixedPrecision(…, on_overflow="explain"), which says where it began; docs/nan.md has the rest',
             )
-        for loss_id, scale, floor_overflows in zip(outcome.after, rest[::2], rest[1::2], strict=True):
-            if self._config.mode == "none" and not self._steps:  # of a scaler that came after the session had begun
-                scales[loss_id] = _Scale(scale, scale, scale)
-            if scale != (before := scales[loss_id].scale):
-                what = f"loss scale of loss {loss_id}" if len(scales) > 1 else "loss scale"
-                at_floor = "; this is its floor" if scale == as_float32(self._config.floor) else ""
-                why = "" if scale > before else f", which overflowed{at_floor}"
-                log = "%s %.6g → %.6g after step %d%s"
-                says.append(partial(logger.info, log, what, before, scale, step - self._moves_later, why))
-                scales[loss_id] = scales[loss_id].moved(scale)
-            if floor_overflows >= patience:
-                loss = f"loss {loss_id}, " if len(scales) > 1 else ""
-                failure = self._collapse(
-                    f"{loss}step {step}{first}", scale, int(floor_overflows), outcome.params, norms
-                )
-        new = {
-            "_steps": step,
-            "_skipped": self._skipped + bool(skipped),
-            "_forward_failures": failures,
-            "_scales": scales,
-            "_failure": failure,
-        }
+        elif floor_overflows >= patience:
+            self._error = self._collapse(step, scale, int(floor_overflows), outcome.params, norms)
 
-        def then() -> None:
-            for say in says:
-                say()
-
-        return Noted([partial(self._recent.append, bool(skipped)), partial(vars(self).update, new)], then)
-
-    def _collapse(
-        self, where: str, scale: float, overflows: int, params: list[Tensor], norms: Tensor
-    ) -> ScaleCollapsed:
-        bad = [self._name_of(p) for p, norm in zip(params, norms.numpy(), strict=True) if not math.isfinite(norm)]
+    def _collapse(self, step: int, scale: float, overflows: int, params: list[Tensor], norms: Tensor) -> MezzoError:
+        sizes = zip(params, norms.numpy(), strict=True)
+        bad = [self._name_of(param) for param, norm in sizes if not math.isfinite(norm)]
         guilty = f"{len(bad)} of {len(params)} gradients not finite: {some_of(bad)}"
         return ScaleCollapsed(
             f"the loss scale collapsed: {overflows} overflows in a row at its floor, {scale:.6g}",
-            where=f"{where}, {guilty if bad else 'finite as they stand, infinite once unscaled'}",
+            where=f"step {step}, {guilty if bad else 'finite as they stand, infinite once unscaled'}",
             why="no scale makes these gradients finite: the overflow comes from the model, the loss or the data",
-            write='MixedPrecision(…, on_overflow="explain"), which says where (docs/nan.md); or dtype=bfloat16',
+            write='MixedPrecision(…, on_overflow="explain"), which says where (docs/nan.md); or a policy in bfloat16: '
+            'Policy.O1("bfloat16"), the text O1,dtype=bfloat16',
         )
 
     # State ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain values, waiting for what is on its way."""
-        self.settle()
-        return {
-            "steps": self._steps,
-            "skipped": self._skipped,
-            "recent": "".join("X" if skipped else "." for skipped in self._recent),
-            "forward_failures": self._forward_failures,
-            "scales": [
-                {"lowest": s.lowest_scale, "highest": s.highest_scale, "growths": s.growths, "backoffs": s.backoffs}
-                for s in self._scales
-            ],
-        }
+        recent = "".join("X" if skipped else "." for skipped in self._recent)
+        return {**asdict(self.stats()), "recent": recent, "failures": self._failures}
 
-    def load_state_dict(self, state: Mapping[str, Any], scales: list[Tensor], *, continued: bool = True) -> None:
-        """Load what :meth:`state_dict` returned.
+    def load_state_dict(self, state: Mapping[str, Any], scale: float) -> None:
+        """Go on from what :meth:`state_dict` returned.
 
         Args:
             state: The counts.
-            scales: The scale of each loss after loading.
-            continued: Whether these are the saved scales, whose history goes on; if not, one begins here.
+            scale: The scale now, which need not be the saved one.
         """
-        self._follow(scales)
-        self._steps, self._skipped = state["steps"], state["skipped"]
-        self._forward_failures = state["forward_failures"]
+        counts = {name: state[name] for name in ("steps", "skipped", "skip_rate", "growths", "backoffs")}
+        lowest, highest = min(state["lowest_scale"], scale), max(state["highest_scale"], scale)
+        if scale != state["scale"]:
+            lowest = highest = scale
+        self._follow(Stats(**counts, scale=scale, lowest_scale=lowest, highest_scale=highest, ranks=self._ranks.size))
         self._recent.clear()
         self._recent.extend(mark == "X" for mark in state["recent"])
-        if continued:
-            pairs = zip((known.scale for known in self._scales), state["scales"], strict=True)
-            self._scales = [
-                _Scale(now, min(saved["lowest"], now), max(saved["highest"], now), saved["growths"], saved["backoffs"])
-                for now, saved in pairs
-            ]
+        self._failures = state["failures"]
+
+
+def _vector(*numbers: Tensor) -> tuple[Tensor]:
+    """Return numbers as one FP32 vector."""
+    return (torch.stack([number.to(torch.float32) for number in numbers]),)

@@ -1,265 +1,362 @@
-"""The third station, the update: the optimizers do what the verdict says, or skip, whole or not at all."""
+"""The writes of a step: each kind of optimizer does what the verdict says, or skips."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, Final
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from mezzo.errors import StateError
+from mezzo.errors import PolicyError, StateError
+from mezzo.optim.checks import Look
+from mezzo.optim.hypers import changes_nothing
 from mezzo.optim.masters import MasterWeights
-from mezzo.optim.optimizer import OnePassOptimizer, as_one_pass
-from mezzo.session.verdict import Judged
+from mezzo.optim.optimizer import as_one_pass
+from mezzo.session.observers import Judged
+from mezzo.session.window import Window, multiply
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import multiplications
-from mezzo.step.passes import Verdict, as_fused
-from mezzo.step.whole import Call, Piece, Work, at_once
-from mezzo.tensors import versions
+from mezzo.step.gradients import dense
+from mezzo.step.passes import as_fused
+from mezzo.tensors import LOW
 
-__all__ = ["Writes", "lacks_momentum", "takes_flag", "update"]
+if TYPE_CHECKING:
+    from mezzo.session.weights import Weights
 
-logger = logging.getLogger(__name__)
-
-#: What a fused optimizer is told besides, whose gradients were divided already.
-_UNSCALED: Final[dict[str, Tensor | None]] = {"grad_scale": None}
+__all__ = ["Writes", "check_numbers", "guarded", "inner_optimizers", "takes_flags"]
 
 
-def update(
-    writes: Writes,
-    judged: Judged,
-    optimizers: list[Optimizer],
-    alone: set[Optimizer],
-    overflowed: Callable[[], bool],
-    masters: Mapping[int, MasterWeights],
-) -> list[Piece]:
-    """Return what updates the weights, or skips; all that mezzo's optimizers can refuse is refused here.
-
-    Optimizers whose kernels can do it unscale, clip and skip on the device; for the others the gradients are
-    multiplied before, and the host asks whether to skip.
+class Writes:
+    """What an engine has of its optimizers, and how it writes with them.
 
     Args:
-        writes: What does it.
-        judged: The gradients.
-        optimizers: Those that step.
-        alone: Optimizers that share no gradient: only they may leave the multiplying to their kernels, since another
-            one would read the same gradients.
-        overflowed: Whether to skip; the host waits for the answer.
-        masters: The masters of those optimizers that have any, by ``id``.
-    """
-    writes.params = judged.params
-    verdict = judged.verdict
-    on_device = {optimizer for optimizer in optimizers if skips_on_device(optimizer)}
-    multiplying = on_device & alone
-    pieces: list[Piece] = []
-    if len(multiplying) < len(optimizers) and not verdict.is_one:
-        apart = {id(param) for o in multiplying for group in o.param_groups for param in group["params"]}
-        pairs = zip(judged.params, judged.gradients, strict=True)
-        gradients = [g for param, g in pairs if id(param) not in apart] if apart else judged.gradients
-        calls = multiplications(gradients, verdict.multiplier)
-        pieces.append(lambda: calls)
-    flags: dict[str, Tensor | None] = {}
-    for optimizer in optimizers:
-        its_masters = masters.get(id(optimizer))
-        if (own := as_one_pass(optimizer)) is not None:
-            # Prepared before any piece runs: what one optimizer refuses is refused before another has stepped.
-            its_verdict = verdict if optimizer in multiplying else verdict.applied()
-            own.make_ready(its_verdict, keep=optimizer in multiplying)
-            pieces.append(partial(writes.step_of_mezzo, own, its_verdict, own.updates))
-        elif optimizer in on_device:
-            flags = flags or _flags(judged)
-            pieces += writes.steps(optimizer, its_masters, flags if optimizer in multiplying else flags | _UNSCALED)
-        elif not overflowed():
-            pieces += writes.steps(optimizer, its_masters)
-    return pieces
-
-
-def _flags(judged: Judged) -> dict[str, Tensor | None]:
-    """Return a verdict as torch's fused optimizers take it: whether to skip, and what to divide gradients by."""
-    # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
-    numbers = [judged.verdict.found_inf, judged.verdict.multiplier]
-    found_inf, *divisor = judged.verdict.as_fused or shared(as_fused, (), numbers[: 1 + judged.is_clipped])
-    return {"found_inf": found_inf, "grad_scale": divisor[0] if divisor else judged.scale}
-
-
-def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's kernels are told on the device whether to skip, as torch's fused ones and mezzo's are."""
-    return takes_flag(optimizer) and not lacks_momentum(optimizer, lambda param: param.grad is not None)
-
-
-def takes_flag(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's kernels take a flag for skipping; a loaded state may have turned them off."""
-    supports_flag: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return supports_flag and all(group.get("fused", True) for group in optimizer.param_groups)
-
-
-def lacks_momentum(optimizer: Optimizer, steps: Callable[[Tensor], bool]) -> bool:
-    """Whether torch's fused SGD has momentum buffers to make: a skipped kernel would leave them uninitialised.
-
-    Args:
-        optimizer: Any optimizer.
-        steps: Which of its parameters are asked about.
-    """
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        group["momentum"] and steps(param) and optimizer.state.get(param, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        for param in group["params"]
-    )
-
-
-class Writes(Work):
-    """The writes of a session's step, in order; an interrupt goes on once all of them are done.
-
-    mezzo's optimizers finish by themselves what they have begun. An optimizer of another library that is interrupted
-    inside its own ``step()`` may have written any part of its weights: the update stays half-way, and
-    :meth:`require_whole` says so.
+        weights: The models and optimizers.
 
     Attributes:
-        params: What the step updates. Their versions tell whether an optimizer of another library has written.
-        undo: What puts back a closure's evaluations, until its step counts.
-        plain_steps: What ``optimizer.step`` was, where it is taken over.
-        entering: Called, as a function of C's, before the code of an optimizer that is not mezzo's: what is written
-            from there on is its own.
-        leaving: Called, as a function of C's, between that code and hooks of the user's.
+        weights: The models and optimizers.
+        steps_by: What steps with an optimizer whose ``step`` is taken over.
+        is_stepping: Whether optimizers step on the engine's behalf now.
+        broken: The optimizer that has raised in the middle of an update; empty where none has.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._at: Optimizer | None = None  # whose step is under way
-        self._stepped: list[Optimizer] = []
-        self.entering: Call = dict
-        # Python raises interrupts between two of its own lines, so that what notes the end of an optimizer's code must
-        # be a function of C's. An exception keeps the arguments that it is initialised with: a note that C can write.
-        self._came_back = Exception()
-        self.leaving: Callable[..., None] = partial(BaseException.__init__, self._came_back)
-        self._give_up: Callable[[], object] = dict
-        self._is_whole = False
-        self.undo: list[Callable[[], None]] = []
-        self.plain_steps: dict[Optimizer, Callable[..., Any]] = {}
-        self.params: list[Tensor] = []
-        self._versions: list[int] = []
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.steps_by: dict[Optimizer, Callable[..., Any]] = {}
+        self.is_stepping, self.broken = False, ""
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
-    def begin(self, pieces: Iterable[Piece], give_up: Callable[[], object], then: Call) -> None:
-        """Take the writes of a step: from here on they are done, all of them.
+    def shares_nothing(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer updates no parameter of the models; asked anew where it was given further groups.
 
-        Args:
-            pieces: The writes.
-            give_up: Called if an optimizer raises before anything was updated.
-            then: Called, as a function of C's, once they are taken.
+        **Cost**: Python for each parameter of both, once.
         """
-        self._give_up, self._is_whole, self._first = give_up, False, None
-        at_once(partial(self._left.extend, pieces), then)
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if self._strangers.get(optimizer) == sizes:
+            return True
+        known = {id(param) for model in self.weights.models for param in model.parameters()}
+        if any(id(param) in known for group in optimizer.param_groups for param in group["params"]):
+            return False
+        self._strangers[optimizer] = sizes
+        return True
 
-    def end(self) -> list[Call]:
-        """All that belongs to the step is done; what follows, schedulers for instance, may fail by itself."""
-        self._at, self._is_whole, self.params = None, True, []
-        return [self._stepped.clear]
-
-    def steps(
-        self, optimizer: Optimizer, masters: MasterWeights | None, flags: dict[str, Tensor | None] | None = None
-    ) -> list[Piece]:
-        """Return what steps with an optimizer that is not mezzo's, and rounds its masters into the model.
-
-        Args:
-            optimizer: The optimizer.
-            masters: Its masters.
-            flags: For one of torch's fused optimizers, whose kernels find out by themselves whether to skip:
-                ``found_inf``, 0-d float32, 1 to skip; and ``grad_scale``, what to divide the gradients by, if anything.
-        """
-        pieces: list[Piece] = [partial(self._step_of_another, optimizer), partial(self._stepped_with, masters)]
-        if flags is None:
-            return pieces
-        return [lambda: [partial(optimizer.__dict__.update, flags)], *pieces, partial(_disarm, optimizer)]
-
-    def step_of_mezzo(self, optimizer: OnePassOptimizer, verdict: Verdict, before: int) -> list[Call]:
-        """Step with one of mezzo's optimizers, or skip: a piece.
-
-        Args:
-            optimizer: The optimizer.
-            verdict: What it is given.
-            before: Its count of updates before.
-        """
-        self._at = optimizer
-        if optimizer.updates == before:  # or an interrupt came after it had finished
-            optimizer.update(verdict, self.plain_steps.get(optimizer))
-        self._came_back.args = ()
-        return [partial(self._stepped.append, optimizer)]
-
-    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Return what steps with an optimizer by itself, without the session."""
-        return self.plain_steps.get(optimizer, optimizer.step)
-
-    def _step_of_another(self, optimizer: Optimizer) -> list[Call]:
-        self._at, step, self._came_back.args = optimizer, self.plain_steps.get(optimizer, optimizer.step), ()
-        self._versions = versions(self.params)
-        calls: list[Call] = [step, partial(self._stepped.append, optimizer)]
-        if not getattr(type(optimizer).step, "hooked", False):
-            return calls
-        self.entering = self._enter  # called by the session's hook, with no line of mezzo's between it and the step
-        return [self._begun.clear, *calls]
-
-    def _stepped_with(self, masters: MasterWeights | None) -> list[Call]:
-        self.entering, self._came_back.args = dict, ()
-        if masters is not None:
-            masters.round_to_params()
-        return []
-
-    def complete(self, error: BaseException) -> None:
-        """Do what a step that was interrupted has left.
-
-        Args:
-            error: What interrupted it. Where an optimizer refuses to step, and nothing was updated yet, the rest is
-                given up; where something was, the update stays half-way.
-        """
-        if self._begun and self._came_back.args and self._at is not None:  # out of a hook behind a step that is whole
-            at_once(partial(self._stepped.append, self._at), self._left.popleft, self._begun.clear)
-        if not self._begun:
-            try:
-                self.run()
-            except Exception as again:
-                logger.debug("an interrupted step could not go on: %s", again)
-        if not self._left:
-            return
-        own = None if self._at is None else as_one_pass(self._at)
-        half_way = own is not None and own.is_half_way
-        # An error may come after some weights were written too: of a later group, for instance.
-        within = self._begun and (not isinstance(error, Exception) or versions(self.params) != self._versions)
-        if not self._is_whole and (self._stepped or half_way or within):
-            _disarm(self._at)
-            return
-        give_up = self._give_up if self.is_half_way and not self._is_whole else dict
-        self.drop()
-        give_up()
-
-    def drop(self) -> None:
-        """See :meth:`mezzo.step.whole.Work.drop`."""
-        super().drop()
-        _disarm(self._at)
-        self._stepped.clear()
-        self._at, self.entering, self._came_back.args, self.params = None, dict, (), []
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is one of these, inside of one as SAM's is, or around one, whose step it calls."""
+        known = self.weights.optimizers
+        return (
+            optimizer in known
+            or optimizer in self.steps_by
+            or any(each in known for each in inner_optimizers(optimizer))
+            or any(optimizer in inner_optimizers(each) for each in known)
+        )
 
     def require_whole(self) -> None:
-        """Refuse to go on after an update that could not be finished.
+        """Refuse to go on from an update that an optimizer has ended in its middle.
 
         Raises:
             StateError: With the optimizer, and what to write.
         """
-        if self.is_half_way:
+        if self.broken:
             raise StateError(
-                "an update was interrupted half-way",
-                where=f"{type(self._at).__name__}.step()",
+                "an update was ended half-way",
+                where=self.broken,
                 why="some weights and moments are those of the next step, and some are not",
-                write="load_state_dict(…) of the model, the optimizer, and then of what steps (amp, or a scaler), "
-                "from the last checkpoint",
+                write="load_state_dict(…) of model, optimizer and session, from the last checkpoint",
             )
 
+    def write(
+        self,
+        windows: list[Window],
+        optimizers: list[Optimizer],
+        judged: Judged,
+        *,
+        keeps: bool,
+        by: Callable[..., Any] | None,
+    ) -> None:
+        """Update, or skip.
 
-def _disarm(optimizer: Optimizer | None) -> list[Call]:
-    """Take the flags of a step away again."""
-    for name in ("found_inf", "grad_scale") if optimizer is not None else ():
-        vars(optimizer).pop(name, None)
-    return []
+        Optimizers whose kernels can do it, mezzo's and torch's fused ones, unscale, clip and skip on the device. For
+        all others the gradients are multiplied in place before, and the host asks whether to skip: one sync for all.
+
+        Args:
+            windows: The gradients' windows.
+            optimizers: Those that step.
+            judged: The gradients, with the verdict.
+            keeps: Whether FP32 gradients stay with the models' parameters, as plain torch leaves them.
+            by: Called in place of the one optimizer's step, if it is not skipped.
+        """
+        verdict, weights = judged.verdict, self.weights
+        on_device = [each for each in optimizers if by is None and takes_flags(each, weights.masters_of(each))]
+        shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
+        # Another optimizer would read the same gradients, and weights without masters take no FP32 ones.
+        multiplying = [
+            each
+            for each in on_device
+            if each not in shared_by and (as_one_pass(each) is not None or not _narrows(each, weights))
+        ]
+        for optimizer in optimizers:  # what one refuses is refused before another has stepped
+            if (own := as_one_pass(optimizer)) is not None:
+                does_all = optimizer in multiplying
+                own.make_ready(verdict if does_all else verdict.applied(), keep=does_all)
+        skips = len(on_device) < len(optimizers) and bool(verdict.found_inf)
+        stepping = [each for each in optimizers if not skips or each in on_device]
+        masters = {id(each): weights.masters[id(each)] for each in stepping if id(each) in weights.masters}
+        kept = [pair for each in masters.values() for pair in _wide_gradients(each)] if keeps else []
+        for each in masters.values():
+            each.take_edits()
+            each.gather(accumulate=False)
+        others = [each for each in stepping if each not in multiplying]
+        if others and not verdict.is_one:
+            params = {id(param): param for other in others for param in weights.updated(other)}
+            multiply(dense(list(params.values()))[1], verdict.multiplier)
+            for window in windows:
+                if not set(window.optimizers).isdisjoint(others):
+                    # Should a hook raise, so that the step is taken again.
+                    window.scale, window.found = None, verdict.found_inf
+        for other in others:
+            if as_one_pass(other) is None:
+                _narrow(weights.updated(other))
+        self._step_all(stepping, masters, judged, multiplying, on_device, by)
+        for leaf, gradient in kept:
+            leaf.grad_dtype = None
+            leaf.grad = gradient
+
+    def _step_all(
+        self,
+        stepping: list[Optimizer],
+        masters: dict[int, MasterWeights],
+        judged: Judged,
+        multiplying: list[Optimizer],
+        on_device: list[Optimizer],
+        by: Callable[..., Any] | None,
+    ) -> None:
+        entered: list[Optimizer] = []
+        self.is_stepping = True
+        try:
+            for optimizer in stepping:
+                step = by or self.steps_by.get(optimizer, optimizer.step)
+                with telling(optimizer, entered):
+                    _step(
+                        optimizer, step, judged, multiplies=optimizer in multiplying, on_device=optimizer in on_device
+                    )
+                if (held := masters.get(id(optimizer))) is not None:
+                    self.weights.round(held)
+                    held.drop_gradients()
+        except BaseException:
+            if entered:
+                self.broken = f"{type(entered[-1]).__name__}.step()"
+            for held in masters.values() if not entered else ():
+                _give_back(held)
+            raise
+        finally:
+            self.is_stepping = False
+
+
+# Optimizers that nobody has told of ---------------------------------------------------------------------------
+
+#: What each session that lives writes with, by ``id``; and the hook of all optimizers that asks them.
+_LIVE: Final[weakref.WeakSet[Writes]] = weakref.WeakSet()
+_HOOK: Final[list[RemovableHandle]] = []
+
+
+def guarded(writes: Writes) -> Callable[[], None]:
+    """Refuse steps of optimizers over the models' parameters that a session does not know; return what ends it.
+
+    One hook of torch's stands for all sessions, as long as there is one.
+    """
+    _LIVE.add(writes)
+    if not _HOOK:
+        _HOOK.append(register_optimizer_step_pre_hook(Look(_refuse_unknown)))
+
+    def end() -> None:
+        _LIVE.discard(writes)
+        if not _LIVE and _HOOK:
+            _HOOK.pop().remove()
+
+    return end
+
+
+def _refuse_unknown(optimizer: Optimizer) -> None:
+    """Refuse a step that a session should have been told of: a hook before each step of any optimizer.
+
+    Raises:
+        StateError: It would update parameters of a session's models, which are checked for others.
+    """
+    for writes in tuple(_LIVE):
+        if writes.is_stepping or writes.shares_nothing(optimizer) or writes.knows(optimizer):
+            continue
+        known = {id(param) for model in writes.weights.models for param in model.parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        if not any(id(param) in known for param in params) or changes_nothing(
+            optimizer.param_groups, [param.grad for param in params if param.grad is not None]
+        ):
+            continue
+        taken_over = "amp.add(optimizer), where it is made; or amp.detach(), and mezzo.attach("
+        begin = taken_over if writes.steps_by else "MixedPrecision("
+        raise StateError(
+            "an optimizer that the session does not know updates parameters of its models",
+            where=f"{type(optimizer).__name__}.step()",
+            why="their gradients were not checked for it, and weights that are stored low have FP32 values beside",
+            write=f"{begin}model, [optimizer, other], policy)",
+        )
+
+
+def _has_other_hooks(optimizer: Optimizer, own: int) -> bool:
+    """Whether hooks run before an optimizer's step, besides so many of the session's."""
+    return len(optimizer._optimizer_step_pre_hooks) > own or any(
+        not isinstance(hook, Look) for hook in _global_optimizer_pre_hooks.values()
+    )
+
+
+@contextmanager
+def telling(optimizer: Optimizer, entered: list[Optimizer], hooks: int = 1) -> Iterator[None]:
+    """Learn whether an optimizer may have written, should something raise: a hook before its step may raise as well.
+
+    Args:
+        optimizer: The optimizer, which steps inside.
+        entered: Where it is noted, if it may have.
+        hooks: How many hooks before its step are the session's, which raise nothing there.
+    """
+    if (own := as_one_pass(optimizer)) is not None:
+        before = own.updates
+        try:
+            yield
+        finally:
+            if own.updates != before:
+                entered.append(optimizer)
+    elif getattr(type(optimizer).step, "hooked", False) and _has_other_hooks(optimizer, hooks):
+        handle = optimizer.register_step_pre_hook(lambda *_: entered.append(optimizer))  # behind all others
+        try:
+            yield
+        finally:
+            handle.remove()
+    else:
+        entered.append(optimizer)
+        yield
+
+
+def _step(optimizer: Optimizer, step: Callable[..., Any], judged: Judged, *, multiplies: bool, on_device: bool) -> None:
+    verdict = judged.verdict
+    if (own := as_one_pass(optimizer)) is not None:
+        own.update(verdict if multiplies else verdict.applied(), step)
+    elif not on_device:
+        step()
+    else:
+        numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
+        found_inf, *divisor = verdict.as_fused or shared(as_fused, (), numbers)
+        # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
+        grad_scale = (divisor[0] if divisor else judged.scale) if multiplies else None
+        told: Any = optimizer
+        told.found_inf, told.grad_scale = found_inf, grad_scale
+        try:
+            step()
+        finally:
+            del told.found_inf, told.grad_scale
+
+
+def takes_flags(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> bool:
+    """Whether an optimizer's kernels are told on the device to skip; a loaded state may have turned that off.
+
+    Those of torch's fused SGD are once there are momentum buffers: what a skipped first step leaves was never written.
+
+    Args:
+        optimizer: The optimizer.
+        masters: What it updates in the place of a model's parameter, by parameter.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or _asks_for_scaler(type(optimizer).step):
+        return False
+    if not all(group.get("fused", True) for group in optimizer.param_groups):
+        return False
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    of = {id(master): param for param, master in masters.items()}
+    return all(
+        optimizer.state.get(updated, {}).get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        for updated in group["params"]
+        if group["momentum"] and (updated.grad is not None or of.get(id(updated), updated).grad is not None)
+    )
+
+
+@functools.cache
+def _asks_for_scaler(step: Callable[..., Any]) -> bool:
+    """Whether an optimizer's step is of the older contract: it is given a scaler, and reads no flags."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def _narrows(optimizer: Optimizer, weights: Weights) -> bool:
+    """Whether there are FP32 gradients of low weights that have no masters."""
+    if id(optimizer) in weights.masters or weights.policy.param_dtype not in LOW:
+        return False
+    low = (leaf for leaf in weights.leaves(optimizer) if leaf.dtype in LOW)
+    return any(leaf.grad is not None and leaf.grad.dtype not in LOW for leaf in low)
+
+
+def _wide_gradients(masters: MasterWeights) -> list[tuple[Tensor, Tensor]]:
+    pairs = ((param, param.grad) for param in masters.masters())
+    return [(param, gradient) for param, gradient in pairs if gradient is not None and gradient.dtype not in LOW]
+
+
+def _narrow(params: Any) -> None:
+    """Give low weights without masters gradients of their own dtype, as torch's optimizers want them."""
+    for param in params:
+        if param.dtype in LOW and param.grad is not None and param.grad.dtype not in LOW:
+            wide, param.grad, param.grad_dtype = param.grad, None, param.dtype
+            param.grad = wide.to(param.dtype)
+
+
+def _give_back(masters: MasterWeights) -> None:
+    """Put gradients that masters have gathered back on their parameters."""
+    for param, master in masters.masters().items():
+        if master.grad is not None and param.grad is None:
+            param.grad_dtype = master.grad.dtype
+            param.grad, master.grad = master.grad, None
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one has as its attributes, as SAM wraps one."""
+    return [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+
+
+def check_numbers(optimizers: Collection[Optimizer]) -> None:
+    """Refuse hyper-parameters that are not finite; tensors are not looked at.
+
+    Raises:
+        PolicyError: With the optimizer, the group and the name.
+    """
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if isinstance(value, float) and value - value != 0:
+                    raise PolicyError(
+                        f"{name} is {value}",
+                        where=f"{type(optimizer).__name__}, group {number}",
+                        why="every weight would be NaN after this step",
+                        write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
+                    )

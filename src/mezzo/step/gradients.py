@@ -1,10 +1,9 @@
-"""The gradients of one step: their values, their norms, and what multiplies them in place."""
+"""The gradients of one step: their values and their norms."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, is_not
 from typing import Any, Final, TypeAlias
@@ -16,13 +15,9 @@ from torch import Tensor
 from mezzo import tensors
 from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.passes import NoKernel
-from mezzo.step.whole import Call
 from mezzo.tensors import LOW, is_distributed, local, moved
 
-__all__ = [
-    "Stale", "alike", "clear_to_zeros", "dense", "is_left", "left_over", "mark", "multiplications", "norms",
-    "with_gradients",
-]  # fmt: skip
+__all__ = ["Stale", "alike", "clear_to_zeros", "dense", "is_left", "left_over", "mark", "norms", "with_gradients"]
 
 Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
@@ -125,12 +120,18 @@ def norms(
     groups = alike(gradients) if groups is None else groups
     together = _read_together(groups) if one_pass else list(groups.values())
     if len(together) == 1:
-        return moved(_norms_of_alike(gradients, one_pass), device)
+        return moved(_as_vector(_norms_of_alike(gradients, one_pass)), device)
     found: dict[int, Tensor] = {}
     for group in together:
-        theirs = moved(_norms_of_alike([gradients[i] for i in group], one_pass), device)
-        found.update(zip(group, theirs.unbind(), strict=True))
+        theirs = _norms_of_alike([gradients[i] for i in group], one_pass)
+        if theirs[0].device != device:  # by one transfer
+            theirs = moved(_as_vector(theirs), device)
+        found.update(zip(group, theirs.unbind() if isinstance(theirs, Tensor) else theirs, strict=True))
     return torch.stack([found[i] for i in range(len(gradients))])
+
+
+def _as_vector(norms: Tensor | Sequence[Tensor]) -> Tensor:
+    return norms if isinstance(norms, Tensor) else torch.stack([*norms])
 
 
 def _read_together(groups: Alike) -> list[Sequence[int]]:
@@ -141,11 +142,11 @@ def _read_together(groups: Alike) -> list[Sequence[int]]:
     return list(found.values())
 
 
-def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor:
+def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor | Sequence[Tensor]:
     """Return the FP32 norms of tensors of one device, and of one dtype unless one pass reads several."""
     if values[0].is_complex():
         wide = (torch.view_as_real(value) for value in values)
-        return torch.stack([torch.linalg.vector_norm(value, dtype=torch.float32) for value in wide])
+        return [torch.linalg.vector_norm(value, dtype=torch.float32) for value in wide]
     # torch's own norm of low precision takes three times as long on a CPU.
     low = values[0].dtype in LOW
     if (low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
@@ -156,20 +157,7 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor:
             return portable(error).norms(values)
     if values[0].dtype == torch.float64:
         return torch.stack(torch._foreach_norm(values, 2)).float()
-    return torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
-
-
-def multiplications(gradients: list[Tensor], multiplier: Tensor) -> list[Call]:
-    """Return what multiplies gradients in place by one device tensor, in as few kernels as devices and dtypes allow."""
-    groups = alike(gradients)
-    return [
-        partial(
-            torch._foreach_mul_,
-            gradients if len(groups) == 1 else [gradients[i] for i in group],
-            moved(multiplier, device),
-        )
-        for (device, _), group in groups.items()
-    ]
+    return torch._foreach_norm(values, 2, dtype=torch.float32)
 
 
 @torch.no_grad()

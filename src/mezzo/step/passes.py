@@ -19,7 +19,6 @@ from mezzo.scale.state import inverse
 from mezzo.step.rounding import noise, stochastic
 from mezzo.step.storage import Storage
 from mezzo.step.update import States, UpdateRule
-from mezzo.step.whole import Piece, Work
 from mezzo.tensors import moved
 
 __all__ = [
@@ -95,14 +94,6 @@ class Verdict:
             else replace(self, multiplier=torch.ones_like(self.multiplier), is_one=True, as_fused=())
         )
 
-    def skipped(self) -> Verdict:
-        """Return the verdict that nothing is to be written, whatever the gradients are."""
-        return self.flagged(torch.ones_like(self.found_inf))
-
-    def flagged(self, found_inf: Tensor) -> Verdict:
-        """Return the verdict with another flag."""
-        return replace(self, found_inf=found_inf, as_fused=())
-
 
 def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tensor | None = None) -> Verdict:
     r"""Finish pass 1: whether to update, and what to multiply gradients by.
@@ -158,22 +149,20 @@ def not_finite(number: Tensor) -> Tensor:
     return (number * 0).ne(0)
 
 
-def decided(is_scaled: bool, is_clipped: bool, is_told: bool, norms: Tensor, *numbers: Any) -> tuple[Tensor, ...]:
+def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`judge` finds out, as a function of tensors and numbers alone.
 
     Args:
         is_scaled: Whether the gradients carry a scale.
         is_clipped: Whether their norm is clipped.
-        is_told: Whether optimizers of torch's may be told it.
         norms: 2-norms of the gradients.
         *numbers: The scale, where there is one, and then what to clip to.
 
     Returns:
-        ``grad_norm``, ``found_inf`` and ``multiplier`` of a :class:`Verdict`, and if need be its ``as_fused``.
+        ``grad_norm``, ``found_inf`` and ``multiplier`` of a :class:`Verdict`.
     """
     verdict = judge(norms, inverse(numbers[0]) if is_scaled else None, max_norm=numbers[-1] if is_clipped else None)
-    found = verdict.grad_norm, verdict.found_inf, verdict.multiplier
-    return (*found, *as_fused(*found[1 : 2 + is_clipped])) if is_told else found
+    return verdict.grad_norm, verdict.found_inf, verdict.multiplier
 
 
 def as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
@@ -234,18 +223,33 @@ class BucketUpdate(ABC):
     bucket: Bucket
 
     @abstractmethod
-    def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
-        """Return what updates every weight, extra and state in place, all that can be refused being refused first.
+    def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Refuse what cannot be updated, and have kernels and tables for the rest; nothing is written.
 
-        Gradients (float32, or a low precision; in the order of the weights; any layout) are multiplied by
-        ``verdict.multiplier`` on the way, and never written. With ``verdict.found_inf`` nothing at all is written.
-        Every hyper-parameter is read from its tensor now, and ``step`` counts this step already.
+        Args:
+            gradients: float32, or a low precision; in the order of the weights; any layout.
+
+        Returns:
+            The gradients as :meth:`write` reads them, which is to be the next call.
+        """
+
+    @abstractmethod
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
+        """Update every weight, extra and state in place.
+
+        Gradients are multiplied by ``verdict.multiplier`` on the way, and never written. With ``verdict.found_inf``
+        nothing at all is written. Every hyper-parameter is read from its tensor now.
+
+        Args:
+            gradients: What :meth:`ready` returned.
+            verdict: On them.
+            step: 0-d int64 on the device: the count of updates with this one in it.
         """
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """Do it at once, where ``bucket.step`` counts this step."""
-        Work(*self.pieces(gradients, verdict, self.bucket.step)).finish()
+        """Make ready and write, where ``bucket.step`` counts this step."""
+        self.write(self.ready(gradients), verdict, self.bucket.step)
 
 
 class Executor(Protocol):

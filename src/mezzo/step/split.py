@@ -94,33 +94,38 @@ def joined(high: Tensor, remainder: Tensor, dtype: torch.dtype) -> Tensor:
         # Nothing rounds to zero from below its own pattern: such a remainder is that of a weight set to zero since,
         # and the sum of patterns would be a NaN.
         own = torch.where(high.abs() > 0.0, remainder, remainder.clamp(0, 0x7FFF))
+        own = torch.where(
+            high.abs() <= _LARGEST[dtype], own, 0
+        )  # an infinity or NaN is the value, whatever is beside it
         return (high.view(torch.int32) + own).view(torch.float32)
-    # Half a spacing is 2^12 FP32 spacings; remainders of subnormal weights, in units of 2^-39, are up to 2^14.
-    direct = (high.view(torch.int32) + remainder.clamp(-0x1000, 0x1000)).view(torch.float32)
-    # Minus the negated remainder: −0.0 − 0.0 keeps its sign, −0.0 + 0.0 does not.
-    fixed = high - (-remainder).to(torch.float32) * 2.0**-39
-    return torch.where(high.abs() < _SMALLEST_NORMAL_FP16, fixed, direct)
+    size = high.abs()
+    # Half a spacing is 2^12 FP32 spacings, but just below 2^-14 it is 2^13: FP32's halves there, and FP16's does not.
+    nearby = torch.where(
+        size > _SMALLEST_NORMAL_FP16, remainder.clamp(-0x1000, 0x1000), remainder.clamp(-0x2000, 0x1000)
+    )
+    own = torch.where(size <= _LARGEST[dtype], nearby, 0)
+    direct = (high.view(torch.int32) + own).view(torch.float32)
+    # Remainders of subnormal weights, in units of 2^-39, are up to 2^14. Minus the negated remainder: −0.0 − 0.0 keeps
+    # its sign, −0.0 + 0.0 does not.
+    fixed = high - (-remainder.clamp(-0x4000, 0x4000)).to(torch.float32) * 2.0**-39
+    return torch.where(size < _SMALLEST_NORMAL_FP16, fixed, direct)
 
 
 @torch.no_grad()
-def encode(
-    w: Tensor, dtype: torch.dtype, *, name: str | None = None, out: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def encode(w: Tensor, dtype: torch.dtype, *, name: str | None = None) -> tuple[Tensor, Tensor]:
     """Store FP32 weights as low-precision weights and 16 remainder bits each.
 
     Args:
         w: FP32, any shape, layout and device.
         dtype: ``torch.bfloat16`` or ``torch.float16``.
         name: The parameter's name, for the error.
-        out: The pair of tensors to write instead of new ones, of ``w``'s shape and of the dtypes returned.
 
     Returns:
         ``hi`` of ``dtype``, which rounds ``w``, and ``lo`` (int16), both with the layout of ``w``.
 
     Raises:
-        NumericsError: A finite weight that ``dtype`` would round to infinity (FP16: beyond 65504). Nothing was
-            written.
-        PolicyError: ``w`` or ``out`` is something else, or another ``dtype``.
+        NumericsError: A finite weight that ``dtype`` would round to infinity (FP16: beyond 65504).
+        PolicyError: ``w`` is something else, or another ``dtype``.
 
     **Cost**: 4 bytes a weight read twice and 4 written; a few MiB of scratch. One host sync, for the refusal, or one
     for many weights: :func:`judged_together`.
@@ -135,10 +140,7 @@ def encode(
     """
     _check(_is(w, torch.float32), f"split storage of {_named(w)}", "encode(w.float(), torch.bfloat16)")
     _check(dtype in _LARGEST, f"split storage with a {dtype} high half", "encode(w, torch.bfloat16) or torch.float16")
-    if out is not None:
-        fits = _is(out[0], dtype) and _is(out[1], torch.int16)
-        _check(fits, f"split storage in {_named(out[0])} and {_named(out[1])}", f"encode(w, {dtype})")
-    hi, lo = out or (torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16))
+    hi, lo = torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16)
     _refuse_overflow(w, dtype, name)
     for source, high_half, remainder_half in _blocks(w, hi, lo):
         high, remainder = halves(one_nan(source), dtype)
@@ -151,27 +153,25 @@ def encode(
 
 
 @torch.no_grad()
-def decode(hi: Tensor, lo: Tensor, *, out: Tensor | None = None) -> Tensor:
+def decode(hi: Tensor, lo: Tensor) -> Tensor:
     """Return the FP32 weights that :func:`encode` stored.
 
     Args:
         hi: BF16 or FP16.
         lo: int16, of the same shape.
-        out: The FP32 tensor to write instead of a new one.
 
     Returns:
         FP32 weights with the layout of ``hi``.
 
     Raises:
-        PolicyError: Something else, or an ``out`` that would round the weights.
+        PolicyError: Something else.
 
     **Cost**: 4 bytes a weight read and 4 written; a few MiB of scratch. No host sync.
     """
     write = "decode(*encode(w, torch.bfloat16))"
     _check(_is(hi, *_LARGEST), f"split storage with {_named(hi)} as its high half", write)
     _check(_is(lo, torch.int16), f"split storage with {_named(lo)} as its remainder", write)
-    _check(out is None or _is(out, torch.float32), f"weights decoded into {_named(out)}", write)
-    w = torch.empty_like(hi, dtype=torch.float32) if out is None else out
+    w = torch.empty_like(hi, dtype=torch.float32)
     for high_half, remainder_half, target in _blocks(hi, lo, w):
         target.copy_(joined(_widened(high_half), remainder_half.int(), hi.dtype))
     return w

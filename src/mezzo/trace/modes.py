@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.cast.mode import compiled_inside_alone
 from mezzo.cast.notes import watched
 from mezzo.trace.calls import opened_by_region
 from mezzo.trace.names import numbered
@@ -125,6 +126,7 @@ class CallMode(TorchFunctionMode):
         super().__init__()
         self._observer = observer
 
+    @compiled_inside_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         where = self._observer.where

@@ -1,8 +1,10 @@
 """A graph on the CPU: each kernel that a run launches is written down, and launched again into the same memory.
 
-It stands in for ``mezzo.session.capture.cuda.CudaGraph``: no Python runs in a replay, no version of a tensor
+It stands in for ``mezzo.session.graph.CudaGraph``: no Python runs in a replay, no version of a tensor
 is counted, recording writes nothing to memory that was there before, and asking for a value is refused.
 """
+
+import contextlib
 
 import torch
 from torch.autograd.graph import increment_version
@@ -19,14 +21,13 @@ ASKS_THE_DEVICE = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", 
 class HostGraph:
     """A stand-in for a CUDA graph."""
 
-    device = torch.device("cpu")
+    def __init__(self):
+        self.runs, self.kernels, self.replays = 0, [], 0
 
-    def __init__(self, rehearsals=2):
-        self.rehearsals, self.kernels, self.replays = rehearsals, [], 0
-
-    def rehearse(self, run):
-        for _ in range(self.rehearsals):
-            run()
+    def run(self, run, *, refuses_syncs=False):
+        self.runs += 1
+        with Waits() if refuses_syncs else contextlib.nullcontext():
+            return run()
 
     def record(self, run):
         tape = Tape()
@@ -44,6 +45,15 @@ class HostGraph:
                 fresh = new_tensors(kernel, kernel(*args, **kwargs))
                 for result, value in zip(results, fresh, strict=True):
                     result.copy_(value)
+
+
+class Waits(TorchDispatchMode):
+    """Refuses what waits for the device, as torch's debug mode of syncs does."""
+
+    def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
+        if kernel._schema.name in ASKS_THE_DEVICE:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return kernel(*args, **kwargs or {})
 
 
 class Tape(TorchDispatchMode):

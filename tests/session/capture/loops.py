@@ -2,14 +2,13 @@
 
 import copy
 import dataclasses
-import random
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from mezzo import LossScale, MixedPrecision, Policy, optim
-from mezzo.session.capture.captured import Captured
+from mezzo.session.capture import Captured
 
 from .host_graph import HostGraph
 
@@ -35,10 +34,12 @@ class Loop:
             torch.manual_seed(0)
             self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 3))
         params = list(self.model.parameters())
-        self.optimizer = make([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}])
+        made = make([{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}])
+        self.optimizers = made if isinstance(made, list) else [made]
+        self.optimizer = self.optimizers[0]
         policy = dataclasses.replace(Policy.of(policy), loss_scale=scale)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
-        self.amp = MixedPrecision(self.model, self.optimizer, policy, **{"max_grad_norm": 0.5, **options})
+        self.amp = MixedPrecision(self.model, self.optimizers, policy, **{"max_grad_norm": 0.5, **options})
 
     def train_step(self, x, y, boost):
         with self.amp.autocast():
@@ -48,17 +49,13 @@ class Loop:
         self.amp.zero_grad()
         return {"loss": loss, "step": (step.skipped, step.scale, step.next_scale, step.grad_norm)}
 
-    def captured(self, step=None, example=None):
-        self.graphs = []
-        return Captured(step or self.train_step, example or batch(0), self.make_graph)
-
-    def make_graph(self):
-        self.graphs.append(HostGraph())
-        return self.graphs[-1]
+    def captured(self, step=None):
+        self.graph = HostGraph()
+        return Captured(step or self.train_step, self.amp, self.graph)
 
     def state(self):
-        optimizer = self.optimizer.state_dict()
-        return copy.deepcopy((self.model.state_dict(), optimizer, self.amp.state_dict()))
+        optimizers = [each.state_dict() for each in self.optimizers]
+        return copy.deepcopy((self.model.state_dict(), optimizers, self.amp.state_dict()))
 
 
 def batch(number, boost=1.0):
@@ -85,14 +82,7 @@ def run(loop, call, data, between=lambda loop, number: None):
 
 
 def both(make, data, between=lambda loop, number: None):
-    """The same steps, eager and captured, with what happens between them; both histories, and the captured loop."""
+    """The same steps, plain and captured, with what happens between them; both histories, and the captured loop."""
     eager, other = make(), make()
-    captured = other.captured(example=data[0])
+    captured = other.captured()
     return run(eager, eager.train_step, data, between), run(other, captured, data, between), other
-
-
-def everything(loop):
-    tensors = [*loop.model.parameters(), *loop.model.buffers(), *loop.amp.master_params()]
-    values = [tensor.detach().clone() for tensor in tensors]
-    random_states = torch.get_rng_state(), random.getstate()
-    return (*loop.state(), loop.amp.stats(), values, random_states), [tensor.data_ptr() for tensor in tensors]

@@ -1,7 +1,6 @@
 """A CUDA graph, as far as a machine without one goes; and what capture is without a GPU."""
 
 import contextlib
-import sys
 import types
 import warnings
 
@@ -9,17 +8,15 @@ import pytest
 import torch
 
 import mezzo
-from mezzo import LossScale
-from mezzo.session.capture.cuda import CudaGraph, _syncs_refused
+from mezzo.session.graph import CudaGraph
 
-from .host_graph import HostGraph
-from .loops import Loop, batch, batches, everything, run
+from .loops import Loop, batch, batches, run
 
 # A CUDA graph, as far as a machine without one goes ------------------------------------------------------
 
 
-def test_syncs_are_refused_where_warnings_are_errors(monkeypatch):
-    modes = ["default"]
+def test_syncs_are_refused_on_the_stream_of_the_graph_where_warnings_are_errors(monkeypatch):
+    modes, driver = ["default"], Driver(monkeypatch, ())
 
     def set_mode(mode):
         modes.append(mode)
@@ -28,14 +25,17 @@ def test_syncs_are_refused_where_warnings_are_errors(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    graph = driver.graph()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with _syncs_refused():
-            assert modes[-1] == "error"
+        assert graph.run(lambda: modes[-1], refuses_syncs=True) == "error"
+        assert graph.run(lambda: modes[-1]) == "default"
     assert modes == ["default", "error", "default"]
-    with pytest.raises(KeyError), _syncs_refused():
-        raise KeyError
+    with pytest.raises(KeyError):
+        graph.run(lambda: {}["mine"], refuses_syncs=True)
     assert modes[-1] == "default"
+    waits = ["graph waits for around", "around waits for graph"]
+    assert [call for call in driver.calls if "waits" in str(call)] == 3 * waits
 
 
 class Driver:
@@ -43,9 +43,11 @@ class Driver:
 
     def __init__(self, monkeypatch, failing):
         self.calls, self.failing = [], failing
+        self.around = self.stream("around", "graph")
         for name in ("set_stream", "graph_pool_handle", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, self.noting(name, {"graph_pool_handle": "pool"}.get(name, "around")))
-        for name in ("device", "graph"):
+            found = {"graph_pool_handle": "pool"}.get(name, self.around)
+            monkeypatch.setattr(torch.cuda, name, self.noting(name, found))
+        for name in ("device", "graph", "stream"):
             monkeypatch.setattr(torch.cuda, name, self.context(name))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "throw-away")
         monkeypatch.setattr(torch, "zeros", self.noting("zeros", None))
@@ -69,41 +71,48 @@ class Driver:
                 yield
             finally:
                 self.calls.append((f"end of {name}", *args[:1]))
-                if args[0] in self.failing:
+                if args and args[0] in self.failing:
                     raise RuntimeError("operation failed due to a previous error during capture")
 
         return entered
 
-    def record(self, run):
+    def stream(self, name, other):
+        def wait_stream(_):
+            self.calls.append(f"{name} waits for {other}")
+
+        return types.SimpleNamespace(device=torch.device("cuda:1"), wait_stream=wait_stream)
+
+    def graph(self):
         made = object.__new__(CudaGraph)
-        made.device, made._graph, made._stream = "cuda:1", "graph", types.SimpleNamespace(device=torch.device("cuda:1"))
-        return made.record(run)
+        made._device, made._graph, made._stream = "cuda:1", "graph", self.stream("graph", "around")
+        return made
 
 
 def test_a_capture_puts_the_stream_back_on_its_own_device(monkeypatch):
     driver = Driver(monkeypatch, ())
-    assert driver.record(lambda: 7) == 7
-    names = [name for name, *_ in driver.calls]
-    assert names == ["device", "current_stream", "graph_pool_handle", "graph", "end of graph", "set_stream", *names[6:]]
-    assert names[6:] == ["end of device"]
-    assert driver.calls[3][1:3] == ("graph", "pool")
+    assert driver.graph().record(lambda: 7) == 7
+    calls = [call for call in driver.calls if not isinstance(call, str)]
+    names = ["device", "current_stream", "graph_pool_handle", "graph", "end of graph", "set_stream", "end of device"]
+    assert [name for name, *_ in calls] == names
+    assert calls[3][1:3] == ("graph", "pool")
+    assert driver.calls[3] == "graph waits for around"  # what was written just now is read by the recorded step
 
 
 @pytest.mark.parametrize("worse", [(), ("_cuda_endAllocateToPool",), ("_cuda_releasePool", "throw-away")])
 def test_a_capture_that_failed_is_ended(monkeypatch, worse, caplog):
-    caplog.set_level("DEBUG", "mezzo.session.capture.cuda")
+    caplog.set_level("DEBUG", "mezzo.session.graph")
     driver = Driver(monkeypatch, ("graph", *worse))
     with pytest.raises(RuntimeError, match="previous error during capture"):
-        driver.record(lambda: 7)
+        driver.graph().record(lambda: 7)
     after = driver.calls[driver.calls.index(("end of graph", "graph")) + 1 :]
     pool = [("_cuda_endAllocateToPool", 1, "pool"), ("_cuda_releasePool", 1, "pool")]
     assert after == [
-        ("set_stream", "around"),
+        ("set_stream", driver.around),
         *(pool[:1] if worse == ("_cuda_endAllocateToPool",) else pool),  # nothing is released twice
         ("graph", "throw-away"),
         ("zeros", 1),
         ("end of graph", "throw-away"),
-        ("set_stream", "around"),
+        ("set_stream", driver.around),
         ("end of device", "cuda:1"),
     ]
     assert len(caplog.records) == len(worse)
@@ -112,46 +121,21 @@ def test_a_capture_that_failed_is_ended(monkeypatch, worse, caplog):
 # Without a GPU -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_a_gpu_it_is_the_train_step_itself(bits):
+def test_a_session_on_the_cpu_is_called_plainly(bits):
     eager, other = Loop(), Loop()
-    before, _ = everything(other)
-    captured = mezzo.capture(other.train_step, *batch(0))
-    assert bits(before) == bits(everything(other)[0])
+    captured = mezzo.capture(other.train_step, other.amp)
     assert not captured.is_graph
-    assert repr(captured) == "Captured(Loop.train_step(x, y, boost), plain calls)"
+    assert repr(captured) == "Captured(Loop.train_step, plain calls)"
     data = batches(range(6), bad=(2,))
     assert bits(run(eager, eager.train_step, data)) == bits(run(other, captured, data))
+    assert not captured(*batch(6))["loss"].requires_grad
 
 
 def test_its_text_says_what_it_is():
     loop = Loop()
     captured = loop.captured()
     assert captured.is_graph
-    assert repr(captured) == "Captured(Loop.train_step(x, y, boost), graph)"
-
-
-def test_on_a_machine_with_a_gpu_a_session_on_the_cpu_is_called_plainly(monkeypatch, bits):
-    class Elsewhere(HostGraph):
-        device = torch.device("meta")
-
-    module = sys.modules["mezzo.session.capture.captured"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr(module, "CudaGraph", lambda device: Elsewhere())
-    loop = Loop(scale=LossScale.none())
-    before, _ = everything(loop)
-    called = []
-
-    def train_step(x, y, boost):
-        with loop.amp.autocast():
-            called.append(x.device.type)
-        return loop.train_step(x, y, boost)
-
-    captured = mezzo.capture(train_step, *batch(0))
-    assert not captured.is_graph
-    assert not called  # the session's first call ended the attempt
-    assert bits(before) == bits(everything(loop)[0])
-    captured(*batch(0))
-    assert called == ["cpu"]
+    assert repr(captured) == "Captured(Loop.train_step, to be recorded)"
+    for data in batches(range(4)):
+        captured(*data)
+    assert repr(captured) == "Captured(Loop.train_step, a graph)"

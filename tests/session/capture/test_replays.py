@@ -1,17 +1,34 @@
-"""What a captured step returns and tells, and when it is captured anew."""
+"""What a captured step returns and tells between its replays, and what a replay refuses."""
+
+import re
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
-from mezzo import LossScale, ScaleCollapsed, optim
+from mezzo import LossScale, ScaleCollapsed, StateError, optim
 
-from .loops import Loop, batch, batches, both
+from .loops import OPTIMIZERS, Loop, batch, batches, both
+
+#: Calls that are real steps before one is recorded.
+FIRST = 3
+
+
+def recorded(loop, step=None):
+    captured = loop.captured(step)
+    for data in batches(range(FIRST + 1)):
+        captured(*data)
+    assert loop.graph.replays == 1
+    return captured
+
+
+# What is returned and told ---------------------------------------------------------------------------------
 
 
 def test_outputs_are_the_same_tensors_with_the_values_of_the_last_call():
-    loop = Loop()
-    captured = loop.captured(lambda *data: (loop.train_step(*data), loop.amp.loss_scale, "text", loop.amp.policy))
+    loop = Loop(scale=LossScale.constant(1024))
+    captured = recorded(loop, lambda *data: (loop.train_step(*data), "text", loop.amp.policy))
     first = captured(*batch(0))
     losses = [first[0]["loss"].item()]
     second = captured(*batch(1))
@@ -19,15 +36,19 @@ def test_outputs_are_the_same_tensors_with_the_values_of_the_last_call():
     assert first is second
     assert losses[0] != losses[1] == first[0]["loss"].item()
     assert not first[0]["loss"].requires_grad
-    assert first[2:] == ("text", loop.amp.policy)
-    for number in range(2, 5):
-        captured(*batch(number))
-    _, scale, next_scale, _ = first[0]["step"]
-    assert (scale.item(), next_scale.item(), first[1].item()) == (2**11, 2**11, 2**11)
+    assert first[1:] == ("text", loop.amp.policy)
+
+
+def test_the_first_calls_return_tensors_of_their_own():
+    loop = Loop()
+    captured = loop.captured()
+    losses = [captured(*data)["loss"] for data in batches(range(FIRST))]
+    assert len({loss.data_ptr() for loss in losses}) == FIRST
+    assert not any(loss.requires_grad for loss in losses)
 
 
 def test_a_step_that_is_returned_speaks_of_the_last_call():
-    loop = Loop()
+    loop = Loop(scale=LossScale.dynamic(init=1024))
 
     def train_step(x, y, boost):
         with loop.amp.autocast():
@@ -37,7 +58,7 @@ def test_a_step_that_is_returned_speaks_of_the_last_call():
         loop.amp.zero_grad()
         return step
 
-    captured = loop.captured(train_step)
+    captured = recorded(loop, train_step)
     told = []
     for data in batches(range(3), bad=(1,)):
         step = captured(*data)
@@ -46,20 +67,9 @@ def test_a_step_that_is_returned_speaks_of_the_last_call():
     assert step.overflow is None
 
 
-def test_the_loss_scale_that_was_asked_for_is_not_overwritten():
-    loop = Loop()
-    captured = loop.captured()
-    scales = [loop.amp.loss_scale]
-    for data in batches(range(4), bad=(0, 2)):
-        captured(*data)
-        scales.append(loop.amp.loss_scale)
-    assert [scale.item() for scale in scales] == [1024, 512, 512, 256, 256]
-
-
-def test_an_eager_step_keeps_its_numbers():
-    loop = Loop()
-    captured = loop.captured()
-    captured(*batch(0))
+def test_a_step_without_the_graph_keeps_its_numbers():
+    loop = Loop(scale=LossScale.dynamic(init=1024))
+    captured = recorded(loop)
     *_, (_, scale, next_scale, _) = loop.train_step(*batch(1)).values()
     for data in batches(range(2, 5), bad=(2, 3, 4)):
         captured(*data)
@@ -79,18 +89,18 @@ def test_the_accounts_go_on(caplog):
 
 def test_a_collapsed_scale_is_told_by_the_next_call():
     loop = Loop(scale=LossScale.dynamic(init=2.0, patience=2))
-    captured = loop.captured()
+    captured = recorded(loop)
     for _ in range(3):
         captured(*batch(0, 1e38))
     weights = [param.detach().clone() for param in loop.model.parameters()]
-    with pytest.raises(ScaleCollapsed, match=r"2 overflows in a row at its floor, 1(?s:.*)8 of 6|of 6 gradients"):
+    with pytest.raises(ScaleCollapsed, match=r"2 overflows in a row at its floor, 1"):
         captured(*batch(1))
     assert all(torch.equal(p, w) for p, w in zip(loop.model.parameters(), weights, strict=True))
 
 
 def test_evaluation_between_captured_steps_sees_the_new_weights():
     loop = Loop("O1,dtype=bfloat16,emulate=true")
-    captured = loop.captured()
+    captured = recorded(loop)
     x = batch(0)[0]
 
     @torch.no_grad()
@@ -106,6 +116,18 @@ def test_evaluation_between_captured_steps_sees_the_new_weights():
         assert not torch.equal(evaluated(), before)
 
 
+def test_a_scheduler_made_after_the_first_steps_does_not_warn():
+    loop = Loop()
+    captured = recorded(loop)
+    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
+    loop.optimizer._opt_called = False  # the loop's own schedule has seen the first steps
+    captured(*batch(0))
+    schedule.step()  # would warn that no optimizer has stepped
+
+
+# What a replay follows ------------------------------------------------------------------------------------
+
+
 def test_learning_rates_that_are_tensors_are_followed(bits):
     def make():
         return Loop(make=lambda groups: optim.AdamW(groups, lr=torch.tensor(1e-2)))
@@ -114,8 +136,8 @@ def test_learning_rates_that_are_tensors_are_followed(bits):
         for group in loop.optimizer.param_groups:
             group["lr"].fill_(0.01 / (number + 1))
 
-    eager, captured, _ = both(make, batches(range(6)), between)
-    constant = both(make, batches(range(6)))[1]
+    eager, captured, _ = both(make, batches(range(8)), between)
+    constant = both(make, batches(range(8)))[1]
     assert bits(eager) == bits(captured) != bits(constant)
 
 
@@ -133,38 +155,7 @@ class OnDevice(torch.Tensor):
         return self.clone().as_subclass(OnDevice)
 
 
-REPLACED = {
-    "a number": ([1e-3], [3, 3]),
-    "another tensor": ([OnDevice.holding(1e-3)], [3, 3]),
-    "host tensors, each step": ([torch.tensor(1e-3), torch.tensor(2e-3), torch.tensor(3e-3)], [3, 3]),
-}
-
-
-@pytest.mark.parametrize("name", ["lr", "betas"])
-@pytest.mark.parametrize("kind", REPLACED)
-def test_hyper_parameters_on_the_device_may_be_replaced(kind, name, bits):
-    values, replays = REPLACED[kind]
-
-    def put(loop, number, value):
-        loop.optimizer.param_groups[1][name] = (0.9, value) if name == "betas" else value
-
-    def make():
-        loop = Loop(make=lambda groups: optim.AdamW(groups, lr=1e-2))
-        put(loop, 0, OnDevice.holding(1e-2))
-        return loop
-
-    def between(loop, number):
-        if number >= 2 and values[number - 2 :]:
-            put(loop, number, values[number - 2])
-
-    data = batches(range(6))
-    eager, captured, loop = both(make, data, between)
-    constant = both(make, data)[1]
-    assert bits(eager[:1]) == bits(captured[:1]) != bits(constant[:1])
-    assert [graph.replays for graph in loop.graphs] == replays
-
-
-def test_a_hyper_parameter_on_the_device_that_is_written_needs_no_other_graph(bits):
+def test_a_hyper_parameter_on_the_device_is_followed_where_it_is_written(bits):
     def make():
         loop = Loop(make=lambda groups: optim.AdamW(groups, lr=1e-2))
         loop.optimizer.param_groups[0]["lr"] = OnDevice.holding(1e-2)
@@ -173,15 +164,182 @@ def test_a_hyper_parameter_on_the_device_that_is_written_needs_no_other_graph(bi
     def between(loop, number):
         loop.optimizer.param_groups[0]["lr"].fill_(0.01 / (number + 1))
 
-    eager, captured, loop = both(make, batches(range(6)), between)
+    eager, captured, _ = both(make, batches(range(8)), between)
     assert bits(eager[:1]) == bits(captured[:1])
-    assert [graph.replays for graph in loop.graphs] == [6]
 
 
-def test_a_scheduler_made_after_the_capture_does_not_warn():
+@pytest.mark.parametrize("make", ["adamw", "torch"])
+def test_the_models_and_the_sessions_state_load_into_the_same_graph(make, bits):
+    saved = {}
+
+    def between(loop, number):
+        if number == 5:
+            model, _, session = loop.state()
+            saved[loop] = model, session
+        elif number == 8:
+            loop.model.load_state_dict(saved[loop][0])
+            loop.amp.load_state_dict(saved[loop][1])
+        elif number == 10:
+            with torch.no_grad():
+                loop.model[0].weight.clamp_(-0.1, 0.1)
+
+    data = batches(range(14), bad=(2, 5, 9))
+    eager, captured, loop = both(lambda: Loop(make=OPTIMIZERS[make]), data, between)
+    assert bits(eager) == bits(captured)
+    assert loop.graph.replays == 14 - FIRST
+
+
+# What it refuses ------------------------------------------------------------------------------------------
+
+
+def load(loop):
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
+def move(loop):
+    loop.model[0].weight.data = loop.model[0].weight.data.clone()
+
+
+def grow(loop):
+    late = nn.Parameter(torch.ones(3))
+    loop.model.register_parameter("late", late)
+    loop.optimizer.add_param_group({"params": [late]})
+
+
+def replace(loop):
+    loop.optimizer.param_groups[0]["lr"] = OnDevice.holding(1e-3)
+
+
+def freeze(loop):
+    loop.model[0].weight.requires_grad_(False)
+
+
+def unclip(loop):
+    loop.amp.max_grad_norm = 0.1
+
+
+def evaluate(loop):
+    loop.model[1].eval()
+
+
+def drop_momentum(loop):
+    loop.optimizer.param_groups[0].update(momentum=0.0, nesterov=False)
+
+
+def decay(loop):
+    loop.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def new_rate(loop):
+    loop.optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
+
+
+CHANGES = {
+    load: ("adamw", r"memory that the session has left\n  where  state of AdamW, optimizer 0\n"),
+    move: ("adamw", r"has left\n  where  parameters and buffers(?s:.*)once more"),
+    grow: ("adamw", r"has left\n  where  parameters and buffers\n +what the optimizers update"),
+    replace: ("adamw", r"has left\n  where  hyper-parameters of AdamW, optimizer 0\n"),
+    freeze: ("adamw", r"decided otherwise\n  where  requires_grad of Sequential, model 0\n"),
+    unclip: ("adamw", r"decided otherwise\n  where  max_grad_norm 0\.5 → 0\.1\n"),
+    evaluate: ("adamw", r"decided otherwise\n  where  training of Sequential, model 0\n"),
+    drop_momentum: ("sgd", r"decided otherwise\n  where  rules of the optimizers\n"),
+    decay: ("torch", r"an option was changed(?s:.*)AdamW, group 0: weight_decay 0\.01 → 0\.5(?s:.*)mezzo\.optim"),
+    new_rate: ("torch", r"an option was changed(?s:.*)group 1: lr 0.*→ 0\.5(?s:.*)fill_"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_replay_would_not_follow_is_refused(change):
+    make, match = CHANGES[change]
+    loop = Loop(make=OPTIMIZERS[make])
+    captured = recorded(loop)
+    change(loop)
+    steps = loop.amp.stats().steps
+    with pytest.raises(StateError, match=match):
+        captured(*batch(0))
+    assert (loop.graph.replays, loop.amp.stats().steps) == (1, steps)
+
+
+def test_a_step_that_is_captured_once_more_goes_on(bits):
+    eager, other = Loop(), Loop()
+    captured = recorded(other)
+    for data in batches(range(FIRST + 1)):
+        eager.train_step(*data)
+    for loop in (eager, other):
+        load(loop)
+    captured = other.captured()
+    for data in batches(range(8), bad=(2, 6)):
+        captured(*data)
+        eager.train_step(*data)
+    assert bits(eager.state()) == bits(other.state())
+    assert other.graph.replays == 8 - FIRST
+
+
+def test_a_closed_session_is_refused():
+    loop = Loop()
+    captured = recorded(loop)
+    loop.amp.close()
+    with pytest.raises(StateError, match=r"after close\(\)"):
+        captured(*batch(0))
+
+
+@pytest.mark.parametrize("calls", [0, FIRST + 1])
+def test_an_open_window_is_refused(calls):
     loop = Loop()
     captured = loop.captured()
-    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
-    loop.optimizer._opt_called = False  # the loop's own schedule has seen the rehearsals
+    for data in batches(range(calls)):
+        captured(*data)
+    with loop.amp.autocast():
+        loss = loop.model(batch(0)[0]).float().square().mean()
+    loop.amp.backward(loss)
+    with pytest.raises(StateError, match="a captured step inside an accumulation window"):
+        captured(*batch(0))
+    loop.amp.step()
+    loop.amp.zero_grad()
     captured(*batch(0))
-    schedule.step()  # would warn that no optimizer has stepped
+
+
+# Batches --------------------------------------------------------------------------------------------------
+
+
+def nested(loop):
+    def train_step(batch, scale, *, boost):
+        return loop.train_step(batch["x"], batch["y"][0], boost * scale)
+
+    return train_step
+
+
+def example(number):
+    x, y, boost = batch(number)
+    return {"x": x, "y": [y, "name"]}, 2.0, boost
+
+
+UNLIKE = {
+    r"argument 1\['x'\]: float32 \[16, 8\] → float32 \[8, 8\](?s:.*)drop_last": lambda b, s, f: (
+        {"x": b["x"][:8], "y": [b["y"][0][:8], "name"]}, s, f
+    ),
+    r"argument 1\['y'\]\[1\]: 'name' → 'other'": lambda b, s, f: ({**b, "y": [b["y"][0], "other"]}, s, f),
+    r"argument 2: 2\.0 → 3\.0(?s:.*)a tensor for a number": lambda b, s, f: (b, 3.0, f),
+    r"argument 2: 2\.0 → 2$": lambda b, s, f: (b, 2, f),
+    r"boost: float32 \[\] → 1\.0": lambda b, s, f: (b, s, 1.0),
+    r"argument 1\['x'\]: .*, requires_grad": lambda b, s, f: ({**b, "x": b["x"].clone().requires_grad_()}, s, f),
+    r"the structure of its arguments": lambda b, s, f: ({**b, "z": 1}, s, f),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("match", UNLIKE)
+def test_a_batch_of_another_kind_is_a_real_step_and_is_told_of_once(match, bits, recwarn):
+    eager, other = Loop(), Loop()
+    captured = other.captured(nested(other))
+    for number in range(10):
+        data = example(number)
+        if number in (1, 5, 7):
+            data = UNLIKE[match](*data)
+        *args, boost = data
+        captured(*args, boost=boost)
+        nested(eager)(*args, boost=boost)
+    assert bits(eager.state()) == bits(other.state())
+    assert (other.graph.runs, other.graph.replays) == (FIRST + 3, 4)
+    (warning,) = recwarn
+    assert warning.filename == __file__
+    assert re.search(match.replace("$", "\n"), str(warning.message))

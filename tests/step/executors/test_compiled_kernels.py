@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from mezzo.scale import LossScale, scaler
-from mezzo.session import scale
-from mezzo.session.window import group
+from mezzo.session import engine
 from mezzo.step import passes
 from mezzo.step.executors.emit import update_name
 from mezzo.step.executors.triton import launch, shared
@@ -168,15 +167,16 @@ F32, F64, I64, FLAG = (FP32, 0), (torch.float64, 0), (torch.int64, 0), (torch.bo
 #: Functions of a few numbers: their first arguments, the kinds of the others, and the most registers, in eights.
 SHARED = {
     "adamw's numbers": (launch._scalars, (rule("adamw"),), [I64, *[F64] * 5], 48),
-    "verdict": (passes.decided, (True, True, False), [(FP32, 1), F32, (FP32, None)], 80),
+    "verdict": (passes.decided, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
     "counts": (passes.counted, (), [FLAG, I64, I64], 24),
-    "next scale": (scaler.moved_on, (LOSS_SCALE,), [FLAG, FLAG, F32, I64, I64, I64], 32),
-    "loss": (scale._told, (), [F32, FLAG], 24),
-    "two scales": (scale._adapted, ((LOSS_SCALE, 1, 0, 4),) * 2, [FLAG, *[F32, FLAG, F32, I64, I64, I64] * 2], 64),
-    "verdict on one loss of several": (group._judged, (), [(FP32, 1), F32], 80),
-    "verdict for a fused optimizer": (passes.decided, (True, True, True), [(FP32, 1), F32, (FP32, None)], 80),
-    "no scale": (scale._adapted, ((LossScale.none(), 1, 0, 4),), [FLAG, F32, FLAG, F32, I64, I64, I64], 24),
-    "account": (scale.account, (), [FLAG, FLAG, F32, I64], 24),
+    "next scale": (scaler.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, FLAG, FLAG], 32),
+    "next scale of two optimizers": (scaler.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, *[FLAG] * 4], 32),
+    "verdict, told to a fused optimizer": (
+        engine.concluded,
+        (True, True, True, 0, 1),
+        [(FP32, 1), F32, (FP32, None), F32, FLAG],
+        80,
+    ),
 }
 POINTERS = {FP32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*u1"}
 

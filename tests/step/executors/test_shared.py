@@ -9,7 +9,7 @@ import torch
 from mezzo import UnsupportedError
 from mezzo.scale import scaler
 from mezzo.scale.config import LossScale
-from mezzo.session import scale, stats
+from mezzo.session import engine
 from mezzo.step import passes
 from mezzo.step.update import rule
 
@@ -72,59 +72,25 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_next_scale(interpreted, launched, config):
     compute, start = programs.Shared(), config.start()
-    state = [start.scale, start.clean_steps, start.budget, start.floor_overflows]
+    state = start.tensors()
     outcomes = "......X.XhXX....XXXhXXX..." + "." * 60
     for mark in outcomes:
-        tensors = [torch.tensor(mark in "Xh"), torch.tensor(mark == "h"), *state]
+        tensors = [*state, torch.tensor(mark in "Xh"), torch.tensor(mark == "h")]
         expected = scaler.moved_on(config, *tensors)
         same(compute(scaler.moved_on, (config,), tensors), expected)
-        state = expected[1:]
+        state = expected
     assert launched == ["moved_on"] * len(outcomes)
 
 
-def test_the_next_scale_where_skipped_steps_are_counted(interpreted, launched):
-    config = LossScale.dynamic(init=1024, interval=4, hysteresis=9, skip_rate_limit=0.5)
-    compute, start = programs.Shared(), config.start()
-    for found, held, skipped in product((False, True), (False, True), range(5)):
-        flags = [torch.tensor(found), torch.tensor(held)]
-        tensors = [*flags, start.scale, start.clean_steps, start.budget, start.floor_overflows, torch.tensor(skipped)]
-        expected = scaler.moved_on(config, *tensors)
-        same(compute(scaler.moved_on, (config,), tensors), expected)
-        assert bool(expected[-1]) == (found and not held and skipped > 2)
-    assert {*launched} == {"moved_on"}
-
-
-def test_what_has_no_scale_is_accounted_for_in_one_launch_too(interpreted, launched):
-    config = LossScale.none()
-    for loss, flag in product((1.0, math.nan), (False, True)):
-        tensors = [t(flag), t(loss), t(flag), t(1.0), t(3), t(1), t(0)]
-        failed, told, hold, *moved = programs.Shared()(scale._adapted, ((config, 1, 0, 4),), tensors)
-        assert told.tolist() == [flag, math.isnan(loss), 1.0, 0.0]
-        assert (failed.item(), hold.item()) == (math.isnan(loss), flag and math.isnan(loss))
-        same(moved[1:], tensors[3:])
-    assert {*launched} == {"adapted"}
-
-
-def test_the_scales_of_two_losses_move_in_one_launch(interpreted, launched):
+def test_the_next_scale_after_several_steps(interpreted, launched):
     config = LossScale.dynamic(init=1024, interval=2)
-    states = [[t(1024.0), t(1), t(1), t(0)], [t(8.0), t(0), t(1), t(2)]]
-    kinds = ((config, 1, 0, 4), (config, 2, 1, 4))
-    compute = programs.Shared()
-    for loss, *flags in product((1.0, math.inf), *[(False, True)] * 4):
-        one, *others = map(t, flags)
-        tensors = [t(any(flags)), t(loss), one, *states[0], t(2.0), *others, *states[1]]
-        failed, told, *found = compute(scale._adapted, kinds, tensors)
-        same([failed, told, *found], scale._adapted(*kinds, *tensors))
-        assert bool(failed) == math.isinf(loss)
-        holds, nexts = (found[0], found[6]), (found[2], found[8])
-        assert [bool(hold) for hold in holds] == [math.isinf(loss) and flags[0], False]
-        expected = [1024.0 if hold else 512.0 if flag else 2048.0 for hold, flag in [(holds[0], flags[0])]]
-        expected.append(4.0 if any(flags[1:]) else 8.0)
-        assert [each.item() for each in nexts] == expected
-        assert [each.tolist() for each in found[-2:]] == [[1024.0, 8.0], expected]
-        floors = [found[5].item(), found[11].item()]
-        assert told.tolist() == [any(flags), math.isinf(loss), expected[0], floors[0], expected[1], floors[1]]
-    assert {*launched} == {"adapted"}
+    for flags in product((False, True), repeat=4):
+        tensors = [*config.start().tensors(), *map(torch.tensor, flags)]
+        found = programs.Shared()(scaler.moved_on, (config,), tensors)
+        same(found, scaler.moved_on(config, *tensors))
+        counting = [flag for flag, hold in (flags[:2], flags[2:]) if not hold]
+        assert [each.item() for each in found[:2]] == ([512.0, 0] if any(counting) else [1024.0, int(bool(counting))])
+    assert {*launched} == {"moved_on"}
 
 
 t = torch.tensor
@@ -133,23 +99,36 @@ NORMS = [[3.0, 4.0], [0.0], [1e30, math.inf], [math.nan, 1.0], [1e20, 1e20]]
 
 @pytest.mark.parametrize("max_norm", [None, 0.001, 7.3])
 @pytest.mark.parametrize("scale", [None, 1024.0, 1000.3])
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_verdict(interpreted, launched, scale, max_norm, is_told):
-    compute, given = programs.Shared(), (scale is not None, max_norm is not None, is_told)
+def test_a_verdict(interpreted, launched, scale, max_norm):
+    compute, given = programs.Shared(), (scale is not None, max_norm is not None)
     numbers = [*([] if scale is None else [torch.tensor(scale)]), *([] if max_norm is None else [max_norm])]
     for norms in NORMS:
         tensors = [torch.tensor(norms), *numbers]
         found = compute(passes.decided, given, tensors)
         same(found, passes.decided(*given, *tensors))
-        if is_told:  # the flag, and what to divide gradients by where they are clipped
-            divisors = [] if max_norm is None else [found[2].reciprocal()]
-            same(found[3:], [found[1].float(), *divisors])
     assert launched == ["decided"] * len(NORMS)
+
+
+@pytest.mark.parametrize("inner", [[], [False], [True]])
+@pytest.mark.parametrize("losses", [[1.0], [1.0, math.inf]])
+def test_a_verdict_with_all_that_is_known_of_losses(interpreted, launched, inner, losses):
+    """A loss that is not finite skips the step and leaves the scale, unless gradients that it came of were not, too."""
+    for norms, flag in product(NORMS, (False, True)):
+        tensors = [torch.tensor(norms), torch.tensor(1024.0), 7.3, *map(torch.tensor, (*inner, *losses, flag))]
+        given = True, True, True, len(inner), len(losses)
+        found = programs.Shared()(engine.concluded, given, tensors)
+        same(found, engine.concluded(*given, *tensors))
+        grad_norm, found_inf, multiplier, failed, *told = found
+        same([grad_norm, multiplier], passes.decided(True, True, *tensors[:3])[::2])
+        assert found_inf.item() == (not math.isfinite(grad_norm) or any(inner) or math.inf in losses or flag)
+        assert failed.item() == (math.inf in losses and not any(inner))
+        same(told, [found_inf.float(), multiplier.reciprocal()])
+    assert {*launched} == {"concluded"}
 
 
 def test_a_norm_of_more_numbers_than_a_block_holds(interpreted):
     norms = torch.rand(5000)
-    found, *_ = programs.Shared()(passes.decided, (False, False, False), [norms])
+    found, *_ = programs.Shared()(passes.decided, (False, False), [norms])
     assert abs(found / norms.double().norm() - 1) < 1e-6
 
 
@@ -159,23 +138,6 @@ def test_counts_of_steps(interpreted, launched):
         counts = programs.Shared()(passes.counted, (), tensors)
         assert [count.tolist() for count in counts] == [count.item() + (not skipped) for count in tensors[1:]]
     assert launched == ["counted"] * 2
-
-
-def test_losses_that_fail_by_themselves(interpreted, launched):
-    compute = programs.Shared()
-    for loss in (1.5, math.inf, math.nan):
-        for dtype in (torch.float32, torch.float64):
-            for flags in ([False], [True], [True, True], [False, True], [True, False]):
-                tensors = [torch.tensor(loss, dtype=dtype), *map(torch.tensor, flags)]
-                same(compute(scale._told, (), tensors), scale._told(*tensors))
-    assert {*launched} == {"told"}
-
-
-def test_the_account_takes_numbers_of_several_dtypes(interpreted, launched):
-    tensors = [torch.tensor(True), torch.tensor(False), torch.tensor(0.5), torch.tensor(7)]
-    (vector,) = programs.Shared()(stats.account, (), tensors)
-    assert (vector.tolist(), vector.dtype) == ([1.0, 0.0, 0.5, 7.0], torch.float32)
-    assert launched == ["account"]
 
 
 def given_back(number, vector):

@@ -5,10 +5,10 @@ precision an op gets is not decided here: that is :class:`mezzo.Policy`'s.
 """
 
 from mezzo.cast.device.child import ISA_VARIABLE
-from mezzo.cast.device.decide import Action, Choice, arithmetic, intended, probe
+from mezzo.cast.device.decide import Action, Choice, arithmetic, fast_format, intended, probe
 from mezzo.cast.device.kinds import Kinds, default_kinds, devices
 from mezzo.cast.device.probing import ISA_LIMIT, isa_setting, processor
 from mezzo.cast.device.report import DeviceReport, FormatSupport
 
 __all__ = ["ISA_LIMIT", "ISA_VARIABLE", "Action", "Choice", "DeviceReport", "FormatSupport", "Kinds", "arithmetic"]
-__all__ += ["default_kinds", "devices", "intended", "isa_setting", "probe", "processor"]
+__all__ += ["default_kinds", "devices", "fast_format", "intended", "isa_setting", "probe", "processor"]

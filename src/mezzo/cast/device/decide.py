@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +23,7 @@ from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 from mezzo.errors import PolicyError, UnsupportedError, message
 from mezzo.tensors import dtype_name
 
-__all__ = ["Action", "Choice", "arithmetic", "intended", "probe"]
+__all__ = ["Action", "Choice", "arithmetic", "fast_format", "intended", "probe"]
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +256,17 @@ def _accelerator(device_type: str) -> DeviceReport:
     named = getattr(torch.get_device_module(device_type), "get_device_name", None)
     imitated = {torch.bfloat16} if device_type == "cuda" and not _cuda_has_bfloat16() else set()
     return probing.accelerator_report(device_type, named() if named else device_type, imitated)
+
+
+def fast_format(kinds: Container[str]) -> torch.dtype:
+    """Return the low format to train in where nobody has chosen one: BF16, or FP16 on a GPU without.
+
+    Nothing is measured.
+
+    Args:
+        kinds: The device types of a model's tensors.
+    """
+    return torch.float16 if "cuda" in kinds and not _cuda_has_bfloat16() else torch.bfloat16
 
 
 def _cuda_has_bfloat16() -> bool:

@@ -183,5 +183,6 @@ def do_not_fit(names: Sequence[str], dtype: torch.dtype) -> UnsupportedError:
         f"values do not fit {dtype_name(dtype)}",
         where=some_of(names) or "weights of another rank",
         why=f"they are beyond {torch.finfo(dtype).max:g} and would become infinite",
-        write=f"policy.keep_fp32(params=[{repr(names[0]) if names else '…'}]), or dtype=bfloat16",
+        write=f"policy.keep_fp32(params=[{repr(names[0]) if names else '…'}]), the text "
+        f'fp32_param={names[0] if names else "…"}; or Policy.O2("bfloat16"), the text O2,dtype=bfloat16',
     )

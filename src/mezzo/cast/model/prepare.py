@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -123,7 +123,6 @@ class Prepared:
         self.kept = Originals({tensor: tensor.dtype for tensor, dtype in storage.items() if tensor.dtype != dtype})
         for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
-        self._followers: list[Callable[[], None]] = []
         self._hooks: list[RemovableHandle] = []
         self._doors: list[Door] = []
         self.entrance = Entrance()
@@ -274,10 +273,6 @@ class Prepared:
         self.in_session = self.casts.spans_regions = False
         self.casts.clear()
 
-    def when_removed(self, follower: Callable[[], None]) -> None:
-        """Have something called once every tensor has its dtype again, with which it has to agree."""
-        self._followers.append(follower)
-
     def remove(self) -> None:
         """Take the hooks off and store every tensor in the dtype it had, with all bits where nothing was written to it.
 
@@ -310,9 +305,6 @@ class Prepared:
         self._tell_of_parts()
         self.kept.dtypes.clear()
         self.kept.release()
-        while self._followers:
-            self._followers[-1]()
-            self._followers.pop()
 
 
 def _store(tensor: Any, data: Any) -> None:

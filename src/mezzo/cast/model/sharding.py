@@ -15,9 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = [
-    "Shard", "average_over_ranks", "flags_of_all", "forget_gradients", "gathered", "has_unreduced", "parts_of",
-    "ranks_summed", "refresh", "reshard", "reshards_after_backward", "shards", "sum_over_ranks", "units",
-]  # fmt: skip
+    "Shard",
+    "flags_of_all",
+    "forget_gradients",
+    "gathered",
+    "has_unreduced",
+    "parts_of",
+    "refresh",
+    "reshard",
+    "shards",
+    "units",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,62 +129,6 @@ def forget_gradients(units: Sequence[Any]) -> None:
         each.unsharded_accumulated_grad = each._unsharded_param.grad = None
     for _, group in _groups(units):
         group._partial_reduce_output = None
-
-
-def reshards_after_backward(units: Iterable[Any]) -> bool:
-    """Whether a backward pass lets go of what is gathered, which a second one through the same graph would need."""
-    return any(group.reshard_after_backward for _, group in _groups(units))
-
-
-# What is made of gradients on the way ------------------------------------------------------------------------
-
-
-def sum_over_ranks(units: Sequence[Any]) -> bool:
-    """Let gradients be summed over ranks where some travel in FP16, and not divided on the way.
-
-    Returns:
-        Whether they are from now on: not where a user has said already what becomes of them, or where groups of
-        parameters are sharded over ranks of different number.
-    """
-    groups = [group for _, group in _groups(units)]
-    is_free = all(
-        group.gradient_divide_factor is None
-        and not group.force_sum_reduction_for_comms
-        and group._all_reduce_hook is None
-        for group in groups
-    )
-    if not is_free or len(set(map(_num_ranks, groups))) != 1 or not any(map(_travels_in_fp16, groups)):
-        return False
-    for unit in units:
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-    return True
-
-
-def ranks_summed(units: Sequence[Any]) -> int:
-    """Return over how many ranks gradients are summed since :func:`sum_over_ranks`; 1 if a user has changed that."""
-    groups = [group for _, group in _groups(units)]
-    return _num_ranks(groups[0]) if all(group.gradient_divide_factor == 1.0 for group in groups) else 1
-
-
-def average_over_ranks(units: Sequence[Any]) -> None:
-    """Let gradients be averaged as torch does, but for what a user has set since :func:`sum_over_ranks`."""
-    for _, group in _groups(units):
-        group.force_sum_reduction_for_comms = False
-        if group.gradient_divide_factor == 1.0:
-            group.gradient_divide_factor = None
-
-
-def _num_ranks(group: Any) -> int:
-    """Return over how many ranks the gradients of a group are averaged: those of shards times those of replicas."""
-    number: int = group.mesh_info.mesh.size()
-    return number
-
-
-def _travels_in_fp16(group: Any) -> bool:
-    own = {each.sharded_param.dtype for each in group.fsdp_params if each.sharded_param.requires_grad}
-    gathered = own if group.mp_policy.param_dtype is None else {group.mp_policy.param_dtype}
-    return bool(own) and torch.float16 in ({group.mp_policy.reduce_dtype} if group.mp_policy.reduce_dtype else gathered)
 
 
 # What all ranks agree on --------------------------------------------------------------------------------

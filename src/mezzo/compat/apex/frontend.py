@@ -5,32 +5,130 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Final, ParamSpec
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.compat.apex.functions import REGISTERED, others, with_rules
+from mezzo.cast.device import default_kinds
+from mezzo.cast.model.prepare import Prepared, prepare
+from mezzo.cast.nested import cast_floating
+from mezzo.compat.apex.functions import REGISTERED
 from mezzo.compat.apex.options import policy_of
-from mezzo.compat.apex.refusals import listed, unfit
-from mezzo.compat.apex.running import NOW
-from mezzo.errors import StateError, not_switches, raise_together, shown, some_of
-from mezzo.session.attached import Attached, Standing, Words
+from mezzo.errors import PolicyError, StateError, message, not_switches, raise_together, shown, some_of
+from mezzo.policy import Policy
+from mezzo.session.attach import AttachedPrecision
 
 __all__ = [
     "deinitialize", "disable_casts", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict",
 ]  # fmt: skip
 
-P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 
-_BEGIN: Final = "amp.initialize"
 _SCALER: Final = "loss_scaler"
-_BACKWARD: Final = "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()"
-_WORDS: Final = Words(begin=_BEGIN, updated="amp.master_params(optimizer)", backward=_BACKWARD)
+_BEGIN: Final = "model, optimizer = amp.initialize(model, optimizer, opt_level=…)"
+
+
+class _Session(AttachedPrecision):
+    """What :func:`initialize` begins: a backward pass is the session's where :func:`scale_loss` has scaled its loss."""
+
+    _binds: ClassVar[tuple[str, ...]] = ("calls",)
+
+
+class _Amp:
+    """Amp as it runs now: module-level, as in apex.
+
+    Attributes:
+        session: The session; ``None`` where there is none, or models alone, for inference.
+        is_disabled: Whether it was initialised with ``enabled=False``: every call does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.session: _Session | None = None
+        self.is_disabled = self.has_told = False
+        self._undo: contextlib.ExitStack | None = None
+
+    def begin(self, models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
+        """Begin mixed precision training, or inference where there are no optimizers."""
+        with contextlib.ExitStack() as undo:
+            session = _Session(models, optimizers, policy, hold_schedulers=False) if optimizers else None
+            if session is not None:
+                undo.callback(session.close)
+            for model in models if session is None else ():
+                undo.callback(_prepared(model, policy))
+            if policy.autocast:
+                REGISTERED.replace_others(undo)
+            REGISTERED.begin()
+            self.session, self._undo = session, undo.pop_all()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was initialised, and not ended."""
+        return self._undo is not None
+
+    def end(self) -> None:
+        """Undo everything."""
+        undo, self._undo, self.session = self._undo, None, None
+        self.is_disabled = self.has_told = False
+        REGISTERED.forget()
+        if undo is not None:
+            undo.close()
+
+    def training(self, call: str) -> _Session | None:
+        """Return the session; ``None`` where amp is not enabled.
+
+        Raises:
+            StateError: There is none, and nobody has said that there shall be none.
+        """
+        if self.session is None and not self.is_disabled:
+            what = f"{call} without an optimizer" if self.is_running else f"{call} before amp.initialize"
+            raise StateError(what, write=_BEGIN)
+        return self.session
+
+    def share_one_scale(self) -> None:
+        """Say once that all losses share one scale."""
+        if not self.has_told:
+            self.has_told = True
+            warnings.warn(
+                message(
+                    "all losses share one loss scale",
+                    where="num_losses, loss_id",
+                    why="an overflow of any of them skips the step, and lowers the scale of all",
+                    write="nothing: it trains as it is; num_losses and loss_id can go",
+                ),
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+_AMP: Final = _Amp()
+
+
+def _prepared(model: nn.Module, policy: Policy) -> Callable[[], None]:
+    """Prepare a model for inference; return what undoes it."""
+    handle = prepare(model, policy)
+    if policy.autocast:
+        model.forward = _in_region(model.forward, handle)
+
+    def undo() -> None:
+        vars(model).pop("forward", None)
+        handle.remove()
+
+    return undo
+
+
+def _in_region(plain: Callable[..., Any], handle: Prepared) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with handle.autocast():
+            output = plain(*args, **kwargs)
+        return output if handle.policy.output_dtype is not None else cast_floating(output, torch.float32)
+
+    return forward
 
 
 def initialize(
@@ -51,14 +149,14 @@ def initialize(
 ) -> Any:
     """Begin mixed precision training of some models and optimizers, in place.
 
-    =========  =======  ============  ==========  =======  ==========
-    opt_level  weights  casts at ops  batch norm  masters  loss scale
-    =========  =======  ============  ==========  =======  ==========
-    ``O0``     FP32     no            FP32        no       1.0
-    ``O1``     FP32     yes           FP32        no       dynamic
-    ``O2``     FP16     no            FP32        yes      dynamic
-    ``O3``     FP16     no            FP16        no       1.0
-    =========  =======  ============  ==========  =======  ==========
+    =========  =======  ============  ==========  ===========  ==========
+    opt_level  weights  casts at ops  batch norm  FP32 values  loss scale
+    =========  =======  ============  ==========  ===========  ==========
+    ``O0``     FP32     no            FP32        the weights  1.0
+    ``O1``     FP32     yes           FP32        the weights  dynamic
+    ``O2``     FP16     no            FP32        kept         dynamic
+    ``O3``     FP16     no            FP16        none         1.0
+    =========  =======  ============  ==========  ===========  ==========
 
     Args:
         models: A model, or a list of models; with FP32 weights, and not yet wrapped for several GPUs.
@@ -70,10 +168,10 @@ def initialize(
         keep_batchnorm_fp32: Of O2 and O3; the strings ``"True"`` and ``"False"`` too.
         master_weights: Of O2 and O3.
         loss_scale: ``"dynamic"``, a number, or a number as text. A dynamic one starts at 2^16, is halved by an
-            overflow, and doubled by 2000 passes without.
-        cast_model_outputs: The dtype of the models' floating outputs.
-        num_losses: How many losses have a scale of their own, chosen by the ``loss_id`` of :func:`scale_loss`.
-        verbosity: From 1 on the log says what was chosen. Skipped steps are logged by the session in any case.
+            overflow, and doubled by 2000 steps without.
+        cast_model_outputs: The dtype of the models' floating outputs; FP32 when omitted.
+        num_losses: Accepted: all losses share one scale, and a warning says so once.
+        verbosity: From 1 on the log says what was chosen.
         min_loss_scale: The least that a dynamic scale falls to.
         max_loss_scale: The most that a dynamic scale grows to.
 
@@ -83,10 +181,10 @@ def initialize(
 
     Raises:
         StateError: Amp is initialised already.
-        PolicyError: Options that contradict each other; half-precision parameters; an optimizer that is none.
+        PolicyError: Options that contradict each other; an optimizer that is none.
         UnsupportedError: A policy that cannot be carried out. Whatever is raised, nothing was changed.
 
-    **Cost**: that of the session, and two passes over the gradients where :func:`scale_loss` unscales. No host sync.
+    **Cost**: that of :func:`mezzo.attach`. No host sync.
 
     Example:
         >>> import torch
@@ -101,80 +199,46 @@ def initialize(
         >>> optimizer.step()
         >>> amp.deinitialize()
     """
-    if NOW.standing is not None:
+    if _AMP.is_running:
         raise StateError(
             "amp is initialised already",
-            why="one call of amp.initialize takes all models and optimizers, which share the loss scales",
+            why="one call of amp.initialize takes all models and optimizers, which share the loss scale",
             write="amp.initialize([model, other], [optimizer, another], …); or amp.deinitialize() first",
         )
-    if wrong := not_switches(enabled=enabled):  # "False", as a command line may say it, would be true
-        raise wrong[0]
-    if not enabled:
-        NOW.is_disabled = True
-        return models if optimizers is None else (models, optimizers)
-    all_models, all_optimizers = listed(models, nn.Module, _BEGIN), listed(optimizers, Optimizer, _BEGIN)
-    policy = policy_of(
-        opt_level, cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
-        cast_model_outputs, min_loss_scale, max_loss_scale,
-    )  # fmt: skip
-    raise_together([problem for model in all_models for problem in unfit(model, _BEGIN, stores_low=opt_level > "O1")])
-    policy = with_rules(policy) if policy.autocast else policy
-    standing = Standing(all_models, all_optimizers, policy, words=_WORDS, num_losses=num_losses, casts_batches=True)
-    try:
-        for each in others() if policy.autocast else ():
-            standing.replace(*each)
-    except BaseException:
-        standing.end()
-        raise
-    NOW.standing, NOW.is_disabled = standing, False
-    if verbosity:
-        logger.info("amp %s is %s", opt_level, policy)
-    shapes = [every if isinstance(given, list | tuple) else every[0] if every else None
-              for given, every in ((models, all_models), (optimizers, all_optimizers))]  # fmt: skip
-    return shapes[0] if optimizers is None else tuple(shapes)
+    raise_together(not_switches(enabled=enabled))  # "False", as a command line may say it, would be true
+    _AMP.is_disabled = not enabled
+    if enabled:
+        policy = policy_of(
+            opt_level, cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
+            cast_model_outputs, min_loss_scale, max_loss_scale,
+        )  # fmt: skip
+        policy = REGISTERED.with_rules(policy) if policy.autocast else policy
+        given, made = _listed(models, nn.Module), _listed(optimizers, Optimizer)
+        if num_losses > 1:
+            _AMP.share_one_scale()
+        _AMP.begin(given, made, policy)
+        if verbosity:
+            logger.info("amp %s is %s", opt_level, policy)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _listed(given: Any, kind: type) -> list[Any]:
+    every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    wrong = [shown(each) for each in every if not isinstance(each, kind)]
+    if wrong or (not every and kind is nn.Module):
+        what = f"amp.initialize takes {kind.__name__}s, one or a list"
+        raise PolicyError(what, where=some_of(wrong) or "None", write=_BEGIN)
+    return every
 
 
 def deinitialize() -> None:
     """End amp: FP32 models with the values they have by now, and everything that was taken over is given back.
 
     What ``register_float_function`` and its like were told is forgotten. Without :func:`initialize` nothing happens.
-
-    Raises:
-        StateError: At O1 in another thread than :func:`initialize`; nothing was undone.
     """
-    if NOW.standing is not None:
-        NOW.standing.end()
-    NOW.standing, NOW.is_disabled = None, False
-    REGISTERED.clear()
+    _AMP.end()
 
 
-class _Block:
-    """A context that says so where it is taken for the loss that it gives.
-
-    Args:
-        context: The context.
-    """
-
-    def __init__(self, context: contextlib.AbstractContextManager[Tensor]) -> None:
-        self._context = context
-
-    def __enter__(self) -> Tensor:
-        return self._context.__enter__()
-
-    def __exit__(self, *raised: Any) -> Any:
-        return self._context.__exit__(*raised)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(Tensor, name):
-            raise AttributeError(name)
-        raise StateError("amp.scale_loss is called without with", where=f".{name}", write=_BACKWARD)
-
-
-def _block(make: Callable[P, contextlib.AbstractContextManager[Tensor]]) -> Callable[P, _Block]:
-    return functools.wraps(make)(lambda *args, **kwargs: _Block(make(*args, **kwargs)))
-
-
-@_block
 @contextlib.contextmanager
 def scale_loss(
     loss: Tensor,
@@ -184,55 +248,59 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Give the loss times its scale, and unscale the gradients that its backward pass has made.
+    """Give the loss times its scale; when its backward pass ends, gradients are FP32 and plain.
 
-    After the block gradients are unscaled and, where there are masters, FP32, on the model's parameters and on
-    ``master_params``: look at them, clip them, or step. Blocks can follow each other before a step, for micro-batches
-    or other losses; their gradients are summed in FP32, unscaled each by its own scale. Where gradients are not finite
-    the next step of these optimizers is skipped, and the scale is halved. Nothing is cast inside the block.
+    Look at them, clip them on the model or on ``master_params``, or step. Blocks can follow each other before a step,
+    for micro-batches or other losses; their gradients are summed in FP32, unscaled. Where gradients are not finite the
+    next step is skipped, and the scale is halved.
 
     Args:
         loss: A floating tensor.
-        optimizers: Those whose parameters get gradients from this loss. Gradients of others are left as they are.
-        loss_id: Which of the ``num_losses`` losses this is.
+        optimizers: Those whose parameters get gradients from this loss.
+        loss_id: Accepted: all losses share one scale.
         model: Not used, as in apex.
-        delay_unscale: Leave the gradients scaled, which saves two passes over them where more are to be added; the
-            last block, or the step, unscales all.
-        delay_overflow_check: Let the scale move with the step, and not with the block.
+        delay_unscale: Accepted: gradients are unscaled after each pass, and their sums are FP32.
+        delay_overflow_check: Accepted: the scale moves with the step.
 
     Yields:
         The scaled loss, for ``scaled_loss.backward()`` or any other call that differentiates it.
 
     Raises:
         StateError: Before :func:`initialize`.
-        PolicyError: An optimizer that it does not know, or no such ``loss_id``.
+        PolicyError: An optimizer that it does not know.
 
-    **Cost**: two passes over the gradients, unless nothing is scaled. No host sync.
+    **Cost**: a pass over the gradients. No host sync.
     """
-    if (standing := _standing("amp.scale_loss")) is None:
+    if (session := _AMP.training("amp.scale_loss")) is None:
         yield loss
         return
-    named = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    scaled = standing.scaled(loss, loss_id, named)
-    with standing.off():
-        yield scaled
-    if standing.unscales and not delay_unscale:
-        standing.attached.judge(named, adapts=not delay_overflow_check)
+    named = optimizers if isinstance(optimizers, Iterable) else [optimizers]
+    if foreign := [type(each).__name__ for each in named if each not in session.weights.optimizers]:
+        what = "amp.scale_loss was given an optimizer that amp.initialize was not"
+        raise PolicyError(what, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
+    if loss_id:
+        _AMP.share_one_scale()
+    yield session.engine.scale(loss)
 
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Cast nothing in here, in this thread."""
-    with contextlib.nullcontext() if NOW.standing is None else NOW.standing.off():
+    """Cast nothing in here: for a part of a model's forward pass at O1."""
+    with contextlib.ExitStack() as stack:
+        for kind in dict.fromkeys(("cpu", *default_kinds())) if _AMP.is_running else ():
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what an optimizer updates: FP32 masters, or the parameters themselves; their gradients are unscaled FP32.
+    """Yield what an optimizer updates, in FP32, with unscaled FP32 gradients.
 
     Args:
         optimizer: An optimizer that :func:`initialize` returned, or any other.
     """
+    session = _AMP.session
+    if session is not None and optimizer in session.weights.optimizers:
+        return session.master_params(optimizer)
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
@@ -240,7 +308,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-    """Return the loss scales in apex's own form, which apex loads as well.
+    """Return the loss scale in apex's own form, which apex loads as well.
 
     Save it beside ``model.state_dict()``, which holds FP32 values at every level but O3, and
     ``optimizer.state_dict()``: the three together go on bit for bit.
@@ -251,57 +319,35 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
     **Cost**: a host sync.
     """
     found: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
-    attached = _attached("amp.state_dict")
-    found.update({} if attached is None else _scales(attached))
+    if (session := _AMP.training("amp.state_dict")) is not None:
+        session.engine.update()  # what the last step has found counts
+        state = session.engine.scaler.state_dict()
+        found[f"{_SCALER}0"] = {"loss_scale": state["scale"], "unskipped": state["clean_steps"]}
     return found
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what :func:`state_dict` returned, here or in apex.
+    """Load what :func:`state_dict` returned, here or in apex; of several losses' scales the first.
 
-    A constant scale stays what :func:`initialize` was told. Where another number of losses was saved, those that both
-    have are loaded; the log tells both.
+    A constant scale stays what :func:`initialize` was told.
 
     Args:
         state_dict: The state.
 
     Raises:
-        StateError: No such state, or a step is under way. Nothing was loaded.
+        StateError: No such state. Nothing was loaded.
     """
-    if (attached := _attached("amp.load_state_dict")) is None:
+    if (session := _AMP.training("amp.load_state_dict")) is None:
         return
-    if not isinstance(state_dict, Mapping) or (unknown := [key for key in state_dict if _SCALER not in str(key)]):
+    first = state_dict.get(f"{_SCALER}0") if isinstance(state_dict, Mapping) else None
+    if not isinstance(first, Mapping) or not {"loss_scale", "unskipped"} <= first.keys():
         raise StateError(
             "this is no state of amp",
-            where=f"unknown keys {some_of(list(map(shown, unknown)))}" if isinstance(state_dict, Mapping) else "",
-            why=f"its keys are {_SCALER}0, {_SCALER}1 and so on",
+            where=f"its keys are {some_of(list(map(shown, state_dict)))}" if isinstance(state_dict, Mapping) else "",
+            why=f"{_SCALER}0 has a loss_scale and a count, unskipped",
             write='amp.load_state_dict(checkpoint["amp"])',
         )
-    now = _scales(attached)
-    if len(state_dict) != len(now):
-        logger.warning("the state of amp has %d losses, and num_losses is %d", len(state_dict), len(now))
-    config = attached.amp.policy.loss_scale
-    if config.mode != "dynamic":
-        logger.info("the state of amp is not loaded: the loss scale is %s", config)
-        return
-    attached.amp.load_state_dict({key: state_dict.get(key, own) for key, own in now.items()})
-
-
-def _scales(attached: Attached) -> dict[str, Any]:
-    """Return the loss scales in apex's form."""
-    pairs = enumerate(attached.scales())
-    return {f"{_SCALER}{n}": {"loss_scale": each["scale"], "unskipped": each["clean_steps"]} for n, each in pairs}
-
-
-def _standing(call: str) -> Standing | None:
-    """Return the session; ``None`` where amp is not enabled."""
-    if NOW.standing is None and not NOW.is_disabled:
-        write = "model, optimizer = amp.initialize(model, optimizer, opt_level=…)"
-        raise StateError(f"{call} before amp.initialize", write=write)
-    return NOW.standing
-
-
-def _attached(call: str) -> Attached | None:
-    """Return the session that optimizers are attached to, if there is one."""
-    standing = _standing(call)
-    return standing.attached if standing is not None and standing.optimizers else None
+    if len(state_dict) > 1:
+        _AMP.share_one_scale()
+    if session.policy.loss_scale.mode == "dynamic":
+        session.load_state_dict(state_dict)

@@ -3,62 +3,55 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final, TypeVar
 
+import torch
+
+from mezzo.cast.device import default_kinds
 from mezzo.cast.pins import fp32, low, promote
 from mezzo.cast.region import autocast
-from mezzo.compat.apex.running import NOW
 from mezzo.errors import PolicyError, StateError, nearest, shown
 from mezzo.policy import Policy
 from mezzo.policy.ops import functions, resolve
 
 __all__ = [
-    "REGISTERED", "bfloat16_function", "float_function", "half_function", "others", "promote_function",
+    "REGISTERED", "bfloat16_function", "float_function", "half_function", "promote_function",
     "register_bfloat16_function", "register_float_function", "register_half_function", "register_promote_function",
-    "with_rules",
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Pin: TypeAlias = Literal["low", "bfloat16", "fp32", "promote"]
-
-#: What was registered by name: where a function is, its name there, and what it is pinned to.
-REGISTERED: Final[list[tuple[Any, str, Pin]]] = []
-
-
-def with_rules(policy: Policy) -> Policy:
-    """Return a policy with rules for those registered functions of torch's that a rule can reach."""
-    for place, name, pin in REGISTERED:
-        if pin != "bfloat16" and (op := _op(place, name)) is not None:
-            policy = {"low": policy.low, "fp32": policy.fp32, "promote": policy.promote}[pin](op)
-    return policy
-
-
-def others() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield the registered functions that no rule reaches: where they are, their names, and what pins them."""
-    for place, name, pin in REGISTERED:
-        if pin == "bfloat16" or _op(place, name) is None:
-            yield place, name, functools.partial(_pinned, pin=pin)
 
 
 def half_function(fn: Function) -> Function:
-    """Decorate a function: at O1 its floating arguments are cast to FP16, and what it calls runs in FP16."""
-    return _pinned(fn, "low")
+    """Decorate a function: in models at O1 its floating arguments are cast to FP16, and what it calls runs in FP16."""
+    return _where_cast(fn, low(fn))
 
 
 def bfloat16_function(fn: Function) -> Function:
-    """Decorate a function: at O1 its floating arguments are cast to bfloat16, and what it calls runs in bfloat16."""
-    return _pinned(fn, "bfloat16")
+    """Decorate a function: as :func:`half_function`, in bfloat16."""
+    return _where_cast(fn, autocast("O1,dtype=bfloat16")(low(fn)))
 
 
 def float_function(fn: Function) -> Function:
-    """Decorate a function: at O1 its floating arguments are cast to FP32, and nothing inside is cast."""
-    return _pinned(fn, "fp32")
+    """Decorate a function: in models at O1 its floating arguments are cast to FP32, and nothing inside is cast."""
+    return _where_cast(fn, fp32(fn))
 
 
 def promote_function(fn: Function) -> Function:
-    """Decorate a function: at O1 its floating arguments are cast to the widest dtype among them."""
-    return _pinned(fn, "promote")
+    """Decorate a function: in models at O1 its floating arguments are cast to the widest dtype among them."""
+    return _where_cast(fn, promote(fn))
+
+
+def _where_cast(fn: Function, pinned: Function) -> Function:
+    """Return a function that is pinned where ops are cast, and left alone elsewhere."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (pinned if any(map(torch.is_autocast_enabled, default_kinds())) else fn)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -75,51 +68,80 @@ def register_half_function(module: Any, name: str) -> None:
         PolicyError: There is none.
         StateError: Amp is initialised already.
     """
-    _register(module, name, "low", "amp.register_half_function")
+    REGISTERED.add(module, name, half_function)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
     """Have a function cast as :func:`bfloat16_function` does; see :func:`register_half_function`."""
-    _register(module, name, "bfloat16", "amp.register_bfloat16_function")
+    REGISTERED.add(module, name, bfloat16_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Have a function cast as :func:`float_function` does; see :func:`register_half_function`."""
-    _register(module, name, "fp32", "amp.register_float_function")
+    REGISTERED.add(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """Have a function cast as :func:`promote_function` does; see :func:`register_half_function`."""
-    _register(module, name, "promote", "amp.register_promote_function")
+    REGISTERED.add(module, name, promote_function)
 
 
-def _register(module: Any, name: str, pin: Pin, call: str) -> None:
-    if NOW.standing is not None:
-        raise StateError(f"{call} after amp.initialize", write=f"{call}(module, name), then amp.initialize(…)")
-    if not callable(getattr(module, name, None)):
-        where = f"{call}({getattr(module, '__name__', shown(module))}, {shown(name)})"
-        raise PolicyError(f"there is no function {shown(name)}", where=where, why=nearest(name, dir(module)))
-    REGISTERED.append((module, name, pin))
+#: What a rule of a policy can say of a function of torch's, by the decorator that says it of any other.
+_RULES: Final[dict[Callable[[Any], Any], Callable[[Policy, str], Policy]]] = {
+    half_function: Policy.low,
+    float_function: Policy.fp32,
+    promote_function: Policy.promote,
+}
 
 
-def _pinned(fn: Function, pin: Pin) -> Function:
-    """Return a function that is pinned while ops are cast, and left alone while not."""
-    inner = _PINS[pin](fn)
+class Registered:
+    """The functions that were registered by name, each with its decorator, until amp ends."""
 
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (inner if NOW.standing is not None and NOW.standing.casts else fn)(*args, **kwargs)
+    def __init__(self) -> None:
+        self._all: list[tuple[Any, str, Callable[[Any], Any]]] = []
+        self._are_in_force = False
 
-    return call  # type: ignore[return-value]
+    def add(self, place: Any, name: str, decorator: Callable[[Any], Any]) -> None:
+        """Take one more; see :func:`register_half_function`."""
+        call = f"amp.register_{decorator.__name__}"
+        if self._are_in_force:
+            raise StateError(f"{call} after amp.initialize", write=f"{call}(module, name), then amp.initialize(…)")
+        if not callable(getattr(place, name, None)):
+            where = f"{call}({getattr(place, '__name__', shown(place))}, {shown(name)})"
+            raise PolicyError(f"there is no function {shown(name)}", where=where, why=nearest(name, dir(place)))
+        self._all.append((place, name, decorator))
+
+    def with_rules(self, policy: Policy) -> Policy:
+        """Return a policy with rules for those functions of torch's that a rule can reach."""
+        for place, name, decorator in self._all:
+            if decorator in _RULES and (op := _op(place, name)) is not None:
+                policy = _RULES[decorator](policy, op)
+        return policy
+
+    def replace_others(self, undo: ExitStack) -> None:
+        """Replace in their modules those that no rule reaches.
+
+        Args:
+            undo: Puts everything back.
+        """
+        for place, name, decorator in self._all:
+            if decorator not in _RULES or _op(place, name) is None:
+                plain = vars(place).get(name)  # as it is there: a static method is not what getattr returns
+                undo.callback(*((delattr, place, name) if plain is None else (setattr, place, name, plain)))
+                made = decorator(getattr(place, name))
+                setattr(place, name, staticmethod(made) if isinstance(plain, staticmethod) else made)
+
+    def begin(self) -> None:
+        """Take no more."""
+        self._are_in_force = True
+
+    def forget(self) -> None:
+        """Begin anew: amp has ended."""
+        self._all.clear()
+        self._are_in_force = False
 
 
-def _in_bfloat16(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return autocast("O1,dtype=bfloat16")(low(fn))
-
-
-_PINS: Final[dict[Pin, Callable[[Any], Any]]] = {
-    "low": low, "bfloat16": _in_bfloat16, "fp32": fp32, "promote": promote,
-}  # fmt: skip
+REGISTERED: Final = Registered()
 
 
 def _op(place: Any, name: str) -> str | None:

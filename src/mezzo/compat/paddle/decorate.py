@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.cast.model.keeping import keeping
+from mezzo.cast.model.prepare import prepare
 from mezzo.compat.paddle.regions import LOW, word_of, wrong_dtype, wrong_words
 from mezzo.errors import PolicyError, not_switches, raise_together, some_of
+from mezzo.optim.keeper import Keeper
+from mezzo.optim.masters import MasterWeights
+from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
-from mezzo.session.attached import Words, store_low
-from mezzo.session.refusals.beginning import owners
 
 __all__ = ["decorate"]
 
-_WORDS: Final = Words(begin="decorate", updated='[p for group in optimizer.param_groups for p in group["params"]]')
 _SAVED: Final = {**LOW, "float32": torch.float32, "float64": torch.float64}
 #: What Paddle keeps in FP32 besides batch norm, in float16 alone.
 _NORMS: Final = (nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -43,8 +45,7 @@ def decorate(
     Args:
         models: A model, or a list of models.
         optimizers: An optimizer over their parameters, or a list of them; torch's, mezzo's or any other. Without, the
-            models get masters with the first optimizer that a :class:`GradScaler` unscales for or steps with; one that
-            steps by itself, as in bfloat16, has none.
+            models have no masters, as in Paddle.
         level: ``"O1"`` or ``"O2"``.
         dtype: ``"float16"`` or ``"bfloat16"``.
         master_weight: False keeps no FP32 masters; what such an optimizer adds to a weight may round away.
@@ -58,10 +59,10 @@ def decorate(
 
     Raises:
         PolicyError: Every wrong argument, with what to write.
-        UnsupportedError: A model that is wrapped by ``DistributedDataParallel`` already, or stored low.
-            Whatever is raised, models and optimizers are as they were.
+        MezzoError: A model that cannot be stored low, or an optimizer that has masters. Whatever is raised, models and
+            optimizers are as they were.
 
-    **Cost**: as a session of O2; the models' own memory for a moment.
+    **Cost**: as :func:`mezzo.prepare`; the models' own memory for a moment.
 
     Example:
         >>> import torch
@@ -73,21 +74,102 @@ def decorate(
         [torch.float16, torch.float32, torch.float16]
     """
     given, made = _listed(models), _listed(optimizers)
-    problems = [
+    raise_together([
         *_unfit("models", "a torch.nn.Module", given or [None], nn.Module),
         *_unfit("optimizers", "a torch.optim.Optimizer", made, Optimizer),
+        *_foreign(given, made),
         *wrong_words(level, dtype, ("O1", "O2")),
         *not_switches(master_grad=master_grad, master_weight=master_weight is None or master_weight),
         *([] if save_dtype is None else wrong_dtype("save_dtype", save_dtype, _SAVED)),
-    ]
-    raise_together(problems)
+    ])  # fmt: skip
     if level.upper() == "O2":
-        low, masters = LOW[word_of(dtype)], master_weight is not False
-        saved = None if save_dtype is None else _SAVED[word_of(save_dtype)]
+        low = LOW[word_of(dtype)]
         kept = keeping(given, _listed(excluded_layers), _NORMS if low == torch.float16 else (), name="excluded_layers")
-        policy = Policy.O2(low, output_dtype=None, loss_scale=None, master_weights=masters, rules=kept)
-        store_low(given, made, policy, _WORDS, sums_wide=master_grad, saved_as=saved)
+        policy = Policy.O2(low, output_dtype=None, loss_scale=None, rules=kept)
+        keepers = _stored(given, made if master_weight is not False else [], policy, sums_wide=master_grad)
+        for model in given if save_dtype is not None else ():
+            hook = _Saved(keepers, _SAVED[word_of(save_dtype)])
+            for module in model.modules():
+                module.register_state_dict_post_hook(hook)
+                module.register_load_state_dict_pre_hook(hook.load)
     return models if optimizers is None else (models, optimizers)
+
+
+def _stored(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, *, sums_wide: bool) -> list[Keeper]:
+    """Store models low; return what keeps the FP32 values of their weights."""
+    keepers: list[Keeper] = []
+    with contextlib.ExitStack() as undo:
+        handles = []
+        for model in models:
+            handles.append(prepare(model, policy))
+            undo.callback(handles[-1].remove)
+        originals = {tensor: value for handle in handles for tensor, value in handle.originals().items()}
+        for optimizer in optimizers:
+            if (own := as_one_pass(optimizer)) is not None:
+                own.adopt(originals, lambda param: f"a parameter of shape {tuple(param.shape)}")
+                undo.callback(own.leave)
+                keepers.append(own)
+            else:
+                masters = MasterWeights(optimizer, grad_dtype="float32" if sums_wide else "param", originals=originals)
+                undo.callback(masters.remove)
+                keepers.append(masters)
+        for handle in handles:
+            handle.release_originals()
+        undo.pop_all()
+    for param in (param for keeper in keepers if sums_wide for param in keeper.stored()):
+        param.grad_dtype = torch.float32
+    return keepers
+
+
+class _Saved:
+    """Saves and loads a model in a dtype of the user's: in FP32 the values that are kept, with every bit.
+
+    Args:
+        keepers: Of the models' weights.
+        dtype: What floating tensors of a state dict are.
+    """
+
+    def __init__(self, keepers: list[Keeper], dtype: torch.dtype) -> None:
+        self._keepers, self._dtype = keepers, dtype
+
+    def __reduce__(self) -> Any:
+        return type(self), ([], self._dtype)  # a copied model has no optimizer that would keep its values
+
+    def _kept(self) -> dict[Tensor, Keeper]:
+        return {param: keeper for keeper in self._keepers for param in keeper.stored(in_fp32=True)}
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Write a module's own tensors in the dtype: a hook."""
+        kept = self._kept()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or not tensor.is_floating_point() or (key := prefix + name) not in state:
+                continue
+            if (keeper := kept.get(tensor)) is not None:
+                keeper.take_edits([tensor])
+                state[key] = keeper.master_of(tensor).detach()
+            state[key] = state[key].to(self._dtype)
+
+    @torch.no_grad()
+    def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+        """Give FP32 values to what keeps them: a hook."""
+        kept = self._kept()
+        for name, tensor in module._parameters.items():
+            value = state.get(prefix + name)
+            if tensor in kept and isinstance(value, Tensor) and value.shape == tensor.shape:
+                kept[tensor].write(tensor, value if value.dtype == tensor.dtype else value.float())
+                state[prefix + name] = tensor.detach().clone()
+
+
+def _foreign(models: list[Any], optimizers: list[Any]) -> Iterator[PolicyError]:
+    known = {param for model in models if isinstance(model, nn.Module) for param in model.parameters()}
+    for optimizer in (each for each in optimizers if isinstance(each, Optimizer)):
+        if any(param not in known for group in optimizer.param_groups for param in group["params"]):
+            yield PolicyError(
+                "the optimizer updates parameters that are not the models'",
+                where=f"decorate(…, optimizers={type(optimizer).__name__})",
+                why="its own would stay as they are, or it was decorated already",
+                write="decorate() once, with the models and the optimizers of their parameters",
+            )
 
 
 def _listed(value: Any) -> list[Any]:
@@ -97,6 +179,3 @@ def _listed(value: Any) -> list[Any]:
 def _unfit(name: str, what: str, given: list[Any], kind: type) -> Iterator[PolicyError]:
     if odd := [type(each).__name__ for each in given if not isinstance(each, kind)]:
         yield PolicyError(f"{name} has to be {what}, or a list of them, not {some_of(odd)}", write=f"{name}=[…]")
-    if held := [type(each).__name__ for each in given if isinstance(each, Optimizer) and owners(each)]:
-        what = "is decorated already, or belongs to a session or to MasterWeights"
-        yield PolicyError(f"the optimizer {some_of(held)} {what}", write="decorate() once for each optimizer")

@@ -1,8 +1,8 @@
-"""``GradScaler`` with Paddle's parameters, methods and state, over mezzo's checks, steps and scales."""
+"""``GradScaler`` with Paddle's parameters, methods and state, over torch's of this room."""
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,32 +11,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.compat.paddle.regions import last_dtype
+from mezzo.compat.torch import grad_scaler
 from mezzo.errors import StateError, not_switches, raise_together, shown
-from mezzo.scale import LossScale
-from mezzo.scale.words import PADDLES_RULES, from_paddles_words
-from mezzo.session.attached import adopt
-from mezzo.session.attached.calls import CallScaler
-from mezzo.session.attached.scaling import ScaledOptimizer
-from mezzo.session.state.other_scalers import one_number
+from mezzo.scale.words import PADDLES_RULES, from_paddles_words, one_number
 from mezzo.tensors import LOW
 
 __all__ = ["GradScaler"]
 
-logger = logging.getLogger(__name__)
-
 _COUNTS: Final = ("incr_count", "decr_count")
 
 
-class PaddleGradScaler(CallScaler):
+class PaddleGradScaler(grad_scaler.GradScaler):
     """``paddle.amp.GradScaler``: the scale follows Paddle's rule step by step, with the same state.
 
     What is mended: several optimizers between two updates are one step, which overflowed where one of them did; a
     constant scale skips a step that is not finite, and counts none; nothing waits for the device but an optimizer that
-    cannot skip by itself; and :attr:`last_step` says whether the last step was skipped.
+    cannot skip by itself; and ``last_step`` says whether the last step was skipped.
 
     Args:
         enable: ``False`` for a scaler that scales nothing, and steps always. One that is asked to scale a loss after an
-            ``auto_cast`` in bfloat16 disables itself, as Paddle's does, and the log says so.
+            ``auto_cast`` in bfloat16 disables itself, as Paddle's does, with a warning.
         init_loss_scaling: The first scale.
         incr_ratio: What the scale is multiplied by after ``incr_every_n_steps`` clean steps.
         decr_ratio: What it is multiplied by after ``decr_every_n_nan_or_inf`` overflows without a clean step between.
@@ -47,7 +41,7 @@ class PaddleGradScaler(CallScaler):
     Raises:
         PolicyError: Numbers that no scale follows, in Paddle's words.
 
-    **Cost**: that of :meth:`mezzo.MixedPrecision.step`.
+    **Cost**: that of :class:`mezzo.compat.torch.GradScaler`.
 
     Example:
         >>> import torch
@@ -66,7 +60,8 @@ class PaddleGradScaler(CallScaler):
         1
     """
 
-    _masters = 'decorate(models=model, optimizers=optimizer, level="O2")   # keeps FP32 masters; or model.float() first'
+    _system = "paddle"
+    _cure = 'decorate(models=model, optimizers=optimizer, level="O2")   # keeps FP32 masters; or model.float() first'
 
     def __init__(
         self,
@@ -82,23 +77,34 @@ class PaddleGradScaler(CallScaler):
             "init_loss_scaling": init_loss_scaling, "incr_ratio": incr_ratio, "decr_ratio": decr_ratio,
             "incr_every_n_steps": incr_every_n_steps, "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
         }  # fmt: skip
-        self._rules, wrong = from_paddles_words("paddle", given, "GradScaler")
+        rules, wrong = from_paddles_words("paddle", given, "GradScaler")
         raise_together(not_switches(enable=enable, use_dynamic_loss_scaling=use_dynamic_loss_scaling) + wrong)
+        self._device, self._enabled = "cpu", enable
         self._is_dynamic = use_dynamic_loss_scaling and enable
-        super().__init__(self._in_force(), enabled=enable)
+        self._begin(rules)
 
     def scale(self, var: Any) -> Any:
         """Multiply a loss by the scale; in FP32, so that the product itself does not overflow."""
         dtype = last_dtype.get()
         if self._enabled and self._is_dynamic and dtype != torch.float16:
             self._enabled = self._is_dynamic = False
-            logger.warning("GradScaler is disabled: %s needs no loss scale, and the last auto_cast was in it", dtype)
+            what = f"GradScaler is disabled: {dtype} needs no loss scale, and the last auto_cast was in it"
+            warnings.warn(what, UserWarning, stacklevel=2)
         return super().scale(var.float() if isinstance(var, Tensor) and var.dtype in LOW else var)
 
-    def _of(self, optimizer: Any) -> ScaledOptimizer:
-        if isinstance(optimizer, Optimizer):
-            adopt(optimizer)
-        return super()._of(optimizer)
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale and step, or skip; with a constant scale no update has to follow."""
+        returned = super().step(optimizer, *args, **kwargs)
+        if not self._is_dynamic:
+            self._known.clear()
+        return returned
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale by what was found since the last call, once for all optimizers; a constant one stays."""
+        if self._is_dynamic or new_scale is not None:
+            super().update(new_scale)
+        else:
+            self._known.clear()  # a step that has raised may be taken again
 
     def minimize(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[None, None]:
         """Step, and move the scale: :meth:`step` and :meth:`update` in one.
@@ -115,6 +121,8 @@ class PaddleGradScaler(CallScaler):
         self.update()
         return None, None
 
+    # The rules --------------------------------------------------------------------------------------------
+
     def is_enable(self) -> bool:
         """Return whether it scales at all."""
         return self._enabled
@@ -125,47 +133,53 @@ class PaddleGradScaler(CallScaler):
 
     def get_init_loss_scaling(self) -> float:
         """Return the first scale, or the one that was set or loaded last; 1.0 of a disabled scaler."""
-        return self._rules.init if self._enabled else 1.0
+        return self._held.config.init if self._enabled else 1.0
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
         """Go on with another scale."""
-        self._rule(init_loss_scaling=new_init_loss_scaling)
+        self._follow(init_loss_scaling=new_init_loss_scaling)
         self._held.set(float(new_init_loss_scaling))
 
     def get_incr_ratio(self) -> float:
         """Return what the scale is multiplied by when it grows."""
-        return self._rules.growth
+        return self._held.config.growth
 
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
         """Grow by another factor from now on."""
-        self._rule(incr_ratio=new_incr_ratio)
+        self._follow(incr_ratio=new_incr_ratio)
 
     def get_decr_ratio(self) -> float:
         """Return what the scale is multiplied by when it backs off."""
-        return self._rules.backoff
+        return self._held.config.backoff
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
         """Back off by another factor from now on."""
-        self._rule(decr_ratio=new_decr_ratio)
+        self._follow(decr_ratio=new_decr_ratio)
 
     def get_incr_every_n_steps(self) -> int:
         """Return after how many clean steps the scale grows."""
-        return self._rules.interval
+        return self._held.config.interval
 
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
         """Grow after another number of clean steps."""
-        self._rule(incr_every_n_steps=new_incr_every_n_steps)
+        self._follow(incr_every_n_steps=new_incr_every_n_steps)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
         """Return after how many overflows the scale backs off."""
-        return self._rules.hysteresis
+        return self._held.config.hysteresis
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
         """Back off after another number of overflows; those since a clean step count."""
         before = self.state_dict()
-        self._rule(decr_every_n_nan_or_inf=new_decr_every_n_nan_or_inf)
+        self._follow(decr_every_n_nan_or_inf=new_decr_every_n_nan_or_inf)
         if before:
             self._go_on(before)
+
+    def _follow(self, **given: Any) -> None:
+        """Go on by other rules, in Paddle's words."""
+        rules, problems = from_paddles_words("paddle", given, "GradScaler", self._held.config)
+        raise_together(problems)
+        self._held.config = rules
 
     # State ------------------------------------------------------------------------------------------------
 
@@ -176,12 +190,12 @@ class PaddleGradScaler(CallScaler):
         """
         if not self._enabled:
             return {}
-        state = self._held.state_dict()
+        state, rules = self._held.state_dict(), self._held.config
         return {
             "scale": [state["scale"]],
-            **{theirs: getattr(self._rules, ours) for theirs, ours in PADDLES_RULES.items()},
+            **{theirs: getattr(rules, ours) for theirs, ours in PADDLES_RULES.items()},
             "incr_count": state["clean_steps"],
-            "decr_count": self._held.config.hysteresis - state["budget"],
+            "decr_count": rules.hysteresis - state["budget"],
             "use_dynamic_loss_scaling": self._is_dynamic,
         }
 
@@ -204,34 +218,19 @@ class PaddleGradScaler(CallScaler):
         if problems or not all(isinstance(count, int) and count >= 0 for count in counts):
             wrong = "\n".join(map(str, problems)) or f"{' and '.join(_COUNTS)} are {shown(counts)}, not counts"
             raise StateError("the state has wrong values", where=wrong)
-        self._rules, self._is_dynamic = rules, is_dynamic
-        self._held.config = self._in_force()
+        self._held.config, self._is_dynamic = rules, is_dynamic
         self._go_on(state_dict)
-
-    def __reduce__(self) -> Any:
-        return _copied, (self._enabled, self.state_dict())
-
-    def _in_force(self) -> LossScale:
-        return self._rules if self._is_dynamic else LossScale.constant(self._rules.init)
-
-    def _rule(self, **given: Any) -> None:
-        """Go on by other rules."""
-        rules, problems = from_paddles_words("paddle", given, "GradScaler", self._rules)
-        if problems:
-            raise problems[0]
-        self._rules = rules
-        self._held.config = self._in_force()
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Take over the scale and what was counted."""
-        left = max(1, self._rules.hysteresis - state["decr_count"])
-        self._load(one_number(state["scale"]), state["incr_count"], budget=left)
+        rules = self._held.config
+        left = max(1, rules.hysteresis - state["decr_count"])
+        self._load(rules, one_number(state["scale"]), clean_steps=state["incr_count"], budget=left)
 
-
-def _copied(enable: bool, state: dict[str, Any]) -> PaddleGradScaler:
-    made = PaddleGradScaler(enable)
-    made.load_state_dict(state)
-    return made
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin as a copy."""
+        self._is_dynamic = state["enabled"]
+        super().__setstate__(state)
 
 
 GradScaler = PaddleGradScaler

@@ -23,7 +23,7 @@ from mezzo.numerics.recording.choices import Choices, LossScaleNow
 from mezzo.numerics.recording.sessions import SessionSide
 from mezzo.numerics.recording.step import PlainLoop, Recording
 from mezzo.optim.masters import MasterWeights
-from mezzo.session.core import current, under_way
+from mezzo.session.observers import watching
 from mezzo.tensors import dtype_name
 
 __all__ = ["Recorder"]
@@ -129,8 +129,7 @@ class Recorder:
             if self._stream is not None:
                 self._stream.close()
             raise
-        self._session.outer = current()
-        self._opened.enter_context(under_way(self._session))
+        self._opened.enter_context(watching(self._session))
         self._stage = "open"
         return self
 
@@ -156,7 +155,7 @@ class Recorder:
             raise StateError(
                 "recorder.step() outside of its block", write="with Recorder(model, optimizer) as recorder: …"
             )
-        if self._session.cores:
+        if self._session.policy is not None:
             return
         scale = self._scale.scale() if self._session.recording is not None else None
         self._advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
@@ -164,7 +163,7 @@ class Recorder:
     def _arm(self) -> None:
         self._scale.told(None)
         self._session.recording = Recording(self._choices, self._scale.factor)
-        if not self._session.cores:
+        if self._session.policy is None:
             self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
 
     def _disarm(self) -> None:
@@ -209,7 +208,7 @@ class Recorder:
 
     @property
     def _header(self) -> EvidenceHeader:
-        policy = self._session.cores[0].policy if self._session.cores else None
+        policy = self._session.policy
         mode = "given" if self._scale.is_given else "none"
         return EvidenceHeader(
             mezzo=mezzo.__version__,

@@ -1,27 +1,24 @@
-"""What sessions tell a recorder of."""
+"""What sessions tell a recorder of: an observer of their engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
-from mezzo.errors import PolicyError, UnsupportedError
+from mezzo.errors import PolicyError
 from mezzo.numerics.recording.choices import Choices, LossScaleNow
 from mezzo.numerics.recording.step import Recording
-from mezzo.scale.scaler import Scaler
+from mezzo.policy import Policy
 from mezzo.scale.state import inverse
-from mezzo.session.core import Core, PlainRun
-from mezzo.session.scale import StepOutcome
-from mezzo.session.stats import Noted
-from mezzo.session.verdict import Judged
+from mezzo.session.observers import Judged, Watched
+from mezzo.session.stats import Step
 
 __all__ = ["SessionSide"]
 
 
-class SessionSide(PlainRun):
-    """What sessions tell a recorder of, while its block is open.
+class SessionSide:
+    """What sessions tell a recorder of, while its block is open: a :class:`mezzo.session.observers.StepObserver`.
 
     Args:
         owner: The recorder, for errors.
@@ -33,8 +30,7 @@ class SessionSide(PlainRun):
 
     Attributes:
         recording: What is told of the step; ``None`` where it is not recorded.
-        cores: The sessions that update the model.
-        outer: What their calls are part of besides.
+        policy: That of the first session that updates the model; ``None`` as long as there is none.
     """
 
     def __init__(
@@ -46,104 +42,67 @@ class SessionSide(PlainRun):
         advance: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
         self.recording: Recording | None = None
-        self.cores: list[Core] = []
-        self.outer = PlainRun()
+        self.policy: Policy | None = None
         self._owner, self._choices, self._scale = owner, choices, scale
         self._joined, self._advance = joined, advance
-        self._others: list[Core] = []
-        self._stepping: Core | None = None
-        self._updated: dict[int, Tensor] = {}
-        self._is_ours = False
+        self._ours: list[Watched] = []
+        self._stepping: Watched | None = None
+        self._moved: set[Tensor] = set()
 
-    def join(self, core: Core) -> None:
-        """Know of a session: one of the model's, or another."""
-        self.outer.join(core)
-        if core in self.cores or core in self._others:
+    def __repr__(self) -> str:
+        return repr(self._owner)
+
+    def begins(self, engine: Watched, scale: Tensor | None) -> None:
+        """Know of a session that updates the model, and take the scale of the gradients that are about to come."""
+        if engine not in self._ours and self._updated(engine):
+            if self._scale.is_given:
+                raise PolicyError(
+                    "a recorder in a session is not given a loss scale",
+                    where=repr(self._owner),
+                    why="the session knows which scale its gradients carry",
+                    write="Recorder(model, optimizer), without loss_scale=",
+                )
+            self._ours.append(engine)
+            self.policy = self.policy or engine.weights.policy
+            self._joined()
+        self._scale.told(scale)
+
+    def judged(self, engine: Watched, judged: Judged) -> None:
+        """Count the weights that a step is about to move, and the gradients that it takes."""
+        if engine not in self._ours:
             return
-        if not self._leaves(core):
-            self._others.append(core)
-            return
-        if self._scale.is_given:
-            raise PolicyError(
-                "a recorder in a session is not given a loss scale",
-                where=repr(self._owner),
-                why="the session knows which scale its gradients carry",
-                write="Recorder(model, optimizer), without loss_scale=",
-            )
-        self.cores.append(core)
-        self._joined()
-
-    def begin(self, scaler: Scaler) -> None:
-        """Take the scale of the gradients that are about to come."""
-        self.outer.begin(scaler)
-        self._scale.told(scaler.state.scale if scaler.changes_gradients else None)
-
-    def refuse(self, core: Core, closure: Any, scheduler: Any) -> None:
-        """Count the weights that a step of the model's is about to move."""
-        self.outer.refuse(core, closure, scheduler)
-        if core is not self._stepping:
-            self._updated = {}
-        self._stepping, self._is_ours = core, False
-        if core in self.cores and self.recording is not None:
-            self._updated = self._leaves(core)
-            self.recording.weights.before(core.weights.stored(), set(self._updated.values()))
-
-    def seen(self, judged: Judged) -> Judged:
-        """Count the gradients that the step takes."""
-        judged = self.outer.seen(judged)
-        core, recording = self._stepping, self.recording
-        if core is None or core not in self.cores:
-            return judged
+        updated, recording = self._updated(engine), self.recording
+        is_first = self._stepping is not engine  # and no further evaluation of a closure
+        self._stepping = engine
+        self._moved = updated.intersection(judged.params)
         if recording is None:
-            self._updated = self._updated or self._leaves(core)
-        self._is_ours = any(id(param) in self._updated for param in judged.params)
-        if recording is not None and self._is_ours:
-            recording.weights.keep({self._updated[id(p)] for p in judged.params if id(p) in self._updated})
-            factor = None if judged.scale is None else inverse(judged.scale)
-            for param, gradient in zip(judged.params, judged.gradients, strict=True):
-                if (leaf := self._updated.get(id(param))) is not None:
-                    recording.weights.gradient(leaf, gradient, factor)
-        return judged
-
-    def noted(self, core: Core, outcome: StepOutcome) -> Noted:
-        """Count the updates, once the step is done."""
-        calls, then = self.outer.noted(core, outcome)
-
-        def after() -> None:
-            then()
-            self._ended(core, outcome)
-
-        return Noted(calls, after)
-
-    def _ended(self, core: Core, outcome: StepOutcome) -> None:
-        recording = self.recording
-        if not self._is_ours or core is not self._stepping:
-            if recording is not None:
-                recording.weights.keep(())
             return
-        if recording is not None:
-            recording.weights.after(core.weights.stored())
-        is_scaled = core.policy.loss_scale.mode != "none"
-        scales = outcome.scale.reshape(-1).unbind() if is_scaled else ()
-        self._advance(scales, [outcome.verdict.found_inf])
+        if is_first:
+            recording.weights.before(engine.weights.stored(), self._moved)
+        recording.weights.keep(self._moved)
+        factor = None if judged.scale is None else inverse(judged.scale)
+        for param, gradient in zip(judged.params, judged.gradients, strict=True):
+            if param in self._moved:
+                recording.weights.gradient(param, gradient, factor)
 
-    def refuse_capture(self, what: str, **words: str) -> None:
-        """Refuse that a step is captured."""
-        self.outer.refuse_capture(what, **words)
-        raise UnsupportedError(
-            f"{what} in the block of a Recorder",
-            where=repr(self._owner),
-            why="a captured step is replayed without Python, which is what records",
-            write="the train step itself in the recorder's block, and mezzo.capture(…) after it",
-        )
+    def stepped(self, engine: Watched, step: Step) -> None:
+        """Count the updates, once the step is done."""
+        is_ours, self._stepping = engine is self._stepping and bool(self._moved), None
+        if not is_ours:
+            return
+        if self.recording is not None:
+            self.recording.weights.after(engine.weights.stored())
+        is_scaled = engine.weights.policy.loss_scale.mode != "none"
+        self._advance([step.scale] if is_scaled else [], [step.skipped])
 
-    def _leaves(self, core: Core) -> dict[int, Tensor]:
-        """Return the model's parameters by the ``id`` of what a session's optimizers update for each."""
-        own = set(self._choices.subject.model.parameters())
+    def _updated(self, engine: Watched) -> set[Tensor]:
+        """Return the model's parameters that a session's optimizers update, of those that were chosen."""
         chosen = {id(p) for o, _ in self._choices.optimizers for group in o.param_groups for p in group["params"]}
-        return {
-            id(param): leaf
-            for group in core.groups
-            for param, leaf in group.with_leaves()
-            if leaf in own and (not chosen or id(param) in chosen)
-        }
+        weights = engine.weights
+        pairs = (
+            (leaf, of)
+            for optimizer in weights.optimizers
+            for leaf, of in zip(weights.leaves(optimizer), weights.updated(optimizer), strict=True)
+        )
+        own = set(self._choices.subject.model.parameters())
+        return {leaf for leaf, of in pairs if leaf in own and (not chosen or id(of) in chosen)}

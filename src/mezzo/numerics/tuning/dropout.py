@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from mezzo.cast.differences import OPENED
-from mezzo.cast.mode import OPENED_BACKWARD
+from mezzo.cast.mode import OPENED_BACKWARD, compiled_inside_alone
 
 __all__ = ["SameDropout"]
 
@@ -34,6 +34,7 @@ class SameDropout(TorchFunctionMode):
     of a smaller dtype, and fused attention has its own way in each: two trials would drop other elements.
     """
 
+    @compiled_inside_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _WHOLE:

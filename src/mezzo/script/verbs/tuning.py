@@ -20,7 +20,7 @@ from mezzo.numerics.tuning import tune as tuned
 from mezzo.numerics.tuning.tuned import Objective
 from mezzo.recipes import StepRecord
 from mezzo.recipes.parallel import require_one_process
-from mezzo.script.owners import name_of
+from mezzo.script.gathering import name_of
 from mezzo.script.program import Program
 from mezzo.script.run import run
 from mezzo.script.verbs.comparison import never_trains

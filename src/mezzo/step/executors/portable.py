@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -16,10 +16,9 @@ from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, updated
 from mezzo.step.rounding import keys
 from mezzo.step.storage import Storage
 from mezzo.step.update import Scalars, States, UpdateRule
-from mezzo.step.whole import Call, Piece
 from mezzo.tensors import flat
 
-__all__ = ["Compiled", "Portable", "calls", "laid_out"]
+__all__ = ["Compiled", "Portable", "laid_out", "write_elements"]
 
 #: Elements in a block. Smaller ones stay nearer to the cores, but each operation costs 2 µs of dispatch: on a Zen 4
 #: with 1 MiB of second-level cache a core, 2^15 takes twice as long and 2^18 1.1 times.
@@ -98,32 +97,35 @@ class _PortableUpdate(BucketUpdate):
         self.on_cpu = bucket.step.device.type == "cpu"
         self.size = CPU_BLOCK if self.on_cpu else DEVICE_BLOCK
 
-    @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
+    def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        return [gradient.detach() for gradient in gradients]
+
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
         """See :class:`mezzo.step.passes.BucketUpdate`."""
         if self.on_cpu and verdict.found_inf:  # here the flag is host memory
-            return []
+            return
         bucket, rule = self.bucket, self.bucket.rule
         is_native = self.on_cpu and rule.native is not None and not bucket.random
         rule_of_vectors = _by_torch(rule, bucket.hypers, step) if is_native else rule
         scalars = rule.scalars(bucket.hypers, step)
         seeds = keys(step, len(gradients), bucket.seed) if bucket.random else scalars.new_zeros((), dtype=torch.int32)
-        pieces: list[Piece] = []
         for index, gradient in enumerate(gradients):
-            for start, block in _blocks(gradient.detach(), bucket.targets(index), self.size):
+            for start, block in _blocks(gradient, bucket.targets(index), self.size):
                 key = seeds[index] + start if bucket.random else seeds
                 is_vectors = all(each.is_contiguous() for each in block)
-                pieces.append(self.piece(rule_of_vectors if is_vectors else rule, block, scalars, verdict, key))
-        return pieces
+                self.write_block(rule_of_vectors if is_vectors else rule, block, scalars, verdict, key)
 
-    def piece(self, rule: UpdateRule, block: Sequence[Tensor], scalars: Tensor, verdict: Verdict, key: Tensor) -> Piece:
-        """Return what writes a block's new values, all that it needs being there."""
+    def write_block(
+        self, rule: UpdateRule, block: Sequence[Tensor], scalars: Tensor, verdict: Verdict, key: Tensor
+    ) -> None:
+        """Write a block's new values: of a gradient, and of what it is for."""
         gradient, *targets = block
         storage, predicated = self.bucket.storage, not self.on_cpu
-        return partial(calls, rule, storage, gradient, targets, scalars, verdict, key, predicated=predicated)
+        write_elements(rule, storage, gradient, targets, scalars, verdict, key, predicated=predicated)
 
 
-def calls(
+def write_elements(
     rule: UpdateRule,
     storage: Storage,
     gradient: Tensor,
@@ -133,8 +135,8 @@ def calls(
     key: Tensor,
     *,
     predicated: bool = True,
-) -> list[Call]:
-    """Return what updates some elements with torch's operations.
+) -> None:
+    """Update some elements with torch's operations.
 
     Args:
         rule: What to do.
@@ -148,10 +150,8 @@ def calls(
     """
     order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
     values = updated(rule, storage, gradient, targets, scalars, verdict.multiplier, key, order)
-    return [
-        partial(target.copy_, torch.where(verdict.found_inf, target, value) if predicated else value)
-        for target, value in zip(targets, values, strict=True)
-    ]
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(torch.where(verdict.found_inf, target, value) if predicated else value)
 
 
 def _by_torch(rule: UpdateRule, hypers: Mapping[str, Tensor], step: Tensor) -> UpdateRule:
@@ -206,14 +206,28 @@ class _CompiledUpdate(_PortableUpdate):
         super().__init__(bucket)
         self.size = COMPILED_BLOCK
 
-    def piece(self, rule: UpdateRule, block: Sequence[Tensor], scalars: Tensor, verdict: Verdict, key: Tensor) -> Piece:
-        """Compile what a block needs, if it is missing; see :class:`_PortableUpdate`."""
+    def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Compile what is missing; see :class:`_PortableUpdate`."""
+        for index, gradient in enumerate(gradients):
+            targets = self.bucket.targets(index)
+            if gradient.numel() > 1 and flat(*targets) is not None:
+                self.kernel((gradient, *targets))
+        return super().ready(gradients)
+
+    def write_block(
+        self, rule: UpdateRule, block: Sequence[Tensor], scalars: Tensor, verdict: Verdict, key: Tensor
+    ) -> None:
+        """See :class:`_PortableUpdate`."""
         gradient, *targets = block
         if gradient.dim() != 1 or len(gradient) < 2:  # torch.compile would take a length of 0 or 1 for a constant
-            return super().piece(rule, block, scalars, verdict, key)
+            super().write_block(rule, block, scalars, verdict, key)
+        else:
+            self.kernel(block)(gradient, targets, scalars, verdict.multiplier, verdict.found_inf, key)
+
+    def kernel(self, block: Sequence[Tensor]) -> Callable[..., None]:
+        """Return the kernel for a gradient, parts and states of these dtypes."""
         dtypes = tuple(each.dtype for each in block)
-        kernel = _kernel(self.bucket.rule, self.bucket.storage, dtypes, self.bucket.step.device)
-        return lambda: [partial(kernel, gradient, targets, scalars, verdict.multiplier, verdict.found_inf, key)]
+        return _kernel(self.bucket.rule, self.bucket.storage, dtypes, self.bucket.step.device)
 
 
 @cache

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Final
 
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.portable import calls, laid_out
+from mezzo.step.executors.portable import laid_out, write_elements
 from mezzo.step.passes import Bucket, BucketUpdate, Verdict
 from mezzo.step.rounding import keys
-from mezzo.step.whole import Call, Piece
 from mezzo.tensors import CASTABLE, flat
 
 __all__ = [
@@ -174,8 +172,8 @@ class TabledUpdate(BucketUpdate):
         """Write all tables anew."""
 
     @abstractmethod
-    def launches(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> tuple[Tensor, Sequence[Call]]:
-        """Return the rule's numbers in this step, and what updates the weights that have no gaps.
+    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
+        """Update the weights that have no gaps, and return the rule's numbers in this step.
 
         Args:
             vectors: Gradients that lie as their weights do.
@@ -183,8 +181,7 @@ class TabledUpdate(BucketUpdate):
             step: Its count.
         """
 
-    @torch.no_grad()
-    def pieces(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> list[Piece]:
+    def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """See :class:`mezzo.step.passes.BucketUpdate`."""
         bucket, (gradients, dtypes) = self.bucket, readable(gradients)
         # Equal as long as nothing was given other memory or another dtype.
@@ -193,28 +190,21 @@ class TabledUpdate(BucketUpdate):
         strides = None if have_no_gaps else list(map(Tensor.stride, bucket.weights))
         seen = addresses, strides, dtypes
         if seen != self.seen:
-            self.seen = ()  # until all tables follow: an interrupt may come in between
+            self.seen = ()  # until all tables follow: compiling a kernel may fail in between
             self.rows = Rows.of(bucket, gradients)
             self.follow(self.rows)
             self.seen = seen
-        others = self.rows.others
-        lying: Sequence[Tensor] = gradients
-        if not (have_no_gaps and all(map(Tensor.is_contiguous, gradients))):
-            lying = [
-                gradient if index in others else laid_out(gradient, weight)
-                for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
-            ]
-        scalars, launches = self.launches(lying, verdict, step)
-        alone: list[Piece] = []
-        if others:
-            seeds, one_by_one = keys(step, len(gradients), bucket.seed), partial(calls, bucket.rule, bucket.storage)
-            alone = [
-                partial(one_by_one, gradients[at], targets, scalars, verdict, seeds[at])
-                for at, targets in others.items()
-            ]
-        # Copies, where there are any, live on until the kernels have read them.
-        return [*alone, partial(_given, launches, lying)]
+        if have_no_gaps and all(map(Tensor.is_contiguous, gradients)):
+            return gradients
+        return [
+            gradient if index in self.rows.others else laid_out(gradient, weight)
+            for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
+        ]
 
-
-def _given(calls: Sequence[Call], _kept: object) -> Sequence[Call]:
-    return calls
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
+        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        scalars, bucket = self.launch(gradients, verdict, step), self.bucket
+        if others := self.rows.others:
+            seeds = keys(step, len(gradients), bucket.seed)
+            for at, targets in others.items():
+                write_elements(bucket.rule, bucket.storage, gradients[at], targets, scalars, verdict, seeds[at])

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,14 +45,7 @@ class CppKernel:
 
     def __call__(self, *arguments: Any) -> None:
         """Run it. The lock of the interpreter is released meanwhile."""
-        self.bound(*arguments)()
-
-    def bound(self, *arguments: Any) -> Callable[[], object]:
-        """Return a call that runs no Python, and keeps the tensors alive."""
-        numbers = [ctypes.c_int64(each if isinstance(each, int) else each.data_ptr()) for each in arguments]
-        call: Any = partial(self._function, *numbers)
-        call.kept = arguments
-        return call  # type: ignore[no-any-return]
+        self._function(*[ctypes.c_int64(each if isinstance(each, int) else each.data_ptr()) for each in arguments])
 
 
 @cache

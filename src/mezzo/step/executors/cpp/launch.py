@@ -15,7 +15,6 @@ from mezzo.step.executors.cpp.source import norm_source, update_source
 from mezzo.step.executors.tables import Rows, TabledUpdate, addresses, as_table, by_dtype, chunked, vectors
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
 from mezzo.step.rounding import keys
-from mezzo.step.whole import Call
 
 __all__ = ["Cpp", "threads"]
 
@@ -101,20 +100,19 @@ class _CppUpdate(TabledUpdate):
     def follow(self, rows: Rows) -> None:
         """See :class:`.tables.TabledUpdate`."""
         self.tables = [
-            (self.kernel(dtypes), chunked(lengths, as_table(places), CHUNK), int(lengths.sum()))
+            (self.kernel(dtypes), chunked(lengths, as_table(places), CHUNK), int(lengths.numpy().sum()))
             for dtypes, places in rows.alike.items()
             for lengths in [rows.table[places, 0]]
         ]
 
-    def launches(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> tuple[Tensor, Sequence[Call]]:
+    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
         """See :class:`.tables.TabledUpdate`."""
         scalars, places = self.bucket.rule.scalars(self.bucket.hypers, step), as_table(addresses(vectors))
         seeds = keys(step, len(vectors), self.bucket.seed) if self.random else self.no_keys
         numbers = scalars, verdict.multiplier.to(torch.float32), verdict.found_inf.to(torch.bool), seeds
-        return scalars, [
-            kernel.bound(places, self.rows.table, cut, len(cut), CHUNK, *numbers, threads(elements))
-            for kernel, cut, elements in self.tables
-        ]
+        for kernel, cut, elements in self.tables:
+            kernel(places, self.rows.table, cut, len(cut), CHUNK, *numbers, threads(elements))
+        return scalars
 
     def kernel(self, dtypes: tuple[torch.dtype, ...]) -> CppKernel:
         """Return the kernel for a gradient, parts and states of these dtypes."""

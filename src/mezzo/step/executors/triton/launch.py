@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -28,7 +27,6 @@ from mezzo.step.executors.triton.shared import Shared
 from mezzo.step.passes import Bucket, BucketUpdate, Verdict
 from mezzo.step.rounding import seeded
 from mezzo.step.update import UpdateRule
-from mezzo.step.whole import Call
 
 __all__ = ["Triton", "options_of", "refuse_capture"]
 
@@ -199,7 +197,7 @@ class _TritonUpdate(TabledUpdate):
             for dtypes, places in rows.alike.items()
         ]
 
-    def launches(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> tuple[Tensor, Sequence[Call]]:
+    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
         """See :class:`..tables.TabledUpdate`."""
         if _is_capturing(self.device):
             self.kept.append((self.table, self.kernels))
@@ -207,18 +205,10 @@ class _TritonUpdate(TabledUpdate):
         hypers = [bucket.hypers[name] for name in bucket.rule.hypers]
         (scalars,) = self.shared(_scalars, (bucket.rule,), [step, *hypers])
         numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(bucket.seed)
-        calls = [
-            partial(launch, len(chunks), self.device, table, self.table, chunks, *numbers)
-            for launch, chunks in self.kernels
-        ]
-        # Triton takes the device from the current one.
-        if self.device.type != "cuda" or (current := torch.cuda.current_device()) == self.device.index:
-            return scalars, calls
-        return scalars, [
-            partial(torch.cuda.set_device, self.device.index),
-            *calls,
-            partial(torch.cuda.set_device, current),
-        ]
+        with source.on(self.device):
+            for kernel, chunks in self.kernels:
+                kernel(len(chunks), self.device, table, self.table, chunks, *numbers)
+        return scalars
 
 
 class _Addresses:

@@ -1,0 +1,358 @@
+"""The ranks that step together, and the one exchange of each of their steps.
+
+A step asks :class:`Ranks` twice: for the norms of whole gradients, where parameters are sharded, and for what holds on
+all ranks. What follows from the two is a pure function of equal inputs, so that ranks that began alike stay alike:
+skips, scales, clipping and weights. Where there is one rank, :class:`OneRank` has the same methods, and exchanges
+nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mezzo.errors import DistributedError, PolicyError, StateError, UnsupportedError, shown, some_of
+from mezzo.tensors import is_distributed
+
+__all__ = ["OneRank", "Ranks", "average", "broadcast_first"]
+
+#: Squared norms above this are infinite in FP32, in which each tensor's own sum is.
+_LARGEST: Final = torch.finfo(torch.float32).max
+
+
+class Ranks:
+    """The ranks of a process group that take the same steps.
+
+    A step calls :meth:`norms`, then :meth:`agree`. A rank on which anything raises before :meth:`agree` has answered
+    calls :meth:`absent` and raises: it takes part in the exchanges that the others are in, and ends their step.
+
+    Args:
+        group: The ranks.
+
+    Attributes:
+        group: See above.
+        size: How many ranks there are.
+        rank: This rank's number among them.
+
+    **Cost**: one small collective a step; one more for each group of ranks that holds shards of parameters. On an
+    accelerator no host sync.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+        # By group that holds shards: the places, among all sharded parameters, of those that it holds. By id() of a
+        # parameter: its place. Both are in an order that is the same on all ranks.
+        self._groups: dict[dist.ProcessGroup, list[int]] = {}
+        self._places: dict[int, int] = {}
+        self._indices: tuple[list[int], Tensor, Tensor, list[Tensor]] | None = None
+        self._has_summed = False
+        self._heard: DistributedError | None = None
+
+    @staticmethod
+    def of(process_group: Any = None) -> Ranks:
+        """Return the ranks that step together: :class:`OneRank` where there is one.
+
+        Args:
+            process_group: A group; the default group of ``torch.distributed`` when omitted.
+
+        Raises:
+            PolicyError: What was given is no process group, or this rank is not in it.
+            StateError: A group was given, and ``torch.distributed`` is not initialised.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if process_group is None:
+                return OneRank()
+            raise StateError(
+                "process_group= names ranks, and there are none",
+                where="torch.distributed is not initialised",
+                write="torch.distributed.init_process_group() first",
+            )
+        group = dist.group.WORLD if process_group is None else process_group
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise PolicyError(
+                "this rank is not in the session's process_group",
+                where=f"rank {dist.get_rank()}",
+                write="MixedPrecision(…, process_group=group) on the ranks of the group alone",
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            raise PolicyError(
+                f"process_group is {shown(group)}, not a process group",
+                write="MixedPrecision(…, process_group=torch.distributed.new_group([0, 1]))",
+            )
+        return OneRank() if group.size() == 1 else Ranks(group)
+
+    # Who holds what ---------------------------------------------------------------------------------------
+
+    def follow(self, params: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> None:
+        """Find out over which ranks parameters are sharded; again where parameters have come since.
+
+        Args:
+            params: All parameters of which :meth:`norms` is going to be asked, in the same order on all ranks.
+            name_of: Gives a parameter's name, for errors.
+
+        Raises:
+            PolicyError: See :meth:`require_within`.
+            UnsupportedError: A parameter is a sum over ranks that was never taken.
+        """
+        self._groups, self._places, self._indices = {}, {}, None
+        for param in params:
+            if id(param) not in self._places and (groups := _groups_of(param, name_of)):
+                self._places[id(param)] = len(self._places)
+                for group in groups:
+                    self._groups.setdefault(group, []).append(self._places[id(param)])
+        for group in self._groups:
+            self.require_within(group, "parameters are sharded over")
+
+    def require_within(self, group: dist.ProcessGroup, what: str) -> None:
+        """Refuse to share gradients with ranks that do not step with this one: their loss scale may be another.
+
+        Args:
+            group: The ranks that share them.
+            what: What they do, for the error: "DistributedDataParallel reduces over".
+
+        Raises:
+            PolicyError: Some of them are not in the session's process group.
+        """
+        ours = {*dist.get_process_group_ranks(self.group)}
+        if missing := sorted({*dist.get_process_group_ranks(group)} - ours):
+            raise PolicyError(
+                f"{what} ranks that are not in the session's process group",
+                where=f"rank {some_of(list(map(str, missing)))}",
+                why="an overflow there would not be seen here, and the loss scales would drift apart",
+                write="MixedPrecision(…) without process_group=, or with a group that has them all",
+            )
+
+    # The exchanges of a step ------------------------------------------------------------------------------
+
+    def norms(self, params: Sequence[Tensor], norms: Tensor) -> Tensor:
+        """Return the norms of whole gradients; those of parameters that are not sharded stay as they are.
+
+        Squares are summed over ranks in float64. A sum beyond what FP32 holds is infinite, as it is on one rank.
+
+        Args:
+            params: The parameters whose gradients they are of; those of :meth:`follow`, or some of them.
+            norms: ``(len(params),)`` float32: of what this rank holds of their gradients.
+
+        Returns:
+            ``(len(params),)`` float32, equal on all ranks.
+
+        Raises:
+            DistributedError: A rank did not answer.
+
+        **Cost**: one all-reduce of 8 bytes for each sharded parameter, over each distinct group that holds shards.
+        """
+        self._has_summed = True
+        if not self._groups:
+            return norms
+        at, places, members = self._indices_of(params, norms.device)
+        # All sharded parameters, whatever has a gradient here: ranks that differ in that exchange as many numbers.
+        squares = norms.new_zeros(len(self._places), dtype=torch.float64)
+        squares.index_copy_(0, places, norms.index_select(0, at).double().square())
+        for group, held in zip(self._groups, members, strict=True):
+            part = squares.index_select(0, held)
+            self._reduce(part, dist.ReduceOp.SUM, group, "the norms of gradients")
+            squares.index_copy_(0, held, part)
+        whole = squares.masked_fill(squares > _LARGEST, torch.inf).sqrt().float()
+        return norms.index_copy(0, at, whole.index_select(0, places))
+
+    def _indices_of(self, params: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return indices on the device: of the sharded ones of some parameters, of their places, of each group's."""
+        ids = list(map(id, params))
+        if self._indices is None or self._indices[0] != ids:
+            sharded = [(at, place) for at, key in enumerate(ids) if (place := self._places.get(key)) is not None]
+            pairs = torch.tensor(sharded, dtype=torch.long).reshape(-1, 2).to(device)
+            members = [torch.tensor(held, dtype=torch.long).to(device) for held in self._groups.values()]
+            self._indices = ids, pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), members
+        return self._indices[1:]
+
+    def agree(self, found_inf: Tensor, failed: Tensor, *, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what holds on all ranks: one elementwise MAX over what each has found.
+
+        Args:
+            found_inf: 0-d bool: whether this rank's gradients, or shards of them, were not finite.
+            failed: 0-d bool: whether a loss itself was not finite here.
+            step: The step's number, for errors.
+
+        Returns:
+            Three 0-d tensors that are equal on all ranks: ``found_inf`` and ``failed`` of any rank, bool; and
+            ``absent``, float32: 0 where all ranks take the step, else a number that :meth:`ended_by` reads. Where a
+            rank is absent, the first two are set: the step is skipped, and the loss scale stays.
+
+        Raises:
+            DistributedError: A rank did not answer; or, where tensors are on a CPU, a rank was absent. On an
+                accelerator, for which the host does not wait, the number travels with the account of the step, and
+                raises at the next call.
+        """
+        self._has_summed = False
+        numbers = torch.stack([found_inf, failed, torch.zeros_like(found_inf)]).float()
+        self._reduce(numbers, dist.ReduceOp.MAX, self.group, f"step {step}")
+        found_inf, failed, absent = numbers.unbind()
+        if numbers.device.type == "cpu" and (error := self.ended_by(float(absent), step)) is not None:
+            raise error
+        return found_inf + absent > 0, failed + absent > 0, absent
+
+    def absent(self, error: BaseException, device: torch.device, *, step: int) -> None:
+        """Tell the other ranks that this one cannot take the step, in the exchanges that they wait in.
+
+        Args:
+            error: What is about to be raised here. What the exchange itself has raised is known to all ranks.
+            device: Where the loss scale lives.
+            step: The step's number, for errors.
+        """
+        if error is self._heard:
+            return
+        with suppress(DistributedError):  # a rank that is gone needs not be told
+            if not self._has_summed:
+                self.norms([], torch.zeros(0, device=device))
+            self._has_summed = False
+            number = float(self.size - self.rank)  # the first absent rank's is the largest
+            self._reduce(torch.tensor([0.0, 0.0, number], device=device), dist.ReduceOp.MAX, self.group, f"step {step}")
+
+    def ended_by(self, absent: float, step: int) -> DistributedError | None:
+        """Return the error of a step that another rank did not take; ``None`` where all took it.
+
+        Args:
+            absent: The value of the third tensor that :meth:`agree` returned.
+            step: The step's number.
+
+        Returns:
+            An error that names the rank, the first of several. All ranks know of it: :meth:`absent` does not tell it.
+        """
+        if not absent:
+            return None
+        rank = self.size - int(absent)
+        self._heard = DistributedError(
+            f"rank {rank} ended step {step} with an error, or had no gradient left",
+            where=f"told to rank {self.rank} of {self.size}",
+            why="all ranks take a step, or none does: weights and loss scales would drift apart",
+            write=f"look at what rank {rank} wrote; it may have had fewer batches than the others",
+        )
+        return self._heard
+
+    def _reduce(self, numbers: Tensor, op: Any, group: dist.ProcessGroup, what: str) -> None:
+        with self._naming(what):
+            dist.all_reduce(numbers, op=op, group=group)
+
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Say which exchange failed, in place of torch's words for a rank that is gone: source files of gloo."""
+        begun = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            self._heard = DistributedError(
+                f"the ranks could not agree on {what}",
+                where=f"rank {self.rank} of {self.size}, after {time.monotonic() - begun:.3g} s",
+                why=str(error).splitlines()[0],
+                write="look at what the other ranks wrote last; torchrun --max-restarts=… starts all of them again",
+            )
+            raise self._heard from error
+
+
+class OneRank(Ranks):
+    """One rank alone: what it has found holds."""
+
+    def __init__(self) -> None:
+        self.size, self.rank = 1, 0
+        self._none: Tensor | None = None
+
+    def require_within(self, group: dist.ProcessGroup, what: str) -> None:
+        """Refuse gradients that several ranks share; see :meth:`Ranks.require_within`.
+
+        Raises:
+            PolicyError: There are several: the session has a group of its own rank alone, or is older than the ranks.
+        """
+        if group.size() > 1:
+            raise PolicyError(
+                f"{what} {group.size()} ranks, and the session steps alone",
+                where=f"rank {dist.get_rank()}",
+                why="an overflow on one of them would not be seen on the others, and the loss scales would drift apart",
+                write="torch.distributed.init_process_group() first, then MixedPrecision(…) on all of these ranks",
+            )
+
+    def norms(self, params: Sequence[Tensor], norms: Tensor) -> Tensor:
+        """Return the norms as they are."""
+        return norms
+
+    def agree(self, found_inf: Tensor, failed: Tensor, *, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return both as they are, and that nobody is absent."""
+        if self._none is None or self._none.device != found_inf.device:
+            self._none = torch.zeros((), device=found_inf.device)
+        return found_inf, failed, self._none
+
+    def absent(self, error: BaseException, device: torch.device, *, step: int) -> None:
+        """Tell nobody."""
+
+    def ended_by(self, absent: float, step: int) -> DistributedError | None:
+        """Miss nobody."""
+        return None
+
+
+def _groups_of(param: Any, name_of: Callable[[Tensor], str]) -> list[dist.ProcessGroup]:
+    """Return the groups of more than one rank over which a parameter is sharded."""
+    if not is_distributed(param):
+        return []
+    if any(placement.is_partial() for placement in param.placements):
+        raise UnsupportedError(
+            "a parameter is a sum over ranks that was never taken",
+            where=f"{name_of(param)}, placements {param.placements}",
+            why="each rank would update a part of the sum by itself",
+            write="param.redistribute(placements=[Replicate()]), or [Shard(0)], before the optimizer",
+        )
+    sharded = (dim for dim, placement in enumerate(param.placements) if not placement.is_replicate())
+    return [group for dim in sharded if (group := param.device_mesh.get_group(dim)).size() > 1]
+
+
+# Beside DistributedDataParallel ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def average(params: Sequence[Tensor], sums: Mapping[Tensor, Tensor], group: dist.ProcessGroup) -> dict[Tensor, Tensor]:
+    """Average FP32 sums of micro-batches over ranks, beside the mean that ``DistributedDataParallel`` takes by itself.
+
+    Its buckets have the dtype of the parameters, in which sums of micro-batches would be rounded: they wait aside while
+    it reduces the last micro-batch's gradients, and are averaged here.
+
+    Args:
+        params: The parameters that may have a sum, in the same order on all ranks.
+        sums: By parameter: float32, of this rank's micro-batches that were not reduced. They are written in place.
+        group: The ranks that ``DistributedDataParallel`` reduces over.
+
+    Returns:
+        The averages: of each parameter that has a sum on any rank.
+
+    **Cost**: one all-reduce of 4 bytes for each number, which are held twice meanwhile. The host waits for the device
+    only where a parameter has no sum here.
+    """
+    found: dict[Tensor, Tensor] = {}
+    for device in dict.fromkeys(param.device for param in params):
+        here = [param for param in params if param.device == device]
+        parts = [sums[param] if param in sums else torch.zeros_like(param, dtype=torch.float32) for param in here]
+        # Ranks on which other branches of the model ran have other sums: how many have one is counted.
+        counts = torch.stack([torch.full((), float(param in sums), device=device) for param in here])
+        flat = torch.cat([*map(torch.flatten, parts), counts])
+        dist.all_reduce(flat, group=group)
+        *means, counts = torch.split(flat, [*map(torch.numel, parts), len(here)])
+        torch._foreach_copy_(parts, [mean.view_as(part) for mean, part in zip(means, parts, strict=True)])
+        torch._foreach_div_(parts, group.size())
+        is_there = [True] * len(here) if all(param in sums for param in here) else (counts > 0).tolist()
+        found |= {param: part for param, part, has_sum in zip(here, parts, is_there, strict=True) if has_sum}
+    return found
+
+
+@torch.no_grad()
+def broadcast_first(values: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Give all ranks the first one's FP32 values, in place: ``DistributedDataParallel`` gave them rounded ones.
+
+    Args:
+        values: The FP32 values of low-precision parameters, in the same order on all ranks.
+        group: The ranks that ``DistributedDataParallel`` reduces over.
+    """
+    for value in values:
+        dist.broadcast(value, group=group, group_src=0)

@@ -1,0 +1,128 @@
+"""Signals that Python handles wait while a step writes, so that Ctrl-C leaves a whole step behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+# What ``signal.signal`` and ``signal.getsignal`` call: these look each handler up in enumerations, 10 µs a block.
+from _signal import getsignal  # type: ignore[import-not-found]
+from _signal import signal as set_handler
+from _thread import interrupt_main
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any, Final
+
+__all__ = ["uninterrupted"]
+
+#: Signals that people, job queues and notebooks send, or that a timeout is made of.
+_NAMES: Final = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_NUMBERS: Final = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+_NOTHING: Final = nullcontext()
+_interrupt: Final[Callable[[int], None]] = interrupt_main  # type: ignore[assignment] # any number will do
+
+
+def uninterrupted() -> AbstractContextManager[None]:
+    """Hold back the signals that Python handles until a block is done, and have them handled then.
+
+    Held are SIGINT, SIGTERM, SIGALRM, SIGHUP, SIGUSR1 and SIGUSR2, where their handlers are Python's. Such a handler
+    runs in the main thread, between any two operations of Python code, and may raise. Around what writes a step it is
+    called once the step is whole; one that raises does so at the end of the block. Several signals of one kind count as
+    one, as they do in the kernel.
+
+    The block is whole or has not begun, wherever a signal comes. It is never put around a user's code: a loop that
+    does not end could not be ended.
+
+    Returns:
+        A context manager for one ``with``. Inside another block, and in other threads, which no signal interrupts,
+        it does nothing.
+
+    **Cost**: 3 µs of host time, and nothing for a nested block.
+
+    Example:
+        >>> import signal
+        >>> before = signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+        >>> with uninterrupted():
+        ...     signal.raise_signal(signal.SIGTERM)
+        ...     print("written")
+        written
+        handled
+        >>> _ = signal.signal(signal.SIGTERM, before)
+    """
+    if _BLOCK.is_under_way or threading.get_ident() != threading.main_thread().ident:
+        return _NOTHING
+    return _BLOCK
+
+
+class _Block(AbstractContextManager[None]):
+    """The outermost block of the main thread: there is one of it, as there is one handler of each signal.
+
+    A signal may come at each of these lines and end it with what its handler raises. So the block begins with one
+    assignment, after all else is ready, and ends with one, before all else. Where it is not under way our handler
+    calls the one of before at once: a handler of ours that was left behind changes nothing, and the next block puts it
+    right.
+
+    Attributes:
+        is_under_way: Whether signals are held back now.
+        held: Those that have come in the block.
+        before: What handled signals before ours did, by number.
+        ours: Our handler, as one object, by which it is known again.
+    """
+
+    def __init__(self) -> None:
+        self.is_under_way = False
+        self.held: list[int] = []
+        self.before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self.ours = self.hold
+
+    def hold(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if not self.is_under_way:
+            self.before.get(number, signal.default_int_handler)(number, frame)
+        elif number not in self.held:
+            self.held.append(number)
+
+    def __enter__(self) -> None:
+        try:
+            for number in _NUMBERS:
+                handler = getsignal(number)
+                if callable(handler) and handler is not self.ours:
+                    self.before[number] = handler  # first: ours may be called as soon as it is there
+                    set_handler(number, self.ours)
+            self.held = []
+            self.is_under_way = True
+        except BaseException:
+            self.restore()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        held, waiting = self.held, map(_interrupt, ())
+        try:
+            # Two assignments with nothing in between. Whatever raises below, ``waiting`` knows what is left to handle.
+            waiting, self.is_under_way = map(_interrupt, held), False
+            self.restore()
+            if held:
+                self.handle(waiting, len(held))
+        finally:
+            self.restore()
+            if held:
+                self.handle(waiting, len(held))
+
+    def handle(self, waiting: Iterator[None], count: int) -> None:
+        """Have Python handle so many signals, one after another, although handlers raise."""
+        try:
+            next(waiting, None)  # one function of C's takes it and has it come; its handler is called behind that
+        finally:
+            if count > 1:
+                self.handle(waiting, count - 1)
+
+    def restore(self) -> None:
+        """Put back the handlers of before."""
+        for number in tuple(self.before):
+            if getsignal(number) is self.ours:
+                set_handler(number, self.before[number])
+            self.before.pop(number, None)
+
+
+_BLOCK: Final = _Block()

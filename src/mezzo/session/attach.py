@@ -1,0 +1,569 @@
+"""``attach``: mixed precision for a training loop that stays as it is; and the driver of all such loops.
+
+When a backward pass ends, ``.grad`` is FP32, unscaled and checked. So clipping, noise, sums of squares and logs need
+nothing of mezzo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import GradientEdge
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from mezzo.cast import Prepared
+from mezzo.cast.device import fast_format
+from mezzo.cast.model.boundary import runs_backward
+from mezzo.cast.nested import cast_floating
+from mezzo.errors import StateError, not_switches, raise_together, some_of
+from mezzo.policy import Policy
+from mezzo.session import state
+from mezzo.session.closures import evaluates_once, inner_optimizers
+from mezzo.session.passes import Walk, refuse_scaled, unscaled, walked
+from mezzo.session.refusals import check_added, chosen, listed, models_and_optimizers
+from mezzo.session.scaler import SessionScaler
+from mezzo.session.session import MixedPrecision
+from mezzo.session.stats import Step
+from mezzo.tensors import LOW, tensors
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["CARRIED", "AttachedPrecision", "attach", "attached_now"]
+
+#: The key under which an optimizer's state dict has the session's state; plain torch ignores it.
+CARRIED: Final = "mezzo"
+
+_NOW: Final[list[weakref.ref[AttachedPrecision]]] = []
+
+
+def attached_now() -> AttachedPrecision | None:
+    """Return the session that is attached to the passes of this process, if there is one."""
+    return _NOW[0]() if _NOW else None
+
+
+def attach(
+    models: nn.Module | Prepared | Iterable[nn.Module | Prepared],
+    optimizers: Optimizer | Iterable[Optimizer],
+    policy: Policy | str | os.PathLike[str] | None = None,
+    *,
+    max_grad_norm: float | None = None,
+    hold_schedulers: bool = True,
+    on_overflow: Literal["skip", "explain", "raise"] = "skip",
+    process_group: ProcessGroup | None = None,
+) -> AttachedPrecision:
+    """Train in mixed precision with a loop that stays as it is, until ``amp.detach()``.
+
+    - any method of the models that is called from outside runs in the policy's region, so does a part of a model that
+      is called by itself, and outputs are FP32;
+    - a backward pass that reaches the optimizers' parameters is scaled. When it ends their gradients are FP32, unscaled
+      and checked; other leaves, an input or a parameter that no attached optimizer has, get unscaled gradients, too;
+    - ``optimizer.step()`` updates, or skips what was found, with closures too;
+    - ``scheduler.step()`` waits where all steps since its last one were skipped;
+    - ``model.state_dict()``, deep copies and pickles hold FP32 values, and ``AveragedModel`` reads these;
+      ``optimizer.state_dict()`` has the session's state under ``"mezzo"``, which plain torch ignores: a program's own
+      checkpoints go on bit for bit.
+
+    Hooks of parameters run inside the pass, and see gradients that carry the scale: one warning names them.
+
+    Args:
+        models: The model, or a list of models. Under O1 it may be wrapped by DistributedDataParallel or compiled
+            already; under O2 and O3 it is attached first, and wrapped then.
+        optimizers: The optimizer, or a list of them.
+        policy: A :class:`Policy`, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
+        max_grad_norm: As for :class:`MixedPrecision`, for loops that do not clip by themselves.
+        hold_schedulers: Whether schedulers wait.
+        on_overflow: As for :class:`MixedPrecision`.
+        process_group: As for :class:`MixedPrecision`.
+
+    Returns:
+        The session, whose own calls work as well: ``amp.stats()``, ``amp.add(optimizer)``, ``amp.detach()``.
+
+    Raises:
+        StateError: A session is attached already.
+        MezzoError: As :class:`MixedPrecision`. Whatever is raised, nothing was changed.
+
+    **Cost**: that of the session; gradients are FP32, under O2 2 bytes a parameter more (16 with mezzo's AdamW), and
+    read once more. Under a loss scale Python for each node of the graph that a backward pass goes through, less than
+    0.5 µs. ``hold_schedulers`` costs one host sync in ``scheduler.step()``; ``optimizer.state_dict()`` one as well.
+
+    Example:
+        >>> import mezzo, torch
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> amp = mezzo.attach(model, optimizer, "O2,dtype=bfloat16")
+        >>> loss = model(torch.ones(4, 8)).square().mean()
+        >>> loss.backward()
+        >>> norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> amp.detach()
+    """
+    raise_together(not_switches(hold_schedulers=hold_schedulers))
+    if attached_now() is not None:
+        raise StateError(
+            "a session is attached already",
+            why="a backward pass is scaled by one session, which takes all models and optimizers of the process",
+            write="amp.add(optimizer), for another one over the same models; mezzo.attach([model, other], "
+            "[optimizer, another], policy); or amp.detach() first",
+        )
+    return AttachedPrecision(
+        models,
+        optimizers,
+        policy,
+        max_grad_norm=max_grad_norm,
+        hold_schedulers=hold_schedulers,
+        on_overflow=on_overflow,
+        process_group=process_group,
+    )
+
+
+class AttachedPrecision(MixedPrecision):
+    """A :class:`MixedPrecision` that a program's own calls drive; :func:`attach` returns one.
+
+    A call style that has hooks of its own derives from it, and says what it leaves to those.
+
+    Args:
+        models: See :func:`attach`.
+        optimizers: See there.
+        policy: See there.
+        hold_schedulers: See there.
+        **options: Of :class:`MixedPrecision`.
+
+    Attributes:
+        last_step: What the last step found and did; ``None`` before the first.
+    """
+
+    _plain = True
+
+    #: What is bound: every backward pass of the process, methods of the models, schedulers. Where backward passes are
+    #: not, they go through ``engine.scale(loss)``, as those of a ``GradScaler``.
+    _binds: ClassVar[tuple[str, ...]] = ("backward", "calls", "schedulers")
+
+    def __init__(
+        self, models: Any, optimizers: Any, policy: Any = None, *, hold_schedulers: bool = True, **options: Any
+    ) -> None:
+        subjects, given = models_and_optimizers(models, optimizers)
+        if policy is None and not any(isinstance(each, Prepared) for each in subjects):
+            kinds = {p.device.type for each in subjects if isinstance(each, nn.Module) for p in each.parameters()}
+            policy = Policy.O1(fast_format(kinds))
+        self.last_step: Step | None = None
+        self._schedules: _Schedules | None = None
+        self._here = threading.local()
+        super().__init__(subjects, given, policy, **options)
+        # Apart, since it outlives a session that is dropped, and holds nothing of it.
+        self._names = contextlib.ExitStack()
+        weakref.finalize(self, self._names.close)
+        self._undo.callback(self._names.close)
+        try:
+            self.weights.show_fp32()
+            self._take_over(given)
+            self._bind_torchs(AveragedModel, "update_parameters", _averages)
+            self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
+            self._bind_torchs(GradScaler, "step", _refuse_scaler)
+            if "calls" in self._binds:
+                self._bind_calls()
+            if "backward" in self._binds:
+                self._bind_torchs(torch.autograd, "_engine_run_backward", _run)
+            if "schedulers" in self._binds and hold_schedulers:
+                self._schedules = _Schedules()
+                for kind in dict.fromkeys(_kinds(LRScheduler)):
+                    self._bind_torchs(kind, "step", _hold)
+        except BaseException:
+            self.close()
+            raise
+        if "backward" in self._binds:
+            _NOW[:] = [weakref.ref(self)]
+
+    # What is bound ----------------------------------------------------------------------------------------
+
+    def _bind_own(self, place: nn.Module | Optimizer, name: str, value: Any) -> None:
+        """Bind a name on a module or an optimizer."""
+        self._undo.callback(_bound(vars(place), name, value))
+
+    def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
+        """Have a function of torch's go through one here, which is given the session as long as there is one."""
+        if name not in vars(place):
+            return
+        plain, here = vars(place)[name], weakref.ref(self)
+
+        @functools.wraps(plain)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            amp = here()
+            if amp is None or amp.is_closed:
+                return plain(*args, **kwargs)
+            return call(amp, plain, *args, **kwargs)
+
+        def put_back() -> None:
+            if vars(place).get(name) is bound:  # or others have bound it again since
+                setattr(place, name, plain)
+
+        setattr(place, name, bound)
+        self._names.callback(put_back)
+
+    def _bind_calls(self) -> None:
+        """Have the methods of models, and of each part that may be called by itself, run in the region."""
+        for model in self.weights.models:
+            root = model.module if isinstance(model, DistributedDataParallel) else model
+            for module in root.modules():
+                if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                    continue  # which is no function
+                is_torchs = type(module).__module__.startswith("torch.")
+                for name in ["forward"] if is_torchs else _methods(type(module)):
+                    call = self._around(getattr(module, name), is_root=module is root)
+                    self._bind_own(module, name, types.MethodType(call, module))
+
+    def _around(self, plain: Callable[..., Any], *, is_root: bool) -> Callable[..., Any]:
+        here, autocast = self._here, self.autocast
+        is_wide, autocasts = self.policy.output_dtype is None, self.policy.autocast
+        settle = self.weights.settle
+
+        @functools.wraps(getattr(plain, "__func__", plain))
+        def call(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                if not is_root and (
+                    not autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+                ):
+                    return plain(*args, **kwargs)
+                with autocast():
+                    output = plain(*args, **kwargs)
+                return cast_floating(output, torch.float32) if is_wide else output
+            if getattr(here, "inside", False) or self._is_closed:
+                return plain(*args, **kwargs)
+            here.inside = True
+            try:
+                settle()
+                with autocast():
+                    output = plain(*args, **kwargs)
+            finally:
+                here.inside = False
+            # Parameters that a method returns, for an optimizer, say, stay what they are.
+            if not is_wide or any(isinstance(each, nn.Parameter) for each in tensors(output)):
+                return output
+            return cast_floating(output, torch.float32)
+
+        call.is_of_mezzo = True  # type: ignore[attr-defined]
+        return call
+
+    # Optimizers -------------------------------------------------------------------------------------------
+
+    def add(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
+        """Take in optimizers that are made later, over parameters of the models.
+
+        Raises:
+            StateError: Inside an accumulation window of theirs.
+            MezzoError: As :class:`MixedPrecision`. Nothing was changed.
+        """
+        self._require_open("add")
+        weights, engine = self.weights, self.engine
+        _, given = models_and_optimizers(weights.models, listed(optimizers))
+        wide = {param for prepared in weights.prepared for param in prepared.originals()}
+        before = {id(leaf) for each in weights.optimizers for leaf in weights.leaves(each)}
+        check_added(weights.models, weights.optimizers, given, self.policy, wide, before)
+        new = {id(param) for each in given for group in each.param_groups for param in group["params"]}
+        near = [window for window in engine.windows if not new.isdisjoint(map(id, window.leaves()))]
+        if any(window.passes and window.has_gradients() for window in near):
+            raise StateError(
+                "optimizers were added inside an accumulation window",
+                where=some_of([type(each).__name__ for each in given]),
+                write="amp.step() or amp.zero_grad() first",
+            )
+        weights.optimizers += given
+        weights.adopt(given)
+        engine.group()
+        for undo in engine.watch(given):
+            self._undo.callback(undo)
+        self._take_over(given)
+
+    def _take_over(self, optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self.engine.steps_by[optimizer] = optimizer.step
+            self._bind_step(optimizer, optimizer)
+            for inner in inner_optimizers(optimizer):  # SAM's, which programs step by its second_step()
+                if inner not in self.weights.optimizers and inner not in self.engine.steps_by:
+                    self.engine.steps_by[inner] = inner.step
+                    self._bind_step(inner, optimizer)
+            loaded: list[Any] = []
+
+            def take(_: Optimizer, found: dict[str, Any], loaded: list[Any] = loaded) -> None:
+                loaded.append(found.pop(CARRIED, None))
+
+            def go_on(_: Optimizer, loaded: list[Any] = loaded) -> None:
+                self.resume(loaded.pop())
+
+            for handle in (
+                optimizer.register_state_dict_post_hook(self._carry),
+                optimizer.register_load_state_dict_pre_hook(take),
+                optimizer.register_load_state_dict_post_hook(go_on),
+            ):
+                self._undo.callback(handle.remove)
+
+    def _bind_step(self, optimizer: Optimizer, of: Optimizer) -> None:
+        plain = optimizer.step
+
+        @functools.wraps(getattr(plain, "__func__", plain))
+        def step(bound: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if self.is_closed:  # a scheduler that was made meanwhile has wrapped it
+                return plain() if closure is None else plain(closure)
+            return self._own_step(bound, of, closure)
+
+        self._bind_own(optimizer, "step", types.MethodType(step, optimizer))
+
+    def _own_step(self, optimizer: Optimizer, of: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Step with an optimizer, or skip: what ``optimizer.step()`` is meanwhile.
+
+        Args:
+            optimizer: What is asked to step.
+            of: The one of the session's that it is, or is inside of.
+            closure: As torch's optimizers take it.
+        """
+        engine = self.engine
+        plain = engine.steps_by[optimizer]
+        if engine.is_stepping or self._is_closed:  # inside the step of another one; or under what others have bound
+            return plain() if closure is None else plain(closure)
+        if closure is not None and not evaluates_once(optimizer):
+            losses: list[Any] = []
+
+            def evaluate() -> Any:
+                losses.append(closure())
+                return losses[-1]
+
+            self.step(of, evaluate)
+            return losses[0] if losses else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
+        if not has_gradients and engine.ranks.size == 1:
+            plain()
+        elif optimizer is of:
+            self.step(of)
+        else:
+            self._note([of], engine.step([of], by=plain))
+        return loss
+
+    def step(
+        self,
+        optimizers: Optimizer | Iterable[Optimizer] | None = None,
+        closure: Callable[[], Any] | None = None,
+    ) -> Step:
+        """Check the gradients, update or skip: what ``optimizer.step()`` comes to; see :meth:`MixedPrecision.step`."""
+        return self._note(chosen(optimizers, self.weights.optimizers), super().step(optimizers, closure))
+
+    def _note(self, optimizers: list[Optimizer], step: Step) -> Step:
+        self.last_step = step
+        if self._schedules is not None:
+            self._schedules.note(optimizers, step.skipped)
+        return step
+
+    # State ------------------------------------------------------------------------------------------------
+
+    def _carry(self, _: Optimizer, found: dict[str, Any]) -> None:
+        found[CARRIED] = state.save(self.engine, self.policy, weights=False)
+
+    def resume(self, found: Mapping[str, Any] | None) -> None:
+        """Go on from the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.
+
+        Raises:
+            StateError: It is another model's. Nothing was loaded.
+        """
+        if found is not None:
+            self.load_state_dict(found)
+
+    def clean_steps(self) -> int:
+        """Return how many steps the scale has not moved for, as a ``GradScaler`` saves them; a host sync."""
+        return int(self.engine.scaler.state.clean_steps)
+
+    def close(self) -> None:
+        """End the session: FP32 weights, optimizers as they were built, and every name bound to what it was before."""
+        if attached_now() is self:
+            _NOW.clear()
+        super().close()
+
+    def detach(self) -> None:
+        """End the session, as :meth:`close` does."""
+        self.close()
+
+
+def _bound(names: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
+    """Bind a name, and return what puts back what it was, unless others have bound it again since."""
+    has, before = name in names, names.get(name)
+    names[name] = value
+
+    def put_back() -> None:
+        if names.get(name) is value:
+            del names[name]
+            if has:
+                names[name] = before
+
+    return put_back
+
+
+def _methods(kind: type) -> list[str]:
+    """Return the public methods of a module's class that are none of ``nn.Module``'s."""
+    found: dict[str, Any] = {}
+    for each in kind.__mro__:
+        if each is nn.Module:
+            break
+        for name, value in vars(each).items():
+            found.setdefault(name, value)
+    return [
+        name
+        for name, value in found.items()
+        if isinstance(value, types.FunctionType)
+        and not name.startswith("_")
+        and (name == "forward" or not hasattr(nn.Module, name))
+        and not inspect.isgeneratorfunction(value)
+        and not inspect.iscoroutinefunction(value)
+    ]
+
+
+# In place of functions of torch's -----------------------------------------------------------------------------
+
+
+def _run(
+    amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a backward pass, as the session's if it is the user's own and reaches parameters of its optimizers."""
+    engine = amp.engine
+    if engine.under_way is not None or runs_backward() or not kwargs.get("accumulate_grad"):
+        return plain(roots, gradients, *args, **kwargs)
+    creates_graph = len(args) > 1 and args[1]
+    inputs = args[2] if len(args) > 2 else ()
+    walk = Walk([_leaf(each) for each in inputs]) if inputs else walked(roots)
+    reaches_all = walk.runs_others or amp.engine.weights.units  # of what is gathered a graph shows no parameter
+    reached = set(map(id, walk.leaves))
+    windows = [window for window in engine.windows if reaches_all or not reached.isdisjoint(window.ids())]
+    if not windows:
+        return plain(roots, gradients, *args, **kwargs)
+    engine.commit()
+    scale = engine.scale_now
+    others = engine.others(walk.leaves) if scale is not None else []
+    if scale is not None:
+        refuse_scaled(roots, others if inputs else [], creates_graph=creates_graph)
+        roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)
+    engine.begin(windows, scale, amp)
+    try:
+        with unscaled(others, scale) if others else contextlib.nullcontext():
+            found = plain(roots, gradients, *args, **kwargs)
+    except BaseException:
+        engine.fail(windows)
+        raise
+    losses = [root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+    engine.end(windows, losses)
+    return found
+
+
+def _leaf(given: Any) -> Any:
+    return getattr(given.node, "variable", given) if isinstance(given, GradientEdge) else given
+
+
+def _averages(amp: AttachedPrecision, plain: Callable[..., None], averaged: AveragedModel, model: nn.Module) -> None:
+    """Have an average of weights read FP32 values, unless it is stored low itself."""
+    is_low = any(param.dtype in LOW for param in averaged.module.parameters())
+    plain(averaged, model if is_low else amp.engine.weights.in_fp32(model))
+
+
+def _refuse_scaler(
+    amp: AttachedPrecision,
+    plain: Callable[..., Any],
+    scaler: GradScaler,
+    optimizer: Optimizer,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Refuse that a GradScaler unscales or steps where the session does."""
+    is_known = optimizer in amp.engine.weights.optimizers
+    if is_known and scaler.is_enabled() and not isinstance(scaler, SessionScaler):
+        raise StateError(
+            "a GradScaler scales the loss besides the session",
+            where=f"{type(scaler).__name__}, {type(optimizer).__name__}",
+            why="each would unscale and check the gradients, and count the overflows of the other",
+            write="GradScaler(enabled=False), with which the loop stays as it is: the policy has the scale",
+        )
+    return plain(scaler, optimizer, *args, **kwargs)
+
+
+# Schedulers -----------------------------------------------------------------------------------------------------
+
+
+class _Schedules:
+    """Hold ``scheduler.step()`` where each step of its optimizer since the scheduler's last one was skipped.
+
+    One that steps once an epoch waits so for an epoch of which every step was skipped, and for no other.
+    """
+
+    def __init__(self) -> None:
+        self._total: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._pending: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self.runs = False
+
+    def note(self, optimizers: Iterable[Optimizer], skipped: Tensor) -> None:
+        """Take note of a step; no host sync, but one in 64 steps of an optimizer without a scheduler.
+
+        Args:
+            optimizers: Those that have stepped, or skipped.
+            skipped: 0-d bool: which of both.
+        """
+        for optimizer in optimizers:
+            self._total[optimizer] = self._total.get(optimizer, 0) + 1
+            pending = self._pending.setdefault(optimizer, [])
+            pending.append(skipped.detach())
+            if len(pending) == 64:
+                self._count(optimizer)
+
+    def _count(self, optimizer: Optimizer) -> int:
+        pending = self._pending.pop(optimizer, [])
+        taken = int((~torch.stack(pending)).sum()) if pending else 0
+        self._taken[optimizer] = self._taken.get(optimizer, 0) + taken
+        return self._taken[optimizer]
+
+    def waits(self, scheduler: Any) -> bool:
+        """Whether a scheduler that is about to step is to wait; what it is told counts as told."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not isinstance(optimizer, Optimizer) or optimizer not in self._total:
+            return False
+        total, taken = self._seen.get(scheduler, (0, 0))
+        now = self._seen[scheduler] = self._total[optimizer], self._count(optimizer)
+        begins = getattr(scheduler, "_is_initial", False) or getattr(scheduler, "last_epoch", 0) < 0
+        return not begins and now[0] > total and now[1] == taken
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    below: type
+    for below in kind.__subclasses__():
+        yield from _kinds(below)
+    yield kind
+
+
+@_disable_dynamo
+def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Step a scheduler unless it is to wait; one inside of another is asked by that one."""
+    schedules = amp._schedules
+    if schedules is None or schedules.runs:
+        return plain(scheduler, *args, **kwargs)
+    if schedules.waits(scheduler):
+        return None
+    schedules.runs = True
+    try:
+        return plain(scheduler, *args, **kwargs)
+    finally:
+        schedules.runs = False

@@ -1,0 +1,556 @@
+"""The engine: GradScaler's four verbs over one loss scale. Every call style is an adapter over them.
+
+``scale`` a loss, whose backward pass opens windows; ``unscale_`` their gradients; ``step``: judge them once, then
+update or skip; ``update`` the scale.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.cast.model import sharding
+from mezzo.distributed.exchange import Ranks
+from mezzo.distributed.wrappers import Wrappers
+from mezzo.errors import StateError, UnsupportedError, message, some_of
+from mezzo.interrupts import uninterrupted
+from mezzo.optim.hypers import changes_nothing
+from mezzo.optim.optimizer import as_one_pass
+from mezzo.policy import Policy
+from mezzo.scale.scaler import Scaler
+from mezzo.scale.state import inverse
+from mezzo.session import closures
+from mezzo.session.observers import Judged, StepObserver, observing
+from mezzo.session.passes import ScaledLoss, hooked
+from mezzo.session.stats import Step, StepAccount, StepOutcome
+from mezzo.session.update import Writes, check_numbers
+from mezzo.session.weights import Weights
+from mezzo.session.window import Window
+from mezzo.step.executors.choose import shared
+from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
+from mezzo.step.passes import Verdict, as_fused, decided, not_finite
+from mezzo.tensors import moved
+
+__all__ = ["Engine"]
+
+
+class Engine(Writes):
+    """Scale, unscale, step, update.
+
+    Args:
+        weights: The models and optimizers.
+        policy: The policy.
+        ranks: The ranks that step together.
+        max_grad_norm: What the 2-norm of a step's gradients is clipped to; ``None`` clips nothing.
+        plain: See below.
+
+    Attributes:
+        weights: The models and optimizers.
+        ranks: The ranks that step together.
+        scaler: The loss scale.
+        account: The steps so far.
+        windows: Gradients between a backward pass and a step, one window for optimizers that share parameters.
+        observers: What looks at each pass and step.
+        max_grad_norm: It may be set between steps.
+        plain: Whether gradients are FP32, unscaled and checked as soon as a backward pass ends: for loops of the user's
+            own, which look at them by calls of their own.
+        waits: Whether the scale moves in :meth:`update` alone, as a ``GradScaler``'s does; else a step moves it, once
+            no other window waits with gradients of the same scale.
+        is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
+        under_way: The backward pass that runs now, or who runs it; ``None`` between passes.
+    """
+
+    def __init__(
+        self, weights: Weights, policy: Policy, ranks: Ranks, max_grad_norm: float | None, *, plain: bool = False
+    ) -> None:
+        super().__init__(weights)
+        self.ranks, self.max_grad_norm, self.plain = ranks, max_grad_norm, plain
+        self.device = weights.device = next(weights.updated()).device
+        self.scaler = Scaler(policy.loss_scale, self.device, shared)
+        self.account = StepAccount(policy.loss_scale, self.scaler.state.scale, weights.name_of, ranks)
+        self.windows: list[Window] = []
+        self.observers: list[StepObserver] = []
+        self.waits = self.is_captured = False
+        self.under_way: object = None
+        self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
+        self._is_told = self._has_warned = False
+        self.wrappers = Wrappers(ranks)
+        self.group()
+
+    # Who takes part ---------------------------------------------------------------------------------------
+
+    def group(self) -> None:
+        """Give optimizers that share parameters one window; open ones stay, as far as they can."""
+        windows = list(self.windows)
+        for optimizer in self.weights.optimizers:
+            if any(optimizer in window.optimizers for window in windows):
+                continue
+            mine = set(map(id, self.weights.leaves(optimizer)))
+            near = [window for window in windows if not mine.isdisjoint(map(id, window.leaves()))]
+            together = [each for window in near for each in window.optimizers] + [optimizer]
+            windows = [window for window in windows if window not in near] + [Window(self.weights, together)]
+        self.windows = windows
+        self.ranks.follow(self.weights.updated(), self.weights.name_of)
+
+    def owns(self, leaf: Tensor) -> bool:
+        """Whether an optimizer of the session updates a parameter."""
+        return any(window.owns(leaf) for window in self.windows)
+
+    def others(self, leaves: Iterable[Any]) -> list[Any]:
+        """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
+        known = set[int]().union(*(window.ids() for window in self.windows))
+        found = [leaf for leaf in leaves if id(leaf) not in known]
+        parts = sharding.parts_of(self.weights.units) if self.weights.units else {}
+        return [leaf for leaf in found if not (leaf in parts and id(parts[leaf]) in known)] if parts else found
+
+    def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
+        """Refuse steps of optimizers that go behind the engine's back; yield what ends it."""
+        for optimizer in optimizers:
+            yield optimizer.register_step_pre_hook(self._before_step).remove
+
+    def watch_models(self) -> Iterator[Callable[[], None]]:
+        """Learn which wrappers reduce gradients over ranks; yield what ends it."""
+        return self.wrappers.watch(self.weights.models)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Exchange no gradients between ranks in passes of forward passes in here."""
+        return self.wrappers.no_sync(self.weights.models, self.weights.units)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.is_stepping or optimizer not in self.weights.optimizers:  # a wrapper may share an optimizer's hooks
+            return
+        held = [
+            p.grad
+            for pair in zip(self.weights.leaves(optimizer), self.weights.updated(optimizer), strict=True)
+            for p in pair
+        ]
+        gradients = [gradient for gradient in held if gradient is not None]
+        # torch.distributed.checkpoint lets an optimizer make its state by a step that changes nothing.
+        if gradients and not changes_nothing(optimizer.param_groups, gradients):
+            raise StateError(
+                "optimizer.step() behind the session's back",
+                where=type(optimizer).__name__,
+                why="its gradients may carry the loss scale, and were neither checked nor clipped",
+                write="amp.step()",
+            )
+
+    # scale ------------------------------------------------------------------------------------------------
+
+    @property
+    def scale_now(self) -> Tensor | None:
+        """What a loss is multiplied by now, 0-d float32; ``None`` where gradients carry no scale."""
+        return self.scaler.state.scale if self.scaler.changes_gradients else None
+
+    def commit(self) -> None:
+        """Move the scale on before the next loss, where a step has left that open."""
+        if not self.is_captured:
+            self.scaler.leave()  # gradients keep their scale, whatever a replay of a captured step makes of its own
+        if not self.waits:
+            self.update()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale; the pass that differentiates it is the session's, whoever runs it."""
+        self.commit()
+        scale, scaled = self.scale_now, self.scaler.scaled(loss)
+        scaled = scaled * 1 if scaled is loss else scaled
+        if scaled.requires_grad:
+            ScaledLoss(self, loss, scaled, scale)
+        return scaled
+
+    def begin(self, windows: list[Window], scale: Tensor | None, by: object) -> None:
+        """Make ready for a backward pass.
+
+        Args:
+            windows: Those whose parameters it reaches.
+            scale: What its gradients carry.
+            by: Who runs it, until :meth:`end` or :meth:`fail`.
+        """
+        self.require_whole()
+        if self.weights.take_added():
+            self.group()
+        for observer in (*self.observers, *observing()):
+            observer.begins(self, scale)
+        has_low = self.wrappers.has_low
+        if self.plain and scale is not None and not self._has_warned:
+            self._warn_of_hooks(windows)
+        is_users = self.plain or self.waits
+        for window in () if is_users else windows:
+            window.refuse_left()
+        with uninterrupted():
+            for window in windows:
+                if is_users:
+                    window.forget_cleared()
+                window.begin(
+                    scale,
+                    is_wide=self.plain and not has_low and not self.weights.units,  # whose parts get low gradients
+                    steps_aside=has_low,
+                    leaves_zeros=has_low and self.wrappers.finds_unused,
+                )
+            for prepared in self.weights.prepared:
+                prepared.casts.keep()
+            self.under_way = by
+
+    def end(self, windows: list[Window], losses: list[Tensor]) -> None:
+        """Take note of what a backward pass has made.
+
+        Args:
+            windows: Those of :meth:`begin`.
+            losses: What was differentiated, 0-d and detached.
+        """
+        with uninterrupted():
+            self.under_way = None
+            for window in windows:
+                window.end(losses, average=self.wrappers.averaged)
+            self.wrappers.end_pass()
+            if self.plain:
+                self._unscale(windows)
+
+    def fail(self, windows: list[Window]) -> None:
+        """Put back what made way for a backward pass that has raised."""
+        with uninterrupted():
+            self.under_way = None
+            for window in windows:
+                window.fail()
+            if self.plain:  # earlier passes' gradients have got this one's scale
+                with torch.no_grad():
+                    self._unscale(windows)
+
+    def _warn_of_hooks(self, windows: list[Window]) -> None:
+        names = [self.weights.name_of(leaf) for window in windows for leaf in hooked(window.leaves())]
+        if names:
+            self._has_warned = True
+            text = message(
+                "hooks of parameters see gradients that carry the loss scale",
+                where=some_of(names),
+                why="they run inside the backward pass, at whose end gradients are unscaled",
+                write="the same after backward(); or a policy without a scale, dtype=bfloat16: "
+                'Policy.O1("bfloat16"), or the text O1,dtype=bfloat16',
+            )
+            warnings.warn(text, stacklevel=4)
+
+    # unscale_ ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def unscale_(self, optimizers: Collection[Optimizer]) -> None:
+        """Make the gradients of some optimizers FP32 and plain; whether they were finite is remembered.
+
+        Raises:
+            StateError: There are none.
+
+        **Cost**: two passes over the gradients, no host sync.
+        """
+        windows = self._open(optimizers, "unscale_")
+        self.warn_of_edits(windows)
+        with uninterrupted():
+            self._unscale(windows)
+
+    @torch.no_grad()
+    def _unscale(self, windows: list[Window]) -> None:
+        for window in windows:
+            window.give_back()
+            window.rescale(None, checks=True)
+            window.show()
+
+    def warn_of_edits(self, windows: list[Window]) -> None:
+        """Warn, once, of gradients that were written in place while they carry the scale, where nothing else clips."""
+        if self._has_warned or self.max_grad_norm is not None:
+            return
+        if any(window.scale is not None and window.was_edited for window in windows):
+            self._has_warned = True
+            own = "between amp.backward() and amp.step()", "MixedPrecision(…, max_grad_norm=…); or amp.unscale_()"
+            scalers = "between scaler.scale(loss).backward() and scaler.step()", "scaler.unscale_(optimizer)"
+            where, call = scalers if self.waits else own
+            text = message(
+                "gradients were edited in place while they carry the loss scale",
+                where=where,
+                why="a norm to clip to, for instance, was compared with gradients that are that much larger",
+                write=f"{call} before the edit",
+            )
+            warnings.warn(text, stacklevel=5)
+
+    # step -------------------------------------------------------------------------------------------------
+
+    def _open(self, optimizers: Collection[Optimizer], call: str) -> list[Window]:
+        """Return the windows of some optimizers, as far as there is something in them."""
+        near = [window for window in self.windows if not set(window.optimizers).isdisjoint(optimizers)]
+        found = [window for window in near if window.passes or self.plain]
+        if call == "step":
+            found = [window for window in found if window.has_gradients()]
+        if not found:
+            begun = any(window.passes for window in near)
+            raise StateError(
+                "no parameter has a gradient" if begun else f"{call}() before backward()",
+                where=some_of([type(each).__name__ for each in optimizers]),
+                why="every gradient is None: frozen, detached, or cleared since backward()" if begun else "",
+                write="amp.zero_grad() only after amp.step()" if begun else f"amp.backward(loss), then amp.{call}()",
+            )
+        return found
+
+    @torch.no_grad()
+    def step(
+        self,
+        optimizers: Collection[Optimizer],
+        closure: Callable[[], Any] | None = None,
+        by: Callable[..., Any] | None = None,
+    ) -> Step:
+        """Judge the gradients of some optimizers once; then update, or skip, all of them together.
+
+        A signal that comes meanwhile waits until the writes are done.
+
+        Args:
+            optimizers: Those that step, as far as they have gradients.
+            closure: Evaluates the loss, for an optimizer that asks for it by itself: see :mod:`mezzo.session.closures`.
+            by: Called in place of the one optimizer's ``step``, and only if it is not skipped: how a framework learns
+                of that. One host sync.
+
+        Raises:
+            StateError: No gradient, or an earlier update that was ended half-way.
+            MezzoError: A hyper-parameter that is not finite. Whatever is raised here, nothing was written.
+            DistributedError: Another rank ended this step.
+        """
+        self._refuse_capture(closure)
+        self.account.check()
+        self.wrappers.follow_first(self.weights.stored)
+        if closure is not None:
+            step = closures.evaluated(self, optimizers, closure)
+        else:
+            with uninterrupted():
+                if self.ranks.size == 1:
+                    step = self._take(optimizers, by)
+                else:
+                    with self.told_to_ranks():
+                        step = self._take(optimizers, by)
+        for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
+            observer.stepped(self, step)
+        return step
+
+    def _take(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
+        self.require_whole()
+        windows = self._open(optimizers, "step")
+        self.warn_of_edits(windows)
+        stepping = [each for window in windows for each in window.optimizers if each in optimizers]
+        check_numbers(stepping)
+        judged, absent = self.judge(windows, stepping)
+        self.write(windows, stepping, judged, keeps=self.plain, by=by)
+        return self.finish(windows, judged, absent)
+
+    def _refuse_capture(self, closure: object) -> None:
+        """Refuse a closure in a captured step, and a step that is captured in a graph of the user's own."""
+        if self.is_captured and closure is not None:
+            raise UnsupportedError(
+                "closure= cannot be captured",
+                where="amp.step(closure=…) in a train step under mezzo.capture",
+                why="whether an evaluation overflowed decides what the optimizer does next: the host would have to ask",
+                write="amp.backward(loss), then amp.step(); or the train step without mezzo.capture",
+            )
+        if self.device.type != "cuda" or self.is_captured:
+            return
+        with torch.cuda.device(self.device):  # torch asks the current device's stream
+            capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            raise UnsupportedError(
+                "amp.step() cannot be captured by torch.cuda.graph",
+                where=f"the current stream of {self.device}",
+                why="loss scales, hyper-parameters and the account of skipped steps live on between replays",
+                write="mezzo.capture(train_step, amp), which makes the graph",
+            )
+
+    @contextmanager
+    def told_to_ranks(self) -> Iterator[None]:
+        """Have an error of this rank, before the ranks have agreed, end the step of all."""
+        number = self.account.begun
+        try:
+            yield
+        except Exception as error:
+            if self.account.begun == number and not self.broken:
+                self.ranks.absent(error, self.device, step=number + 1)
+            raise
+
+    def judge(self, windows: list[Window], optimizers: Collection[Optimizer]) -> tuple[Judged, Tensor | None]:
+        """Judge the gradients of some optimizers, with all ranks that step together.
+
+        Returns:
+            The gradients with the verdict, and of several ranks whether one is absent.
+
+        **Cost**: one pass that reads them, and one launch. No host sync.
+        """
+        if self.weights.units and sharding.has_unreduced(self.weights.units):
+            raise StateError(
+                "gradients wait for a backward pass that reduces them over ranks",
+                why="this step would not see them, and the next would take them for its own",
+                write="the last micro-batch of a step outside of amp.no_sync()",
+            )
+        for window in windows:
+            window.give_back()
+        if len({id(window.scale) for window in windows}) > 1:
+            for window in windows:
+                window.rescale(None)
+        scale = windows[0].scale
+        params, gradients = dense([leaf for window in windows for leaf in window.leaves(optimizers)])
+        if not params:
+            raise StateError("no parameter has a gradient", write="amp.zero_grad() only after amp.step()")
+        places, is_own = alike(gradients), all(as_one_pass(each) is not None for each in optimizers)
+        sizes = norms(gradients, self.device, one_pass=is_own, groups=places)
+        if self.ranks.size > 1:
+            sizes = self.ranks.norms(params, sizes)
+        numbers: list[Tensor | float] = [] if scale is None else [scale]
+        numbers += [] if self.max_grad_norm is None else [float(self.max_grad_norm)]
+        losses = [moved(loss, self.device) for window in windows for loss in window.losses]
+        flags = [moved(window.found, self.device) for window in windows if window.found is not None]
+        flags += [skipped for window in windows for skipped in window.has_skipped()]
+        inner, self._inner = [] if self._inner is None else [self._inner], None
+        given = scale is not None, self.max_grad_norm is not None, not is_own, len(inner), len(losses)
+        found = shared(concluded, given, [sizes, *numbers, *inner, *losses, *flags])
+        grad_norm, found_inf, multiplier, failed, *fused = found
+        absent = None
+        if self.ranks.size > 1:
+            found_inf, failed, absent = self.ranks.agree(found_inf, failed, step=self.account.begun + 1)
+            fused = []
+        verdict = Verdict(
+            norms=sizes,
+            grad_norm=grad_norm,
+            found_inf=found_inf,
+            multiplier=multiplier,
+            is_one=not numbers,
+            as_fused=tuple(fused),
+        )
+        judged = Judged(
+            params=params,
+            gradients=gradients,
+            scale=scale,
+            verdict=verdict,
+            is_clipped=self.max_grad_norm is not None,
+            failed=failed,
+        )
+        for observer in (*self.observers, *observing()):
+            observer.judged(self, judged)
+        return judged, absent
+
+    def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
+        """End a step whose writes are done: adapt the scale, and account for it."""
+        verdict, now = judged.verdict, self.scaler.state.scale
+        made_with = windows[0].made_with
+        for window in windows:
+            window.close(verdict.found_inf if self.plain else None)
+            if self.plain:
+                window.show()  # so that what clears the gradients of ``param_groups`` clears the models'
+        self.scaler.update(verdict.found_inf, hold=judged.failed)
+        self._is_told = True
+        waiting = any(window.passes and window.made_with is now for window in self.windows)
+        if not self.waits and not waiting:
+            self.update()
+        state = self.scaler.state
+        outcome = StepOutcome(
+            skipped=verdict.found_inf,
+            failed=judged.failed,
+            scale=state.scale,
+            floor_overflows=state.floor_overflows,
+            absent=absent,
+            norms=verdict.norms,
+            params=judged.params,
+        )
+        self.account.note(outcome)
+        self.weights.restored.clear()
+        self.weights.forget_casts()
+        sharding.reshard(self.weights.units)
+        return Step(
+            self.account.check,
+            skipped=verdict.found_inf,
+            scale=now if made_with is None else made_with,
+            next_scale=state.scale,
+            grad_norm=verdict.grad_norm,
+        )
+
+    # update -----------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Move the scale on, once for all that was found since the last time. No host sync."""
+        if self._is_told:
+            with uninterrupted():
+                self._is_told = False
+                self.scaler.advance()
+
+    # Besides ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clear(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of models and masters, and forget unfinished windows."""
+        with uninterrupted():
+            for window in self.windows:
+                window.give_back()
+            for optimizer in self.weights.optimizers:
+                optimizer.zero_grad(set_to_none)
+            params = [param for model in self.weights.models for param in model.parameters()]
+            if set_to_none:
+                for param in params:
+                    param.grad = None
+            else:
+                clear_to_zeros(params)
+            for window in self.windows:
+                window.clear()
+            self._inner = None
+            self.weights.forget_casts()
+            sharding.forget_gradients(self.weights.units)
+
+    def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+        """Differentiate scaled outputs, and return unscaled gradients, at least in FP32.
+
+        An overflow on the way counts as one of the next step's, so that the scale falls although the loss that is
+        computed of it is itself infinite.
+        """
+        self.commit()
+        scale = self.scale_now
+        for observer in (*self.observers, *observing()):
+            observer.begins(self, scale)
+        found = self.weights.region().run_grad(self.scaler.scaled(outputs), inputs, **options)
+        wide = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]
+        if scale is None:
+            return tuple(wide)
+        back = inverse(scale)
+        wide = [g if g is None else g * moved(back, g.device) for g in wide]
+        there = [g.detach() for g in wide if g is not None]
+        if there:  # by their largest values: a norm of finite ones may be infinite
+            sizes = [moved(size, self.device, torch.float32) for size in torch._foreach_norm(there, float("inf"))]
+            flag = not_finite(torch.stack(sizes).sum())
+            self._inner = flag if self._inner is None else self._inner | flag
+        return tuple(wide)
+
+
+def concluded(
+    is_scaled: bool, is_clipped: bool, is_told: bool, num_inner: int, num_losses: int, total: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return the verdict on a step, as one pure function of tensors and numbers.
+
+    Args:
+        is_scaled: Whether the gradients carry a scale.
+        is_clipped: Whether their norm is clipped.
+        is_told: Whether optimizers of torch's may be told it.
+        num_inner: How many flags there are of gradients that a loss was computed from: 0 or 1.
+        num_losses: How many losses were differentiated.
+        total: Norms whose own norm is that of all gradients.
+        *rest: The scale, where there is one; what to clip to; then these flags, these losses, and flags of gradients
+            that were not finite when they were unscaled.
+
+    Returns:
+        ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss itself was not finite, so that the
+        loss scale stays; and if need be the verdict's ``as_fused``.
+    """
+    numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
+    inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
+    grad_norm, found_inf, multiplier = decided(is_scaled, is_clipped, total, *numbers)
+    failed = found_inf.ne(found_inf)  # no: in words that kernels are written from
+    for loss in losses:
+        failed = failed | not_finite(loss)
+    found_inf = found_inf | failed
+    for flag in (*inner, *flags):
+        found_inf = found_inf | flag
+    for flag in inner:
+        failed = failed & ~flag
+    verdict = grad_norm, found_inf, multiplier, failed
+    return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if is_told else verdict

@@ -1,0 +1,173 @@
+"""Checkpoints: written whole or not at all, and handed out only if every bit is as it was written."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any, BinaryIO, Final
+from zipfile import BadZipFile, ZipFile
+
+import torch
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, shown
+from mezzo.files import opened, whole
+
+__all__ = ["load", "save"]
+
+#: An attribute of MS-DOS.
+_FOLDER: Final = 0x10
+#: What ``zipfile`` raises over headers that contradict each other, or lead out of the file.
+_DAMAGES: Final = (BadZipFile, EOFError, OSError, OverflowError, RuntimeError, ValueError, struct.error, zlib.error)
+
+
+def save(path: Any, state: Any = None, /, *, each_rank: bool = False, **parts: Any) -> None:
+    """Write model, optimizer and session side by side, completely or not at all.
+
+    The file is written beside its place, handed to the disk, and renamed: a process killed at any moment, or a full
+    disk, leaves the old checkpoint as it was. :func:`load` reads it, and so does ``torch.load``. Of several ranks of
+    ``torch.distributed`` the first writes.
+
+    Args:
+        path: The file, or a symbolic link to it. Its folder must exist; permissions and group of an old file are kept.
+        state: A value to write in place of parts. ``save(state, path)``, in the order of ``torch.save``, is the same.
+        each_rank: Whether each rank writes a file of its own, under a path of its own.
+        **parts: By name what has a ``state_dict()``, whose result is written, or any other value.
+
+    Raises:
+        PolicyError: Nothing to write, or no path.
+        OSError: The folder does not exist or cannot be written, the disk is full, or the path is that of something
+            else than a file, such as a device. Whatever is raised, the old checkpoint is as it was.
+
+    **Cost**: room for two checkpoints while it writes, and one wait until the disk has the new one.
+
+    Example:
+        >>> import mezzo, torch, tempfile, os
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> amp = mezzo.MixedPrecision(model, optimizer, "O1,emulate=true")
+        >>> path = os.path.join(tempfile.mkdtemp(), "last.pt")
+        >>> mezzo.save(path, model=model, optimizer=optimizer, amp=amp, epoch=3)
+        >>> sorted(mezzo.load(path))
+        ['amp', 'epoch', 'model', 'optimizer']
+    """
+    if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
+        path, state = state, path
+    write = "mezzo.save(path, model=model, optimizer=optimizer, amp=amp)"
+    if not isinstance(path, str | os.PathLike):
+        raise PolicyError(f"{shown(path)} is no path", write=write)
+    if (state is None) == (not parts):
+        raise PolicyError("nothing to save" if state is None else "a state and parts to save", write=write)
+    made = {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in parts.items()}
+    dist = torch.distributed
+    is_other_rank = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+    if is_other_rank and not each_rank:
+        return
+    before = get_crc32_options()
+    set_crc32_options(True)  # whatever this process asks of its other files: without them no damage is seen
+    try:
+        with whole(path) as file:
+            torch.save(made if state is None else state, file)
+    finally:
+        set_crc32_options(before)
+
+
+def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool = True, **parts: Any) -> Any:
+    """Read what :func:`save` or ``torch.save`` wrote, if every record of it is as it was written.
+
+    ``torch.load`` checks no checksums: a flipped bit inside a tensor is loaded as another number.
+
+    Args:
+        path: A regular file, in the format of ``torch.save`` since torch 1.6.
+        map_location: As in ``torch.load``.
+        weights_only: As in ``torch.load``: only tensors and plain containers. ``False`` runs whatever program the file
+            holds; a checksum says nothing about who wrote it.
+        **parts: What has a ``load_state_dict()``, which is given what was saved under its name.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        StateError: A record is damaged, and which; the file is cut short or is no checkpoint; it holds what
+            ``weights_only`` refuses; or it has none of a part.
+        UnsupportedError: Its tensors belong on a device that is not here.
+        OSError: There is no such file, or it is something else, such as a folder or a pipe.
+
+    **Cost**: one more reading of the file, from memory mostly.
+
+    Example:
+        >>> import mezzo, torch, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "last.pt")
+        >>> mezzo.save(path, weight=torch.tensor([1.0, 2.0]))
+        >>> mezzo.load(path)
+        {'weight': tensor([1., 2.])}
+    """
+    name = os.fsdecode(path)
+    with opened(path) as file:
+        _check_records(file, name)
+        file.seek(0)
+        try:
+            found = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+        except (
+            pickle.UnpicklingError,
+            RuntimeError,
+            EOFError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:
+            raise _unreadable(error, name) from error
+    missing = [part for part in parts if not isinstance(found, Mapping) or part not in found]
+    if missing:
+        raise StateError(
+            f"the checkpoint has no {missing[0]!r}",
+            where=name,
+            why=f"it has {shown(list(found))}" if isinstance(found, Mapping) else f"it is {shown(found)}",
+            write="mezzo.load(path, …) with the names that mezzo.save(path, …) was given",
+        )
+    for part, each in parts.items():
+        each.load_state_dict(found[part])
+    return found
+
+
+def _check_records(file: BinaryIO, path: str) -> None:
+    """Read all of an archive once, and raise unless every record has the checksum that it was written with."""
+    write = "mezzo.load(…) of an older checkpoint"
+    try:
+        with ZipFile(file) as archive:
+            # Of what one bit calls a folder torch hands out memory as it finds it.
+            folders = (each.filename for each in archive.infolist() if each.is_dir() or each.external_attr & _FOLDER)
+            damaged = archive.testzip() or next(folders, None)
+    except _DAMAGES as error:
+        why = str(error) or "it ends before its header says"
+        raise StateError("the checkpoint is damaged, or none", where=path, why=why, write=write) from None
+    if damaged is not None:
+        what = f"the record {damaged!r} of the checkpoint is damaged"
+        raise StateError(what, where=path, why="its CRC-32 is another, or it is called a folder", write=write)
+
+
+def _unreadable(error: Exception, path: str) -> MezzoError:
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if "device but torch." in text and "is_available() is False" in text:
+        return UnsupportedError(
+            "the checkpoint's tensors belong on a device that is not here",
+            where=path,
+            why=text.partition(". ")[0],
+            write=f'mezzo.load({path!r}, map_location="cpu")',
+        )
+    refused = re.search(r"(?:WeightsUnpickler error: |Trying to load )(.*)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and refused is not None:
+        return StateError(
+            "the checkpoint holds more than tensors and plain containers",
+            where=path,
+            why=refused[1].split(". Please use")[0],
+            write=f"mezzo.load({path!r}, weights_only=False)   # runs what it holds: only if you trust who wrote it",
+        )
+    return StateError(
+        "the file is whole, and torch cannot read it", where=path, why=text, write="a file that mezzo.save wrote"
+    )

@@ -1,0 +1,419 @@
+"""What stands against a session by its arguments, found before anything is changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, sgd
+
+from mezzo.cast import Prepared
+from mezzo.cast.model.hooks import is_ours, owner_of
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
+from mezzo.optim.optimizer import as_one_pass
+from mezzo.optim.state import held_state
+from mezzo.policy import Policy
+from mezzo.tensors import LOW, dtype_name
+
+__all__ = [
+    "REACTIONS",
+    "Handles",
+    "check_added",
+    "check_converted",
+    "check_loss",
+    "check_session",
+    "chosen",
+    "listed",
+    "models_and_optimizers",
+    "wrong_options",
+]
+
+#: The handles of each model that was prepared before.
+Handles = Mapping[nn.Module, list[Prepared]]
+#: What ``on_overflow`` can be.
+REACTIONS: Final = ("skip", "explain", "raise")
+_ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy): models first, then optimizers"
+
+
+# Arguments ------------------------------------------------------------------------------------------------
+
+
+def listed(given: Any) -> list[Any]:
+    """Return a list of what was given, be it one model or optimizer or several."""
+    alone = isinstance(given, (nn.Module, Optimizer, Prepared, str)) or not isinstance(given, Iterable)
+    return [given] if alone else list(given)
+
+
+def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module | Prepared], list[Optimizer]]:
+    """Return both as lists; handles of prepared models stand among the models.
+
+    Raises:
+        PolicyError: Something else among them, none, or the one in the other's place.
+    """
+    all_models, all_optimizers = listed(models), listed(optimizers)
+    if all(isinstance(each, Optimizer) for each in all_models) and all(
+        isinstance(each, nn.Module) for each in all_optimizers
+    ):
+        raise PolicyError("the model and the optimizer stand in each other's place", write=_ORDER)
+    raise_together(
+        [
+            *_of_another_kind(all_models, (nn.Module, Prepared), "a model must be an nn.Module"),
+            *_of_another_kind(all_optimizers, (Optimizer,), "an optimizer must be a torch.optim.Optimizer"),
+        ]
+    )
+    return _outermost(all_models), all_optimizers
+
+
+def _outermost(models: list[Any]) -> list[Any]:
+    """Return models without those that are listed twice, or are part of another one in the list."""
+    inside = {
+        part
+        for model in models
+        for part in (model.model if isinstance(model, Prepared) else model).modules()
+        if part is not model
+    }
+    return [model for model in dict.fromkeys(models) if model not in inside]
+
+
+def _of_another_kind(given: list[Any], kinds: tuple[type, ...], what: str) -> Iterator[PolicyError]:
+    wrong = list(dict.fromkeys(_kind_of(each) for each in given if not isinstance(each, kinds)))
+    if wrong or not given:
+        yield PolicyError(f"{what}, not {some_of(wrong)}" if wrong else f"{what}, and there is none", write=_ORDER)
+
+
+def _kind_of(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def chosen(given: Any, known: list[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that a call names; all of the session's when omitted.
+
+    Raises:
+        PolicyError: One that is not the session's; or none is named.
+    """
+    if given is None:
+        return known
+    found = listed(given)
+    foreign = [_kind_of(each) for each in found if each not in known]
+    if foreign or not found:
+        raise PolicyError(
+            "the optimizer is not the session's" if foreign else "optimizers are named, and there is none",
+            where=some_of(foreign),
+            write="one that MixedPrecision(models, optimizers, policy) was given; all of them when omitted",
+        )
+    return found
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what is no loss.
+
+    Raises:
+        PolicyError: Not a floating scalar.
+        StateError: It depends on no parameter.
+    """
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+        what = f"{dtype_name(loss.dtype)} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else _kind_of(loss)
+        raise PolicyError(f"a loss is a floating scalar, not {what}", write="amp.backward(loss.mean())")
+    if not loss.requires_grad:
+        raise StateError(
+            "the loss depends on no parameter",
+            why="it has no graph: computed under no_grad, detached, or of frozen parameters alone",
+            write="the loss of a forward pass outside torch.no_grad()",
+        )
+
+
+def wrong_options(*, max_grad_norm: Any = None, on_overflow: Any = "skip") -> Iterator[PolicyError]:
+    """Yield what is wrong with options that may be set between steps."""
+    number = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (number and max_grad_norm > 0):
+        yield PolicyError(
+            f"max_grad_norm is {max_grad_norm!r}",
+            why="a norm to clip to is positive",
+            write="max_grad_norm=1.0; None does not clip",
+        )
+    if on_overflow not in REACTIONS:
+        yield unknown_word("on_overflow", on_overflow, REACTIONS)
+
+
+# Models and optimizers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """One optimizer of a session that is about to begin, and what it stands among.
+
+    Attributes:
+        optimizer: The optimizer.
+        policy: The session's policy.
+        names: The names of the models' parameters.
+        wide: The parameters that were FP32 before the models were prepared.
+        before: The ``id`` of parameters that optimizers before it update.
+    """
+
+    optimizer: Optimizer
+    policy: Policy
+    names: dict[Tensor, str]
+    wide: set[Tensor]
+    before: set[int]
+
+    @property
+    def kind(self) -> str:
+        return type(self.optimizer).__name__
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
+def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, handles: Handles) -> None:
+    """Raise all that stands against a session, together.
+
+    Args:
+        models: The models.
+        optimizers: The optimizers.
+        policy: The policy.
+        handles: Those of models that were prepared before.
+    """
+    problems = [*_of_models(models)]
+    if len({id(each) for each in optimizers}) < len(optimizers):
+        problems.append(PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once"))
+    wide = {param for found in handles.values() for handle in found for param in handle.originals()}
+    raise_together([*problems, *_of_optimizers(models, optimizers, policy, wide, set())])
+
+
+def check_converted(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
+    """Raise if rules of a policy store weights low that nothing keeps in FP32: known once the models are converted."""
+    names = _names(models)
+    subjects = (_Subject(optimizer, policy, names, set(), set()) for optimizer in optimizers)
+    raise_together(problem for subject in subjects if (problem := _trains_low_alone(subject)) is not None)
+
+
+def check_added(
+    models: list[nn.Module],
+    known: list[Optimizer],
+    given: list[Optimizer],
+    policy: Policy,
+    wide: set[Tensor],
+    before: set[int],
+) -> None:
+    """Raise all that stands against optimizers that join a session.
+
+    Args:
+        models: The session's.
+        known: The optimizers that it has.
+        given: The new ones.
+        policy: The policy.
+        wide: The parameters that were FP32 before conversion.
+        before: The ``id`` of parameters of the models that known optimizers update.
+    """
+    if twice := [type(each).__name__ for each in given if each in known]:
+        raise PolicyError("the session has this optimizer already", where=some_of(twice), write="each one once")
+    raise_together(_of_optimizers(models, given, policy, wide, before))
+
+
+def _names(models: list[nn.Module]) -> dict[Tensor, str]:
+    return {param: name for model in models for name, param in model.named_parameters()}
+
+
+def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # nothing is wrapped before it is imported
+    if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for model in models for m in model.modules()):
+        yield UnsupportedError(
+            "the model is wrapped by FullyShardedDataParallel, which is FSDP1",
+            why="it keeps parameters in flat pieces, in which rules, masters and norms find none of a model's",
+            write="mezzo.fully_shard(model, policy), which is FSDP2; then the optimizer, then the session",
+        )
+    if any(isinstance(m, nn.DataParallel) for model in models for m in model.modules()):
+        yield UnsupportedError(
+            "the model is wrapped by DataParallel",
+            why="its replicas are threads, which regions and hooks of the model do not reach",
+            write="torch.nn.parallel.DistributedDataParallel under torchrun; or the model itself, on one device",
+        )
+    compiled = [
+        ".".join(filter(None, (type(model).__name__, path)))
+        for model in models
+        for path, module in model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    ]
+    if compiled:
+        yield UnsupportedError(
+            "torch.jit has compiled a module of the model",
+            where=some_of(compiled),
+            why="hooks and casts of Python do not reach TorchScript",
+            write="the module without torch.jit.script or torch.jit.trace; or torch.compile(model)",
+        )
+
+
+def _of_optimizers(
+    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor], before: set[int]
+) -> Iterator[MezzoError]:
+    names = _names(models)
+    for optimizer in optimizers:
+        subject = _Subject(optimizer, policy, names, wide, before)
+        for refuse in _REFUSALS:
+            if (problem := refuse(subject)) is not None:
+                yield problem
+                break  # what stands further down assumes what stands above
+        before = before | {*map(id, subject.params)}
+
+
+def _updates_nothing(of: _Subject) -> MezzoError | None:
+    if of.params:
+        return None
+    return PolicyError("the optimizer updates no parameter", where=of.kind, write=f"{of.kind}(model.parameters(), …)")
+
+
+def _is_on_meta(of: _Subject) -> MezzoError | None:
+    if not any(param.is_meta for param in of.params):
+        return None
+    return StateError(
+        "parameters on the meta device have no values yet",
+        where=of.kind,
+        write="model.to_empty(device=…), then initialise or load them; then the optimizer, then the session",
+    )
+
+
+def _is_taken(of: _Subject) -> MezzoError | None:
+    hooks = of.optimizer._optimizer_step_pre_hooks.values()
+    if not any(is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks):
+        return None
+    return StateError(
+        "the optimizer belongs to a session or to MasterWeights already",
+        where=of.kind,
+        write="session.close() (or masters.remove()) first",
+    )
+
+
+def _updates_others(of: _Subject) -> MezzoError | None:
+    foreign = [f"{tuple(param.shape)}" for param in of.params if param not in of.names]
+    if not foreign:
+        return None
+    return PolicyError(
+        "the optimizer updates parameters that are not the models'",
+        where=f"{of.kind}: {some_of(foreign)}",
+        why="casting and masters would not reach them; was the model copied, rebuilt or given to fully_shard "
+        "after the optimizer?",
+        write=f"{of.kind}(model.parameters(), …) after the model is final",
+    )
+
+
+def _moves_nothing(of: _Subject) -> MezzoError | None:
+    if of.policy.master_weights or of.policy.param_dtype == torch.float32:
+        return None
+    fused = [p for g in of.optimizer.param_groups if g.get("fused") for p in g["params"] if p.device.type == "cpu"]
+    largest = max((param.numel() for param in fused), default=0)
+    if not isinstance(of.optimizer, torch.optim.SGD) or not _stands_still(of.policy.param_dtype, min(largest, 64)):
+        return None
+    return UnsupportedError(
+        f"fused SGD of torch {torch.__version__} leaves most {of.policy.param_dtype} weights on CPUs as they are",
+        where="SGD(…, fused=True)",
+        why="its kernel does not write whole vectors: github.com/pytorch/pytorch/issues/191763",
+        write="torch.optim.SGD(…, fused=False)",
+    )
+
+
+@cache
+def _stands_still(dtype: torch.dtype, count: int) -> bool:
+    """Whether this torch's fused SGD for CPUs has the fault, found by a step; fewer than a vector holds move.
+
+    The step is that of torch's function: optimizers have hooks, of a program's own for all of them for instance.
+    """
+    param, gradient = torch.ones(count, dtype=dtype), torch.ones(count, dtype=dtype)
+    options = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+    sgd.sgd([param], [gradient], [None], fused=True, lr=0.5, **options)  # type: ignore[arg-type]
+    return bool((param != 0.5).any())
+
+
+def _trains_low_alone(of: _Subject) -> MezzoError | None:
+    own = as_one_pass(of.optimizer)
+    if of.policy.param_dtype != torch.float32 or (own is not None and own.keeps_masters):
+        return None
+    low = [param for param in of.params if param.dtype in LOW and param.requires_grad]
+    if not low:
+        return None
+    dtype = dtype_name(low[0].dtype)
+    return UnsupportedError(
+        f"{dtype} weights would be trained without masters",
+        where=some_of([of.names[param] for param in low]),
+        why=f"an update below half a unit in the last place of {dtype} is lost",
+        write=f'model.float(), and no rule that stores them low; or Policy.O2("{dtype}"), the text O2,dtype={dtype}, '
+        "or mezzo.optim, which keep FP32 values",
+    )
+
+
+def _holds_state(of: _Subject) -> MezzoError | None:
+    if of.policy.master_weights or of.policy.param_dtype == torch.float32:
+        return None
+    own, level = as_one_pass(of.optimizer), of.policy.level
+    dtype = dtype_name(of.policy.dtype)
+    cure = f'a policy with masters: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
+    if own is not None:  # whose moments keep their own dtype
+        halves = [of.names[param] for param in own.stored(in_fp32=True) if param in of.names]
+        if not halves:
+            return None
+        return StateError(
+            "the optimizer holds the other half of weights, for which this policy has no place",
+            where=f"{of.kind}: {some_of(halves)}",
+            why=f"{level} keeps no masters, so {dtype} would be all that is left of them",
+            write=f"{cure}; or optimizer.release() first, which gives them up",
+        )
+    names = {param: name for param, name in of.names.items() if param.dtype == torch.float32 or param in of.wide}
+    held = held_state(of.optimizer, names)
+    if not held:
+        return None
+    return StateError(
+        "the optimizer holds FP32 state for parameters that are about to be low",
+        where=f"{of.kind}: {some_of(held)}",
+        why=f"{level} keeps no masters, and torch's optimizers keep state in the parameters' dtype",
+        write=f"{cure}; or an optimizer that has not stepped yet",
+    )
+
+
+def _eps_is_zero(of: _Subject) -> MezzoError | None:
+    if of.policy.master_weights or of.policy.param_dtype != torch.float16 or as_one_pass(of.optimizer) is not None:
+        return None
+    groups = [group for group in of.optimizer.param_groups if isinstance(group.get("eps"), float)]
+    lost = [group["eps"] for group in groups if group["eps"] and not float(torch.tensor(group["eps"]).half())]
+    if not lost:
+        return None
+    return UnsupportedError(
+        f"eps={lost[0]:g} is zero in float16",
+        where=f"{of.kind}, whose state is float16 at {of.policy.level}",
+        why="where a second moment rounds to zero, the update divides by it: NaN",
+        write=f"{of.kind}(…, eps=1e-4); or mezzo.optim, whose moments are FP32; or Policy.O2(), the text O2",
+    )
+
+
+def _shares_masters(of: _Subject) -> MezzoError | None:
+    if not of.policy.master_weights:
+        return None
+    own, ids, dtype = as_one_pass(of.optimizer), [*map(id, of.params)], dtype_name(of.policy.dtype)
+    if len(set(ids)) < len(ids):
+        what = "a parameter stands twice in one optimizer, and can have only one master"
+        return PolicyError(what, where=of.kind, write="each parameter once")
+    if common := of.before & set(ids):
+        return PolicyError(
+            "two optimizers update the same parameters, which can have only one master each",
+            where=f"{of.kind}: {len(common)} parameter(s)",
+            write="one optimizer for each parameter; "
+            f'or Policy.O1("{dtype}"), the text O1,dtype={dtype}, which needs none',
+        )
+    if own is not None and not own.keeps_masters:
+        return PolicyError(
+            f"{of.policy.level} keeps FP32 masters, and the optimizer is told to keep none",
+            where=f"{of.kind}(…, master=None)",
+            write=f'{of.kind}(…, master="split"); or Policy.O3("{dtype}"), the text O3,dtype={dtype}, without masters',
+        )
+    return None
+
+
+#: In the order in which they are looked at; the first that holds is said of an optimizer.
+_REFUSALS: Final[tuple[Callable[[_Subject], MezzoError | None], ...]] = (
+    _updates_nothing, _is_on_meta, _is_taken, _updates_others, _shares_masters, _moves_nothing, _trains_low_alone,
+    _holds_state, _eps_is_zero,
+)  # fmt: skip

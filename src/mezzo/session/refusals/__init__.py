@@ -1,1 +1,0 @@
-"""What a session and its calls refuse, before anything is changed."""

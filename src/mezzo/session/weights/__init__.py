@@ -1,1 +1,0 @@
-"""The models and optimizers of a session, converted as the policy says, with their FP32 weights by name."""

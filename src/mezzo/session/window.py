@@ -1,0 +1,373 @@
+"""Gradients between a backward pass and the step that takes them. They carry one scale, which is known here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.errors import StateError, some_of
+from mezzo.scale.state import inverse
+from mezzo.session.weights import Weights
+from mezzo.step.executors.choose import shared
+from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, norms, with_gradients
+from mezzo.step.passes import not_finite
+from mezzo.tensors import LOW, is_distributed, marks, moved
+
+__all__ = ["Window", "multiply"]
+
+Average: TypeAlias = Callable[[list[Tensor], dict[Tensor, Tensor]], dict[Tensor, Tensor]]
+
+_IS_SPARSE: Final = attrgetter("is_sparse")
+#: Bytes of low gradients that are widened together.
+_TOGETHER: Final = 1 << 26
+
+
+class Window:
+    """The gradients of one optimizer, or of several that share parameters.
+
+    All of them carry one scale, or none. Another scale rescales what is there, in place, in FP32. An overflow that
+    unscaling has found skips the step, whatever is done to the gradients after; clearing them all begins a new window,
+    and where a loop is the user's own so do zeros in all of them.
+
+    While no pass is open the parameters' ``grad_dtype`` is their own. In a window it is FP32 as soon as there is
+    something to add to, so that sums are FP32, and after a pass any dtype may be assigned.
+
+    Args:
+        weights: The models and optimizers of the engine.
+        optimizers: Those of them whose gradients these are.
+
+    Attributes:
+        optimizers: Those whose gradients these are.
+        scale: What ``.grad`` carries now, 0-d float32, the very tensor; ``None`` for plain gradients.
+        made_with: The scale of the last pass, which ``.grad`` may carry no more.
+        passes: How many backward passes there were since the last step.
+        found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
+        losses: What these passes have differentiated, 0-d and detached.
+        left: Marks of the gradients that the last step has left in ``.grad``.
+    """
+
+    def __init__(self, weights: Weights, optimizers: list[Optimizer]) -> None:
+        self.weights, self.optimizers = weights, optimizers
+        self.left: Stale = {}
+        self._skipped: Tensor | None = None
+        self._known: tuple[Any, dict[int, tuple[Tensor, Tensor]]] = (None, {})
+        self._aside: dict[Tensor, Tensor] = {}
+        self._steps_aside = False
+        self._shown: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as before the first pass."""
+        self.scale: Tensor | None = None
+        self.made_with: Tensor | None = None
+        self.found: Tensor | None = None
+        self.losses: list[Tensor] = []
+        self.passes = self._as_left = 0
+        self._marks: list[tuple[int, int]] = []
+
+    # Whose they are -------------------------------------------------------------------------------------
+
+    def leaves(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
+        """Return the models' parameters that some of the optimizers update, or all of them; each once."""
+        if optimizers is None or all(each in optimizers for each in self.optimizers):
+            return [leaf for leaf, _ in self._pairs().values()]
+        chosen = [each for each in self.optimizers if each in optimizers]
+        return list({id(leaf): leaf for each in chosen for leaf in self.weights.leaves(each)}.values())
+
+    def owns(self, leaf: Tensor) -> bool:
+        """Whether a tensor is one of these parameters."""
+        return id(leaf) in self._pairs()
+
+    def ids(self) -> Iterable[int]:
+        """Return the ``id`` of each of these parameters."""
+        return self._pairs()
+
+    def _pairs(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the parameters by ``id``, each with what an optimizer updates for it: its master, or itself."""
+        key = [(id(group["params"]), len(group["params"])) for each in self.optimizers for group in each.param_groups]
+        if self._known[0] != key:  # groups were added since
+            every = (
+                (leaf, updated)
+                for each in self.optimizers
+                for leaf, updated in zip(self.weights.leaves(each), self.weights.updated(each), strict=True)
+            )
+            self._known = key, {id(leaf): (leaf, updated) for leaf, updated in every}
+        return self._known[1]
+
+    def has_gradients(self) -> bool:
+        """Whether a step would find a gradient: one that a master shows, and its parameter has lost, was cleared."""
+        shown = {id(updated): gradient for _, updated, gradient in self._shown}
+        return any(
+            leaf.grad is not None or (updated.grad is not None and updated.grad is not shown.get(id(updated)))
+            for leaf, updated in self._pairs().values()
+        )
+
+    # A backward pass ------------------------------------------------------------------------------------
+
+    def refuse_left(self) -> None:
+        """Refuse to add to what the last step has left.
+
+        Raises:
+            StateError: Its gradients are still there.
+        """
+        params, gradients = with_gradients(self.leaves()) if self.left else ([], [])
+        pairs = zip(params, gradients, strict=True)
+        if stale := [self.weights.name_of(param) for param, gradient in pairs if is_left(gradient, self.left)]:
+            raise StateError(
+                "the last step's gradients are still there",
+                where=some_of(stale),
+                why="this pass would add to them, and the next step would take both",
+                write="amp.zero_grad() after amp.step(), or optimizer.zero_grad()",
+            )
+
+    def has_skipped(self) -> list[Tensor]:
+        """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
+        if self.passes or self._skipped is None or not self.left:
+            return []
+        _, gradients = with_gradients(self.leaves())
+        return [self._skipped] if all(is_left(gradient, self.left) for gradient in gradients) else []
+
+    @torch.no_grad()
+    def forget_cleared(self) -> None:
+        """Forget what was found of gradients that were cleared to zeros since; decided on the device."""
+        self.give_back()
+        if not self.passes or (self.found is None and not self.losses) or self._versions() == self._as_left:
+            return
+        _, gradients = dense(self.leaves())
+        if gradients:
+            device = self.weights.device
+            stays = torch.linalg.vector_norm(norms(gradients, device)) != 0
+            self.found = None if self.found is None else moved(self.found, device) & stays
+            self.losses = [moved(loss, device).masked_fill(~stays, 0) for loss in self.losses]
+
+    def begin(self, scale: Tensor | None, *, is_wide: bool, steps_aside: bool, leaves_zeros: bool) -> None:
+        """Make ready for gradients that carry a scale.
+
+        Args:
+            scale: The scale.
+            is_wide: Whether the first gradients of low parameters are FP32 already, and not only sums.
+            steps_aside: Whether ``DistributedDataParallel`` reduces low gradients in this pass: FP32 sums of earlier
+                ones, which its buckets could not hold, wait beside it.
+            leaves_zeros: Whether it wants a gradient of each parameter that has such a sum, zeros at least.
+        """
+        self.give_back()
+        leaves = self.leaves()
+        there = [leaf for leaf in leaves if leaf.grad is not None]
+        if not there:
+            self.forget()
+        self.left = {}
+        self.rescale(scale)
+        self.made_with = scale
+        if is_wide:
+            _widen(leaves)
+        else:
+            for leaf in leaves:
+                if leaf.dtype in LOW and leaf.grad is None and not steps_aside:
+                    leaf.grad_dtype = leaf.dtype  # it may have been FP32, and cleared by others
+            _widen(there)
+        if steps_aside:
+            self._aside = {leaf: leaf.grad for leaf in there if leaf.dtype in LOW and leaf.grad is not None}
+            for leaf in leaves:
+                if leaf.dtype in LOW:
+                    leaf.grad, leaf.grad_dtype = None, leaf.dtype
+                    if leaves_zeros and leaf in self._aside:
+                        leaf.grad = torch.zeros_like(leaf)
+        self._steps_aside = steps_aside
+        self.passes += 1
+
+    def end(self, losses: list[Tensor], average: Average) -> None:
+        """Take note of what a pass has made.
+
+        Args:
+            losses: What was differentiated, 0-d and detached.
+            average: Takes the mean over ranks of FP32 sums that waited aside, by parameter.
+        """
+        self.losses += losses
+        if self._steps_aside:
+            self._aside = average(self.leaves(), self._aside)
+        self._come_back()
+        for leaf in self.leaves():
+            if leaf.dtype in LOW and leaf.grad is None:
+                leaf.grad_dtype = leaf.dtype  # so that torch.autograd.grad returns what it does in plain torch
+            elif leaf.dtype in LOW and leaf.grad is not None and leaf.grad.dtype not in LOW:
+                leaf.grad_dtype = None
+        self._marks = self._now() if self.scale is not None else []
+        self._as_left = self._versions()
+
+    def fail(self) -> None:
+        """Put back what made way for a pass that has raised."""
+        self._come_back()
+
+    def _come_back(self) -> None:
+        for leaf, before in self._aside.items():
+            new, leaf.grad, leaf.grad_dtype = leaf.grad, None, torch.float32
+            leaf.grad = before if new is None else before.add_(new)
+        self._aside = {}
+
+    def _versions(self) -> int:
+        return sum([leaf.grad._version for leaf in self.leaves() if leaf.grad is not None])
+
+    # What they carry ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rescale(self, to: Tensor | None, *, checks: bool = False) -> None:
+        """Have ``.grad`` carry another scale, in FP32.
+
+        Args:
+            to: The scale; ``None`` makes them plain.
+            checks: Whether those that carry none are checked, too. Scaled ones always are, as they lose their scale.
+
+        **Cost**: one pass that reads them, for the check, and one that multiplies them in place. No host sync.
+        """
+        if self.scale is to and not checks:
+            return
+        params, _ = dense(self.leaves())
+        if params:
+            _widen(params)
+            params, gradients = dense(params)
+            back: Tensor | None = None
+            if self.scale is not None or checks:
+                sizes = norms(gradients, self.weights.device)
+                found, *inverses = shared(found_with, (), [sizes, *([] if self.scale is None else [self.scale])])
+                back = inverses[0] if inverses else None
+                self.found = found if self.found is None else self.found | found
+            if self.scale is not to:
+                factor = back if to is None else to if back is None else to * back
+                assert factor is not None
+                multiply(gradients, factor)
+        self.scale, self._marks, self._as_left = to, [], self._versions()
+
+    @property
+    def was_edited(self) -> bool:
+        """Whether gradients were written in place while they carried a scale, since the pass that made them."""
+        if not self._marks or (now := self._now()) == self._marks:
+            return False
+        before = {address: version for version, address in self._marks}
+        return any(before.get(address, version) != version for version, address in now)
+
+    def _now(self) -> list[tuple[int, int]]:
+        _, gradients = with_gradients(self.leaves())
+        if not {*map(type, gradients)} <= {Tensor} or any(map(_IS_SPARSE, gradients)):
+            gradients = [each for each in gradients if not each.is_sparse and not is_distributed(each)]
+        return marks(gradients)
+
+    # Masters that show them -----------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Have masters show the gradients of their parameters: one FP32 tensor on both."""
+        there = [pair for pair in self._pairs().values() if pair[1] is not pair[0] and pair[0].grad is not None]
+        _widen([leaf for leaf, _ in there])
+        self._shown = []
+        for leaf, updated in there:
+            if leaf.grad is not None:
+                updated.grad = leaf.grad
+                self._shown.append((leaf, updated, leaf.grad))
+                leaf.grad_dtype = None
+
+    def give_back(self) -> None:
+        """Take the masters' gradients back onto the parameters, edited or replaced on either side.
+
+        Raises:
+            StateError: A parameter and its master were given different gradients.
+        """
+        for leaf, updated, shown in self._shown:
+            ours, theirs = leaf.grad, updated.grad
+            if (
+                ours is not shown
+                and theirs is not shown
+                and ours is not theirs
+                and ours is not None
+                and theirs is not None
+            ):
+                if not torch.equal(ours, theirs):
+                    raise StateError(
+                        "a parameter and its master were given different gradients",
+                        where=self.weights.name_of(leaf),
+                        write="an edit of one of them",
+                    )
+            elif theirs is not shown and (ours is shown or ours is None):
+                leaf.grad = theirs
+        for _, updated, _ in self._shown:
+            updated.grad = None
+        self._shown = []
+
+    # After a step ---------------------------------------------------------------------------------------
+
+    def close(self, skipped: Tensor | None = None) -> None:
+        """Be done with gradients that a step has taken: what it leaves is known by marks.
+
+        Args:
+            skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
+        """
+        self.give_back()
+        self._skipped = skipped
+        for leaf in self.leaves():
+            if leaf.dtype in LOW and leaf.grad is None:
+                leaf.grad_dtype = leaf.dtype
+        self.left = left_over(dense(self.leaves())[1])
+        self.forget()
+
+    def clear(self) -> None:
+        """Be as new, once the gradients were cleared."""
+        for leaf, updated in self._pairs().values():
+            if updated is not leaf:
+                updated.grad = None
+            if leaf.dtype in LOW and leaf.grad is None:
+                leaf.grad_dtype = leaf.dtype
+        self._shown, self.left = [], {}
+        self.forget()
+
+
+@torch.no_grad()
+def _widen(leaves: list[Tensor]) -> None:
+    """Let low parameters have FP32 gradients, and widen those that they have: many in one kernel."""
+    waiting: list[Tensor] = []
+    for leaf in leaves:
+        if leaf.dtype not in LOW:
+            continue
+        gradient = leaf.grad
+        if gradient is None or gradient.dtype not in LOW:
+            if leaf.grad_dtype != torch.float32:
+                leaf.grad, leaf.grad_dtype = None, torch.float32
+                leaf.grad = gradient
+        elif gradient.layout != torch.strided or is_distributed(gradient):
+            leaf.grad, leaf.grad_dtype = None, torch.float32
+            leaf.grad = gradient.float()
+        else:
+            waiting.append(leaf)
+    while waiting:  # a part at a time, so that not all are there twice
+        ends = accumulate(leaf.nbytes for leaf in waiting)
+        size = next((place for place, end in enumerate(ends, 1) if end > _TOGETHER), len(waiting))
+        now, waiting = waiting[:size], waiting[size:]
+        gradients = [leaf.grad for leaf in now if leaf.grad is not None]
+        wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+        for places in alike(gradients).values():
+            torch._foreach_copy_([wide[place] for place in places], [gradients[place] for place in places])
+        for leaf, gradient in zip(now, wide, strict=True):
+            leaf.grad, leaf.grad_dtype = None, torch.float32
+            leaf.grad = gradient
+
+
+def found_with(norms: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+    """Return whether gradients are not finite without the scale that they carry, and the inverse of it.
+
+    Args:
+        norms: (gradients,) float32: their 2-norms.
+        *scales: The scale, if they carry one.
+    """
+    inverses, total = [inverse(scale) for scale in scales], torch.linalg.vector_norm(norms)
+    for back in inverses:
+        total = total * back
+    return not_finite(total), *inverses
+
+
+def multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a number on a device, in as few kernels as there are devices and dtypes."""
+    for (device, _), places in alike(gradients).items():
+        torch._foreach_mul_([gradients[place] for place in places], moved(factor, device))

@@ -1,0 +1,76 @@
+"""Drivers of frameworks, whose import takes seconds: what their users write, and nothing of mezzo's besides."""
+
+from accelerate import Accelerator
+from lightning.fabric import Fabric
+
+from mezzo.integrations import accelerate, lightning
+
+from .drivers import DRIVERS, Attach
+from .oracle import Contract
+
+
+class Accelerate(Attach):
+    """``accelerator.backward`` and prepared optimizers, whose ``step`` moves the scale as well."""
+
+    contract = Contract(is_plain=True, waits=True)
+    clips = False
+    updates_by_itself = True
+
+    def begin(self, model, config, **options):
+        self.accelerator = Accelerator(cpu=True)
+        amp = accelerate.attach(self.accelerator, model, self.optimizers, config.policy, **options)
+        self.model, *self.prepared = self.accelerator.prepare(model, *self.optimizers)
+        return amp
+
+    def backward(self, loss, optimizers):
+        self.accelerator.backward(loss)
+
+    def groups(self, oracle, chosen, reached):
+        return oracle.groups
+
+    def step(self, optimizers):
+        self.prepared[self.optimizers.index(optimizers)].step()
+        return self.amp.last_step
+
+    def update(self):
+        self.accelerator.scaler.update()
+
+    def state_dict(self):
+        return self.accelerator.scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self.accelerator.scaler.load_state_dict(state)
+
+
+class Lightning(Attach):
+    """Fabric with the plug-in: what its model returns may be differentiated by ``fabric.backward`` alone."""
+
+    clips = differentiates = False
+
+    def begin(self, model, config, **options):
+        self.plugin = lightning.MezzoPrecision(config.policy, **options)
+        self.fabric = Fabric(accelerator="cpu", devices=1, plugins=self.plugin)
+        self.model, *self.prepared = self.fabric.setup(model, *self.optimizers)
+        return self.plugin.session
+
+    def close(self):
+        self.plugin.teardown()
+
+    def backward(self, loss, optimizers):
+        self.fabric.backward(loss)
+
+    def groups(self, oracle, chosen, reached):
+        return oracle.groups
+
+    def step(self, optimizers):
+        self.prepared[self.optimizers.index(optimizers)].step()
+        return self.amp.last_step
+
+    def state_dict(self):
+        return self.plugin.state_dict()
+
+    def load_state_dict(self, state):
+        self.plugin.load_state_dict(state)
+
+
+DRIVERS |= {"Accelerate": Accelerate, "Lightning": Lightning}

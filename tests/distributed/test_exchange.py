@@ -1,0 +1,191 @@
+"""What ranks tell each other in a step: norms of sharded gradients, one verdict, a rank that cannot go on."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mezzo
+from mezzo.distributed.exchange import OneRank, Ranks, average, broadcast_first
+from mezzo.step.gradients import dense, norms
+
+from .ranks import on_ranks, text_of
+
+CPU = torch.device("cpu")
+
+
+def sharded_norms():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    fully_shard(model[0])  # the root's own parameters stay plain
+    with torch.no_grad():  # a gradient that all ranks hold alike
+        model[1].weight.grad = torch.full((2, 5), 2.0)
+    model[0](torch.randn(4, 3)).square().sum().backward()
+    params = [p for p in model.parameters() if p.grad is not None]
+    ranks = Ranks.of()
+    ranks.follow(params, lambda param: "a parameter")
+    found = ranks.norms(params, norms(dense(params)[1], CPU))
+    whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]
+    return found, torch.stack([g.double().norm().float() for g in whole])
+
+
+class FromTheHost(TorchDispatchMode):
+    """Counts tensors that are made of Python numbers, each of which a GPU would have to wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.lift_fresh.default
+        return func(*args, **kwargs or {})
+
+
+def norms_over_two_groups():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = [torch.arange(8.0).view(4, 2) + number for number in range(3)]
+    placements = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(1)]]
+    params = [nn.Parameter(distribute_tensor(*each)) for each in zip(whole, [mesh] * 3, placements, strict=True)]
+    ranks = Ranks.of()
+    ranks.follow(params, lambda param: "a parameter")
+    own = torch.stack([param.detach().to_local().norm() for param in params])
+    found = ranks.norms(params, own)
+    with FromTheHost() as made:
+        again = ranks.norms(params, own)
+    return found.tolist(), again.tolist(), [each.norm().item() for each in whole], made.count
+
+
+def test_groups_that_hold_some_of_the_parameters_send_nothing_to_the_device_once_it_has_their_places():
+    for found, again, expected, count in on_ranks(4, norms_over_two_groups):
+        assert found == again
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+        assert count == 0
+
+
+def agreed():
+    """Let rank 1 find what rank 0 does not; then let it be absent, before norms are exchanged and after."""
+    rank, flag = dist.get_rank(), torch.tensor
+    ranks = Ranks.of()
+    model = nn.Linear(5, 2)
+    fully_shard(model)
+    ranks.follow(model.parameters(), lambda param: "a parameter")
+    found = [each.tolist() for each in ranks.agree(flag(rank == 1), flag(False), step=1)]
+    found += [each.tolist() for each in ranks.agree(flag(rank == 1), flag(rank == 0), step=2)]
+
+    def step(number, late):
+        params = list(model.parameters())
+        try:
+            if rank == 1 and not late:
+                raise ValueError("mine")
+            ranks.norms(params, torch.ones(len(params)))
+            if rank == 1:
+                raise ValueError("mine")
+            ranks.agree(flag(False), flag(False), step=number)
+        except Exception as error:
+            ranks.absent(error, CPU, step=number)
+            raise
+
+    said = [text_of(lambda: step(3, late=False)), text_of(lambda: step(4, late=True))]
+    huge = ranks.norms(params := list(model.parameters()), torch.full((len(params),), 1.5e19))
+    found += [each.tolist() for each in ranks.agree(flag(False), flag(False), step=5)]  # they are in step again
+    found += huge.tolist()  # squares that FP32 holds, and not their sum: as on one rank
+    return found, said, str(ranks.ended_by(1.0, 6)), ranks.ended_by(0.0, 6)
+
+
+def averages():
+    """Average sums of which rank 0 lacks one, and both lack one; take the first rank's values."""
+    rank = dist.get_rank()
+    params = [torch.zeros(3), torch.zeros(2, 2), torch.zeros(1)]
+    sums = {params[0]: torch.full((3,), rank + 1.0)} | ({params[1]: torch.ones(2, 2)} if rank else {})
+    found = average(params, sums, dist.group.WORLD)
+    values = [torch.full((2,), float(rank)), torch.full((), float(rank))]
+    broadcast_first(values, dist.group.WORLD)
+    return [found[param].tolist() if param in found else None for param in params], [v.tolist() for v in values]
+
+
+def refused():
+    mesh = init_device_mesh("cpu", (2,))
+    name_of = {}.get
+    partial, sharded = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    partial.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    fully_shard(sharded, mesh=mesh)
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    pair = dist.new_group([0, 1])
+    mine = Ranks.of(alone[dist.get_rank()])
+    Ranks.of(pair).follow(sharded.parameters(), name_of)
+    return [
+        text_of(call)
+        for call in (
+            lambda: Ranks.of("x"),
+            lambda: Ranks.of(alone[1 - dist.get_rank()]),
+            lambda: Ranks.of(pair).follow(partial.parameters(), lambda param: "weight"),
+            lambda: mine.follow(sharded.parameters(), name_of),
+            lambda: mine.require_within(pair, "DistributedDataParallel reduces over"),
+        )
+    ]
+
+
+def everything():
+    return sharded_norms(), agreed(), averages(), refused()
+
+
+@pytest.fixture(scope="module")
+def of_two():
+    """What :func:`everything` returns on each of two ranks."""
+    return on_ranks(2, everything)
+
+
+def test_norms_of_shards_become_those_of_whole_gradients(of_two):
+    found = [each[0] for each in of_two]
+    assert torch.equal(found[0][0], found[1][0])
+    for ours, expected in found:
+        torch.testing.assert_close(ours, expected)
+
+
+def test_what_one_rank_finds_holds_on_all_and_an_absent_rank_ends_the_step_of_all(of_two):
+    for rank, (_, (found, said, late, none), *_) in enumerate(of_two):
+        assert found == [True, False, 0.0, True, True, 0.0, False, False, 0.0, math.inf, math.inf]
+        assert none is None
+        assert late.startswith("rank 1 ended step 6")
+        for number, text in enumerate(said, 3):
+            if rank == 1:
+                assert text == "ValueError: mine"
+            else:
+                assert text.startswith(f"DistributedError: rank 1 ended step {number} with an error, or had no grad")
+
+
+def test_sums_that_wait_beside_a_wrapper_are_averaged_whoever_has_them(of_two):
+    for _, _, (found, values), _ in of_two:
+        assert found == [[1.5] * 3, [[0.5] * 2] * 2, None]
+        assert values == [[0.0, 0.0], 0.0]
+
+
+def test_what_does_not_fit_the_group_is_refused(of_two):
+    expected = (
+        "PolicyError: process_group is 'x', not a process group",
+        "PolicyError: this rank is not in the session's process_group",
+        "UnsupportedError: a parameter is a sum over ranks that was never taken\n  where  weight, placements (Partial(",
+        "PolicyError: parameters are sharded over 2 ranks, and the session steps alone",
+        "PolicyError: DistributedDataParallel reduces over 2 ranks, and the session steps alone",
+    )
+    for *_, texts in of_two:
+        for text, start in zip(texts, expected, strict=True):
+            assert text.startswith(start)
+
+
+def test_one_rank_has_nobody_to_agree_with():
+    ranks = Ranks.of()
+    assert isinstance(ranks, OneRank)
+    found, one = torch.tensor(True), torch.ones(2)
+    ranks.follow([one], str)
+    assert ranks.norms([], one) is one
+    assert ranks.agree(found, ~found, step=1)[0] is found
+    assert float(ranks.agree(found, ~found, step=1)[2]) == 0.0
+    assert ranks.ended_by(0.0, 1) is None
+    with pytest.raises(mezzo.StateError, match="process_group= names ranks, and there are none"):
+        Ranks.of("x")

@@ -1,0 +1,510 @@
+"""Faults of sessions: the engine's four verbs, windows, the writes of a step, closures, and loops of the user's own."""
+
+from .fault import Fault, in_file
+
+_WINDOW = in_file(
+    "session/window.py",
+    (
+        "window: micro-batches are summed low",
+        "_widen(there)",
+        "pass",
+        "tests/session/test_windows.py::test_low_gradients_are_summed_in_fp32_from_the_second_pass_on",
+        "from the second micro-batch on small gradients would be swallowed",
+    ),
+    (
+        "window: two scales in one sum",
+        "        self.rescale(scale)\n        self.made_with = scale\n",
+        "        self.scale = self.made_with = scale\n",
+        "tests/session/test_windows.py::test_a_window_that_stays_open_while_the_scale_moves_is_rescaled_in_fp32",
+        "after the scale has moved, earlier micro-batches would count double or half",
+    ),
+    (
+        "window: rescaled by the new scale alone",
+        "factor = back if to is None else to if back is None else to * back",
+        "factor = back if to is None else to",
+        "tests/session/test_windows.py::test_a_window_that_stays_open_while_the_scale_moves_is_rescaled_in_fp32",
+        "gradients would carry two scales",
+    ),
+    (
+        "window: an overflow is forgotten between two optimizers",
+        "return [self._skipped] if",
+        "return [] if",
+        "tests/session/test_attach_loops.py::"
+        "test_optimizers_of_the_same_weights_that_step_by_turns_skip_what_was_found_alike",
+        "the second optimizer of a loop would train on infinities that were clipped to numbers",
+    ),
+    (
+        "window: an overflow is forgotten",
+        "self.found = found if self.found is None else self.found | found",
+        "self.found = found",
+        "tests/session/test_attach_loops.py::test_what_one_pass_has_found_is_skipped_with_the_next_ones",
+        "what one pass has found would be lost with the next one",
+    ),
+    (
+        "window: cleared gradients leave theirs behind",
+        "        if not there:\n            self.forget()\n",
+        "        if False:\n            pass\n",
+        "tests/session/test_windows.py::test_clearing_all_begins_a_new_window",
+        "an overflow of a window that was given up would skip the next step",
+    ),
+    (
+        "window: the last step's gradients are taken again",
+        "if self.left else ([], [])",
+        "if False else ([], [])",
+        "tests/session/test_windows.py::test_what_a_step_has_left_is_refused_before_gradients_mix",
+        "without zero_grad() each step would take all gradients so far",
+    ),
+    (
+        "window: an edited master's gradient is lost",
+        "            elif theirs is not shown and (ours is shown or ours is None):\n",
+        "            elif False:\n",
+        "tests/session/test_windows.py::test_an_edit_of_what_optimizers_update_is_one_of_the_models_parameters",
+        "U2: gradients assigned to master_params() would not be those of the step",
+    ),
+    (
+        "window: unscaled gradients are not shown",
+        "                updated.grad = leaf.grad\n                self._shown",
+        "                self._shown",
+        "tests/session/test_windows.py::test_an_edit_of_what_optimizers_update_is_one_of_the_models_parameters",
+        "U2: clipping over master_params() would clip nothing",
+    ),
+)
+
+_ENGINE = in_file(
+    "session/engine.py",
+    (
+        "engine: a failed loss moves the scale",
+        "self.scaler.update(verdict.found_inf, hold=judged.failed)",
+        "self.scaler.update(verdict.found_inf)",
+        "tests/session/test_skips.py::test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale",
+        "a batch with a NaN would halve the scale, which cures nothing",
+    ),
+    (
+        "engine: a failed loss is stepped with",
+        "        failed = failed | not_finite(loss)\n",
+        "        pass\n",
+        "tests/session/test_skips.py::test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale",
+        "a loss of inf would be an overflow of the scale's",
+    ),
+    (
+        "engine: what unscaling found is not asked",
+        "    for flag in (*inner, *flags):\n        found_inf = found_inf | flag\n",
+        "",
+        "tests/session/test_windows.py::test_an_overflow_that_unscaling_has_found_skips_whatever_is_done_after",
+        "gradients cleaned of an infinity by nan_to_num would be stepped with",
+    ),
+    (
+        "engine: an overflowed penalty keeps the scale",
+        "        failed = failed & ~flag\n",
+        "        pass\n",
+        "tests/session/test_penalties.py::test_a_penalty_that_overflowed_lowers_the_scale_though_the_loss_is_infinite",
+        "the scale would never fall, and no step would ever be taken",
+    ),
+    (
+        "engine: penalties keep the scale in them",
+        "wide = [g if g is None else g * moved(back, g.device) for g in wide]",
+        "pass",
+        "tests/session/test_penalties.py::test_double_backward_in_fp32_is_torch_s_bit_for_bit",
+        "a penalty 65536 times too large",
+    ),
+    (
+        "engine: penalties are unscaled in FP16",
+        "g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]",
+        "g for g in found]",
+        "tests/session/test_penalties.py::test_parameters_as_inputs_have_fp32_gradients",
+        "small slopes would be flushed to zero",
+    ),
+    (
+        "engine: a scale moves under another window",
+        "not self.waits and not waiting:",
+        "not self.waits:",
+        "tests/session/test_windows.py::test_steps_that_one_pass_feeds_count_once_for_the_scale",
+        "of optimizers that step by turns the second would count as a step of its own",
+    ),
+    (
+        "engine: optimizer.step() passes unseen",
+        "        if gradients and not changes_nothing(optimizer.param_groups, gradients):\n",
+        "        if False:\n",
+        "tests/session/test_windows.py::test_gradients_made_without_the_session_are_not_stepped_with_unseen",
+        "gradients 65536 times too large would be stepped with",
+    ),
+    (
+        "engine: shared parameters have two windows",
+        "near = [window for window in windows if not mine.isdisjoint(map(id, window.leaves()))]",
+        "near = list[Window]()",
+        "tests/session/test_windows.py::test_optimizers_that_share_parameters_step_together_and_by_turns",
+        "shared gradients would be unscaled twice",
+    ),
+    (
+        "engine: edits of scaled gradients go unsaid",
+        "if any(window.scale is not None and window.was_edited for window in windows):",
+        "if False:",
+        "tests/session/test_windows.py::test_an_edit_of_scaled_gradients_is_warned_of_once",
+        "a user's clipping would compare with gradients 65536 times too large, without a word",
+    ),
+    (
+        "engine: the step tells the next scale",
+        "scale=now if made_with is None else made_with,",
+        "scale=state.scale,",
+        "tests/session/test_stats.py::test_stats_are_what_a_book_kept_by_hand_says",
+        "what is logged as the scale of a step would be that of the next",
+    ),
+    (
+        "engine: a NaN for a learning rate",
+        "        check_numbers(stepping)\n",
+        "",
+        "tests/session/test_refusals.py::test_a_call_that_is_refused_leaves_everything_as_it_was",
+        "R18: NaN in every weight with torch's fused optimizers",
+    ),
+    (
+        "engine: plain gradients stay scaled",
+        "            if self.plain:\n                self._unscale(windows)\n",
+        "",
+        "tests/session/test_attach_loops.py::test_gradients_are_fp32_unscaled_and_true_after_each_pass",
+        "loops of the user's own would see gradients 65536 times too large",
+    ),
+)
+
+_INTERRUPTS = in_file(
+    "session/engine.py",
+    (
+        "engine: Ctrl-C ends a step half-way",
+        "            with uninterrupted():\n                if self.ranks.size == 1:\n",
+        "            if True:\n                if self.ranks.size == 1:\n",
+        "tests/session/test_interrupts.py::test_a_signal_at_some_lines_leaves_a_whole_step",
+        "some weights would be those of the next step, and some not",
+    ),
+)
+
+_UPDATE = in_file(
+    "session/update.py",
+    (
+        "update: an overflow reaches plain optimizers",
+        "skips = len(on_device) < len(optimizers) and bool(verdict.found_inf)",
+        "skips = False",
+        "tests/session/test_skips.py::test_a_skipped_step_writes_nothing_and_the_loop_goes_on",
+        "NaN in every weight after the first overflow",
+    ),
+    (
+        "update: fused optimizers see the scale",
+        "grad_scale = (divisor[0] if divisor else judged.scale) if multiplies else None",
+        "grad_scale = None",
+        "tests/session/test_loop.py::test_o0_is_the_plain_loop",
+        "steps with gradients 65536 times too large",
+    ),
+    (
+        "update: plain optimizers see the scale",
+        "    if others and not verdict.is_one:\n",
+        "    if False:\n",
+        "tests/session/test_loop.py::test_o0_is_the_plain_loop",
+        "steps with gradients 65536 times too large",
+    ),
+    (
+        "update: masters are not rounded in",
+        "self.weights.round(held)",
+        "pass",
+        "tests/session/test_loop.py::test_o2_is_the_recipe_of_the_paper",
+        "the model would never change",
+    ),
+    (
+        "update: weights edited since are lost",
+        "each.take_edits()",
+        "pass",
+        "tests/session/test_loop.py::test_weights_that_users_write_between_steps_are_those_that_are_trained",
+        "a weight that was clamped in place would come back in the next step",
+    ),
+    (
+        "update: other optimizers step unseen",
+        "if not any(id(param) in known for param in params)",
+        "if True",
+        (
+            "tests/session/test_refusals.py::test_a_call_that_is_refused_leaves_everything_as_it_was",
+            "tests/session/test_loop.py::test_an_optimizer_that_the_session_does_not_know_is_refused_and_changes_nothing",
+        ),
+        "an optimizer made later would step without a check, and past the FP32 values",
+    ),
+    (
+        "update: fused SGD starts from garbage",
+        "    if not isinstance(optimizer, torch.optim.SGD):\n",
+        "    if True:\n",
+        ("tests/session/test_skips.py", "tests/compat/test_torch_grad_scaler.py"),
+        "a first step that is skipped would leave momentum uninitialised",
+    ),
+    (
+        "update: gradients vanish after a step",
+        "for leaf, gradient in kept:",
+        "for leaf, gradient in ():",
+        "tests/session/test_attach_loops.py",
+        "loops that never clear, or clear to zeros, would lose parameters from their steps",
+    ),
+)
+
+_CLOSURES = in_file(
+    "session/closures.py",
+    (
+        "closures: state is not put back",
+        "                for restore in restores:\n                    restore()\n",
+        "",
+        "tests/session/test_closures.py::test_an_overflow_puts_everything_back_and_halves_the_scale_once",
+        "moments of a step that was undone would stay",
+    ),
+    (
+        "closures: the model is a step behind",
+        "        self._round()  # the optimizer may have moved masters since the last evaluation\n",
+        "",
+        "tests/session/test_closures.py::test_masters_are_rounded_into_the_model_before_each_evaluation",
+        "each evaluation of the loss would be that of the weights before",
+    ),
+)
+
+_ATTACH = (
+    *in_file(
+        "session/passes.py",
+        (
+            "attach: a power of the scale in penalties",
+            "    if creates_graph:\n",
+            "    if False:\n",
+            "tests/session/test_refusals.py::test_a_call_that_is_refused_leaves_everything_as_it_was",
+            "gradients of .grad would carry the scale squared",
+        ),
+        (
+            "attach: inputs get scaled gradients",
+            "return (gradient.float() * factor).to(gradient.dtype) if gradient.dtype in LOW else gradient * factor",
+            "return gradient",
+            "tests/session/test_attach_loops.py::test_leaves_that_no_optimizer_has_get_gradients_without_the_scale",
+            "adversarial examples and saliency maps 65536 times too large",
+        ),
+        (
+            "attach: inputs are unscaled in FP16",
+            "(gradient.float() * factor).to(gradient.dtype) if gradient.dtype in LOW else gradient * factor",
+            "gradient * factor.to(gradient.dtype)",
+            "tests/session/test_attach_loops.py::test_low_leaves_that_no_optimizer_has_are_unscaled_in_fp32",
+            "each gradient would have the error of 1/scale in sixteen bits",
+        ),
+        (
+            "engine: a pass that has failed goes on",
+            "engine.begin(engine.windows, scale, ref(self))",
+            "self.kept = [self]\n        engine.begin(engine.windows, scale, ref(self))",
+            "tests/compat/test_apex_losses.py::test_a_pass_that_fails_is_over_and_leaves_plain_gradients",
+            "apex, Accelerate and Lightning would step with gradients that carry the scale",
+        ),
+        (
+            "engine: gradients of apex's passes are differentiated again",
+            "refuse_scaled((), (), creates_graph=is_grad_enabled())",
+            "pass",
+            "tests/compat/test_apex_losses.py::test_gradients_that_would_be_differentiated_again_are_refused",
+            "a penalty on .grad would be the scale's square too large",
+        ),
+    ),
+    *in_file(
+        "session/session.py",
+        (
+            "five lines: inputs that backward is told get scaled gradients",
+            "others = engine.others(walked([loss]).leaves if given is None else given)",
+            "others = engine.others(walked([loss]).leaves) if given is None else []",
+            "tests/session/test_windows.py::test_inputs_that_a_pass_is_told_get_gradients_without_the_scale",
+            "adversarial examples 65536 times too large",
+        ),
+    ),
+    *in_file(
+        "session/attach.py",
+        (
+            "attach: schedulers run ahead",
+            "return not begins and now[0] > total and now[1] == taken",
+            "return False",
+            "tests/session/test_attach_loops.py::test_schedulers_wait_where_a_step_was_skipped",
+            "a warm-up would end early by each skipped step",
+        ),
+        (
+            "attach: methods but forward run in FP32",
+            'and (name == "forward" or not hasattr(nn.Module, name))',
+            'and name == "forward"',
+            "tests/session/test_attached_methods.py::test_products_of_a_method_itself_run_low",
+            "model.loss(x) would run nothing low, without a word",
+        ),
+        (
+            "attach: averages are those of low weights",
+            "plain(averaged, model if is_low else amp.engine.weights.in_fp32(model))",
+            "plain(averaged, model)",
+            "tests/session/test_attach.py::test_averages_of_weights_are_averages_of_fp32_values",
+            "U9: an average would have sixteen bits",
+        ),
+        (
+            "attach: a GradScaler scales besides",
+            "    if is_known and scaler.is_enabled() and not isinstance(scaler, SessionScaler)",
+            "    if False and not isinstance(scaler, SessionScaler)",
+            "tests/session/test_refusals.py::test_a_call_that_is_refused_leaves_everything_as_it_was",
+            "gradients would carry two scales",
+        ),
+        (
+            "attach: what runs inside ends the region",
+            'getattr(here, "inside", False) or self._is_closed',
+            "self._is_closed",
+            "tests/session/test_attached_methods.py::test_what_comes_out_of_the_model_is_fp32_and_what_goes_on_inside_is_not",
+            "activations between layers would be FP32",
+        ),
+    ),
+)
+
+_STATE = (
+    *in_file(
+        "session/stats.py",
+        (
+            "stats: the lowest scale is the latest",
+            "lowest_scale=min(scale, old.lowest_scale),",
+            "lowest_scale=scale,",
+            "tests/session/test_stats.py::test_stats_are_what_a_book_kept_by_hand_says",
+            "a run whose scale fell and rose again would look healthy",
+        ),
+        (
+            "stats: a failed loss ends the run at once",
+            "self._failures = self._failures + 1 if failed and not any(absent) else 0",
+            "self._failures += bool(failed and not any(absent))",
+            "tests/session/test_skips.py::test_losses_that_fail_in_a_row_end_the_run_and_single_ones_do_not",
+            "failed losses would add up over a whole run",
+        ),
+    ),
+    *in_file(
+        "session/weights.py",
+        (
+            "close: the low weights are given back",
+            "            prepared.kept.keep(exact)\n",
+            "            pass\n",
+            "tests/session/test_loop.py::test_after_close_model_and_optimizer_are_plain",
+            "sixteen bits of every weight would be lost",
+        ),
+        (
+            "load: a low state dict cuts FP32 values off",
+            "incoming = torch.where(exact.to(incoming.dtype) == incoming, exact, incoming.to(exact.dtype))",
+            "incoming = incoming.to(exact.dtype)",
+            (
+                "tests/session/test_state.py::test_low_values_that_are_loaded_leave_what_rounds_to_them_as_it_is",
+                "tests/session/test_state.py::test_fp32_values_survive_a_change_of_policy_or_optimizer",
+            ),
+            "the order in which model and session are loaded would matter",
+        ),
+    ),
+)
+
+_REFUSALS = in_file(
+    "session/refusals.py",
+    (
+        "refusals: TorchScript is taken",
+        "if isinstance(module, torch.jit.ScriptModule)",
+        "if False",
+        ("tests/session/test_refusals.py", "tests/script/test_report.py"),
+        "an error of mezzo's own, or a script that runs without casts and a word",
+    ),
+    (
+        "refusals: DataParallel is taken",
+        "if any(isinstance(m, nn.DataParallel) for",
+        "if any(False for",
+        "tests/session/test_refusals.py",
+        "replicas would run without casts, and the step would miss their gradients",
+    ),
+    (
+        "refusals: low weights train alone",
+        "param.dtype in LOW and param.requires_grad]",
+        "False]",
+        "tests/session/test_refusals.py",
+        "updates below half a unit in the last place would be lost",
+    ),
+    (
+        "refusals: rules store weights low that train alone",
+        "    raise_together(problem for subject in subjects",
+        "    list(problem for subject in subjects",
+        "tests/session/test_refusals.py",
+        "a rule low_param under O1 would lose updates without a word",
+    ),
+    (
+        "refusals: one weight has two masters",
+        "before = before | {*map(id, subject.params)}",
+        "pass",
+        "tests/session/test_refusals.py",
+        "each of two optimizers would overwrite what the other has trained",
+    ),
+    (
+        "refusals: state that would be rounded is taken",
+        "if not held:\n",
+        "if True:\n",
+        "tests/session/test_refusals.py",
+        "moments in FP32 would be rounded to the weights' dtype without a word",
+    ),
+    (
+        "refusals: a session takes another's optimizer",
+        'getattr(owner_of(hook), "guards", True)',
+        "False",
+        "tests/session/test_refusals.py",
+        "two sessions would scale, check and clip the same gradients",
+    ),
+)
+
+_FILES = in_file(
+    "session/files.py",
+    (
+        "load: damaged records are handed out",
+        "damaged = archive.testzip() or next(folders, None)",
+        "damaged = next(folders, None)",
+        "tests/session/test_files_read.py::test_every_flipped_bit_is_told_or_changes_nothing",
+        "R18: a flipped bit in a weight would be another number",
+    ),
+    (
+        "load: memory is handed out for a record",
+        "damaged = archive.testzip() or next(folders, None)",
+        "damaged = archive.testzip()",
+        "tests/session/test_files_read.py::test_a_record_that_one_bit_calls_a_folder_is_damaged",
+        "one flipped bit in a list of records, and torch returns whatever memory holds",
+    ),
+    (
+        "save: no checksums where others want none",
+        "    set_crc32_options(True)",
+        "    pass",
+        "tests/session/test_files_read.py::test_checksums_are_written_whatever_other_files_have",
+        "damage would not be seen",
+    ),
+    (
+        "load: programs are run",
+        "weights_only=weights_only, mmap=False",
+        "weights_only=False, mmap=False",
+        "tests/session/test_files_read.py::test_what_is_no_weight_is_refused_unless_it_is_asked_for",
+        "a checkpoint from elsewhere would run what it likes",
+    ),
+)
+
+_RANKS = in_file(
+    "distributed/exchange.py",
+    (
+        "ranks: norms of shards are added, not their squares",
+        "norms.index_select(0, at).double().square())",
+        "norms.index_select(0, at).double())",
+        "tests/distributed/test_exchange.py::test_norms_of_shards_become_those_of_whole_gradients",
+        "clipping would depend on the number of ranks",
+    ),
+    (
+        "ranks: a rank that is absent is not waited for",
+        'if numbers.device.type == "cpu" and (error',
+        "if False and (error",
+        "tests/distributed/test_exchange.py",
+        "ranks would drift apart after an error on one of them",
+    ),
+    (
+        "ranks: sums beyond FP32 stay finite",
+        "whole = squares.masked_fill(squares > _LARGEST, torch.inf).sqrt().float()",
+        "whole = squares.sqrt().float()",
+        "tests/distributed/test_exchange.py::test_what_one_rank_finds_holds_on_all_and_an_absent_rank_ends_the_step_of_all",
+        "several ranks would take a step that one skips",
+    ),
+)
+
+FAULTS: tuple[Fault, ...] = (
+    *_WINDOW,
+    *_ENGINE,
+    *_INTERRUPTS,
+    *_UPDATE,
+    *_CLOSURES,
+    *_ATTACH,
+    *_STATE,
+    *_REFUSALS,
+    *_FILES,
+    *_RANKS,
+)

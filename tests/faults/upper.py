@@ -1,0 +1,226 @@
+"""Faults of the upper rooms: casting and evidence."""
+
+from .fault import Fault, in_file
+
+_CAST = (
+    *in_file(
+        "cast/emulate.py",
+        (
+            "emulation: the gradient's product is low",
+            "gradient = gradients[0].float()  # (..., n, m)",
+            "gradient = gradients[0].float().bfloat16().float()",
+            "tests/cast/test_emulate.py::test_results_and_gradients_are_within_the_fp32_accumulation_bound",
+            "three bits of every FP16 gradient",
+        ),
+        (
+            "emulation: the bias is rounded apart",
+            "None if bias is None else bias.float()).to(x.dtype)",
+            "None).to(x.dtype) + (0 if bias is None else bias)",
+            "tests/cast/test_emulate.py::test_a_bias_is_added_before_the_one_rounding",
+            "two roundings where a tensor core has one",
+        ),
+        (
+            "emulation: dropout draws again",
+            "state = torch.get_rng_state() if _draws(args, kwargs) else None",
+            "state = None",
+            "tests/cast/test_emulate.py::test_dropout_inside_attention_is_the_same_in_the_backward_pass",
+            "the backward pass of attention would drop other elements",
+        ),
+    ),
+    *in_file(
+        "cast/weight_casts.py",
+        (
+            "casts: an edited weight is not seen",
+            "and found.mark == mark(param)",
+            "",
+            "tests/cast/test_weight_casts.py::test_a_write_inside_a_region_is_seen",
+            "P1: a weight that was written would be used as it was",
+        ),
+        (
+            "casts: they outlive their region",
+            "if self.spans_regions and key[2]}",
+            "}",
+            "tests/cast/test_weight_casts.py::test_without_a_session_no_cast_outlives_its_region",
+            "P1: weights swapped through .data would not be seen",
+        ),
+        (
+            "casts: several uses add up low",
+            "return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast",
+            "return found.cast",
+            "tests/cast/test_weight_casts.py::test_each_use_widens_its_own_gradient",
+            "gradients of a weight that is used several times would be summed in sixteen bits",
+        ),
+    ),
+    *in_file(
+        "cast/mode.py",
+        (
+            "region: a mode is compiled by itself",
+            "    dynamo.set_code_exec_strategy(function.__code__, skip)\n",
+            "",
+            "tests/cast/test_compiled_regions.py::test_where_torch_leaves_a_function_to_python_it_computes_what_uncompiled_code_does",
+            "compiled code would run another function's graph: square() as float()",
+        ),
+        (
+            "region: torch's own autocast inside is ours",
+            "and torch.get_autocast_dtype(kind) == here.dtype)",
+            ")",
+            "tests/cast/test_region.py::test_torchs_autocast_with_another_dtype_is_torchs_inside_a_region",
+            "a BF16 region of torch's inside would compute in FP16",
+        ),
+        (
+            "region: fp32_math returns FP32",
+            "    return _cast(out, back[0].dtype) if back else out",
+            "    return out",
+            "tests/cast/test_region.py",
+            "norms=fp32_math would keep its activations in FP32",
+        ),
+    ),
+    *in_file(
+        "cast/differences.py",
+        (
+            "region: the CPU refuses mixed operands",
+            'built_in = wanted == "promote" and',
+            "built_in = False and",
+            "tests/cast/test_region.py::test_both_low_formats_meet_in_fp32",
+            "cat of FP32 and BF16 would fail on a CPU alone",
+        ),
+    ),
+    *in_file(
+        "cast/recompute.py",
+        (
+            "region: regions around it act too",
+            "mode.shadows += 1",
+            "mode.shadows += 0",
+            "tests/cast/test_region.py::test_regions_nest_and_the_inner_one_replaces_the_outer",
+            "an inner region would not replace the outer one",
+        ),
+        (
+            "checkpoints: recomputed under torch's lists",
+            "record.recompute_fn = functools.partial(_run, Again(self), record.recompute_fn)",
+            "break",
+            "tests/cast/test_recompute.py::test_a_bare_backward_gives_the_gradients_of_the_plain_run",
+            "gradients of a recomputed block would differ from those of a stored one",
+        ),
+    ),
+    *in_file(
+        "cast/model/boundaries.py",
+        (
+            "islands: FP32 leaks out under O2",
+            '"fp32": (torch.float32, None if policy.autocast else policy.dtype)',
+            '"fp32": (torch.float32, None)',
+            "tests/cast/test_modules.py",
+            "the layer behind an FP32 island would raise",
+        ),
+        (
+            "doors: any method but forward is shut",
+            "self.entrances[0].enter(self)\n        return self._boundary.enter(module, args, kwargs)",
+            "return args, kwargs",
+            "tests/cast/test_doors.py::test_every_method_has_a_door",
+            "U6: model.generate() would raise torch's dtype error",
+        ),
+    ),
+)
+
+_EVIDENCE = (
+    *in_file(
+        "numerics/histogram.py",
+        (
+            "histogram: the best scale overflows",
+            "return scale if scale * largest < target.max else scale / 2",
+            "return scale",
+            "tests/numerics/test_histogram.py::test_the_best_scale_is_the_largest_power_of_two_below_the_limit",
+            "the scale that it proposes would make the largest value infinite",
+        ),
+        (
+            "histogram: the largest is added up",
+            "            total[LARGEST] = largest\n",
+            "",
+            "tests/numerics/test_histogram.py::test_histograms_of_parts_are_together_that_of_the_whole",
+            "sums of histograms would have another largest value",
+        ),
+    ),
+    *in_file(
+        "numerics/counting.py",
+        (
+            "histogram: a power of two in the bin above",
+            "return int(field) + 22 + (mantissa == 0 ? BINS : 0);",
+            "return int(field) + 23 + (mantissa == 0 ? BINS : 0);",
+            "tests/numerics/test_histogram.py::test_every_value_is_counted_in_its_bin",
+            "everything would look twice as large",
+        ),
+        (
+            "histogram: FP16's subnormals",
+            "? 112u << 23 : 224u << 23",
+            "? 113u << 23 : 224u << 23",
+            "tests/numerics/test_histogram.py::test_every_value_is_counted_in_its_bin",
+            "FP16 values counted a binade too high",
+        ),
+    ),
+    *in_file(
+        "numerics/moves.py",
+        (
+            "swallowed: a tie always stays",
+            "stays = (twice < gap) | ((twice == gap) & (target.round(total) == stored))",
+            "stays = twice <= gap",
+            "tests/numerics/test_moves.py",
+            "updates that count would be counted as lost",
+        ),
+    ),
+    *in_file(
+        "overflow/search.py",
+        (
+            "overflow: scales are tried upwards",
+            "gradient * (scale / self.context.loss_scale)",
+            "gradient * (self.context.loss_scale / scale)",
+            "tests/overflow/test_search.py::test_a_gradient_that_overflows_by_the_scale",
+            "a scale that is too large would be blamed on the model",
+        ),
+        (
+            "overflow: the loss is scaled in FP16",
+            "return loss.float() if loss.dtype in LOW else loss",
+            "return loss",
+            "tests/overflow/test_search.py::test_a_loss_in_float16",
+            "the search itself would overflow",
+        ),
+    ),
+    *in_file(
+        "overflow/report.py",
+        (
+            "overflow: masks are blamed",
+            "return self.may_be_meant, self.number",
+            "return False, self.number",
+            "tests/overflow/test_watch.py::test_what_is_meant_is_blamed_last",
+            "an attention mask's -inf would be the first non-finite tensor",
+        ),
+    ),
+    *in_file(
+        "overflow/diagnose.py",
+        (
+            "overflow: a scale of one step less",
+            "    return 2.0**low\n",
+            "    return 2.0**high\n",
+            "tests/overflow/test_cures.py::test_the_highest_scale_is_the_one_that_trying_all_finds",
+            "the cure would overflow again",
+        ),
+    ),
+    *in_file(
+        "trace/sandbox.py",
+        (
+            "explain: buffers stay changed",
+            "            buffer.data.copy_(kept)\n",
+            "            pass\n",
+            "tests/overflow/test_untouched.py::test_everything_is_as_it_was",
+            "explaining a model would train its batch norm",
+        ),
+        (
+            "explain: gradients are lost",
+            "            leaf.grad = gradient\n",
+            "            pass\n",
+            "tests/overflow/test_untouched.py::test_everything_is_as_it_was",
+            "locating an overflow would clear the user's gradients",
+        ),
+    ),
+)
+
+
+FAULTS: tuple[Fault, ...] = (*_CAST, *_EVIDENCE)

@@ -1,0 +1,63 @@
+"""How large the house is: its code lines, room by room.
+
+Lines that hold code, without docstrings and comments. They are printed, and nothing bounds them. Run it as
+``.venv/bin/python tests/house.py``.
+"""
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Return the text of each file, by its path inside the package."""
+    return {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a file."""
+    return ast.parse(source)
+
+
+def lines_of_code(source: str) -> int:
+    """Count the lines that hold a token of code which is no docstring."""
+    documented = set()
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
+            documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    found = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _LAYOUT:
+            found |= set(range(token.start[0], token.end[0] + 1))
+    return len(found - documented)
+
+
+def rooms() -> Counter[str]:
+    """Return the code lines of each room: a folder with all that is in it, or a file beside the folders."""
+    found: Counter[str] = Counter()
+    for path, text in sources().items():
+        room = path.partition("/")[0]
+        found[room if room == path else f"{room}/"] += lines_of_code(text)
+    return found
+
+
+def main() -> None:
+    """Print the rooms, the largest first, and all of them together."""
+    found = rooms()
+    for room, count in found.most_common():
+        print(f"{room:<16}{count:>8,}")
+    print(f"{'all of it':<16}{found.total():>8,}")
+
+
+if __name__ == "__main__":
+    main()

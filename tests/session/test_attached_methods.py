@@ -1,0 +1,223 @@
+"""Whatever of an attached model is called from outside runs in its region: products are counted by their dtypes."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mezzo
+
+from .loops import assert_same, attached, batch, built, network
+
+#: A format without emulation, so that products reach the dispatcher in their own dtype; the numbers do not matter here.
+POLICIES = ["O1,dtype=bfloat16,emulate=false", "O2,dtype=bfloat16,emulate=false", "O3,dtype=bfloat16,emulate=false"]
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in PRODUCTS:
+            self.dtypes.append(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+class Agent(nn.Module):
+    """A model whose ``forward`` nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.actor = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.calls = 0
+
+    def get_value(self, x):
+        self.calls += 1
+        return self.critic(x)
+
+    def get_action_and_value(self, x, action=None):
+        choice = torch.distributions.Categorical(logits=self.actor(x).float(), validate_args=False)
+        action = torch.zeros(len(x), dtype=torch.long) if action is None else action
+        return action, choice.log_prob(action), choice.entropy(), self.get_value(x)
+
+    def loss(self, x, y):
+        return functional.cross_entropy(self.actor(x).float() + self.actor[0](x).float().sum(), y)
+
+    def likeness(self, x):
+        features = self.actor[0](x)
+        return features @ features.mT
+
+    @property
+    def widths(self):
+        return [layer.out_features for layer in self.actor[::2]]
+
+    @staticmethod
+    def scaled(x):
+        return x * 2
+
+    @classmethod
+    def made(cls):
+        return cls()
+
+
+CALLS = {
+    "model.loss(x)": lambda model: model.loss(*batch(0)),
+    "get_action_and_value": lambda model: sum(
+        part.float().sum() for part in model.get_action_and_value(batch(0)[0])[1:]
+    ),
+    "get_value": lambda model: model.get_value(batch(0)[0]).float().mean(),
+    "a part": lambda model: model.critic(batch(0)[0]).float().mean(),
+    "a layer of a part": lambda model: model.actor[0](batch(0)[0]).float().mean(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_runs_low_forward_and_backward_and_trains(policy, call):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Agent()
+    run = CALLS[call]
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(model, made, policy) as amp:
+        before = [p.detach().clone() for p in model.parameters()]
+        with Products() as products:
+            loss = run(model)
+            forward = len(products.dtypes)
+            loss.backward()
+        assert forward >= 1
+        assert set(products.dtypes) == {torch.bfloat16}
+        assert not torch.is_autocast_enabled("cpu")
+        made.step()
+        assert amp.stats().steps == 1
+        assert not all(map(torch.equal, before, model.parameters()))
+        with torch.no_grad(), Products() as evaluated:
+            run(model.eval())
+        assert set(evaluated.dtypes) == {torch.bfloat16}
+    with Products() as products:
+        run(model)
+    assert set(products.dtypes) == {torch.float32}
+
+
+def test_products_of_a_method_itself_run_low():
+    model = Agent()
+    with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), POLICIES[0]), Products() as products:
+        assert model.likeness(batch(0)[0]).dtype == torch.float32
+    assert products.dtypes == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_comes_out_of_the_model_is_fp32_and_what_goes_on_inside_is_not(policy):
+    model, made = built()
+    with attached(model, made, policy):
+        inside = []
+        model[0].register_forward_hook(lambda _, __, out: inside.append(out.dtype))
+        assert model(batch(0)[0]).dtype == torch.float32
+        assert inside == [torch.bfloat16]
+    with attached(*built(), "O1,emulate=true,output_dtype=float16") as amp:
+        assert amp.weights.models[0](batch(0)[0]).dtype == torch.float16
+
+
+def test_methods_are_the_models_own():
+    """They bind, they see attributes, they are given back; properties and static methods stay what they are."""
+    model = Agent()
+    before = set(vars(model))
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(model, made, POLICIES[0]):
+        model.get_value(batch(0)[0])
+        assert model.calls == 1
+        assert model.widths == [16, 3]
+        assert torch.equal(model.scaled(torch.ones(2)), torch.full((2,), 2.0))
+        assert isinstance(model.made(), Agent)
+        assert isinstance(model, Agent)
+        assert model.get_value.__name__ == "get_value"
+        assert not model.train().eval().training
+        assert len(list(model.named_parameters())) == 8
+    assert set(vars(model)) == before
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_exception_leaves_the_region(error, policy):
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.raises = nn.Linear(8, 4), True
+
+        def forward(self, x):
+            x = self.inner(x)
+            if self.raises:
+                raise error
+            return x
+
+        def loss(self, x):
+            return self(x).float().sum()
+
+    model = Fails()
+    modes, nesting = torch._C._len_torch_function_stack(), torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), policy):
+        for call in (model, model.loss):
+            with pytest.raises(type(error)):
+                call(torch.ones(2, 8))
+            assert torch._C._len_torch_function_stack() == modes
+            assert torch.autocast_increment_nesting() == nesting
+            torch.autocast_decrement_nesting()
+            assert not torch.is_autocast_enabled("cpu")
+        model.raises = False
+        with Products() as products:
+            assert model(torch.ones(2, 8)).dtype == torch.float32
+        assert products.dtypes == [torch.bfloat16]
+
+
+def test_a_part_that_is_called_by_itself_returns_fp32_and_inside_of_its_model_it_does_not():
+    for policy in POLICIES:
+        inner = network()
+        outer = nn.Sequential(inner, nn.Linear(3, 3))
+        made = torch.optim.SGD(outer.parameters(), lr=0.1)
+        with attached(outer, made, policy):
+            seen = []
+            inner.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
+            assert outer(batch(0)[0]).dtype == torch.float32
+            assert inner(batch(0)[0]).dtype == torch.float32
+            assert seen == [torch.bfloat16, torch.float32]
+        assert "forward" not in vars(inner)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_program_may_have_regions_of_its_own(policy):
+    """``torch.autocast`` inside, disabled ones too, and mezzo's."""
+    model, made = built()
+    with attached(model, made, policy):
+        for region in (torch.autocast("cpu", torch.bfloat16), mezzo.autocast(policy), contextlib.nullcontext()):
+            with region, Products() as products:
+                model(batch(0)[0])
+            assert set(products.dtypes) == {torch.bfloat16}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+def test_a_compiled_model_runs_low_too():
+    for compiles_first in (True, False):
+        ends = []
+        for compiles in (True, False):
+            model, made = built()
+            run = torch.compile(model, backend="eager") if compiles and compiles_first else model
+            with attached(run, made, "O1,emulate=true,loss_scale=dynamic(init=1024)") as amp:
+                if compiles and not compiles_first:
+                    run = torch.compile(model, backend="eager", fullgraph=True)
+                out = run(batch(0)[0])
+                assert out.dtype == torch.float32
+                functional.cross_entropy(out, batch(0)[1]).backward()
+                made.step()
+                assert amp.stats().steps == 1
+                ends.append([p.detach().clone() for p in model.parameters()])
+        assert_same(*ends)

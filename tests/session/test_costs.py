@@ -1,0 +1,118 @@
+"""What a step costs, counted and not timed: waits of the host, its calls, bytes of gradients."""
+
+import functools
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+
+from ..support.calls import base_and_slope, calls_of
+from ..support.tables import thinned
+from .loops import EVERY, INF, O3, Syncs, attached, backward, built, session, spoil, train, train_plainly
+
+FUSED = {
+    "mezzo": lambda params: mezzo.optim.AdamW(params, lr=1e-3, eps=1e-4),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-4, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("policy, optimizer", thinned([*EVERY, *O3], FUSED, every=2))
+def test_no_step_waits_for_the_device(policy, optimizer):
+    """Clean, accumulated, unscaled, overflowing, and with a loss that is not finite."""
+    if policy.startswith("O3") and optimizer == "SGD":
+        pytest.skip("torch's fused SGD leaves low weights on CPUs as they are, and is refused")
+    model, _, amp = session(policy, FUSED[optimizer], max_grad_norm=1.0)
+    train(amp, model, 0)
+    with Syncs() as syncs:
+        for number, event in enumerate("..uXF."):
+            backward(amp, model, number)
+            backward(amp, model, number + 50)
+            if event == "u":
+                amp.unscale_()
+            if event == "X":
+                spoil(model)
+            amp.step()
+            amp.zero_grad()
+    assert syncs.count == 0
+    assert amp.stats().steps == 7
+
+
+@pytest.mark.parametrize("policy, optimizer", thinned(EVERY, ["mezzo", "fused", "SGD"], every=2))
+def test_a_plain_loop_waits_no_more_than_the_five_lines(policy, optimizer):
+    model, made = built(optimizer)
+    with attached(model, made, policy):
+        train_plainly(model, made, 0)
+        with Syncs() as syncs:
+            train_plainly(model, made, 1, edit=lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
+        assert syncs.count == (optimizer == "SGD")
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_optimizers_that_are_asked_by_the_host_wait_once_together(policy):
+    model = built()[0]
+    pair = [torch.optim.Rprop(model[0].parameters(), lr=1e-3), torch.optim.SGD(model[3].parameters(), lr=0.1)]
+    amp = mezzo.MixedPrecision(model, pair, policy)
+    for number in range(3):
+        backward(amp, model, number)
+        if number == 1:
+            model[0].bias.grad[0] = INF
+        with Syncs() as syncs:
+            amp.step()
+        amp.zero_grad()
+        assert syncs.count == 1
+
+
+#: By policy and optimizer: functions that a step calls, and of each of its tensors, as before there was one engine.
+OPTIMIZERS = {"split": mezzo.optim.AdamW, "fused AdamW": functools.partial(torch.optim.AdamW, fused=True)}
+MOST = {
+    ("O1,dtype=bfloat16", "split"): (339, 1),
+    ("O1,dtype=bfloat16", "fused AdamW"): (250, 1),
+    ("O1,dtype=float16", "split"): (397, 1),
+    ("O1,dtype=float16", "fused AdamW"): (308, 1),
+    ("O2,dtype=bfloat16", "split"): (373, 1),
+    ("O2,dtype=bfloat16", "fused AdamW"): (263, 3),
+    ("O2,dtype=float16", "split"): (431, 1),
+    ("O2,dtype=float16", "fused AdamW"): (321, 3),
+}
+
+
+def calls_of_a_step(policy, optimizer, tensors):
+    gc.collect()  # sessions of other tests, each of which a step asks
+    model = nn.ParameterList([nn.Parameter(torch.ones(4, 4)) for _ in range(tensors)])
+    amp = mezzo.MixedPrecision(model, OPTIMIZERS[optimizer](model.parameters()), policy, max_grad_norm=1.0)
+    for last in (False, False, False, True):
+        amp.backward(torch.stack([param.sum() for param in model]).float().sum())
+        if not last:
+            amp.step()
+            amp.zero_grad()
+    return calls_of(amp.step)
+
+
+@pytest.mark.parametrize("policy, optimizer", MOST, ids=map(" / ".join, MOST))
+def test_a_tensor_costs_the_host_few_calls_a_step(policy, optimizer):
+    base, slope = base_and_slope(functools.partial(calls_of_a_step, policy, optimizer), 8, 40)
+    most_base, most_slope = MOST[policy, optimizer]
+    assert slope <= most_slope
+    assert base + 20 * slope <= most_base + 20 * most_slope, (base, slope)  # of a small model
+
+
+def test_a_session_of_other_models_costs_a_step_few_calls_whatever_its_size():
+    gc.collect()
+    counts = []
+    for tensors in (None, 1, 200):
+        other = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(tensors or 0)])
+        beside = tensors and mezzo.MixedPrecision(other, torch.optim.SGD(other.parameters(), lr=0.1), "O0")
+        model, _, amp = session("O0")
+        for number in range(2):
+            train(amp, model, number)
+        backward(amp, model, 2)
+        counts.append(calls_of(amp.step))
+        amp.close()
+        if beside:
+            beside.close()
+    alone, small, large = counts
+    assert large == small <= alone + 20

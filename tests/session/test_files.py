@@ -1,0 +1,446 @@
+"""mezzo.save: whatever happens while it writes, the last complete checkpoint is there."""
+
+import contextlib
+import errno
+import io
+import os
+import resource
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+import mezzo
+from mezzo import files
+
+from .loops import session, train
+
+OLD = {"weights": torch.arange(5.0), "step": 3}
+NEW = {"weights": torch.arange(7.0), "step": 4}
+
+
+def content(path):
+    return torch.load(path, weights_only=True)
+
+
+def is_old(path):
+    return content(path)["step"] == 3 and torch.equal(content(path)["weights"], OLD["weights"])
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "last.pt"
+    mezzo.save(OLD, found)
+    assert is_old(found)
+    return found
+
+
+def names(path):
+    return sorted(os.listdir(path.parent))
+
+
+def test_what_is_written_is_what_torch_writes(path):
+    mezzo.save(NEW, path)
+    theirs = io.BytesIO()
+    torch.save(NEW, theirs)
+    assert path.read_bytes() == theirs.getvalue()
+    mezzo.save(OLD, str(path))
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("cannot pickle this")
+
+
+class Interrupted:
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("culprit, error", [(Unpicklable, TypeError), (Interrupted, KeyboardInterrupt)])
+def test_an_error_while_writing_leaves_the_old_checkpoint(culprit, error, path):
+    with pytest.raises(error):
+        mezzo.save({"big": torch.zeros(1000), "wrong": culprit()}, path)
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+
+
+@pytest.mark.parametrize("state", [torch.zeros(1_000_000), [torch.zeros(1000) for _ in range(1000)]])
+def test_a_full_disk_leaves_the_old_checkpoint_and_is_told_as_what_it_is(state, path):
+    """Not as what torch makes of it, "unexpected pos 64 vs 0"."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            mezzo.save(state, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(path)
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+    mezzo.save(NEW, path)
+
+
+def test_a_disk_that_fills_up_at_the_end_leaves_the_old_checkpoint(path, monkeypatch):
+    """Some file systems say so only when they are asked to write for good."""
+
+    def fsync(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left"):
+        mezzo.save(NEW, path)
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+
+
+def test_the_file_is_on_the_disk_before_it_is_renamed(path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append(kind(descriptor)), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda *paths, **at: (calls.append("rename"), replace(*paths, **at)))
+    mezzo.save(NEW, path)
+    assert calls == ["file", "rename", "folder"]
+
+
+def kind(descriptor):
+    return "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=rf"no folder to save in(.|\n)*os.makedirs\('{tmp_path}/runs'"):
+        mezzo.save(NEW, tmp_path / "runs" / "last.pt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_instead_of_a_file(tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"this is a folder(.|\n)*the path of a file in it, '.*/NAME'"):
+        mezzo.save(NEW, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written(path, monkeypatch):
+    if os.geteuid() == 0:  # to whom nothing is read-only
+        opened = os.open
+
+        def refuse(name, flags, *mode, **options):
+            if flags & os.O_CREAT:
+                raise PermissionError(13, "Permission denied", str(name))
+            return opened(name, flags, *mode, **options)
+
+        monkeypatch.setattr(os, "open", refuse)
+    else:
+        path.parent.chmod(0o500)
+    with pytest.raises(PermissionError, match=str(path.parent)):
+        mezzo.save(NEW, path)
+    monkeypatch.undo()
+    path.parent.chmod(0o700)
+    assert is_old(path)
+    assert names(path) == ["last.pt"]
+
+
+class Looks:
+    """Sees, while it is being saved, who may read what has been written so far."""
+
+    modes = None
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        self.modes.extend(stat.S_IMODE(each.stat().st_mode) for each in self.path.parent.glob(".*.partial"))
+        return OrderedDict, ()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_permissions_are_kept_also_while_writing(mode, path, monkeypatch):
+    path.chmod(mode)
+    monkeypatch.setattr(Looks, "modes", [])
+    mezzo.save({**NEW, "looks": Looks(path)}, path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert content(path)["step"] == 4
+    assert Looks.modes == [0o600]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_owner_and_group_are_kept_where_that_is_allowed(path, monkeypatch):
+    os.chown(path, 12345, 54321)
+    path.chmod(0o640)
+    mezzo.save(NEW, path)
+    facts = path.stat()
+    assert (facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode)) == (12345, 54321, 0o640)
+
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    mezzo.save(OLD, path)
+    facts = path.stat()
+    assert (facts.st_uid, facts.st_gid) == (os.geteuid(), os.getegid())
+    assert stat.S_IMODE(facts.st_mode) == 0o600, "no other group gets what the old one had"
+
+
+def test_a_new_file_has_the_permissions_of_any_other(tmp_path):
+    before = os.umask(0o027)
+    try:
+        mezzo.save(NEW, tmp_path / "new.pt")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new.pt").stat().st_mode) == 0o640
+
+
+def test_a_link_is_followed_as_torch_does(path, tmp_path):
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "latest.pt"
+    link.symlink_to(path)
+    mezzo.save(NEW, link)
+    assert link.is_symlink()
+    assert content(path)["step"] == 4
+    assert os.listdir(tmp_path / "links") == ["latest.pt"]
+
+
+def test_a_link_that_leads_nowhere_yet_is_followed_too(tmp_path):
+    (tmp_path / "latest.pt").symlink_to(tmp_path / "first.pt")
+    mezzo.save(NEW, tmp_path / "latest.pt")
+    assert content(tmp_path / "first.pt")["step"] == 4
+    (tmp_path / "round.pt").symlink_to(tmp_path / "round.pt")
+    with pytest.raises(OSError, match=r"Too many levels of symbolic links: .*round\.pt"):
+        mezzo.save(NEW, tmp_path / "round.pt")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "link to a device"])
+def test_what_is_no_file_is_never_replaced(kind, tmp_path):
+    place = tmp_path / "place"
+    with socket.socket(socket.AF_UNIX) as made:
+        if kind == "pipe":
+            os.mkfifo(place)
+        elif kind == "socket":
+            made.bind(str(place))
+        elif kind == "device":
+            place = Path("/dev/null") if os.geteuid() else place
+            if not place.exists():
+                try:
+                    os.mknod(place, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+                except OSError:
+                    pytest.skip("no device can be made here")
+        else:
+            place.symlink_to("/dev/zero")
+        before = os.lstat(place)
+        told = rf"this is a {kind.split()[-1]}\n  where  (.|\n)*  why    a new file under its name would replace it\n"
+        with pytest.raises(FileExistsError, match=told):
+            mezzo.save(NEW, place)
+        assert os.path.samestat(os.lstat(place), before)
+        assert os.listdir(tmp_path) in (["place"], [])
+
+
+def test_names_may_be_as_long_as_the_file_system_takes(tmp_path):
+    for name in ("n" * 237, "n" * 238, "n" * 255, "é" * 127):
+        mezzo.save(OLD, tmp_path / name)
+        mezzo.save(NEW, tmp_path / name)
+        assert content(tmp_path / name)["step"] == 4
+        assert os.listdir(tmp_path) == [name]
+        (tmp_path / name).unlink()
+
+
+def test_random_numbers_are_left_alone(path):
+    before = torch.get_rng_state()
+    mezzo.save(NEW, path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Killed while it writes -----------------------------------------------------------------------------------
+
+
+class Halves:
+    """Ends the process that pickles it: a half of the file is written then."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def saved_until_killed(path, parts, line):
+    """Save in a child that is killed at a certain line of the two files that write; return whether it was."""
+    child = os.fork()
+    if child == 0:
+        left = line
+
+        def at_each_line(frame, event, _):
+            nonlocal left
+            if not frame.f_code.co_filename.endswith(("mezzo/files.py", "session/files.py")):
+                return None
+            left -= event == "line"
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return at_each_line
+
+        try:
+            sys.settrace(at_each_line)
+            mezzo.save(path, **parts)
+        finally:
+            os._exit(0)  # never back into the code of its parent
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)], ids=["some lines", "all"])
+def test_a_process_that_is_killed_at_any_line_leaves_one_whole_checkpoint(step, tmp_path):
+    """The old one or, once it is renamed, the new one; training goes on from it, and the rest is cleared away."""
+    path = tmp_path / "last.pt"
+    model, made, amp = session("O2,emulate=true,loss_scale=dynamic(init=1024)", "AdamW")
+    parts = {"model": model, "optimizer": made, "amp": amp}
+    train(amp, model, 0)
+    mezzo.save(path, **parts, number=0)
+    old = path.read_bytes()
+    train(amp, model, 1)
+    mezzo.save(path, **parts, number=1)
+    new, seen, line = path.read_bytes(), [], 0
+    path.write_bytes(old)
+    assert saved_until_killed(path, {"huge": torch.zeros(2**18), "half": Halves()}, 10**9)
+    assert path.read_bytes() == old
+    while saved_until_killed(path, {**parts, "number": 1}, line):
+        seen.append(path.read_bytes())
+        line += step
+    assert set(seen) <= {old, new}
+    assert seen[0] == old
+    assert [*seen, path.read_bytes()] == sorted([*seen, new], key=new.__eq__)
+    found = mezzo.load(path, **parts)
+    assert found["number"] == 1
+    mezzo.save(path, **parts, number=1)
+    assert names(path) == ["last.pt"]
+    assert not train(amp, model, 2).skipped
+
+
+# What killed processes left, and what others are writing ------------------------------------------------
+
+
+@pytest.fixture
+def writer(path):
+    """Another process, in the middle of writing the same checkpoint."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with files.whole(path) as file:
+                file.write(b"half")
+                file.flush()
+                os.write(writes, next(path.parent.glob(".*.partial")).name.encode())
+                signal.pause()
+        finally:
+            os._exit(1)  # never back into the code of its parent
+    name = os.read(reads, 255).decode()
+    assert name in names(path)
+
+    def kill():
+        if os.waitpid(child, os.WNOHANG) == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    yield kill, name
+    with contextlib.suppress(ChildProcessError):
+        kill()
+    os.close(reads)
+    os.close(writes)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_only_what_dead_processes_left_is_removed(path, writer):
+    kill, name = writer
+    mezzo.save(NEW, path)
+    assert names(path) == [name, "last.pt"]  # it lives
+    kill()
+    others = [
+        ".last1.pt.00000000.partial",
+        ".last.pt.00000000.partial~",
+        ".last.pt.0000.partial",
+        ".other.pt.00000000.partial",
+        "last.pt.bak",
+    ]
+    for other in others:  # which mezzo did not write, or not for this checkpoint
+        path.with_name(other).touch()
+    path.with_name(".last[1].pt.00000000.partial").touch()
+    mezzo.save(OLD, path.with_name("last[1].pt"))
+    assert name in names(path)
+    mezzo.save(OLD, path)
+    assert names(path) == sorted([*others, "last.pt", "last[1].pt"])
+
+
+def test_a_file_taken_for_abandoned_before_it_was_locked_is_made_anew(path, monkeypatch):
+    lock, taken = files._lock, []
+
+    def late(descriptor, **options):
+        if not taken:  # another process cleans up between the opening and the locking
+            taken.extend(path.parent.glob(".*.partial"))
+            taken[0].unlink()
+        return lock(descriptor, **options)
+
+    monkeypatch.setattr(files, "_lock", late)
+    mezzo.save(NEW, path)
+    assert len(taken) == 1
+    assert content(path)["step"] == 4
+    assert names(path) == ["last.pt"]
+
+
+def test_a_file_system_without_locks_saves_and_removes_nothing(path, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(95, "Operation not supported")
+
+    path.with_name(".last.pt.0123abcd.partial").touch()
+    monkeypatch.setattr("fcntl.flock", flock)
+    mezzo.save(NEW, path)
+    assert content(path)["step"] == 4
+    assert names(path) == [".last.pt.0123abcd.partial", "last.pt"]
+
+
+class SavedMeanwhile:
+    """Saves to the same path while it is being saved, as a signal handler may."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        mezzo.save({"inner": True}, self.path)
+        assert content(self.path) == {"inner": True}
+        return OrderedDict, ()
+
+
+def test_a_save_inside_a_save(path):
+    mezzo.save({"outer": SavedMeanwhile(path), "big": torch.zeros(10_000)}, path)
+    assert content(path)["outer"] == {}
+    assert content(path)["big"].shape == (10_000,)
+    assert names(path) == ["last.pt"]
+
+
+def test_threads_that_save_to_one_path_do_not_mix(path):
+    seen, failures = set(), []
+
+    def write(number):
+        try:
+            for _ in range(10):
+                mezzo.save({"number": number, "same": torch.full((20_000,), number)}, path)
+        except BaseException as failure:
+            failures.append(failure)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for each in writers:
+        each.start()
+    while any(each.is_alive() for each in writers):
+        state = content(path)
+        if "number" in state:
+            assert (state["same"] == state["number"]).all()
+            seen.add(state["number"])
+    for each in writers:
+        each.join()
+    assert failures == []
+    assert content(path)["number"] in range(4)
+    assert names(path) == ["last.pt"]
