@@ -109,6 +109,7 @@ def test_several_impossible_things_are_reported_together():
         (lambda: Policy.parse("O1,keep_batchnrom_fp32=true"), "unknown policy key", "'keep_batchnorm_fp32'?"),
         (lambda: Policy.O1(master_weihgts=True), "unknown policy key", "did you mean 'master_weights'?"),
         (lambda: Policy.parse("O1,fp23=exp"), "unknown policy key 'fp23'", "did you mean 'fp32'?"),
+        (lambda: Policy.parse("O1,bf1"), "'bf1' is neither a dtype nor key=value", "did you mean 'bf16'?"),
         (lambda: Policy.parse("O1,low=sofmax"), "unknown op 'sofmax'", "did you mean 'softmax'?"),
         (lambda: Policy.parse("O1,lists=portabel"), "unknown lists 'portabel'", "did you mean 'portable'?"),
         (lambda: Policy.parse("O2,autocast=maybe"), "unknown autocast 'maybe'", "valid: true, false"),

@@ -231,7 +231,7 @@ def read(text: str) -> tuple[Level, dict[str, Any]]:
             key, equals, value = "dtype", "=", item
         try:
             if not equals or not value:
-                raise PolicyError(f"{shown(item)} is not key=value", write=f"{key}=…")
+                raise _no_pair(item, key)
             if key in fields:
                 raise PolicyError(f"the key {key!r} stands twice", write=f"one {key}=…")
             if key in RULE_KEYS:
@@ -261,6 +261,14 @@ def _split(text: str) -> list[str]:
     if depth > 0:
         raise PolicyError(f"policy {shown(text)}: a bracket is not closed", write="O1,loss_scale=dynamic(init=1024)")
     return [*parts, text[begin:]]
+
+
+def _no_pair(item: str, key: str) -> PolicyError:
+    """Build the error for an item without a value: a key, or a word that is not even a dtype's."""
+    keys = ["dtype", *FIELDS, *RULE_KEYS]
+    if key in keys:
+        return PolicyError(f"{shown(item)} is not key=value", write=f"{key}=…")
+    return PolicyError(f"{shown(item)} is neither a dtype nor key=value", why=nearest(key, [*_DTYPES, *keys]))
 
 
 def _unknown_key(key: str) -> PolicyError:
