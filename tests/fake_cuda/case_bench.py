@@ -3,7 +3,6 @@
 import importlib
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import torch
 from mezzo.bench import contenders, layers, timing
 
 from .machine import Graph
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 class Event:

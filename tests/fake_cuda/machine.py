@@ -29,7 +29,6 @@ __all__ = ["Graph", "Machine", "Record", "capturing", "plug_in"]
 
 #: Names of mezzo's kernels for a step's few shared numbers.
 SHARED = {"as_fused", "concluded", "counted", "decided", "found_with", "moved_on", "scalars", "vector"}
-_SOURCES = Path("src", "mezzo")
 
 
 @dataclass(slots=True)

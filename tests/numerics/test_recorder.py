@@ -525,7 +525,7 @@ def test_what_a_search_for_an_overflow_runs_again_is_not_counted(caplog):
     with Recorder(model, optimizer, every=1) as recorder:
         backward(amp, model, batches(1)[0], 1e38)
         amp.step()
-        mezzo.numerics.locate(lambda: model(batches(1)[0]).sum(), model)
+        mezzo.overflow.locate(lambda: model(batches(1)[0]).sum(), model)
         amp.zero_grad()
     assert recorder.histogram("activations", "head", step=1).total == 7 * 3
 

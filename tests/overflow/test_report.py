@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import mezzo
 from mezzo import StateError
 from mezzo.overflow import Overflow, Range, locate
 
@@ -110,9 +109,3 @@ def test_it_is_a_frozen_value():
 def test_json_nested_without_end_is_refused():
     with pytest.raises(StateError, match="this is no overflow"):
         Overflow.from_json("[" * 100_000)
-
-
-def test_the_search_is_reachable_under_both_names():
-    assert mezzo.numerics.locate is mezzo.overflow.locate is locate
-    assert mezzo.numerics.Replay is mezzo.overflow.Replay
-    assert mezzo.numerics.Overflow is Overflow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated
 
 import typer
@@ -12,7 +11,6 @@ from mezzo.bench import bench_step
 from mezzo.bench.shapes import SHAPES
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, show_json
-from mezzo.errors import PolicyError
 from mezzo.machine import default_device
 
 __all__ = ["bench"]
@@ -49,17 +47,3 @@ def step(
         show_json(result.to_json())
     else:
         console_for(160).print(result.table())
-
-
-@bench.command(
-    "train",
-    hidden=True,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
-)
-def train(context: typer.Context) -> None:
-    """Refuse, with the command that does it since networks are no part of the package."""
-    raise PolicyError(
-        "mezzo bench train has moved out of the package",
-        why="it needs networks, which lie in a clone of mezzo's repository",
-        write=shlex.join(["python", "benchmarks/train.py", *context.args]),
-    )

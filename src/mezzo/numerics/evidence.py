@@ -88,11 +88,6 @@ class SwallowedUpdates:
         return self.swallowed[name] / self.updated if self.updated else math.nan
 
     @property
-    def share_beyond(self) -> float:
-        """The share of updates whose weight is at least 2048 times larger; NaN where no element is updated."""
-        return self.beyond / self.updated if self.updated else math.nan
-
-    @property
     def share_unmoved(self) -> float:
         """The share of weights with a gradient that did not move; NaN where no element has a gradient."""
         return self.unmoved / self.with_gradient if self.with_gradient else math.nan
