@@ -1,4 +1,4 @@
-"""Sequences of calls that nobody wrote down, against an oracle in float64.
+"""Random sequences of calls, against an oracle in float64.
 
 What stands here knows the contract and no room: it calls what users call, over policies × optimizers × windows × orders
 of calls, and is told by :mod:`.oracle` what must come out. So it lives by itself, and not in ``tests/session``.

@@ -1,4 +1,4 @@
-"""What goes on elsewhere: state loaded from other storages, through torch's optimizers, copies, edited weights."""
+"""Training that goes on: state loaded from other storages, through torch's optimizers, copies, edited weights."""
 
 import copy
 import io

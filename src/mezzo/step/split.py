@@ -28,7 +28,7 @@ _LARGEST: Final = {torch.float16: 65504.0, torch.bfloat16: (2.0 - 2.0**-8 - 2.0*
 _CPU_BLOCK: Final = 1 << 18
 _DEVICE_BLOCK: Final = 1 << 26
 
-#: How many values of each weight were too large, while nobody has asked yet.
+#: How many values of each weight were too large, until :func:`judged_together` ends.
 _WAITING: Final[ContextVar[list[Tensor] | None]] = ContextVar("waiting", default=None)
 
 

@@ -259,7 +259,7 @@ def _accelerator(device_type: str) -> DeviceReport:
 
 
 def fast_format(kinds: Container[str]) -> torch.dtype:
-    """Return the low format to train in where nobody has chosen one: BF16, or FP16 on a GPU without.
+    """Return the low format to train in where none is chosen: BF16, or FP16 on a GPU without.
 
     Nothing is measured.
 
