@@ -357,6 +357,7 @@ class AttachedPrecision(MixedPrecision):
 # In place of functions of torch's -----------------------------------------------------------------------------
 
 
+@_disable_dynamo  # what is differentiated is no part of a graph
 def _run(
     amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *args: Any, **kwargs: Any
 ) -> Any:
