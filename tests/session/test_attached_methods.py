@@ -223,6 +223,8 @@ def test_a_compiled_model_runs_low_too():
         assert_same(*ends)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo, of any loss
 @pytest.mark.parametrize("policy", ["O0,loss_scale=1024", "O2,dtype=float16,loss_scale=1024"])
 def test_a_compiled_step_with_its_backward_pass_is_the_eager_one(policy):
     """The graph ends before the pass, without a word of Dynamo's about what stands there."""

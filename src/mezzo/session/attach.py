@@ -199,6 +199,7 @@ class AttachedPrecision(MixedPrecision):
             return
         plain, here = vars(place)[name], weakref.ref(self)
 
+        @_disable_dynamo  # which would trace what decides on the host
         @functools.wraps(plain)
         def bound(*args: Any, **kwargs: Any) -> Any:
             amp = here()
@@ -357,7 +358,6 @@ class AttachedPrecision(MixedPrecision):
 # In place of functions of torch's -----------------------------------------------------------------------------
 
 
-@_disable_dynamo  # what is differentiated is no part of a graph
 def _run(
     amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -475,7 +475,6 @@ def _kinds(kind: type) -> Iterator[type]:
     yield kind
 
 
-@_disable_dynamo
 def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Step a scheduler unless it is to wait; one inside of another is asked by that one."""
     schedules = amp._schedules
