@@ -342,11 +342,11 @@ def test_models_and_optimizers_come_back_as_they_were_given():
 def test_inference_needs_no_optimizer():
     for level in ("O0", "O1", "O2", "O3"):
         model, x = perceptron(), torch.randn(4, 8)
-        plain = model(x)
+        plain, part = model(x), model[0](x)
         with initialized(model, opt_level=level) as got:
             assert got is model
             assert model(x).dtype == torch.float32
-            assert torch.equal(model(x), plain) == (level == "O0")
+            assert torch.equal(model(x), plain) == torch.equal(model[0](x), part) == (level == "O0")
             assert next(model.parameters()).dtype == (torch.float16 if level in ("O2", "O3") else torch.float32)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             without = pytest.raises(mezzo.StateError, match=r"amp\.scale_loss without an optimizer")

@@ -307,6 +307,23 @@ _ATTACH = (
         ),
     ),
     *in_file(
+        "session/calls.py",
+        (
+            "attach: methods but forward run in FP32",
+            'and (name == "forward" or not hasattr(nn.Module, name))',
+            'and name == "forward"',
+            "tests/session/test_attached_methods.py::test_products_of_a_method_itself_run_low",
+            "model.loss(x) would run nothing low, without a word",
+        ),
+        (
+            "attach: what runs inside ends the region",
+            'getattr(self._here, "inside", False) or self._is_over',
+            "self._is_over",
+            "tests/session/test_attached_methods.py::test_what_comes_out_of_the_model_is_fp32_and_what_goes_on_inside_is_not",
+            "activations between layers would be FP32",
+        ),
+    ),
+    *in_file(
         "session/attach.py",
         (
             "attach: schedulers run ahead",
@@ -314,13 +331,6 @@ _ATTACH = (
             "return False",
             "tests/session/test_attach_loops.py::test_schedulers_wait_where_a_step_was_skipped",
             "a warm-up would end early by each skipped step",
-        ),
-        (
-            "attach: methods but forward run in FP32",
-            'and (name == "forward" or not hasattr(nn.Module, name))',
-            'and name == "forward"',
-            "tests/session/test_attached_methods.py::test_products_of_a_method_itself_run_low",
-            "model.loss(x) would run nothing low, without a word",
         ),
         (
             "attach: averages are those of low weights",
@@ -335,13 +345,6 @@ _ATTACH = (
             "    if False and not isinstance(scaler, SessionScaler)",
             "tests/session/test_refusals.py::test_a_call_that_is_refused_leaves_everything_as_it_was",
             "gradients would carry two scales",
-        ),
-        (
-            "attach: what runs inside ends the region",
-            'getattr(here, "inside", False) or self._is_closed',
-            "self._is_closed",
-            "tests/session/test_attached_methods.py::test_what_comes_out_of_the_model_is_fp32_and_what_goes_on_inside_is_not",
-            "activations between layers would be FP32",
         ),
     ),
 )

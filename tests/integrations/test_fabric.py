@@ -342,6 +342,28 @@ def test_a_module_of_lightnings():
     assert all(torch.equal(kept[name], tensor) for name, tensor in module.named_parameters())
 
 
+@pytest.mark.parametrize("kind", ["marked", "Lightning's"])
+def test_steps_that_are_no_forward_pass_run_low_and_return_fp32(kind):
+    """On one device Fabric calls them on the model itself, and asks for no region."""
+
+    class Marked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    fabric, module = fabric_of("O1,dtype=bfloat16"), Marked() if kind == "marked" else Module()
+    model, _ = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    if kind == "marked":
+        model.mark_forward_method("training_step")
+    seen = []
+    module.net[0].register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    assert model.training_step(batches()[0], 0).dtype == torch.float32
+    assert seen == [torch.bfloat16]
+
+
 def test_torn_down_it_trains_in_fp32_as_fabric_does():
     run = Run("O2,dtype=float16", overflow_at=[1]).train(batches()[:4])
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}

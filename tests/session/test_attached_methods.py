@@ -221,3 +221,27 @@ def test_a_compiled_model_runs_low_too():
                 assert amp.stats().steps == 1
                 ends.append([p.detach().clone() for p in model.parameters()])
         assert_same(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo, of any loss
+@pytest.mark.parametrize("policy", ["O0,loss_scale=1024", "O2,dtype=float16,loss_scale=1024"])
+def test_a_compiled_step_with_its_backward_pass_is_the_eager_one(policy):
+    """The graph ends before the pass, without a word of Dynamo's about what stands there."""
+    ends = []
+    for compiles in (True, False):
+        model, made = built()
+
+        def evaluate(x, y, model=model):
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        with attached(model, made, policy):
+            run = torch.compile(evaluate, backend="eager") if compiles else evaluate
+            for number in range(2):
+                made.zero_grad()
+                run(*batch(number))
+                made.step()
+            ends.append([p.detach().clone() for p in model.parameters()])
+    assert_same(*ends)

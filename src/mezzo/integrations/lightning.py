@@ -32,10 +32,16 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 __all__ = ["MezzoPrecision"]
 
 
-class _LightningSession(AttachedPrecision):
+class _TrainersSession(AttachedPrecision):
     """An attached session whose losses and regions the plugin brings: of the process it takes the schedulers alone."""
 
     _binds: ClassVar[tuple[str, ...]] = ("schedulers",)
+
+
+class _FabricsSession(AttachedPrecision):
+    """The same for Fabric, which asks the plugin for a region around ``forward`` alone: other methods have theirs."""
+
+    _binds: ClassVar[tuple[str, ...]] = ("calls", "schedulers")
 
 
 class MezzoPrecision(Precision):
@@ -88,7 +94,7 @@ class MezzoPrecision(Precision):
     ) -> None:
         raise_together(wrong_options(on_overflow=on_overflow))
         self.policy = Policy.of(policy)
-        self.session: _LightningSession | None = None
+        self.session: AttachedPrecision | None = None
         self._options: dict[str, Any] = {"on_overflow": on_overflow, "hold_schedulers": hold_schedulers}
         self._converted: dict[nn.Module, Prepared] = {}
         self._saved: dict[str, Any] = {}
@@ -108,19 +114,19 @@ class MezzoPrecision(Precision):
         """Begin the session, if the Trainer is about to fit."""
         module: Any = next(iter(self._converted))
         if module.trainer.state.fn == TrainerFn.FITTING and optimizers:  # after a run it has the optimizers still
-            self._begin(optimizers)
+            self._begin(_TrainersSession, optimizers)
         return model, optimizers, lr_schedulers
 
     def take(self, optimizer: Optimizer) -> None:
         """Begin the session, or have it take an optimizer: what Fabric sets up."""
         if self.session is None:
-            self._begin([optimizer])
+            self._begin(_FabricsSession, [optimizer])
         elif len(self.session.weights.models) == len(self._converted):
             self.session.add(optimizer)
         elif self.session.last_step is None:
             before = self.session.weights.optimizers
             self.session.close()
-            self._begin([*before, optimizer])
+            self._begin(_FabricsSession, [*before, optimizer])
         else:
             raise StateError(
                 "a model is set up for training after the first step",
@@ -128,8 +134,8 @@ class MezzoPrecision(Precision):
                 write="fabric.setup(…) of all models and optimizers, then the first step",
             )
 
-    def _begin(self, optimizers: list[Optimizer]) -> None:
-        self.session = _LightningSession(list(self._converted), optimizers, self.policy, **self._options)
+    def _begin(self, kind: type[AttachedPrecision], optimizers: list[Optimizer]) -> None:
+        self.session = kind(list(self._converted), optimizers, self.policy, **self._options)
         self._num_skipped = None
 
     def teardown(self) -> None:
@@ -206,7 +212,7 @@ class MezzoPrecision(Precision):
         session = self._open()
         return {"mezzo/scale": float(session.loss_scale), "mezzo/skipped": session.stats().skipped}
 
-    def _open(self) -> _LightningSession:
+    def _open(self) -> AttachedPrecision:
         if self.session is None:
             raise StateError(
                 "there is no session",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from mezzo.cast import prepare
-from mezzo.cast.nested import cast_floating
 from mezzo.errors import PolicyError, UnsupportedError, raise_together, require_extra, shown
 from mezzo.policy import Policy
+from mezzo.session.calls import Calls
 from mezzo.session.refusals import wrong_options
 
 require_extra("transformers", "mixed precision for the Trainer needs transformers", "transformers", "accelerate")
@@ -149,17 +148,15 @@ class MezzoMixin(_Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict under the policy, with parts that are called without their model, as by ``generate``."""
-        with ExitStack() as undo:
-            if self.session is not None:
-                undo.enter_context(self.session.autocast())
-            else:
-                prepared = prepare(self.model, self.policy)
-                undo.callback(prepared.remove)
-                undo.enter_context(prepared.autocast())
-                if self.policy.output_dtype is None:
-                    widened = self.model.register_forward_hook(lambda _, args, out: cast_floating(out, torch.float32))
-                    undo.callback(widened.remove)
+        if self.session is not None:
             return super().evaluation_loop(*args, **kwargs)
+        prepared = prepare(self.model, self.policy)
+        calls = Calls([self.model], self.policy, prepared.autocast)
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            calls.close()
+            prepared.remove()
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log the session's values beside a training loss; see ``Trainer.log``."""

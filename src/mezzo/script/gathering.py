@@ -23,7 +23,7 @@ from mezzo.explanation.words import counted
 from mezzo.policy import Policy
 from mezzo.script.program import Seams
 from mezzo.script.report import NOT_HELD, NOT_STEPPED, REFUSED, ScriptReport
-from mezzo.session.attach import AttachedPrecision
+from mezzo.session.attach import CARRIED, AttachedPrecision
 from mezzo.tensors import LOW
 
 __all__ = ["Attach", "Gathering", "convert_before_wrapping", "name_of"]
@@ -32,8 +32,6 @@ Attach = Callable[[list[nn.Module], list[Optimizer], Policy], AttachedPrecision]
 
 #: What each session does otherwise, by the names that :func:`mezzo.attach` binds.
 _ALWAYS: Final = "calls of models, loss.backward(), optimizer.step(), scheduler.step()"
-#: Where an attached session has its state in what optimizers save.
-_CARRIED: Final = "mezzo"
 
 
 class Gathering:
@@ -158,8 +156,8 @@ class Gathering:
             return result
 
         def loaded(_: Optimizer, state: dict[str, Any]) -> None:
-            if _CARRIED in state and not gathering.has(optimizer):  # the session takes its own
-                gathering.resume(state[_CARRIED])
+            if CARRIED in state and not gathering.has(optimizer):  # the session takes its own
+                gathering.resume(state[CARRIED])
 
         self._report.why_not = self._report.why_not and NOT_STEPPED
         optimizer.register_load_state_dict_pre_hook(loaded)

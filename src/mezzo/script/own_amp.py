@@ -92,20 +92,17 @@ def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, report
         def update(self, new_scale: float | Tensor | None = None) -> None:
             pass
 
-        def state_dict(self) -> dict[str, Any]:
-            saved: dict[str, Any] = super().state_dict()
-            if saved and gathering.amp is not None:
-                saved["_growth_tracker"] = int(gathering.amp.engine.scaler.state.clean_steps)
-            return saved
-
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             super().load_state_dict(state_dict)
             if self.is_enabled():
                 gathering.resume(state_dict)
 
-        def get_scale(self) -> float:
-            if not self.is_enabled() or gathering.amp is None:
-                return float(super().get_scale())
-            return float(gathering.amp.loss_scale)
+        # What torch's own methods ask for; of its own it has what it begins with.
+        def _get_scale_async(self) -> Tensor | None:
+            return None if gathering.amp is None else gathering.amp.loss_scale
+
+        def _get_growth_tracker(self) -> int:
+            counted: int = super()._get_growth_tracker()
+            return counted if gathering.amp is None else gathering.amp.clean_steps()
 
     return ScriptScaler

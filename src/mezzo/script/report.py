@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from mezzo.numerics.footprint import StateBytes, state_bytes
 from mezzo.numerics.skips import MANY
 from mezzo.policy import Policy
 from mezzo.recipes import StepRecord
-from mezzo.script.program import Enough, Seams
+from mezzo.script.program import Enough
 from mezzo.session import Stats, Step
 from mezzo.session.observers import Judged, Watched
 from mezzo.tensors import LOW, moved
@@ -178,27 +177,23 @@ class ScriptReport:
 class StepLog:
     """An observer of sessions: it counts steps, and the products of the first ones, tells of each, and ends the script.
 
-    A step's loss is that of the first backward pass since the step before.
+    A step's loss is that of the first backward pass to its gradients.
 
     Args:
         report: Gets what was counted.
         told: Is told of each step; ``None`` where nothing is to be read from the device.
         most: After how many steps the script ends, in its next backward pass; ``None`` where it ends by itself.
-        seams: Replaces names of torch.
 
     **Cost**: where steps are told of, one transfer from the device for each.
     """
 
-    def __init__(
-        self, report: ScriptReport, told: Callable[[StepRecord], None] | None, most: int | None, seams: Seams
-    ) -> None:
+    def __init__(self, report: ScriptReport, told: Callable[[StepRecord], None] | None, most: int | None) -> None:
         self._report, self._told, self._most = report, told, most
         self._products, self._is_counting, self._is_over = Products(), False, False
         self._first = Counter[str]()
         self._skipped = torch.zeros((), dtype=torch.int64)
         self._loss: Tensor | None = None
         self._began = time.perf_counter()
-        self._watch(seams)
 
     def count(self) -> None:
         """Count products from now on; in a block of a mode of the script's own, from a later step on."""
@@ -213,10 +208,14 @@ class StepLog:
         self._report.peak_bytes = torch.cuda.max_memory_allocated() or None
 
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
-        """Know of a backward pass."""
+        """End the script in the backward pass after its last step."""
+        if self._report.steps == self._most:
+            raise Enough
 
     def judged(self, engine: Watched, judged: Judged) -> None:
-        """Know of a verdict."""
+        """Take note of a step's loss, of the first evaluation where there are several."""
+        if self._loss is None:
+            self._loss = next(iter(judged.losses), None)
 
     def stepped(self, engine: Watched, step: Step) -> None:
         """Take note of a step, a skipped one too."""
@@ -257,23 +256,6 @@ class StepLog:
         if self._is_counting and stack and stack[-1] is self._products:  # and not below one of the script's
             self._products.__exit__(None, None, None)
             self._is_counting = False
-
-    def _watch(self, seams: Seams) -> None:
-        plain = torch.autograd.backward
-
-        @functools.wraps(plain)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._report.steps == self._most:
-                raise Enough
-            if self._told is not None and self._loss is None:
-                self._loss = _first_scalar([tensors] if isinstance(tensors, Tensor) else tensors)
-            plain(tensors, *args, **kwargs)
-
-        seams.replace(torch.autograd, "backward", backward)
-
-
-def _first_scalar(tensors: Iterable[Tensor]) -> Tensor | None:
-    return next((each.detach().reshape(()).clone() for each in tensors if each.numel() == 1), None)
 
 
 def _folded(names: list[str]) -> Iterator[str]:

@@ -89,7 +89,7 @@ def run(
 
     error: BaseException | None = None
     with Seams() as seams:
-        log = StepLog(report, told, steps, seams)
+        log = StepLog(report, told, steps)
         gathering = Gathering(begin, chosen, report, seams)
         converted = convert_before_wrapping(chosen, report, seams)
         replace_amp(gathering, report, seams)

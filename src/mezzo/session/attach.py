@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +19,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import GradientEdge
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -29,17 +26,17 @@ from torch.optim.swa_utils import AveragedModel
 from mezzo.cast import Prepared
 from mezzo.cast.device import fast_format
 from mezzo.cast.model.boundary import runs_backward
-from mezzo.cast.nested import cast_floating
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.policy import Policy
 from mezzo.session import state
+from mezzo.session.calls import Calls, rebound
 from mezzo.session.closures import evaluates_once, inner_optimizers
 from mezzo.session.passes import Walk, refuse_scaled, unscaled, walked
 from mezzo.session.refusals import check_added, chosen, listed, models_and_optimizers
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
-from mezzo.tensors import LOW, tensors
+from mezzo.tensors import LOW
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -164,7 +161,6 @@ class AttachedPrecision(MixedPrecision):
             policy = Policy.O1(fast_format(kinds))
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
-        self._here = threading.local()
         super().__init__(subjects, given, policy, **options)
         # Apart, since it outlives a session that is dropped, and holds nothing of it.
         self._names = contextlib.ExitStack()
@@ -177,7 +173,8 @@ class AttachedPrecision(MixedPrecision):
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
-                self._bind_calls()
+                calls = Calls(self.weights.models, self.policy, self.autocast, before=self.weights.settle)
+                self._undo.callback(calls.close)
             if "backward" in self._binds:
                 self._bind_torchs(torch.autograd, "_engine_run_backward", _run)
             if "schedulers" in self._binds and hold_schedulers:
@@ -194,7 +191,7 @@ class AttachedPrecision(MixedPrecision):
 
     def _bind_own(self, place: nn.Module | Optimizer, name: str, value: Any) -> None:
         """Bind a name on a module or an optimizer."""
-        self._undo.callback(_bound(vars(place), name, value))
+        self._undo.callback(rebound(vars(place), name, value))
 
     def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
         """Have a function of torch's go through one here, which is given the session as long as there is one."""
@@ -202,6 +199,7 @@ class AttachedPrecision(MixedPrecision):
             return
         plain, here = vars(place)[name], weakref.ref(self)
 
+        @_disable_dynamo  # which would trace what decides on the host
         @functools.wraps(plain)
         def bound(*args: Any, **kwargs: Any) -> Any:
             amp = here()
@@ -215,50 +213,6 @@ class AttachedPrecision(MixedPrecision):
 
         setattr(place, name, bound)
         self._names.callback(put_back)
-
-    def _bind_calls(self) -> None:
-        """Have the methods of models, and of each part that may be called by itself, run in the region."""
-        for model in self.weights.models:
-            root = model.module if isinstance(model, DistributedDataParallel) else model
-            for module in root.modules():
-                if isinstance(module, nn.ModuleList | nn.ModuleDict):
-                    continue  # which is no function
-                is_torchs = type(module).__module__.startswith("torch.")
-                for name in ["forward"] if is_torchs else _methods(type(module)):
-                    call = self._around(getattr(module, name), is_root=module is root)
-                    self._bind_own(module, name, types.MethodType(call, module))
-
-    def _around(self, plain: Callable[..., Any], *, is_root: bool) -> Callable[..., Any]:
-        here, autocast = self._here, self.autocast
-        is_wide, autocasts = self.policy.output_dtype is None, self.policy.autocast
-        settle = self.weights.settle
-
-        @functools.wraps(getattr(plain, "__func__", plain))
-        def call(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                if not is_root and (
-                    not autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-                ):
-                    return plain(*args, **kwargs)
-                with autocast():
-                    output = plain(*args, **kwargs)
-                return cast_floating(output, torch.float32) if is_wide else output
-            if getattr(here, "inside", False) or self._is_closed:
-                return plain(*args, **kwargs)
-            here.inside = True
-            try:
-                settle()
-                with autocast():
-                    output = plain(*args, **kwargs)
-            finally:
-                here.inside = False
-            # Parameters that a method returns, for an optimizer, say, stay what they are.
-            if not is_wide or any(isinstance(each, nn.Parameter) for each in tensors(output)):
-                return output
-            return cast_floating(output, torch.float32)
-
-        call.is_of_mezzo = True  # type: ignore[attr-defined]
-        return call
 
     # Optimizers -------------------------------------------------------------------------------------------
 
@@ -401,39 +355,6 @@ class AttachedPrecision(MixedPrecision):
         self.close()
 
 
-def _bound(names: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
-    """Bind a name, and return what puts back what it was, unless others have bound it again since."""
-    has, before = name in names, names.get(name)
-    names[name] = value
-
-    def put_back() -> None:
-        if names.get(name) is value:
-            del names[name]
-            if has:
-                names[name] = before
-
-    return put_back
-
-
-def _methods(kind: type) -> list[str]:
-    """Return the public methods of a module's class that are none of ``nn.Module``'s."""
-    found: dict[str, Any] = {}
-    for each in kind.__mro__:
-        if each is nn.Module:
-            break
-        for name, value in vars(each).items():
-            found.setdefault(name, value)
-    return [
-        name
-        for name, value in found.items()
-        if isinstance(value, types.FunctionType)
-        and not name.startswith("_")
-        and (name == "forward" or not hasattr(nn.Module, name))
-        and not inspect.isgeneratorfunction(value)
-        and not inspect.iscoroutinefunction(value)
-    ]
-
-
 # In place of functions of torch's -----------------------------------------------------------------------------
 
 
@@ -554,7 +475,6 @@ def _kinds(kind: type) -> Iterator[type]:
     yield kind
 
 
-@_disable_dynamo
 def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Step a scheduler unless it is to wait; one inside of another is asked by that one."""
     schedules = amp._schedules

@@ -426,6 +426,7 @@ class Engine(Writes):
             scale=scale,
             verdict=verdict,
             is_clipped=self.max_grad_norm is not None,
+            losses=losses,
             failed=failed,
         )
         for observer in (*self.observers, *observing()):

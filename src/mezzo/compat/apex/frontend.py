@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar, Final
 
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.cast.device import default_kinds
-from mezzo.cast.model.prepare import Prepared, prepare
-from mezzo.cast.nested import cast_floating
+from mezzo.cast.model.prepare import prepare
 from mezzo.compat.apex.functions import REGISTERED
 from mezzo.compat.apex.options import policy_of
 from mezzo.errors import PolicyError, StateError, message, not_switches, raise_together, shown, some_of
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
+from mezzo.session.calls import Calls
 
 __all__ = [
     "deinitialize", "disable_casts", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict",
@@ -59,7 +58,9 @@ class _Amp:
             if session is not None:
                 undo.callback(session.close)
             for model in models if session is None else ():
-                undo.callback(_prepared(model, policy))
+                handle = prepare(model, policy)
+                undo.callback(handle.remove)
+                undo.callback(Calls([model], policy, handle.autocast).close)
             if policy.autocast:
                 REGISTERED.replace_others(undo)
             REGISTERED.begin()
@@ -106,29 +107,6 @@ class _Amp:
 
 
 _AMP: Final = _Amp()
-
-
-def _prepared(model: nn.Module, policy: Policy) -> Callable[[], None]:
-    """Prepare a model for inference; return what undoes it."""
-    handle = prepare(model, policy)
-    if policy.autocast:
-        model.forward = _in_region(model.forward, handle)
-
-    def undo() -> None:
-        vars(model).pop("forward", None)
-        handle.remove()
-
-    return undo
-
-
-def _in_region(plain: Callable[..., Any], handle: Prepared) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with handle.autocast():
-            output = plain(*args, **kwargs)
-        return output if handle.policy.output_dtype is not None else cast_floating(output, torch.float32)
-
-    return forward
 
 
 def initialize(

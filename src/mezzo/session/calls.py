@@ -1,0 +1,129 @@
+"""Calls of models from outside: each runs in its policy's region, and returns FP32. Nothing else does both."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo.cast import autocast
+from mezzo.cast.nested import cast_floating
+from mezzo.policy import Policy
+from mezzo.tensors import tensors
+
+__all__ = ["Calls", "rebound"]
+
+
+class Calls:
+    """Run each method of models, and of their parts that are called by themselves, in a region, until :meth:`close`.
+
+    A call inside of another one is part of that. What comes out of the outer one is FP32, unless the policy has an
+    ``output_dtype``; parameters that a method returns stay what they are.
+
+    Args:
+        models: The models.
+        policy: Their policy.
+        region: Returns its region.
+        before: Is called before a region is entered.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        policy: Policy,
+        region: Callable[[], autocast],
+        *,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._region, self._before = region, before
+        self._is_wide, self._autocasts = policy.output_dtype is None, policy.autocast
+        self._here, self._is_over = threading.local(), False
+        self._undo = ExitStack()
+        for model in models:
+            root = model.module if isinstance(model, DistributedDataParallel) else model
+            for module in root.modules():
+                if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                    continue  # which is no function
+                is_torchs = type(module).__module__.startswith("torch.")
+                for name in ["forward"] if is_torchs else _methods(type(module)):
+                    call = self._around(getattr(module, name), is_root=module is root)
+                    self._undo.callback(rebound(vars(module), name, types.MethodType(call, module)))
+
+    def _around(self, plain: Callable[..., Any], *, is_root: bool) -> Callable[..., Any]:
+        @functools.wraps(getattr(plain, "__func__", plain))
+        def call(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                if not is_root and (
+                    not self._autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+                ):
+                    return plain(*args, **kwargs)
+                with self._region():
+                    output = plain(*args, **kwargs)
+                return cast_floating(output, torch.float32) if self._is_wide else output
+            if getattr(self._here, "inside", False) or self._is_over:
+                return plain(*args, **kwargs)
+            self._here.inside = True
+            try:
+                self._before()
+                with self._region():
+                    output = plain(*args, **kwargs)
+            finally:
+                self._here.inside = False
+            if not self._is_wide or any(isinstance(each, nn.Parameter) for each in tensors(output)):
+                return output
+            return cast_floating(output, torch.float32)
+
+        call.is_of_mezzo = True  # type: ignore[attr-defined]
+        return call
+
+    def close(self) -> None:
+        """Give the methods back; those that others hold meanwhile do nothing of their own."""
+        self._is_over = True
+        self._undo.close()
+
+
+def rebound(names: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
+    """Bind a name, and return what puts back what it was, unless others have bound it again since.
+
+    Args:
+        names: ``vars()`` of what has the name.
+        name: The name.
+        value: What it is from now on.
+    """
+    has, before = name in names, names.get(name)
+    names[name] = value
+
+    def put_back() -> None:
+        if names.get(name) is value:
+            del names[name]
+            if has:
+                names[name] = before
+
+    return put_back
+
+
+def _methods(kind: type) -> list[str]:
+    """Return the public methods of a module's class that are none of ``nn.Module``'s."""
+    found: dict[str, Any] = {}
+    for each in kind.__mro__:
+        if each is nn.Module:
+            break
+        for name, value in vars(each).items():
+            found.setdefault(name, value)
+    return [
+        name
+        for name, value in found.items()
+        if isinstance(value, types.FunctionType)
+        and not name.startswith("_")
+        and (name == "forward" or not hasattr(nn.Module, name))
+        and not inspect.isgeneratorfunction(value)
+        and not inspect.iscoroutinefunction(value)
+    ]
