@@ -512,7 +512,6 @@ CALLS = {
         {"0.weight": torch.full((16, 8), 1e6)}, strict=False), UnsupportedError, "values do not fit float16",
         "0.weight"),
     # Files
-    "no path": (tuple, lambda: mezzo.save(7, model=network()), PolicyError, "7 is no path", "mezzo.save(path, model="),
     "nothing to save": (tuple, lambda: mezzo.save("never.pt"), PolicyError, "nothing to save"),
     "a state and parts": (tuple, lambda: mezzo.save("never.pt", {"state": 1}, model=network()), PolicyError,
                           "and parts"),
