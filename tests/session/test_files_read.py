@@ -27,7 +27,7 @@ def bits(state):
 
 @pytest.fixture
 def path(tmp_path):
-    mezzo.save(STATE, tmp_path / "last.pt")
+    mezzo.save(tmp_path / "last.pt", **STATE)
     return tmp_path / "last.pt"
 
 
@@ -65,7 +65,7 @@ def test_every_flipped_bit_is_told_or_changes_nothing(tmp_path, step):
     """In the data and in all that says where it lies; of padding, which is the letter Z, one bit of each byte."""
     state = {"weight": torch.arange(5.0), "step": 3}
     path = tmp_path / "last.pt"
-    mezzo.save(state, path)
+    mezzo.save(path, **state)
     whole, expected = path.read_bytes(), bits(state)
     told = Counter()
     with path.open("r+b", buffering=0) as file:
@@ -143,7 +143,7 @@ class Program:
 
 
 def test_what_is_no_weight_is_refused_unless_it_is_asked_for(path):
-    mezzo.save({"weight": torch.zeros(1), "program": Program()}, path)
+    mezzo.save(path, weight=torch.zeros(1), program=Program())
     with pytest.raises(pickle.UnpicklingError, match="posix"):
         mezzo.load(path)
     assert mezzo.load(path, weights_only=False)["program"] == os.getpid()
@@ -169,7 +169,7 @@ def test_only_regular_files_are_read(tmp_path):
 def test_checksums_are_written_whatever_other_files_have(path):
     torch.serialization.set_crc32_options(False)
     try:
-        mezzo.save(STATE, path)
+        mezzo.save(path, **STATE)
         assert torch.serialization.get_crc32_options() is False
         theirs = saved()
     finally:
@@ -190,9 +190,9 @@ def test_loading_goes_on_where_saving_stopped(tmp_path):
         loss = parts[0](torch.ones(4, 3)).sum()
     parts[2].backward(loss)
     parts[2].step()
-    mezzo.save([part.state_dict() for part in parts], tmp_path / "last.pt")
+    mezzo.save(tmp_path / "last.pt", states=[part.state_dict() for part in parts])
     others = session()
-    for part, state in zip(others, mezzo.load(tmp_path / "last.pt"), strict=True):
+    for part, state in zip(others, mezzo.load(tmp_path / "last.pt")["states"], strict=True):
         part.load_state_dict(state)
     for mine, theirs in zip(parts[2].master_params(), others[2].master_params(), strict=True):
         assert torch.equal(mine, theirs)

@@ -511,10 +511,6 @@ CALLS = {
     "weights that FP16 does not hold": (lambda: ready(O2, "mezzo"), lambda m, o, amp: m.load_state_dict(
         {"0.weight": torch.full((16, 8), 1e6)}, strict=False), UnsupportedError, "values do not fit float16",
         "0.weight"),
-    # Files
-    "nothing to save": (tuple, lambda: mezzo.save("never.pt"), PolicyError, "nothing to save"),
-    "a state and parts": (tuple, lambda: mezzo.save("never.pt", {"state": 1}, model=network()), PolicyError,
-                          "and parts"),
 }  # fmt: skip
 
 

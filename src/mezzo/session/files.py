@@ -11,7 +11,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from mezzo.errors import PolicyError, StateError
+from mezzo.errors import StateError
 from mezzo.files import opened, whole
 
 __all__ = ["load", "save"]
@@ -22,7 +22,7 @@ _FOLDER: Final = 0x10
 _DAMAGES: Final = (BadZipFile, EOFError, OSError, OverflowError, RuntimeError, ValueError, struct.error, zlib.error)
 
 
-def save(path: Any, state: Any = None, /, *, each_rank: bool = False, **parts: Any) -> None:
+def save(path: str | os.PathLike[str], /, *, each_rank: bool = False, **parts: Any) -> None:
     """Write model, optimizer and session side by side, completely or not at all.
 
     The file is written beside its place, handed to the disk, and renamed: a process killed at any moment, or a full
@@ -31,12 +31,10 @@ def save(path: Any, state: Any = None, /, *, each_rank: bool = False, **parts: A
 
     Args:
         path: The file, or a symbolic link to it. Its folder must exist; permissions and group of an old file are kept.
-        state: A value to write in place of parts. ``save(state, path)``, in the order of ``torch.save``, is the same.
         each_rank: Whether each rank writes a file of its own, under a path of its own.
         **parts: By name what has a ``state_dict()``, whose result is written, or any other value.
 
     Raises:
-        PolicyError: Nothing to write, or both a state and parts.
         OSError: The folder does not exist or cannot be written, the disk is full, or the path is that of something
             else than a file, such as a device. Whatever is raised, the old checkpoint is as it was.
 
@@ -52,13 +50,6 @@ def save(path: Any, state: Any = None, /, *, each_rank: bool = False, **parts: A
         >>> sorted(mezzo.load(path))
         ['amp', 'epoch', 'model', 'optimizer']
     """
-    if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
-        path, state = state, path
-    if (state is None) == (not parts):
-        raise PolicyError(
-            "nothing to save" if state is None else "a state and parts to save",
-            write="mezzo.save(path, model=model, optimizer=optimizer, amp=amp)",
-        )
     made = {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in parts.items()}
     dist = torch.distributed
     is_other_rank = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
@@ -68,7 +59,7 @@ def save(path: Any, state: Any = None, /, *, each_rank: bool = False, **parts: A
     set_crc32_options(True)  # whatever this process asks of its other files: without them no damage is seen
     try:
         with whole(path) as file:
-            torch.save(made if state is None else state, file)
+            torch.save(made, file)
     finally:
         set_crc32_options(before)
 
@@ -115,17 +106,15 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
 
 def _check_records(file: BinaryIO, path: str) -> None:
     """Read all of an archive once, and raise unless every record has the checksum that it was written with."""
+    write = "mezzo.load(…) of an older checkpoint"
     try:
         with ZipFile(file) as archive:
             # Of what one bit calls a folder torch hands out memory as it finds it.
             folders = (each.filename for each in archive.infolist() if each.is_dir() or each.external_attr & _FOLDER)
             damaged = archive.testzip() or next(folders, None)
     except _DAMAGES as error:
-        damaged, why = "", str(error) or "it ends before its header says"
-    else:
-        why = "its CRC-32 is another, or it is called a folder"
+        why = str(error) or "it ends before its header says"
+        raise StateError("the checkpoint is damaged, or none", where=path, why=why, write=write) from None
     if damaged is not None:
-        what = (
-            f"the record {damaged!r} of the checkpoint is damaged" if damaged else "the checkpoint is damaged, or none"
-        )
-        raise StateError(what, where=path, why=why, write="mezzo.load(…) of an older checkpoint")
+        what = f"the record {damaged!r} of the checkpoint is damaged"
+        raise StateError(what, where=path, why="its CRC-32 is another, or it is called a folder", write=write)
