@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo import MixedPrecision, StateError
+from mezzo import LossScale, MixedPrecision, StateError
 
 from ..support.tables import thinned
 from .loops import (
@@ -156,6 +156,23 @@ def test_scalers_of_other_systems_give_their_scale_and_their_count(system, style
         amp.backward(model.loss(1.0))
         assert amp.step().next_scale.item() == scale
         amp.zero_grad()
+
+
+@pytest.mark.parametrize("policy", ["O0", "O0,loss_scale=8"])
+def test_where_the_scale_does_not_move_a_scaler_s_stays_out(policy):
+    model = Weights(1)
+    _, amp = over(model, policy)
+    before = amp.state_dict()
+    amp.load_state_dict(SCALERS["torch"](512.0))
+    assert_same(before, amp.state_dict())
+
+
+def test_a_scale_that_counts_from_below_zero_is_saved_and_loaded():
+    """DeepSpeed's first growth comes a step late: its count begins at -1."""
+    saved, loaded = (over(Weights(1), f"O0,loss_scale={LossScale.like('deepspeed')}")[1] for _ in range(2))
+    assert saved.state_dict()["loss_scale"]["clean_steps"] == -1
+    loaded.load_state_dict(saved.state_dict())
+    assert_same(saved.state_dict(), loaded.state_dict())
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -245,7 +245,7 @@ class StepAccount:
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain values, waiting for what is on its way."""
         recent = "".join("X" if skipped else "." for skipped in self._recent)
-        return {**asdict(self.stats()), "recent": recent, "failures": self._failures}
+        return {**asdict(self.stats()), "recent": recent}
 
     def load_state_dict(self, state: Mapping[str, Any], scale: float) -> None:
         """Go on from what :meth:`state_dict` returned.
@@ -254,12 +254,12 @@ class StepAccount:
             state: The counts.
             scale: The scale now, which need not be the saved one.
         """
-        counts = {name: state[name] for name in ("steps", "skipped", "skip_rate", "growths", "backoffs")}
+        counts = {field.name: state[field.name] for field in fields(Stats)}
         lowest, highest = min(state["lowest_scale"], scale), max(state["highest_scale"], scale)
-        self._follow(Stats(**counts, scale=scale, lowest_scale=lowest, highest_scale=highest, ranks=self._ranks.size))
+        now = {"scale": scale, "lowest_scale": lowest, "highest_scale": highest, "ranks": self._ranks.size}
+        self._follow(Stats(**counts | now))
         self._recent.clear()
         self._recent.extend(mark == "X" for mark in state["recent"])
-        self._failures = state["failures"]
 
 
 def _vector(*numbers: Tensor) -> tuple[Tensor]:
