@@ -25,9 +25,9 @@ def prepared():
 @pytest.mark.parametrize(
     "make, policy, kwargs, error, text",
     [
-        (net, O2, {"mp_policy": LOW}, PolicyError, "mp_policy is what the policy says"),
-        (net, O2, {"wrap": "blocks.*"}, PolicyError, "matches no module"),
-        (net, O2, {"wrap": 3}, PolicyError, "wrap is 3, neither a class, a glob nor a function"),
+        (net, O2, {"mp_policy": LOW}, TypeError, "mp_policy"),
+        (net, O2, {"wrap": nn.Conv2d}, PolicyError, "no module of the model is a Conv2d"),
+        (net, O2, {"wrap": 3}, TypeError, "not iterable"),
         (net, f"{O2},fp32_module=head", {}, PolicyError, "matches no module"),
         (net, f"{O2},fp32_param=1.bias", {}, UnsupportedError, "two dtypes(.|\n)*1.bias in float32"),
         (lambda: net().double(), "O1", {}, UnsupportedError, "float64 parameters"),

@@ -182,7 +182,8 @@ def amsgrad_and_halves(params):
 #: By name: model and optimizer, policy, options, the error, and words that it has.
 BEGINNINGS = {
     "a level that there is not": (built, "O7", {}, PolicyError, "unknown level 'O7'"),
-    "each in the other's place": (lambda: built()[::-1], "O1", {}, PolicyError, "stand in each other's place"),
+    "each in the other's place": (lambda: built()[::-1], "O1", {}, PolicyError, "a model must be an nn.Module, not SGD",
+                                  "models first, then optimizers"),
     "a word for a model": (lambda: ("net", built()[1]), "O1", {}, PolicyError, "a model must be an nn.Module, not str"),
     "a class for a model": (lambda: (nn.Linear, built()[1]), "O1", {}, PolicyError, "not the class Linear"),
     "no model": (lambda: ([], built()[1]), "O1", {}, PolicyError, "a model must be an nn.Module, and there is none"),
@@ -446,8 +447,6 @@ CALLS = {
     # Closures
     "a closure for two optimizers": (of_two, lambda m, o, amp, _: amp.step(closure=lambda: None), PolicyError,
                                      "a closure is for one optimizer", "SGD, SGD", "amp.step(optimizers=optimizer, "),
-    "a closure that is no function": (ready, lambda m, o, amp: amp.step(closure=1.0), PolicyError,
-                                      "a closure is a function, and float is none", "def closure():"),
     "a closure without a pass": (ready, lambda m, o, amp: amp.step(closure=lambda: 1.0), StateError,
                                  "the closure computed no gradient", "amp.backward(loss) in the closure"),
     "an optimizer that ignores closures": (lambda: ready(O2, lambda params: Deaf(params, lr=0.1)),

@@ -123,6 +123,18 @@ def test_stateful_goes_on_bit_for_bit(policy):
         assert_same((weights(amp), amp.stats()), (weights(fresh), fresh.stats()))
 
 
+def test_what_fp16_does_not_hold_is_refused_by_stateful_before_anything_is_loaded():
+    model, _, amp = session(LOW[3], "AdamW")
+    with torch.no_grad():
+        model[0].weight.fill_(1e6)
+    saved = amp.stateful().state_dict()
+    again, made, fresh = session(LOW[2], "AdamW")
+    before = facts(again, made, amp=fresh)
+    with pytest.raises(StateError, match=r"0\.weight: values beyond 65504 → float16"):
+        fresh.stateful().load_state_dict(saved)
+    assert_same(before, facts(again, made, amp=fresh))
+
+
 # Other systems --------------------------------------------------------------------------------------------------------
 
 SCALERS = {

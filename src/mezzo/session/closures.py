@@ -71,7 +71,7 @@ def evaluated(engine: Judges, optimizers: Collection[Optimizer], closure: Callab
         closure: Clears the gradients, computes the loss, and runs its backward pass.
 
     Raises:
-        PolicyError: Several optimizers, each of which would move its weights between evaluations; no function.
+        PolicyError: Several optimizers, each of which would move its weights between evaluations.
         StateError: The closure computed no gradient, or was not evaluated.
 
     **Cost**: a copy of weights and state; one host sync for each evaluation.
@@ -82,11 +82,6 @@ def evaluated(engine: Judges, optimizers: Collection[Optimizer], closure: Callab
             where=f"amp.step(closure=…) for {some_of([type(each).__name__ for each in optimizers])}",
             why="each optimizer moves its weights between two evaluations of the loss",
             write="amp.step(optimizers=optimizer, closure=closure), for one after the other",
-        )
-    if not callable(closure):
-        raise PolicyError(
-            f"a closure is a function, and {type(closure).__name__} is none",
-            write="def closure(): amp.zero_grad(); loss = …; amp.backward(loss); return loss",
         )
     engine.require_whole()
     check_numbers(optimizers)

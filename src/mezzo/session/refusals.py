@@ -53,13 +53,9 @@ def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module 
     """Return both as lists; handles of prepared models stand among the models.
 
     Raises:
-        PolicyError: Something else among them, none, or the one in the other's place.
+        PolicyError: Something else among them, or none.
     """
     all_models, all_optimizers = listed(models), listed(optimizers)
-    if all(isinstance(each, Optimizer) for each in all_models) and all(
-        isinstance(each, nn.Module) for each in all_optimizers
-    ):
-        raise PolicyError("the model and the optimizer stand in each other's place", write=_ORDER)
     raise_together(
         [
             *_of_another_kind(all_models, (nn.Module, Prepared), "a model must be an nn.Module"),
