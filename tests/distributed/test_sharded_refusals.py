@@ -1,5 +1,7 @@
 """What is refused of sharded models, before anything is changed: by `fully_shard`, by sessions, and between the two."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,21 @@ def test_what_cannot_be_sharded_stays_as_it_is(alone, make, policy, kwargs, erro
     if isinstance(model, nn.Module):
         assert {*map(type, model.parameters())} == {nn.Parameter}
         assert not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def test_an_overflow_of_a_sharded_model_is_not_explained_in_the_run(alone):
+    model = mezzo.fully_shard(net(), O2)
+    with pytest.raises(UnsupportedError, match=r"cannot be explained in the run\n  where  1 modules"):
+        mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), O2, on_overflow="explain")
+
+
+@pytest.mark.filterwarnings("ignore:FSDP")
+def test_fsdp1_is_refused(alone, monkeypatch):
+    """Of which a CPU can make none: told by the class alone."""
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    monkeypatch.setattr(fsdp, "FullyShardedDataParallel", nn.Sequential)
+    with pytest.raises(UnsupportedError, match=r"FullyShardedDataParallel, which is FSDP1(.|\n)*mezzo.fully_shard"):
+        session(net(), O2)
 
 
 # torch's own fully_shard --------------------------------------------------------------------------------

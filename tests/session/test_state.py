@@ -135,6 +135,25 @@ def test_what_fp16_does_not_hold_is_refused_by_stateful_before_anything_is_loade
     assert_same(before, facts(again, made, amp=fresh))
 
 
+def test_stateful_refuses_what_has_no_place_by_the_names_of_parameters():
+    """LBFGS tells what it keeps only to a closure, and keeps lists of tensors then."""
+    model, _, amp = session("O0", lambda params: torch.optim.LBFGS(params, max_iter=8))
+    with pytest.raises(
+        mezzo.UnsupportedError, match=r"before its first step(.|\n)*LBFGS(.|\n)*one step of the session"
+    ):
+        amp.stateful().state_dict()
+
+    def closure():
+        amp.zero_grad()
+        loss = model(torch.ones(2, 8)).square().mean()
+        amp.backward(loss)
+        return loss
+
+    amp.step(closure=closure)
+    with pytest.raises(mezzo.UnsupportedError, match=r"LBFGS keeps tensors in nested containers(.|\n)*old_dirs"):
+        amp.stateful().state_dict()
+
+
 # Other systems --------------------------------------------------------------------------------------------------------
 
 SCALERS = {

@@ -140,11 +140,6 @@ class Captured(Generic[R]):
             for optimizer in optimizers:
                 optimizer._warned_capturable_if_run_uncaptured = True  # as its first steps are
 
-    @property
-    def is_graph(self) -> bool:
-        """Whether calls replay a graph, once it is recorded; else they run the train step itself."""
-        return self._graph is not None
-
     def __repr__(self) -> str:
         return f"Captured({getattr(self._fn, '__qualname__', repr(self._fn))})"
 

@@ -50,6 +50,16 @@ def test_a_loop_by_calls_of_its_own_is_refused():
         amp.detach()
 
 
+def test_several_ranks_and_devices_are_refused(monkeypatch):
+    loop = Loop()
+    loop.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
+    monkeypatch.setattr(loop.amp.engine.ranks, "size", 2)
+    with pytest.raises(UnsupportedError) as caught:
+        loop.captured()
+    assert "a step of several ranks cannot be captured\n" in str(caught.value)
+    assert "loss scale on cpu, parameters on meta too" in str(caught.value)
+
+
 # Train steps ----------------------------------------------------------------------------------------------
 
 

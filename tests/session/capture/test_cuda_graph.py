@@ -103,7 +103,6 @@ def test_a_capture_that_failed_puts_the_stream_back(monkeypatch):
 def test_a_session_on_the_cpu_is_called_plainly(bits):
     eager, other = Loop(), Loop()
     captured = mezzo.capture(other.train_step, other.amp)
-    assert not captured.is_graph
     assert repr(captured) == "Captured(Loop.train_step)"
     data = batches(range(6), bad=(2,))
     assert bits(run(eager, eager.train_step, data)) == bits(run(other, captured, data))
