@@ -491,7 +491,7 @@ CALLS = {
     "a pass that stops inside": (plain, stops_inside, StateError, *INSIDE),
     "one that is added inside a window": (lambda: with_later(plain, BF16), lambda m, o, amp, later: amp.add(later),
                                           StateError, "added inside an accumulation window", "AdamW", "amp.step() or"),
-    "one that is added twice": (plain, lambda m, o, amp: amp.add(o), PolicyError, "has this optimizer already", "SGD"),
+    "one that is added twice": (plain, lambda m, o, amp: amp.add(o), StateError, "belongs to a session", "SGD"),
     "one of others that is added": (lambda: with_others(plain), lambda m, o, amp, other, its: amp.add(its), PolicyError,
                                     "parameters that are not the models'"),
     "one that is added to share masters": (lambda: with_later(plain, O2), lambda m, o, amp, later: amp.add(later),
