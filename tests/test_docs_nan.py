@@ -101,7 +101,7 @@ def test_numbers_beyond_fp16(kind):
 def test_what_was_there_before(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
-    mezzo.save(model.state_dict(), "checkpoint.pt")
+    mezzo.save("checkpoint.pt", **model.state_dict())
     names = {"torch": torch, "mezzo": mezzo, "model": model, "x": torch.ones(2, 4)}
     planted = {"input": names["x"], "parameter": model[1].weight.data, "buffer": model[0].running_mean}[kind]
     planted.view(-1)[0] = torch.nan

@@ -155,7 +155,7 @@ def from_a_file(path):
 def to_a_file(path):
     model, amp = session("one", POLICIES[0], "adamw", seed=0)
     train(model, amp, range(3))
-    mezzo.save(amp.stateful().state_dict(), path)
+    mezzo.save(path, **amp.stateful().state_dict())
     return state(amp)
 
 

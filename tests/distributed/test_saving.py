@@ -39,8 +39,8 @@ def train(model, amp, numbers):
 
 def all_ways(folder):
     rank, found = dist.get_rank(), {}
-    mezzo.save({"number": 1 + 10 * rank}, folder / "all.pt")
-    mezzo.save({"rank": rank}, folder / f"own{rank}.pt", each_rank=True)
+    mezzo.save(folder / "all.pt", number=1 + 10 * rank)
+    mezzo.save(folder / f"own{rank}.pt", rank=rank, each_rank=True)
     dist.barrier()
     found["all"] = mezzo.load(folder / "all.pt")["number"]
     found["own"] = mezzo.load(folder / f"own{rank}.pt")["rank"]
@@ -77,13 +77,13 @@ def killed_while_saving(folder):
     model, amp = session()
     wrapper = DistributedDataParallel(model)
     train(wrapper, amp, range(2))
-    mezzo.save({"app": amp.stateful().state_dict()}, folder / "last.pt")
+    mezzo.save(folder / "last.pt", app=amp.stateful())
     checkpoint.save({"app": amp.stateful()}, checkpoint_id=folder / "step-2")
     train(wrapper, amp, range(2, 4))
     if dist.get_rank() == 0:
         held = amp.stateful().state_dict()
         held["model"]["weight"] = Fatal()
-        mezzo.save({"app": held}, folder / "last.pt")
+        mezzo.save(folder / "last.pt", app=held)
     train(wrapper, amp, range(4, 6))
 
 

@@ -1,5 +1,7 @@
 """What is refused of sharded models, before anything is changed: by `fully_shard`, by sessions, and between the two."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -25,9 +27,9 @@ def prepared():
 @pytest.mark.parametrize(
     "make, policy, kwargs, error, text",
     [
-        (net, O2, {"mp_policy": LOW}, PolicyError, "mp_policy is what the policy says"),
-        (net, O2, {"wrap": "blocks.*"}, PolicyError, "matches no module"),
-        (net, O2, {"wrap": 3}, PolicyError, "wrap is 3, neither a class, a glob nor a function"),
+        (net, O2, {"mp_policy": LOW}, TypeError, "mp_policy"),
+        (net, O2, {"wrap": nn.Conv2d}, PolicyError, "no module of the model is a Conv2d"),
+        (net, O2, {"wrap": 3}, TypeError, "not iterable"),
         (net, f"{O2},fp32_module=head", {}, PolicyError, "matches no module"),
         (net, f"{O2},fp32_param=1.bias", {}, UnsupportedError, "two dtypes(.|\n)*1.bias in float32"),
         (lambda: net().double(), "O1", {}, UnsupportedError, "float64 parameters"),
@@ -42,6 +44,21 @@ def test_what_cannot_be_sharded_stays_as_it_is(alone, make, policy, kwargs, erro
     if isinstance(model, nn.Module):
         assert {*map(type, model.parameters())} == {nn.Parameter}
         assert not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def test_an_overflow_of_a_sharded_model_is_not_explained_in_the_run(alone):
+    model = mezzo.fully_shard(net(), O2)
+    with pytest.raises(UnsupportedError, match=r"cannot be explained in the run\n  where  1 modules"):
+        mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), O2, on_overflow="explain")
+
+
+@pytest.mark.filterwarnings("ignore:FSDP")
+def test_fsdp1_is_refused(alone, monkeypatch):
+    """Of which a CPU can make none: told by the class alone."""
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    monkeypatch.setattr(fsdp, "FullyShardedDataParallel", nn.Sequential)
+    with pytest.raises(UnsupportedError, match=r"FullyShardedDataParallel, which is FSDP1(.|\n)*mezzo.fully_shard"):
+        session(net(), O2)
 
 
 # torch's own fully_shard --------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def plan(model, policy=O2, wrap=()):
     return [(unit.path, unit.dtype) for unit in units]
 
 
-def test_modules_are_chosen_by_class_glob_function_or_by_themselves():
+def test_modules_are_chosen_by_class_or_by_themselves():
     model = Net()
     both = {"blocks.0", "blocks.1"}
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -53,14 +53,8 @@ def test_modules_are_chosen_by_class_glob_function_or_by_themselves():
         (None, both),
         (Block, both),
         ([Block], both),
-        ("blocks.*", both),
-        ("blocks.1", {"blocks.1"}),
-        ("*.0", {"few.0", "blocks.0", "head.0"}),
-        ("blocks.*.up", {"blocks.0.up", "blocks.1.up"}),
         (nn.Linear, linears),
-        (lambda module: isinstance(module, Block), both),
-        ([Block, "head", lambda module: module is model.few[0]], both | {"head", "few.0"}),
-        ((nn.ReLU, "head"), {"head"}),  # which has parameters, the others none
+        ((nn.ReLU, nn.BatchNorm1d), {"blocks.0.norm", "blocks.1.norm"}),  # which have parameters, the others none
         ([], set()),
     ]:
         assert paths(model, wrap) == expected, wrap
@@ -75,19 +69,9 @@ def test_without_a_choice_the_list_that_holds_most_is_taken():
     assert paths(nn.Sequential(nn.ModuleList()), None) == set()
 
 
-@pytest.mark.parametrize(
-    "wrap, text",
-    [
-        ("block.*", r"wrap='block.\*' matches no module\n  why    did you mean 'blocks.1'"),
-        (nn.Conv2d, "wrap='Conv2d' matches no module\n  why    .*valid: Net, ModuleList, Linear"),
-        (3, "wrap is 3, neither a class, a glob nor a function"),
-        ([Block, None], "wrap is None, neither"),
-        (["nothing", 3], "2 problems"),
-    ],
-)
-def test_a_choice_that_means_nothing_is_refused(wrap, text):
-    with pytest.raises(PolicyError, match=text):
-        wrapped(Net(), wrap)
+def test_a_class_that_no_module_has_is_refused():
+    with pytest.raises(PolicyError, match=r"no module of the model is a Conv2d\n(.|\n)*valid: Net, ModuleList, Linear"):
+        wrapped(Net(), [Block, nn.Conv2d])
 
 
 def test_what_the_policy_keeps_in_fp32_is_gathered_apart():
@@ -100,7 +84,11 @@ def test_what_the_policy_keeps_in_fp32_is_gathered_apart():
         (Policy.O0(), None, [("blocks.0", FP32), ("blocks.1", FP32), ("", FP32)]),
         (Policy.O1("float16"), (), [("", FP32)]),
         (O2.keep_fp32(modules="head"), (), [*norms, ("head", FP32), ("", BF16)]),  # one unit for both of its layers
-        (O2.keep_fp32(modules="head"), "head.1", [*norms, ("head.1", FP32), ("head", FP32), ("", BF16)]),
+        (
+            O2.keep_fp32(modules="head"),
+            nn.Sequential,
+            [*norms, ("head", FP32), ("", BF16)],
+        ),
         (O2.keep_fp32(params="head.0.*"), (), [*norms, ("head.0", FP32), ("", BF16)]),
         (O2.keep_fp32(modules="blocks.*"), (), [("blocks.0", FP32), ("blocks.1", FP32), ("", BF16)]),
         # The model's own parameter in FP32: what is low is gathered apart then, as large as it can be.

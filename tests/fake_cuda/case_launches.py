@@ -94,7 +94,7 @@ def test_triton_describes_the_arguments_of_a_kernel_once(machine, monkeypatch):
 def test_gradients_that_moved_are_uploaded_once_for_both_passes(machine, policy):
     record = one_step(machine, Trained(policy, "AdamW", layers=3))
     assert len(record.uploads) <= 1
-    assert not [each for each in record.pinned if "triton/launch.py" not in each]
+    assert not [each for each in record.pinned if "triton/launch.py" not in each and " at session/stats.py" not in each]
 
 
 def test_masters_get_their_gradients_by_one_launch(machine):
@@ -125,8 +125,9 @@ def test_a_captured_step_uploads_nothing_in_its_graph_and_allocates_nothing_in_i
         for _ in range(3):
             captured(batch)
     assert replayed.kernels.count("replay") == 3
-    assert len(replayed.kernels) <= 3 * 5  # the batch's copy, the account's clone, hyper-parameters that moved
-    assert replayed.reads == replayed.uploads == replayed.pinned == []
+    assert len(replayed.kernels) <= 3 * 5  # the batch's copy, hyper-parameters that moved
+    assert replayed.reads == replayed.uploads == []
+    assert len(replayed.pinned) == len([each for each in replayed.pinned if " at session/stats.py" in each]) == 3
 
 
 @pytest.mark.parametrize("optimizer, waits", [("AdamW", 1), ("fused AdamW", 0)])

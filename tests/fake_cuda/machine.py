@@ -220,7 +220,7 @@ def capturing() -> Iterator[None]:
 
 
 class Graph:
-    """A :class:`mezzo.session.graph.CudaGraph` whose replays are written down, and do nothing.
+    """A :class:`mezzo.session.capture.CudaGraph` whose replays are written down, and do nothing.
 
     Attributes:
         recorded: What the recorded run asked of the device.

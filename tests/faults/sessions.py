@@ -360,6 +360,13 @@ _STATE = (
             "a run whose scale fell and rose again would look healthy",
         ),
         (
+            "stats: a session begins without its past",
+            '        self._recent.extend(mark == "X" for mark in state["recent"])\n',
+            "",
+            "tests/session/test_stats.py::test_stats_are_what_a_book_kept_by_hand_says",
+            "the share of skipped steps would be that since the last checkpoint",
+        ),
+        (
             "stats: a failed loss ends the run at once",
             "self._failures = self._failures + 1 if failed and not any(absent) else 0",
             "self._failures += bool(failed and not any(absent))",
@@ -442,6 +449,31 @@ _REFUSALS = in_file(
     ),
 )
 
+_CAPTURE = in_file(
+    "session/capture.py",
+    (
+        "capture: a replay reads what the session has left",
+        "            _refuse_changes(self._recorded.holds, _held(engine))\n",
+        "",
+        "tests/session/capture/test_replays.py::test_what_a_replay_would_not_follow_is_refused",
+        "freed memory would be trained, or an old learning rate, without a word",
+    ),
+    (
+        "capture: masters miss what a train step wrote into weights",
+        "            increment_version(recorded.edited)",
+        "            pass",
+        "tests/session/capture/test_captured.py::test_whatever_a_train_step_does_is_captured",
+        "weights that a train step clips would come back in its next replay",
+    ),
+    (
+        "capture: a step inside changes the learning rate",
+        "        if changed := _changes(before, _options(engine.weights.optimizers, counts_writes=True)):\n",
+        "        if changed := []:\n",
+        "tests/session/capture/test_capture_refusals.py::test_what_a_train_step_may_not_do_is_refused_by_its_first_call",
+        "a scheduler inside of the train step would never step again",
+    ),
+)
+
 _FILES = in_file(
     "session/files.py",
     (
@@ -508,6 +540,7 @@ FAULTS: tuple[Fault, ...] = (
     *_ATTACH,
     *_STATE,
     *_REFUSALS,
+    *_CAPTURE,
     *_FILES,
     *_RANKS,
 )

@@ -36,7 +36,7 @@ def is_old(path):
 @pytest.fixture
 def path(tmp_path):
     found = tmp_path / "last.pt"
-    mezzo.save(OLD, found)
+    mezzo.save(found, **OLD)
     assert is_old(found)
     return found
 
@@ -46,11 +46,11 @@ def names(path):
 
 
 def test_what_is_written_is_what_torch_writes(path):
-    mezzo.save(NEW, path)
+    mezzo.save(path, **NEW)
     theirs = io.BytesIO()
     torch.save(NEW, theirs)
     assert path.read_bytes() == theirs.getvalue()
-    mezzo.save(OLD, str(path))
+    mezzo.save(str(path), **OLD)
     assert is_old(path)
     assert names(path) == ["last.pt"]
 
@@ -68,7 +68,7 @@ class Interrupted:
 @pytest.mark.parametrize("culprit, error", [(Unpicklable, TypeError), (Interrupted, KeyboardInterrupt)])
 def test_an_error_while_writing_leaves_the_old_checkpoint(culprit, error, path):
     with pytest.raises(error):
-        mezzo.save({"big": torch.zeros(1000), "wrong": culprit()}, path)
+        mezzo.save(path, big=torch.zeros(1000), wrong=culprit())
     assert is_old(path)
     assert names(path) == ["last.pt"]
 
@@ -81,7 +81,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_is_told_as_what_it_is(state, 
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match="File too large") as caught:
-            mezzo.save(state, path)
+            mezzo.save(path, state=state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
@@ -89,7 +89,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_is_told_as_what_it_is(state, 
     assert caught.value.filename == str(path)
     assert is_old(path)
     assert names(path) == ["last.pt"]
-    mezzo.save(NEW, path)
+    mezzo.save(path, **NEW)
 
 
 def test_a_disk_that_fills_up_at_the_end_leaves_the_old_checkpoint(path, monkeypatch):
@@ -100,7 +100,7 @@ def test_a_disk_that_fills_up_at_the_end_leaves_the_old_checkpoint(path, monkeyp
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="No space left"):
-        mezzo.save(NEW, path)
+        mezzo.save(path, **NEW)
     assert is_old(path)
     assert names(path) == ["last.pt"]
 
@@ -110,7 +110,7 @@ def test_the_file_is_on_the_disk_before_it_is_renamed(path, monkeypatch):
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append(kind(descriptor)), fsync(descriptor)))
     monkeypatch.setattr(os, "replace", lambda *paths, **at: (calls.append("rename"), replace(*paths, **at)))
-    mezzo.save(NEW, path)
+    mezzo.save(path, **NEW)
     assert calls == ["file", "rename", "folder"]
 
 
@@ -120,13 +120,13 @@ def kind(descriptor):
 
 def test_a_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=rf"no folder to save in(.|\n)*os.makedirs\('{tmp_path}/runs'"):
-        mezzo.save(NEW, tmp_path / "runs" / "last.pt")
+        mezzo.save(tmp_path / "runs" / "last.pt", **NEW)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_instead_of_a_file(tmp_path):
     with pytest.raises(IsADirectoryError, match=r"this is a folder(.|\n)*the path of a file in it, '.*/NAME'"):
-        mezzo.save(NEW, tmp_path)
+        mezzo.save(tmp_path, **NEW)
     assert os.listdir(tmp_path) == []
 
 
@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_written(path, monkeypatch):
     else:
         path.parent.chmod(0o500)
     with pytest.raises(PermissionError, match=str(path.parent)):
-        mezzo.save(NEW, path)
+        mezzo.save(path, **NEW)
     monkeypatch.undo()
     path.parent.chmod(0o700)
     assert is_old(path)
@@ -167,7 +167,7 @@ class Looks:
 def test_permissions_are_kept_also_while_writing(mode, path, monkeypatch):
     path.chmod(mode)
     monkeypatch.setattr(Looks, "modes", [])
-    mezzo.save({**NEW, "looks": Looks(path)}, path)
+    mezzo.save(path, **NEW, looks=Looks(path))
     assert stat.S_IMODE(path.stat().st_mode) == mode
     assert content(path)["step"] == 4
     assert Looks.modes == [0o600]
@@ -177,7 +177,7 @@ def test_permissions_are_kept_also_while_writing(mode, path, monkeypatch):
 def test_owner_and_group_are_kept_where_that_is_allowed(path, monkeypatch):
     os.chown(path, 12345, 54321)
     path.chmod(0o640)
-    mezzo.save(NEW, path)
+    mezzo.save(path, **NEW)
     facts = path.stat()
     assert (facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode)) == (12345, 54321, 0o640)
 
@@ -185,7 +185,7 @@ def test_owner_and_group_are_kept_where_that_is_allowed(path, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "fchown", refuse)
-    mezzo.save(OLD, path)
+    mezzo.save(path, **OLD)
     facts = path.stat()
     assert (facts.st_uid, facts.st_gid) == (os.geteuid(), os.getegid())
     assert stat.S_IMODE(facts.st_mode) == 0o600, "no other group gets what the old one had"
@@ -194,7 +194,7 @@ def test_owner_and_group_are_kept_where_that_is_allowed(path, monkeypatch):
 def test_a_new_file_has_the_permissions_of_any_other(tmp_path):
     before = os.umask(0o027)
     try:
-        mezzo.save(NEW, tmp_path / "new.pt")
+        mezzo.save(tmp_path / "new.pt", **NEW)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "new.pt").stat().st_mode) == 0o640
@@ -204,7 +204,7 @@ def test_a_link_is_followed_as_torch_does(path, tmp_path):
     (tmp_path / "links").mkdir()
     link = tmp_path / "links" / "latest.pt"
     link.symlink_to(path)
-    mezzo.save(NEW, link)
+    mezzo.save(link, **NEW)
     assert link.is_symlink()
     assert content(path)["step"] == 4
     assert os.listdir(tmp_path / "links") == ["latest.pt"]
@@ -212,11 +212,11 @@ def test_a_link_is_followed_as_torch_does(path, tmp_path):
 
 def test_a_link_that_leads_nowhere_yet_is_followed_too(tmp_path):
     (tmp_path / "latest.pt").symlink_to(tmp_path / "first.pt")
-    mezzo.save(NEW, tmp_path / "latest.pt")
+    mezzo.save(tmp_path / "latest.pt", **NEW)
     assert content(tmp_path / "first.pt")["step"] == 4
     (tmp_path / "round.pt").symlink_to(tmp_path / "round.pt")
     with pytest.raises(OSError, match=r"Too many levels of symbolic links: .*round\.pt"):
-        mezzo.save(NEW, tmp_path / "round.pt")
+        mezzo.save(tmp_path / "round.pt", **NEW)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "link to a device"])
@@ -239,15 +239,15 @@ def test_what_is_no_file_is_never_replaced(kind, tmp_path):
         before = os.lstat(place)
         told = rf"this is a {kind.split()[-1]}\n  where  (.|\n)*  why    a new file under its name would replace it\n"
         with pytest.raises(FileExistsError, match=told):
-            mezzo.save(NEW, place)
+            mezzo.save(place, **NEW)
         assert os.path.samestat(os.lstat(place), before)
         assert os.listdir(tmp_path) in (["place"], [])
 
 
 def test_names_may_be_as_long_as_the_file_system_takes(tmp_path):
     for name in ("n" * 237, "n" * 238, "n" * 255, "é" * 127):
-        mezzo.save(OLD, tmp_path / name)
-        mezzo.save(NEW, tmp_path / name)
+        mezzo.save(tmp_path / name, **OLD)
+        mezzo.save(tmp_path / name, **NEW)
         assert content(tmp_path / name)["step"] == 4
         assert os.listdir(tmp_path) == [name]
         (tmp_path / name).unlink()
@@ -255,7 +255,7 @@ def test_names_may_be_as_long_as_the_file_system_takes(tmp_path):
 
 def test_random_numbers_are_left_alone(path):
     before = torch.get_rng_state()
-    mezzo.save(NEW, path)
+    mezzo.save(path, **NEW)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -356,7 +356,7 @@ def writer(path):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_only_what_dead_processes_left_is_removed(path, writer):
     kill, name = writer
-    mezzo.save(NEW, path)
+    mezzo.save(path, **NEW)
     assert names(path) == [name, "last.pt"]  # it lives
     kill()
     others = [
@@ -369,9 +369,9 @@ def test_only_what_dead_processes_left_is_removed(path, writer):
     for other in others:  # which mezzo did not write, or not for this checkpoint
         path.with_name(other).touch()
     path.with_name(".last[1].pt.00000000.partial").touch()
-    mezzo.save(OLD, path.with_name("last[1].pt"))
+    mezzo.save(path.with_name("last[1].pt"), **OLD)
     assert name in names(path)
-    mezzo.save(OLD, path)
+    mezzo.save(path, **OLD)
     assert names(path) == sorted([*others, "last.pt", "last[1].pt"])
 
 
@@ -385,7 +385,7 @@ def test_a_file_taken_for_abandoned_before_it_was_locked_is_made_anew(path, monk
         return lock(descriptor, **options)
 
     monkeypatch.setattr(files, "_lock", late)
-    mezzo.save(NEW, path)
+    mezzo.save(path, **NEW)
     assert len(taken) == 1
     assert content(path)["step"] == 4
     assert names(path) == ["last.pt"]
@@ -397,7 +397,7 @@ def test_a_file_system_without_locks_saves_and_removes_nothing(path, monkeypatch
 
     path.with_name(".last.pt.0123abcd.partial").touch()
     monkeypatch.setattr("fcntl.flock", flock)
-    mezzo.save(NEW, path)
+    mezzo.save(path, **NEW)
     assert content(path)["step"] == 4
     assert names(path) == [".last.pt.0123abcd.partial", "last.pt"]
 
@@ -409,13 +409,13 @@ class SavedMeanwhile:
         self.path = path
 
     def __reduce__(self):
-        mezzo.save({"inner": True}, self.path)
+        mezzo.save(self.path, inner=True)
         assert content(self.path) == {"inner": True}
         return OrderedDict, ()
 
 
 def test_a_save_inside_a_save(path):
-    mezzo.save({"outer": SavedMeanwhile(path), "big": torch.zeros(10_000)}, path)
+    mezzo.save(path, outer=SavedMeanwhile(path), big=torch.zeros(10_000))
     assert content(path)["outer"] == {}
     assert content(path)["big"].shape == (10_000,)
     assert names(path) == ["last.pt"]
@@ -427,7 +427,7 @@ def test_threads_that_save_to_one_path_do_not_mix(path):
     def write(number):
         try:
             for _ in range(10):
-                mezzo.save({"number": number, "same": torch.full((20_000,), number)}, path)
+                mezzo.save(path, number=number, same=torch.full((20_000,), number))
         except BaseException as failure:
             failures.append(failure)
 

@@ -115,11 +115,11 @@ def test_the_ceiling_and_the_floor(style):
 
 
 @pytest.mark.parametrize(
-    "level, fused, read, poison",
-    thinned(["O0", "O1,emulate=true", "O2,emulate=true"], [False, True], [False, True], [INF, NAN], every=4),
+    "level, fused, poison",
+    thinned(["O0", "O1,emulate=true", "O2,emulate=true"], [False, True], [INF, NAN], every=2),
 )
-def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, read, poison):
-    """Fifteen bring 2**15 to the floor, the others stand there: the patience. The next step, or a reading, raises."""
+def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
+    """Fifteen bring 2**15 to the floor, the others stand there: the patience. The next step raises."""
     patience, model = 20, Weights(2, 2, 2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     rules = LossScale.dynamic(init=2.0**15, patience=patience)
@@ -137,12 +137,10 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, read, poison):
 
     step(spoils=False)
     before = [param.detach().clone() for param in amp.master_params()]
-    for _ in range(14 + patience):
-        last = step()
-        assert not read or bool(last.skipped)
-    last = step()
+    for _ in range(15 + patience):
+        assert bool(step().skipped)
     with pytest.raises(ScaleCollapsed) as caught:
-        bool(last.skipped) if read else step()
+        step()
     text = str(caught.value)
     assert text.startswith(f"the loss scale collapsed: {patience} overflows in a row at its floor")
     assert f"step {patience + 16}" in text
@@ -167,14 +165,9 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, read, poison):
 def test_patience_is_for_overflows_in_a_row_at_the_floor(rules, pattern):
     """Exactly the last event of each pattern is one too many."""
     model, amp = session(rules)
-    for event in pattern[:-1]:
+    for event in pattern:
         assert bool(iterate(model, amp, event).skipped) == (event == "X")
-    step = iterate(model, amp, pattern[-1])
-    for name in ("skipped", "scale", "next_scale", "grad_norm"):
-        with pytest.raises(ScaleCollapsed, match=r"each\.0"):
-            getattr(step, name)
-    assert "skipped=" in repr(step)
-    with pytest.raises(ScaleCollapsed):
+    with pytest.raises(ScaleCollapsed, match=r"each\.0"):
         iterate(model, amp)
     assert model.each[0].isfinite().all()
 
@@ -192,9 +185,9 @@ def test_without_patience_the_scale_stands_at_its_floor_for_ever():
 def test_failing_losses_are_no_overflows_at_the_floor():
     model, amp = session("dynamic(init=1,patience=3)")
     for event in "XXFX":
-        step = iterate(model, amp, event)
+        iterate(model, amp, event)
     with pytest.raises(ScaleCollapsed):
-        bool(step.skipped)
+        iterate(model, amp)
     model, amp = session("dynamic(init=1,patience=3)")
     for event in "XX.XX":
         assert bool(iterate(model, amp, event).skipped) == (event == "X")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo import MixedPrecision, StateError
+from mezzo import LossScale, MixedPrecision, StateError
 
 from ..support.tables import thinned
 from .loops import (
@@ -123,6 +123,37 @@ def test_stateful_goes_on_bit_for_bit(policy):
         assert_same((weights(amp), amp.stats()), (weights(fresh), fresh.stats()))
 
 
+def test_what_fp16_does_not_hold_is_refused_by_stateful_before_anything_is_loaded():
+    model, _, amp = session(LOW[3], "AdamW")
+    with torch.no_grad():
+        model[0].weight.fill_(1e6)
+    saved = amp.stateful().state_dict()
+    again, made, fresh = session(LOW[2], "AdamW")
+    before = facts(again, made, amp=fresh)
+    with pytest.raises(StateError, match=r"0\.weight: values beyond 65504 → float16"):
+        fresh.stateful().load_state_dict(saved)
+    assert_same(before, facts(again, made, amp=fresh))
+
+
+def test_stateful_refuses_what_has_no_place_by_the_names_of_parameters():
+    """LBFGS tells what it keeps only to a closure, and keeps lists of tensors then."""
+    model, _, amp = session("O0", lambda params: torch.optim.LBFGS(params, max_iter=8))
+    with pytest.raises(
+        mezzo.UnsupportedError, match=r"before its first step(.|\n)*LBFGS(.|\n)*one step of the session"
+    ):
+        amp.stateful().state_dict()
+
+    def closure():
+        amp.zero_grad()
+        loss = model(torch.ones(2, 8)).square().mean()
+        amp.backward(loss)
+        return loss
+
+    amp.step(closure=closure)
+    with pytest.raises(mezzo.UnsupportedError, match=r"LBFGS keeps tensors in nested containers(.|\n)*old_dirs"):
+        amp.stateful().state_dict()
+
+
 # Other systems --------------------------------------------------------------------------------------------------------
 
 SCALERS = {
@@ -156,6 +187,23 @@ def test_scalers_of_other_systems_give_their_scale_and_their_count(system, style
         amp.backward(model.loss(1.0))
         assert amp.step().next_scale.item() == scale
         amp.zero_grad()
+
+
+@pytest.mark.parametrize("policy", ["O0", "O0,loss_scale=8"])
+def test_where_the_scale_does_not_move_a_scaler_s_stays_out(policy):
+    model = Weights(1)
+    _, amp = over(model, policy)
+    before = amp.state_dict()
+    amp.load_state_dict(SCALERS["torch"](512.0))
+    assert_same(before, amp.state_dict())
+
+
+def test_a_scale_that_counts_from_below_zero_is_saved_and_loaded():
+    """DeepSpeed's first growth comes a step late: its count begins at -1."""
+    saved, loaded = (over(Weights(1), f"O0,loss_scale={LossScale.like('deepspeed')}")[1] for _ in range(2))
+    assert saved.state_dict()["loss_scale"]["clean_steps"] == -1
+    loaded.load_state_dict(saved.state_dict())
+    assert_same(saved.state_dict(), loaded.state_dict())
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -16,19 +15,17 @@ from mezzo.cast.model.originals import preparations_in
 from mezzo.cast.model.prepare import Prepared, with_pinned_classes
 from mezzo.cast.model.refusals import require_module, wanted_storage
 from mezzo.cast.model.sharding import units
-from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, some_of
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["fully_shard"]
 
 M = TypeVar("M", bound=nn.Module)
-Choice: TypeAlias = type[nn.Module] | str | Callable[[nn.Module], bool]
+Classes: TypeAlias = type[nn.Module] | Iterable[type[nn.Module]]
 
 
-def fully_shard(
-    model: M, policy: Policy | str | os.PathLike[str], *, wrap: Choice | Iterable[Choice] | None = None, **kwargs: Any
-) -> M:
+def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Classes | None = None, **kwargs: Any) -> M:
     """Shard a model's parameters over ranks, as ``torch.distributed.fsdp.fully_shard`` does, in a policy's dtypes.
 
     Each rank keeps a part of every parameter; what a forward or backward pass needs is gathered, in the dtype that the
@@ -45,9 +42,8 @@ def fully_shard(
     Args:
         model: The model, on any device; on the meta device its parts have no memory until ``model.to_empty(…)``.
         policy: A policy, its text, or the path of a policy file; the same on all ranks.
-        wrap: The modules to gather by themselves, so that only one of them is whole at a time: classes, globs on module
-            paths (``"blocks.*"``; ``*`` stays between two dots), or functions that say of a module whether it is meant;
-            one or several. When omitted, the children of the ``ModuleList`` that holds most.
+        wrap: The class of the modules to gather by themselves, so that only one of them is whole at a time, or several
+            classes. When omitted, the children of the ``ModuleList`` that holds most.
         **kwargs: As torch's takes them, for every module: ``mesh``, ``reshard_after_forward``, ``shard_placement_fn``,
             ``offload_policy``, ``ignored_params``; but no ``mp_policy``, which follows from the policy.
 
@@ -55,7 +51,8 @@ def fully_shard(
         The model, whose parameters are ``DTensor`` now.
 
     Raises:
-        PolicyError: ``mp_policy``, or a ``wrap`` or rule that matches nothing.
+        PolicyError: A ``wrap`` or rule that matches nothing.
+        TypeError: ``mp_policy``.
         UnsupportedError: Parameters of one module in two dtypes.
         StateError: The model is wrapped or prepared in a way that does not go with it.
 
@@ -86,7 +83,7 @@ def fully_shard(
     asked = Policy.of(policy)
     policy = with_pinned_classes(model, asked)
     prepared: list[Prepared] = preparations_in(model)
-    raise_together([*_prepared_otherwise(prepared, asked), *_wrong_arguments(kwargs)])
+    raise_together(_prepared_otherwise(prepared, asked))
     storage = {} if prepared else wanted_storage(model, policy)  # which a preparation has carried out
     for unit in planned(model, storage, policy.param_dtype, wrapped(model, wrap)):
         plain(unit.module, mp_policy=_dtypes(unit.dtype), **kwargs)
@@ -117,19 +114,10 @@ def _prepared_otherwise(handles: list[Prepared], policy: Policy) -> Iterator[Mez
             )
 
 
-def _wrong_arguments(kwargs: Mapping[str, Any]) -> Iterator[MezzoError]:
-    if "mp_policy" in kwargs:
-        yield PolicyError(
-            "mp_policy is what the policy says",
-            why="param_dtype, the dtype of outputs, and what is cast on the way in all follow from it",
-            write="mezzo.fully_shard(model, policy), or torch's own fully_shard with mp_policy",
-        )
-
-
 # Modules that are gathered by themselves: those that a user asks for -----------------------------------------
 
 
-def wrapped(model: nn.Module, wrap: Choice | Iterable[Choice] | None) -> set[nn.Module]:
+def wrapped(model: nn.Module, wrap: Classes | None) -> set[nn.Module]:
     """Return the modules that a user wants to be gathered by themselves.
 
     Args:
@@ -137,35 +125,18 @@ def wrapped(model: nn.Module, wrap: Choice | Iterable[Choice] | None) -> set[nn.
         wrap: See :func:`fully_shard`.
 
     Raises:
-        PolicyError: A choice of another kind, or one that matches nothing.
+        PolicyError: A class that no module of the model has.
     """
     if wrap is None:
         return _blocks(model)
-    choices: list[Any] = [wrap] if isinstance(wrap, type | str) or not isinstance(wrap, Iterable) else list(wrap)
-    named = dict(model.named_modules())
-    chosen: set[nn.Module] = set()
-    problems: list[MezzoError] = []
-    for choice in choices:
-        if not (isinstance(choice, str) or callable(choice)):
-            what = f"wrap is {shown(choice)}, neither a class, a glob nor a function"
-            problems.append(PolicyError(what, write='wrap=[Block], wrap=["blocks.*"] or wrap=lambda module: …'))
-            continue
-        found = {module for path, module in named.items() if _is_meant(choice, path, module)}
-        if not found:
-            what = choice if isinstance(choice, str) else getattr(choice, "__name__", shown(choice))
-            classes = dict.fromkeys(type(module).__name__ for module in named.values())
-            why = nearest(what, [path for path in named if path] if isinstance(choice, str) else list(classes))
-            problems.append(PolicyError(f"wrap={what!r} matches no module", why=why))
-        chosen |= found
-    raise_together(problems)
-    return {module for module in chosen if next(module.parameters(), None) is not None}
-
-
-def _is_meant(choice: Any, path: str, module: nn.Module) -> bool:
-    if isinstance(choice, str):
-        globs, names = choice.split("."), path.split(".")
-        return len(globs) == len(names) and all(map(fnmatchcase, names, globs))
-    return isinstance(module, choice) if isinstance(choice, type) else bool(choice(module))
+    kinds, modules = (wrap,) if isinstance(wrap, type) else tuple(wrap), list(model.modules())
+    there = dict.fromkeys(type(module).__name__ for module in modules)
+    raise_together(
+        PolicyError(f"no module of the model is a {kind.__name__}", where="wrap=", why=nearest(kind.__name__, there))
+        for kind in kinds
+        if not any(isinstance(module, kind) for module in modules)
+    )
+    return {module for module in modules if isinstance(module, kinds) and next(module.parameters(), None) is not None}
 
 
 def _blocks(model: nn.Module) -> set[nn.Module]:

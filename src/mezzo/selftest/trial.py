@@ -144,7 +144,7 @@ def measured(trial: Trial, data: Digits, fp32: Reference) -> Measured:
     skipped, scale, next_scale = run.overflow()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.pt"
-        save({name: part.state_dict() for name, part in run.parts()}, path)
+        save(path, **dict(run.parts()))
         losses += [run.train(number) for number in range(CHECKPOINT, STEPS)]
         resumed = _compared(run.bits(), lambda: _resumed(trial, data, path))
     is_emulated, rule = run.amp.emulated, run.amp.policy.loss_scale

@@ -32,7 +32,7 @@ from mezzo.session import state
 from mezzo.session.calls import Calls, rebound
 from mezzo.session.closures import evaluates_once, inner_optimizers
 from mezzo.session.passes import Walk, refuse_scaled, unscaled, walked
-from mezzo.session.refusals import check_added, chosen, listed, models_and_optimizers
+from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
@@ -228,7 +228,7 @@ class AttachedPrecision(MixedPrecision):
         _, given = models_and_optimizers(weights.models, listed(optimizers))
         wide = {param for prepared in weights.prepared for param in prepared.originals()}
         before = {id(leaf) for each in weights.optimizers for leaf in weights.leaves(each)}
-        check_added(weights.models, weights.optimizers, given, self.policy, wide, before)
+        check_optimizers(weights.models, given, self.policy, wide, before)
         new = {id(param) for each in given for group in each.param_groups for param in group["params"]}
         near = [window for window in engine.windows if not new.isdisjoint(map(id, window.leaves()))]
         if any(window.passes and window.has_gradients() for window in near):

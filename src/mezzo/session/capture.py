@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -17,26 +18,24 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, message, raise_together
+from mezzo.errors import MezzoError, StateError, UnsupportedError, message, raise_together, shown
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.engine import Engine
-from mezzo.session.graph import CudaGraph, explained
 from mezzo.session.observers import Judged, Watched, observing, watching
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.tables import uploaded_once
-from mezzo.tensors import described, tensors, versions
+from mezzo.tensors import addresses, described, tensors, versions
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "CudaGraph", "capture"]
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 #: Calls that are real steps before one is recorded: what is missing is made and compiled, states of optimizers begin.
 _FIRST: Final = 3
-_ONE_SYNC: Final = "the host would have to ask the device for it, and a replayed graph has no host"
 
 
 def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
@@ -46,10 +45,10 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
     the fourth is recorded, and from then on a call is one launch for the host, and computes bit for bit what ``fn``
     computes: a step that overflows is skipped on the device.
 
-    Python runs only until then. What it decides (dropout rates, ``if``) is part of the graph. Batches, hyper-parameters
-    of ``mezzo.optim`` and learning rates that are tensors are read at each call, so that schedulers step after it as
-    ever. Steps without the graph may come in between, and models and sessions may load states. Gradients live and die
-    inside the graph: a call begins without any.
+    Python runs only until then. What it decides (dropout rates, ``if``, the options of optimizers that are not the
+    session's) is part of the graph. Batches, hyper-parameters of ``mezzo.optim`` and learning rates that are tensors
+    are read at each call, so that schedulers step after it as ever. Steps without the graph may come in between, and
+    models and sessions may load states. Gradients live and die inside the graph: a call begins without any.
 
     A batch of another shape, dtype or structure, or with other plain values, is a real step without the graph, and is
     warned of once. What the graph reads must stay where it is: once an optimizer has loaded a state, capture again.
@@ -70,11 +69,10 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
         time (those of a :class:`Step` too), which the next call overwrites.
 
     Raises:
-        PolicyError: No function, or no session.
-        UnsupportedError: The session's options or an optimizer need the host; from a call, a line of ``fn`` does. The
-            steps before are done, and the call that was refused while it was recorded is not.
-        StateError: From a call: ``fn`` takes no step, leaves an accumulation window open, steps a scheduler, or another
-            session or optimizer; what the graph reads has moved.
+        UnsupportedError: The session's options or an optimizer need the host.
+        StateError: From a call: ``fn`` takes no step, leaves an accumulation window open, steps a scheduler or another
+            session; what the graph holds has changed.
+        RuntimeError: Torch's, from the third or fourth call: a line of ``fn`` waits for the device.
 
     **Cost**: the graph keeps the memory of one step's activations and gradients. A call: the copies of the batch, one
     launch, some one-element kernels; no host sync.
@@ -99,16 +97,6 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
     References:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
-    if not callable(fn):
-        raise PolicyError(
-            f"a train step is a function, not {type(fn).__name__}", write="mezzo.capture(train_step, amp)"
-        )
-    if not isinstance(amp, MixedPrecision):
-        raise PolicyError(
-            f"a train step is captured with its session, not with {type(amp).__name__}",
-            write="amp = MixedPrecision(model, optimizer, policy); mezzo.capture(train_step, amp), and then the batch "
-            "to what it returns",
-        )
     device = amp.engine.device
     return Captured(fn, amp, CudaGraph(device) if device.type == "cuda" else None)
 
@@ -122,14 +110,14 @@ class _Recorded(Generic[R]):
         outcomes: What each replay tells the account, with its numbers as one vector.
         scale: Where the graph reads the loss scale's state, and leaves the next one.
         edited: The weights that the train step has written after its last step.
-        guard: What a replay would not follow.
+        holds: What the graph has of the session: see :func:`_held`.
     """
 
     output: R
     outcomes: list[tuple[StepOutcome, Tensor]]
     scale: Any
     edited: list[Tensor]
-    guard: _Guard
+    holds: dict[str, Any]
 
 
 class Captured(Generic[R]):
@@ -145,26 +133,21 @@ class Captured(Generic[R]):
         self._fn, self._amp, self._graph = fn, amp, graph
         self._batch: _Batch | None = None
         self._recorded: _Recorded[R] | None = None
-        self._edited: list[Tensor] = []  # weights that the train step has written after its last step
         self._calls, self._has_warned = 0, False
         if graph is not None:
             raise_together(_problems(amp.engine))
-
-    @property
-    def is_graph(self) -> bool:
-        """Whether calls replay a graph, once it is recorded; else they run the train step itself."""
-        return self._graph is not None
+            optimizers: list[Any] = amp.engine.weights.optimizers
+            for optimizer in optimizers:
+                optimizer._warned_capturable_if_run_uncaptured = True  # as its first steps are
 
     def __repr__(self) -> str:
-        name = getattr(self._fn, "__qualname__", repr(self._fn))
-        kind = "plain calls" if self._graph is None else "a graph" if self._recorded else "to be recorded"
-        return f"Captured({name}, {kind})"
+        return f"Captured({getattr(self._fn, '__qualname__', repr(self._fn))})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Take a step with a batch.
 
         Raises:
-            StateError: A closed session, an open accumulation window, or something that the graph reads has moved.
+            StateError: A closed session, an open accumulation window, or something that the graph holds has changed.
             UnsupportedError: What watches the session needs Python.
             ScaleCollapsed: As ``amp.step()`` raises it, at most two steps late.
         """
@@ -175,55 +158,54 @@ class Captured(Generic[R]):
         raise_together(_looked_at(engine))
         engine.require_whole()
         engine.account.check()
-        if any(window.passes for window in engine.windows):
-            raise StateError(
-                "a captured step inside an accumulation window",
-                why="its gradients are its own, and those of amp.backward() outside it would be left over",
-                write="amp.step() or amp.zero_grad() first",
-            )
+        _require_no_window(engine)
         batch = self._batch = self._batch or _Batch(args, kwargs, engine.device)
         if difference := batch.difference(args, kwargs):
             self._warn(difference)
             engine.scaler.leave()
             placed = tree_map(batch.placed, (args, kwargs))
-            return explained(lambda: graph.run(lambda: self._run(placed)))
+            return graph.run(lambda: self._run(placed)[0])
         batch.take(args, kwargs)
         waits = self._recorded is None and any(map(_lacks_momentum, engine.weights.optimizers))
         if waits or self._calls < _FIRST:
             self._calls += 1
-            refuses = self._calls >= _FIRST and not waits
-            return explained(lambda: graph.run(lambda: self._run(batch.arguments), refuses_syncs=refuses))
+            is_last = self._calls >= _FIRST and not waits
+            with _noting() if is_last else nullcontext():
+                return graph.run(lambda: self._run(batch.arguments)[0], refuses_syncs=is_last)
         if self._recorded is None:
-            self._recorded = explained(lambda: self._record(graph, batch))
+            with _noting():
+                self._recorded = self._record(graph, batch)
         else:
-            self._recorded.guard.check()
-            self._refresh(self._recorded)
+            _refuse_changes(self._recorded.holds, _held(engine))
+            engine.scaler.enter(self._recorded.scale)
+            self._prepare()
         return self._replay(graph, self._recorded)
 
     # A call ------------------------------------------------------------------------------------------------
 
-    def _run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> R:
-        """Run the train step, and refuse what no graph could follow."""
+    def _run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[R, list[Tensor]]:
+        """Run the train step, and refuse what no graph could follow.
+
+        Returns:
+            What it returned, and the weights that it has written after its last step.
+        """
         engine, (args, kwargs) = self._amp.engine, arguments
-        looks, before = _Looks(self, engine), _options(engine.weights.optimizers)
-        hook = register_optimizer_step_pre_hook(looks.refuse_foreign)
+        looks, before = _Looks(self, engine), _options(engine.weights.optimizers, counts_writes=True)
         engine.is_captured = True
         try:
             with watching(looks), torch.enable_grad():
                 output = _detached(self._fn(*args, **kwargs))
         finally:
             engine.is_captured = False
-            hook.remove()
         looks.require_step()
-        if changed := _changes(before, _options(engine.weights.optimizers), written=True):
+        if changed := _changes(before, _options(engine.weights.optimizers, counts_writes=True)):
             raise StateError(
                 "the train step changes its optimizer's options",
                 where="\n".join(changed),
                 why="Python runs only until the graph is recorded: a scheduler inside would never step again",
                 write="scheduler.step() after each call of the captured step",
             )
-        self._edited = looks.edited()
-        return output
+        return output, looks.edited()
 
     def _record(self, graph: CudaGraph, batch: _Batch) -> _Recorded[R]:
         """Go through a step while its kernels are recorded; nothing is computed before the first replay."""
@@ -234,18 +216,18 @@ class Captured(Generic[R]):
         scaler, before, scale = engine.scaler, engine.scaler.state, engine.scaler.tensors()
         outcomes: list[tuple[StepOutcome, Tensor]] = []
 
-        def run() -> R:
+        def run() -> tuple[R, list[Tensor]]:
             # A copy: what steps say of the scale that they had must outlive the next one.
             scaler.hold(scale.clone(), in_graph=True)
-            output = self._run(batch.arguments)
+            found = self._run(batch.arguments)
             scale.copy_(scaler.state)
             scaler.hold(scale, in_graph=True)
-            return output
+            return found
 
         engine.account.kept = outcomes
         try:
             with uploaded_once() as upload:
-                output = graph.record(run)
+                output, edited = graph.record(run)
             upload()
         except BaseException:
             # No kernel has run: what Python has of this step is forgotten, and the session is as it was.
@@ -255,8 +237,7 @@ class Captured(Generic[R]):
             raise
         finally:
             engine.account.kept = None
-        guard = _Guard(engine)
-        return _Recorded(output=output, outcomes=outcomes, scale=scale, edited=self._edited, guard=guard)
+        return _Recorded(output=output, outcomes=outcomes, scale=scale, edited=edited, holds=_held(engine))
 
     def _prepare(self) -> None:
         """Bring over what has changed on the host since the last step: hyper-parameters, edited weights. No sync."""
@@ -265,10 +246,6 @@ class Captured(Generic[R]):
             keeper.take_edits()
         for optimizer in one_pass(weights.optimizers):
             optimizer.upload()
-
-    def _refresh(self, recorded: _Recorded[R]) -> None:
-        self._amp.engine.scaler.enter(recorded.scale)
-        self._prepare()
 
     def _replay(self, graph: CudaGraph, recorded: _Recorded[R]) -> R:
         engine = self._amp.engine
@@ -299,6 +276,21 @@ class Captured(Generic[R]):
 def _detached(output: R) -> R:
     found: R = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
     return found
+
+
+@contextmanager
+def _noting() -> Iterator[None]:
+    """Say, beside what torch raises, what no graph can hold."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, MezzoError):
+            error.add_note(
+                "mezzo.capture: in a train step nothing may wait for the device (.item(), print or if on a tensor, a "
+                "tensor made of Python numbers on the GPU), make graphs of its own (torch.compile(mode="
+                '"reduce-overhead")), or keep the loss of an earlier step, which ties gradients to another stream'
+            )
+        raise
 
 
 # What a train step may not do ------------------------------------------------------------------------------
@@ -345,12 +337,7 @@ class _Looks:
         Raises:
             StateError: It has taken no step, or a window is open at its end.
         """
-        if any(window.passes for window in self._engine.windows):
-            raise StateError(
-                "an accumulation window is open at the end of the train step",
-                why="gradients live and die inside the graph, and none outlive it",
-                write="amp.step() after the last amp.backward(loss) of the train step; all micro-batches in one call",
-            )
+        _require_no_window(self._engine)
         if not self._steps:
             raise StateError(
                 "the train step takes no step of its session",
@@ -358,15 +345,19 @@ class _Looks:
                 write="amp.autocast(), amp.backward(loss), amp.step() in the train step",
             )
 
-    def refuse_foreign(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse the step of an optimizer that the session does not know: a hook before each."""
-        if self in observing() and optimizer not in self._engine.weights.optimizers:
-            raise StateError(
-                "an optimizer that belongs to no session steps inside a captured train step",
-                where=type(optimizer).__name__,
-                why="it knows of no skipped step, and its hyper-parameters would be part of the graph",
-                write="MixedPrecision(model, [optimizer, other], policy), and amp.step()",
-            )
+
+def _require_no_window(engine: Engine) -> None:
+    """Refuse gradients around a captured step, or after it.
+
+    Raises:
+        StateError: There are some.
+    """
+    if any(window.passes for window in engine.windows):
+        raise StateError(
+            "a captured step begins or ends inside an accumulation window",
+            why="gradients live and die inside the graph: it takes none in, and leaves none",
+            write="amp.step() after the last amp.backward(loss), in the train step and outside of it",
+        )
 
 
 def _looked_at(engine: Engine) -> Iterator[MezzoError]:
@@ -375,7 +366,7 @@ def _looked_at(engine: Engine) -> Iterator[MezzoError]:
         yield UnsupportedError(
             "a captured step where each step is looked at",
             where=repr(observer),
-            why=f"a recorder records and a reaction reacts by Python; {_ONE_SYNC}",
+            why="it looks by Python, of which a replayed graph runs none",
             write='on_overflow="skip", and mezzo.overflow.locate(fn, model) once amp.stats() shows skipped steps; '
             "the train step itself in a recorder's block",
         )
@@ -407,38 +398,29 @@ def _problems(engine: Engine) -> Iterator[MezzoError]:
             write=f'model.to("{device}") before the session is made',
         )
     for optimizer in weights.optimizers:
-        if as_one_pass(optimizer) is None:
-            yield from _of_torchs(optimizer, device)
+        lacks = [] if as_one_pass(optimizer) is not None else list(_lacks(optimizer, device))
+        if lacks:
+            name = type(optimizer).__name__
+            yield UnsupportedError(
+                f"{name} cannot be captured as it was made",
+                where="\n".join(dict.fromkeys(lacks)),
+                why="the host decides whether it steps, or its kernel keeps the learning rate of the recorded step",
+                write=f"torch.optim.{name}(…, fused=True, capturable=True, "
+                f'lr=torch.tensor(…, device="{device}")), where it has these; or mezzo.optim.AdamW(…)',
+            )
 
 
-def _of_torchs(optimizer: Optimizer, device: torch.device) -> Iterator[UnsupportedError]:
-    """Yield what keeps an optimizer that is not mezzo's from being captured."""
-    name, groups = type(optimizer).__name__, list(enumerate(optimizer.param_groups))
-    if not getattr(optimizer, "_step_supports_amp_scaling", False) or not all(g.get("fused", True) for _, g in groups):
-        yield UnsupportedError(
-            f"{name} cannot skip a step on the device",
-            why=f"its step runs or it does not; {_ONE_SYNC}",
-            write="mezzo.optim.AdamW(…), or torch.optim.AdamW(…, fused=True, capturable=True, lr=torch.tensor(…))",
-        )
-        return
-    anything: Any = optimizer
-    anything._warned_capturable_if_run_uncaptured = True  # as its first steps are
-    for number, group in groups:
+def _lacks(optimizer: Optimizer, device: torch.device) -> Iterator[str]:
+    """Yield what an optimizer that is not mezzo's lacks to be captured."""
+    for number, group in enumerate(optimizer.param_groups):
         lr = group["lr"]
-        if not group.get("capturable", True):
-            yield UnsupportedError(
-                f"{name} was not made to be captured",
-                where=f"group {number}, capturable=False",
-                write=f"torch.optim.{name}(…, fused=True, capturable=True, lr=torch.tensor(…))",
-            )
+        if not getattr(optimizer, "_step_supports_amp_scaling", False) or not group.get("fused", True):
+            yield f"group {number}, no kernel that skips: fused=False"
+        elif not group.get("capturable", True):
+            yield f"group {number}, capturable=False"
         elif not isinstance(lr, Tensor) or lr.device != device:
-            kind = f"on {lr.device}" if isinstance(lr, Tensor) else "a Python number"
-            yield UnsupportedError(
-                f"the learning rate of {name} would be frozen into the graph",
-                where=f"group {number}, lr={float(lr):.4g}, {kind}",
-                why="its kernel gets the number it has while the graph is recorded, and no scheduler reaches it there",
-                write=f'lr=torch.tensor({float(lr):.4g}, device="{device}"); or mezzo.optim.{name}(…)',
-            )
+            where = f"on {lr.device}" if isinstance(lr, Tensor) else "a Python number"
+            yield f"group {number}, lr={float(lr):.4g}, {where}"
 
 
 def _lacks_momentum(optimizer: Optimizer) -> bool:
@@ -492,14 +474,8 @@ class _Batch:
         leaves, nest = tree_flatten((args, kwargs))
         if nest != self._nest:
             return "the structure of its arguments"
-        if all(map(_alike, self._leaves, leaves)):
-            return ""
-        for mine, (path, given) in zip(self._leaves, tree_flatten_with_path((args, kwargs))[0], strict=True):
-            if not _alike(mine, given):
-                (of, first, *rest) = path
-                name = f"argument {first.idx + 1}" if of.idx == 0 else str(first.key)  # type: ignore[attr-defined]
-                return f"{name}{keystr(tuple(rest))}: {_shown(mine)} → {_shown(given)}"
-        raise AssertionError("a batch is like the first one, and is not")
+        unlike = ((mine, given) for mine, given in zip(self._leaves, leaves, strict=True) if not _alike(mine, given))
+        return next((f"{_shown(mine)} → {_shown(given)}" for mine, given in unlike), "")
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
@@ -508,111 +484,47 @@ def _empty(like: Tensor, device: torch.device) -> Tensor:
 
 def _shown(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return repr(value)
+        return shown(value)
     return described(value) + (", requires_grad" if value.requires_grad else "")
 
 
 def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if type(one) is not type(other):
-            return False
-        return (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
-    try:
-        return one is other or (type(one) is type(other) and bool(one == other))
-    except (ValueError, RuntimeError):  # such as NumPy's arrays, of which nobody knows whether "all" is meant
+    if type(one) is not type(other):
         return False
+    if isinstance(one, Tensor):
+        return (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
+    return one is other or bool(one == other)
 
 
-class _Guard:
-    """What a graph holds of a session, compared with what the session has before each replay.
+def _held(engine: Engine) -> dict[str, Any]:
+    """Return what a graph has of a session, by what to call it: addresses, and what Python decides.
 
-    Args:
-        engine: The session while its train step was recorded.
-
-    **Cost**: a look at each parameter and each tensor of optimizer state for each replay, some 0.1 µs each.
+    **Cost**: a look at each parameter and each tensor of optimizer state, some 0.1 µs each.
     """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._memory, self._choices = _memory(engine), _choices(engine)
-        self._addresses = {name: list(map(Tensor.data_ptr, held)) for name, held in self._memory.items()}
-        self._options = _options(_frozen(engine))
-
-    def check(self) -> None:
-        """Refuse a replay that would not be the session's next step; nothing is changed.
-
-        Raises:
-            StateError: What the graph reads has moved, or what it has frozen is another now.
-        """
-        engine, again = self._engine, "captured = mezzo.capture(train_step, amp), once more"
-        now = _memory(engine)
-        if moved := [name for name, held in now.items() if not self._is_where_it_was(name, held)]:
-            raise StateError(
-                "the captured step reads memory that the session has left",
-                where="\n".join(moved),
-                why="a graph goes on with the tensors that were there when it was recorded; optimizer.load_state_dict, "
-                "tensor.data = … and add_param_group put others in their place",
-                write=again,
-            )
-        if other := _changes(self._choices, _choices(engine)):
-            raise StateError(
-                "the captured step has decided otherwise",
-                where="\n".join(other),
-                why="Python decides it, which ran when the step was recorded",
-                write=again,
-            )
-        if frozen := _changes(self._options, _options(_frozen(engine))):
-            raise StateError(
-                "an option was changed, and the graph has the old one",
-                where="\n".join(frozen),
-                why="torch's kernels get such numbers from Python, which ran when the step was recorded",
-                write='group["lr"].fill_(…), in place, of tensors; mezzo.optim, whose kernels read all of them on the '
-                f"device; or {again}",
-            )
-
-    def _is_where_it_was(self, name: str, held: list[Tensor]) -> bool:
-        before, addresses = self._memory.get(name, []), self._addresses.get(name, [])
-        same = len(before) == len(held) and all(one is two for one, two in zip(before, held, strict=True))
-        return same and addresses == list(map(Tensor.data_ptr, held))
-
-
-def _memory(engine: Engine) -> dict[str, list[Tensor]]:
-    """Return the tensors that a graph reads and writes by their addresses, by what to call them."""
     weights = engine.weights
-    held = [t for model in weights.models for t in (*model.parameters(), *model.buffers())]
-    found = {"parameters and buffers": held, "what the optimizers update": list(weights.updated())}
-    for number, optimizer in enumerate(weights.optimizers):
-        name = f"{type(optimizer).__name__}, optimizer {number}"
-        found[f"state of {name}"] = list(tensors(list(optimizer.state.values())))
-        if as_one_pass(optimizer) is not None:  # numbers, and tensors in the host's memory, are brought over
-            values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]
-            found[f"hyper-parameters of {name}"] = [each for each in tensors(values) if each.device.type != "cpu"]
-    return found
-
-
-def _choices(engine: Engine) -> dict[str, tuple[Any, int]]:
-    """Return what Python decides while a step runs, as far as a session knows it."""
-    weights = engine.weights
-    rules = [o.rule_of(group) for o in one_pass(weights.optimizers) for group in o.param_groups]
-    found: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm, "rules of the optimizers": rules}
+    found: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm}
     for number, model in enumerate(weights.models):
         name = f"{type(model).__name__}, model {number}"
-        found[f"training of {name}"] = [module.training for module in model.modules()]
+        found[f"parameters and buffers of {name}"] = addresses([*model.parameters(), *model.buffers()])
         found[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
-    return {name: (value, 0) for name, value in found.items()}
+        found[f"training of {name}"] = [module.training for module in model.modules()]
+    for number, optimizer in enumerate(weights.optimizers):
+        name = f"{type(optimizer).__name__}, optimizer {number}"
+        found[f"what {name} updates"] = addresses(list(weights.updated(optimizer)))
+        found[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
+        if (own := as_one_pass(optimizer)) is not None:  # numbers, and tensors in host memory, are brought over
+            values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]
+            found[f"hyper-parameters of {name}"] = addresses([t for t in tensors(values) if t.device.type != "cpu"])
+            found[f"rules of {name}"] = [own.rule_of(group) for group in optimizer.param_groups]
+    return found | _options([each for each in weights.optimizers if as_one_pass(each) is None])
 
 
-def _frozen(engine: Engine) -> list[Optimizer]:
-    return [optimizer for optimizer in engine.weights.optimizers if as_one_pass(optimizer) is None]
-
-
-def _options(optimizers: Sequence[Optimizer]) -> dict[str, tuple[Any, int]]:
-    """Return the options of parameter groups by name, each with how often it was written in place."""
+def _options(optimizers: Sequence[Optimizer], *, counts_writes: bool = False) -> dict[str, Any]:
+    """Return the options of parameter groups by name; of tensors where they lie, and how often they were written."""
     return {
-        f"{type(optimizer).__name__}, group {number}: {name}": (
-            value,
-            value._version if isinstance(value, Tensor) else 0,
-        )
+        f"{type(optimizer).__name__}, group {number}: {name}": [value.data_ptr(), value._version * counts_writes]
+        if isinstance(value, Tensor)
+        else value
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
@@ -620,15 +532,100 @@ def _options(optimizers: Sequence[Optimizer]) -> dict[str, tuple[Any, int]]:
     }
 
 
-def _changes(
-    before: Mapping[str, tuple[Any, int]], after: Mapping[str, tuple[Any, int]], *, written: bool = False
-) -> list[str]:
-    """Return what is another now, in words; with ``written`` tensors that were written in place too."""
-    found = []
-    for name, (old, version) in before.items():
-        new, now = after.get(name, (None, 0))
-        if new is not old and (isinstance(old, Tensor) or isinstance(new, Tensor) or new != old):
-            found.append(name if isinstance(old, list) else f"{name} {old} → {new}")
-        elif written and now != version:
-            found.append(f"{name} was written in place")
-    return found
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what is another now, in words."""
+    return [
+        name if isinstance(value, list) else f"{name} {value} → {now.get(name)}"
+        for name, value in before.items()
+        if now.get(name) != value
+    ]
+
+
+def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a replay that would not be the session's next step; nothing is changed.
+
+    Raises:
+        StateError: What the graph reads has moved, or what it has frozen is another now.
+    """
+    if changed := _changes(before, now):
+        raise StateError(
+            "the captured step holds what the session has left",
+            where="\n".join(changed),
+            why="a graph goes on with the memory, the options and the choices of the step that was recorded; "
+            "optimizer.load_state_dict, tensor.data = …, add_param_group and eval() put others in their place",
+            write="captured = mezzo.capture(train_step, amp), once more; of torch's optimizers "
+            'group["lr"].fill_(…), in place',
+        )
+
+
+# The graph -------------------------------------------------------------------------------------------------
+
+
+class CudaGraph:
+    """One recorded run of some code on one device, with a memory pool of its own.
+
+    What comes before runs on the stream that is captured later, since autograd remembers the stream of a parameter's
+    first use. Other threads may go on (a loader that pins memory), as ``capture_error_mode="thread_local"`` allows.
+
+    Args:
+        device: The CUDA device.
+
+    References:
+        https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._graph = torch.cuda.CUDAGraph()
+
+    def run(self, run: Callable[[], T], *, refuses_syncs: bool = False) -> T:
+        """Run it on the stream that is captured.
+
+        Args:
+            run: The code.
+            refuses_syncs: Whether to let torch raise where it waits for the device: with the line at fault, and no
+                stream left half captured.
+        """
+        around = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(around)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), _syncs(refused=refuses_syncs):
+                return run()
+        finally:
+            around.wait_stream(self._stream)
+
+    def record(self, run: Callable[[], T]) -> T:
+        """Run it for the record; nothing is computed.
+
+        Raises:
+            RuntimeError: The code asks the device for a value.
+        """
+        with torch.cuda.device(self._device):  # around it all, since set_stream changes the device too
+            around = torch.cuda.current_stream()
+            self._stream.wait_stream(around)
+            try:
+                with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+                    return run()
+            finally:
+                torch.cuda.set_stream(around)  # which torch leaves undone where the capture has failed
+
+    def replay(self) -> None:
+        """Run the recorded kernels again, without waiting, on the values that their memory holds now."""
+        self._graph.replay()
+
+
+@contextmanager
+def _syncs(*, refused: bool) -> Iterator[None]:
+    """Let torch raise where code waits for the device."""
+    before = torch.cuda.get_sync_debug_mode() if refused else None
+    try:
+        if refused:
+            with warnings.catch_warnings():  # where warnings are errors, one would be raised with the mode already set
+                warnings.filterwarnings("ignore", message="Synchronization debug mode")
+                torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        if before is not None:
+            torch.cuda.set_sync_debug_mode(before)

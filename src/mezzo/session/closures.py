@@ -14,32 +14,26 @@ from torch.utils._pytree import tree_map
 from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.session.observers import Judged
+from mezzo.session.observers import Judged, Watched
 from mezzo.session.update import check_numbers, inner_optimizers
-from mezzo.session.window import multiply
+from mezzo.session.window import Window, multiply
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from mezzo.session.stats import Step
-    from mezzo.session.weights import Weights
-    from mezzo.session.window import Window
 
 __all__ = ["evaluated", "evaluates_once", "inner_optimizers"]
 
 
-class Judges(Protocol):
+class Judges(Watched, Protocol):
     """What judges evaluations and takes the step that they end in: an engine.
 
     Attributes:
-        weights: The models and optimizers.
-        windows: Those of the gradients.
         steps_by: What steps with an optimizer whose ``step`` is taken over.
         is_stepping: Whether optimizers step on the engine's behalf now.
     """
 
-    weights: Weights
-    windows: list[Window]
     steps_by: dict[Optimizer, Callable[..., Any]]
     is_stepping: bool
 
@@ -71,7 +65,7 @@ def evaluated(engine: Judges, optimizers: Collection[Optimizer], closure: Callab
         closure: Clears the gradients, computes the loss, and runs its backward pass.
 
     Raises:
-        PolicyError: Several optimizers, each of which would move its weights between evaluations; no function.
+        PolicyError: Several optimizers, each of which would move its weights between evaluations.
         StateError: The closure computed no gradient, or was not evaluated.
 
     **Cost**: a copy of weights and state; one host sync for each evaluation.
@@ -82,11 +76,6 @@ def evaluated(engine: Judges, optimizers: Collection[Optimizer], closure: Callab
             where=f"amp.step(closure=…) for {some_of([type(each).__name__ for each in optimizers])}",
             why="each optimizer moves its weights between two evaluations of the loss",
             write="amp.step(optimizers=optimizer, closure=closure), for one after the other",
-        )
-    if not callable(closure):
-        raise PolicyError(
-            f"a closure is a function, and {type(closure).__name__} is none",
-            write="def closure(): amp.zero_grad(); loss = …; amp.backward(loss); return loss",
         )
     engine.require_whole()
     check_numbers(optimizers)
@@ -102,7 +91,6 @@ class _Evaluations:
         (self._window,) = (window for window in engine.windows if optimizer in window.optimizers)
         self._masters = engine.weights.masters.get(id(optimizer))
         self._last: tuple[Judged, Tensor | None, Tensor | None] | None = None
-        self._overflows = False
 
     def run(self) -> Step:
         engine, weights = self._engine, self._engine.weights
@@ -127,7 +115,7 @@ class _Evaluations:
                     restore()
                 self._round()
                 self._window.close()
-            if not (isinstance(error, Overflowed) and self._overflows):
+            if not isinstance(error, Overflowed):
                 raise
         finally:
             engine.is_stepping = False
@@ -157,8 +145,7 @@ class _Evaluations:
         self._engine.warn_of_edits([window])
         judged, absent = self._engine.judge([window], [self._optimizer])
         self._last = judged, absent, window.made_with
-        self._overflows = bool(judged.verdict.found_inf)
-        if self._overflows:
+        if bool(judged.verdict.found_inf):
             raise Overflowed
         if not judged.verdict.is_one:
             multiply(judged.gradients, judged.verdict.multiplier)

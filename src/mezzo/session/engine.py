@@ -461,7 +461,6 @@ class Engine(Writes):
         self.weights.forget_casts()
         sharding.reshard(self.weights.units)
         return Step(
-            self.account.check,
             skipped=verdict.found_inf,
             scale=now if made_with is None else made_with,
             next_scale=state.scale,

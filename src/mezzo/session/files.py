@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import pickle
-import re
 import struct
 import zlib
-from collections.abc import Mapping
 from typing import Any, BinaryIO, Final
 from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, shown
+from mezzo.errors import StateError
 from mezzo.files import opened, whole
 
 __all__ = ["load", "save"]
@@ -25,7 +22,7 @@ _FOLDER: Final = 0x10
 _DAMAGES: Final = (BadZipFile, EOFError, OSError, OverflowError, RuntimeError, ValueError, struct.error, zlib.error)
 
 
-def save(path: Any, state: Any = None, /, *, each_rank: bool = False, **parts: Any) -> None:
+def save(path: str | os.PathLike[str], /, *, each_rank: bool = False, **parts: Any) -> None:
     """Write model, optimizer and session side by side, completely or not at all.
 
     The file is written beside its place, handed to the disk, and renamed: a process killed at any moment, or a full
@@ -34,12 +31,10 @@ def save(path: Any, state: Any = None, /, *, each_rank: bool = False, **parts: A
 
     Args:
         path: The file, or a symbolic link to it. Its folder must exist; permissions and group of an old file are kept.
-        state: A value to write in place of parts. ``save(state, path)``, in the order of ``torch.save``, is the same.
         each_rank: Whether each rank writes a file of its own, under a path of its own.
         **parts: By name what has a ``state_dict()``, whose result is written, or any other value.
 
     Raises:
-        PolicyError: Nothing to write, or no path.
         OSError: The folder does not exist or cannot be written, the disk is full, or the path is that of something
             else than a file, such as a device. Whatever is raised, the old checkpoint is as it was.
 
@@ -55,13 +50,6 @@ def save(path: Any, state: Any = None, /, *, each_rank: bool = False, **parts: A
         >>> sorted(mezzo.load(path))
         ['amp', 'epoch', 'model', 'optimizer']
     """
-    if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
-        path, state = state, path
-    write = "mezzo.save(path, model=model, optimizer=optimizer, amp=amp)"
-    if not isinstance(path, str | os.PathLike):
-        raise PolicyError(f"{shown(path)} is no path", write=write)
-    if (state is None) == (not parts):
-        raise PolicyError("nothing to save" if state is None else "a state and parts to save", write=write)
     made = {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in parts.items()}
     dist = torch.distributed
     is_other_rank = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
@@ -71,7 +59,7 @@ def save(path: Any, state: Any = None, /, *, each_rank: bool = False, **parts: A
     set_crc32_options(True)  # whatever this process asks of its other files: without them no damage is seen
     try:
         with whole(path) as file:
-            torch.save(made if state is None else state, file)
+            torch.save(made, file)
     finally:
         set_crc32_options(before)
 
@@ -92,10 +80,10 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
         What was saved.
 
     Raises:
-        StateError: A record is damaged, and which; the file is cut short or is no checkpoint; it holds what
-            ``weights_only`` refuses; or it has none of a part.
-        UnsupportedError: Its tensors belong on a device that is not here.
+        StateError: A record is damaged, and which; or the file is cut short, or is no checkpoint.
+        KeyError: It has none of a part; nothing was loaded.
         OSError: There is no such file, or it is something else, such as a folder or a pipe.
+        Exception: What ``torch.load`` raises: of a device that is not here, of more than ``weights_only`` takes.
 
     **Cost**: one more reading of the file, from memory mostly.
 
@@ -106,32 +94,13 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
         >>> mezzo.load(path)
         {'weight': tensor([1., 2.])}
     """
-    name = os.fsdecode(path)
     with opened(path) as file:
-        _check_records(file, name)
+        _check_records(file, os.fsdecode(path))
         file.seek(0)
-        try:
-            found = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
-        except (
-            pickle.UnpicklingError,
-            RuntimeError,
-            EOFError,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:
-            raise _unreadable(error, name) from error
-    missing = [part for part in parts if not isinstance(found, Mapping) or part not in found]
-    if missing:
-        raise StateError(
-            f"the checkpoint has no {missing[0]!r}",
-            where=name,
-            why=f"it has {shown(list(found))}" if isinstance(found, Mapping) else f"it is {shown(found)}",
-            write="mezzo.load(path, …) with the names that mezzo.save(path, …) was given",
-        )
-    for part, each in parts.items():
-        each.load_state_dict(found[part])
+        found = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+    states = {name: found[name] for name in parts}
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
     return found
 
 
@@ -149,25 +118,3 @@ def _check_records(file: BinaryIO, path: str) -> None:
     if damaged is not None:
         what = f"the record {damaged!r} of the checkpoint is damaged"
         raise StateError(what, where=path, why="its CRC-32 is another, or it is called a folder", write=write)
-
-
-def _unreadable(error: Exception, path: str) -> MezzoError:
-    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    if "device but torch." in text and "is_available() is False" in text:
-        return UnsupportedError(
-            "the checkpoint's tensors belong on a device that is not here",
-            where=path,
-            why=text.partition(". ")[0],
-            write=f'mezzo.load({path!r}, map_location="cpu")',
-        )
-    refused = re.search(r"(?:WeightsUnpickler error: |Trying to load )(.*)", str(error))
-    if isinstance(error, pickle.UnpicklingError) and refused is not None:
-        return StateError(
-            "the checkpoint holds more than tensors and plain containers",
-            where=path,
-            why=refused[1].split(". Please use")[0],
-            write=f"mezzo.load({path!r}, weights_only=False)   # runs what it holds: only if you trust who wrote it",
-        )
-    return StateError(
-        "the file is whole, and torch cannot read it", where=path, why=text, write="a file that mezzo.save wrote"
-    )

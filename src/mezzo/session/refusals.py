@@ -23,9 +23,9 @@ from mezzo.tensors import LOW, dtype_name
 __all__ = [
     "REACTIONS",
     "Handles",
-    "check_added",
     "check_converted",
     "check_loss",
+    "check_optimizers",
     "check_session",
     "chosen",
     "listed",
@@ -53,13 +53,9 @@ def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module 
     """Return both as lists; handles of prepared models stand among the models.
 
     Raises:
-        PolicyError: Something else among them, none, or the one in the other's place.
+        PolicyError: Something else among them, or none.
     """
     all_models, all_optimizers = listed(models), listed(optimizers)
-    if all(isinstance(each, Optimizer) for each in all_models) and all(
-        isinstance(each, nn.Module) for each in all_optimizers
-    ):
-        raise PolicyError("the model and the optimizer stand in each other's place", write=_ORDER)
     raise_together(
         [
             *_of_another_kind(all_models, (nn.Module, Prepared), "a model must be an nn.Module"),
@@ -179,11 +175,8 @@ def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: 
         policy: The policy.
         handles: Those of models that were prepared before.
     """
-    problems = [*_of_models(models)]
-    if len({id(each) for each in optimizers}) < len(optimizers):
-        problems.append(PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once"))
     wide = {param for found in handles.values() for handle in found for param in handle.originals()}
-    raise_together([*problems, *_of_optimizers(models, optimizers, policy, wide, set())])
+    raise_together([*_of_models(models), *_of_optimizers(models, optimizers, policy, wide, set())])
 
 
 def check_converted(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
@@ -193,27 +186,19 @@ def check_converted(models: list[nn.Module], optimizers: list[Optimizer], policy
     raise_together(problem for subject in subjects if (problem := _trains_low_alone(subject)) is not None)
 
 
-def check_added(
-    models: list[nn.Module],
-    known: list[Optimizer],
-    given: list[Optimizer],
-    policy: Policy,
-    wide: set[Tensor],
-    before: set[int],
+def check_optimizers(
+    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor], before: set[int]
 ) -> None:
     """Raise all that stands against optimizers that join a session.
 
     Args:
         models: The session's.
-        known: The optimizers that it has.
-        given: The new ones.
+        optimizers: The new ones.
         policy: The policy.
         wide: The parameters that were FP32 before conversion.
         before: The ``id`` of parameters of the models that known optimizers update.
     """
-    if twice := [type(each).__name__ for each in given if each in known]:
-        raise PolicyError("the session has this optimizer already", where=some_of(twice), write="each one once")
-    raise_together(_of_optimizers(models, given, policy, wide, before))
+    raise_together(_of_optimizers(models, optimizers, policy, wide, before))
 
 
 def _names(models: list[nn.Module]) -> dict[Tensor, str]:
@@ -252,6 +237,8 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
 def _of_optimizers(
     models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor], before: set[int]
 ) -> Iterator[MezzoError]:
+    if len(set(optimizers)) < len(optimizers):
+        yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
     names = _names(models)
     for optimizer in optimizers:
         subject = _Subject(optimizer, policy, names, wide, before)

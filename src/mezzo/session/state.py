@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch import Tensor
 from mezzo.errors import MezzoError, StateError, shown, some_of
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
-from mezzo.scale.state import is_count, is_whole
+from mezzo.scale.state import VALUES, is_count
 from mezzo.scale.words import one_number
+from mezzo.session.stats import Stats
 from mezzo.tensors import described, overflows
 
 if TYPE_CHECKING:
@@ -88,10 +90,10 @@ def load(engine: Engine, policy: Policy, state: Any) -> None:
     """
     if not engine.broken:
         require_between_steps(engine, "load_state_dict()")
-    if (other := _of_another_system(state, policy.loss_scale)) is not None:
-        _load_scale(engine, other)
-        counts = {**engine.account.state_dict(), "failures": 0}
-        engine.account.load_state_dict(counts, float(engine.scaler.state.scale))
+    if (other := _of_another_system(state)) is not None:
+        if policy.loss_scale.mode == "dynamic":
+            _load_scale(engine, other)
+        engine.account.load_state_dict(engine.account.state_dict(), float(engine.scaler.state.scale))
         return
     check(engine, state)
     load_checked(engine, policy, state)
@@ -105,17 +107,10 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
     engine.clear()
     engine.broken = ""
     named = dict(engine.weights.named_params())
-    stored = engine.weights.stored()
     for name, value in state["masters"].items():
         engine.weights.write(named[name], value)
-    for name, param in named.items() if state["masters"] else ():
-        if param in stored and name not in state["masters"]:
-            # Without a saved FP32 value the model's own state has the weight, in the precision that it was stored in.
-            was = getattr(torch, state["parameters"][name].partition(" ")[0])
-            engine.weights.write(param, stored[param].master_of(param).to(was).float())
-    before, now = saved.loss_scale, policy.loss_scale
-    if before.mode == now.mode == "dynamic":
-        _load_scale(engine, _within(state["loss_scale"], now))
+    if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
+        _load_scale(engine, _within(state["loss_scale"], policy.loss_scale))
     engine.account.load_state_dict(state["stats"], float(engine.scaler.state.scale))
 
 
@@ -132,13 +127,6 @@ def _within(saved: Mapping[str, Any], now: LossScale) -> dict[str, Any]:
 # The table ------------------------------------------------------------------------------------------------
 
 
-class _Field(NamedTuple):
-    """What a value in a state may be."""
-
-    kind: str
-    fits: Callable[[Any], bool]
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
@@ -150,35 +138,21 @@ def _is_policy(value: Any) -> bool:
         return False
 
 
-_TEXTS: Final = _Field(
-    "texts by name", lambda v: isinstance(v, Mapping) and all(isinstance(each, str) for each in v.values())
-)
-_TENSORS: Final = _Field(
-    "tensors by name", lambda v: isinstance(v, Mapping) and all(isinstance(each, Tensor) for each in v.values())
-)
-_COUNT: Final = _Field("a count", is_count)
-_NUMBER: Final = _Field("a finite number", _is_number)
-_MARKS: Final = _Field("a text of X and .", lambda v: isinstance(v, str) and set(v) <= {"X", "."})
+def _by_name(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and all(isinstance(each, kind) for each in value.values())
 
-#: Each field of a state, with what stands before the last dot as the mapping that it is in.
-_FIELDS: Final[dict[str, _Field]] = {
-    "policy": _Field("the text of a policy", _is_policy),
-    "parameters": _TEXTS,
-    "masters": _TENSORS,
-    "loss_scale.scale": _Field("a positive number", lambda v: _is_number(v) and v > 0),
-    "loss_scale.clean_steps": _COUNT,
-    "loss_scale.budget": _Field("a whole number", is_whole),
-    "loss_scale.floor_overflows": _COUNT,
-    "stats.steps": _COUNT,
-    "stats.skipped": _COUNT,
-    "stats.skip_rate": _NUMBER,
-    "stats.growths": _COUNT,
-    "stats.backoffs": _COUNT,
-    "stats.scale": _NUMBER,
-    "stats.lowest_scale": _NUMBER,
-    "stats.highest_scale": _NUMBER,
-    "stats.recent": _MARKS,
-    "stats.failures": _COUNT,
+
+#: Each field of a state, with what stands before the dot as the mapping that it is in: what fits it, and in words.
+_FIELDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "policy": (_is_policy, "the text of a policy"),
+    "parameters": (_by_name(str), "texts by name"),
+    "masters": (_by_name(Tensor), "tensors by name"),
+    **{f"loss_scale.{name}": field for name, field in VALUES.items()},
+    **{
+        f"stats.{field.name}": (is_count, "a count") if isinstance(field.default, int) else (_is_number, "a number")
+        for field in fields(Stats)
+    },
+    "stats.recent": (lambda value: isinstance(value, str) and set(value) <= {"X", "."}, "a text of X and ."),
 }
 
 
@@ -219,13 +193,13 @@ def check(engine: Engine, state: Any, others: list[str] | None = None) -> None:
 
 
 def _damages(state: Mapping[str, Any]) -> Iterator[str]:
-    for path, field in _FIELDS.items():
+    for path, (fits, words) in _FIELDS.items():
         folder, _, name = path.rpartition(".")
         there = state.get(folder) if folder else state
         if not isinstance(there, Mapping) or name not in there:
             yield f"{path} is missing"
-        elif not field.fits(there[name]):
-            yield f"{path} is {shown(there[name])}, not {field.kind}"
+        elif not fits(there[name]):
+            yield f"{path} is {shown(there[name])}, not {words}"
 
 
 def _differences(engine: Engine, state: Mapping[str, Any]) -> Iterator[str]:
@@ -252,26 +226,12 @@ def _differences(engine: Engine, state: Mapping[str, Any]) -> Iterator[str]:
 # Other systems --------------------------------------------------------------------------------------------
 
 
-class _System(NamedTuple):
-    """The state of another system's scaler: its name, and its keys of the scale and of the steps since it moved."""
-
-    name: str
-    scale: str
-    clean_steps: str
+#: In the states of torch's, Paddle's and apex's scalers: the keys of the scale, and of the steps since it moved.
+_SYSTEMS: Final = (("scale", "_growth_tracker"), ("scale", "incr_count"), ("loss_scale", "unskipped"))
 
 
-_SYSTEMS: Final = (
-    _System("torch.amp.GradScaler", "scale", "_growth_tracker"),
-    _System("paddle.amp.GradScaler", "scale", "incr_count"),
-    _System("apex.amp", "loss_scale", "unskipped"),
-)
-
-
-def _of_another_system(state: Any, config: LossScale) -> dict[str, float] | None:
+def _of_another_system(state: Any) -> dict[str, Any] | None:
     """Return the numbers of torch's, Paddle's or apex's scaler; ``None`` where it is none of these.
-
-    Raises:
-        StateError: The session's scale does not move, and is another one; or the numbers are none.
 
     References:
         torch/amp/grad_scaler.py, ``GradScaler.state_dict``; python/paddle/amp/grad_scaler.py, ``AmpScaler.state_dict``;
@@ -279,26 +239,9 @@ def _of_another_system(state: Any, config: LossScale) -> dict[str, float] | None
     """
     if not isinstance(state, Mapping) or "version" in state:
         return None
-    state = state["loss_scaler0"] if isinstance(state.get("loss_scaler0"), Mapping) else state
-    system = next((each for each in _SYSTEMS if each.scale in state and each.clean_steps in state), None)
-    if system is None:
-        if not state and config.mode == "none":  # a disabled GradScaler's
-            return {}
-        return None
-    scale, clean = one_number(state[system.scale]), one_number(state[system.clean_steps])
-    if not (_is_number(scale) and scale > 0 and is_count(clean)):
-        raise StateError(
-            f"the state of {system.name} has wrong values",
-            where=f"{system.scale} is {shown(scale)}, {system.clean_steps} is {shown(clean)}",
-            why="a positive number and a count",
-            write="an older checkpoint",
-        )
-    if config.mode != "dynamic":
-        if config.mode == "constant" and scale == config.init:
-            return {}
-        raise StateError(
-            f"the state of {system.name} has a loss scale, and this session another",
-            where=f"{scale:g} → {config}",
-            write=f"loss_scale=mezzo.LossScale.dynamic(), the text loss_scale=dynamic; or loss_scale={scale:g}",
-        )
-    return {"scale": scale, "clean_steps": int(clean), "floor_overflows": 0}
+    state = state.get("loss_scaler0", state)
+    for scale, clean_steps in _SYSTEMS:
+        if scale in state and clean_steps in state:
+            numbers = {"scale": state[scale], "clean_steps": state[clean_steps]}
+            return {name: one_number(value) for name, value in numbers.items()} | {"floor_overflows": 0}
+    return None

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.cast.model.originals import do_not_fit
 from mezzo.errors import StateError, UnsupportedError, shown, some_of
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.optim.state import EXTRAS, WEIGHT_DTYPES
 from mezzo.policy import Policy
 from mezzo.session.state import check, load_checked, require_between_steps, save
 from mezzo.shards import placed
-from mezzo.tensors import LOW, described, local, overflows, tensors
+from mezzo.tensors import described, local, overflows, tensors
 
 if TYPE_CHECKING:
     from mezzo.session.engine import Engine
@@ -87,8 +86,8 @@ class Stateful:
         """Load what :meth:`state_dict` returned, on however many ranks.
 
         Raises:
-            StateError: The state of another model or optimizer, or none at all; nothing was loaded.
-            UnsupportedError: Weights that do not fit the dtype that this session stores.
+            StateError: The state of another model or optimizer, weights that do not fit the dtype that this session
+                stores, or none at all; nothing was loaded.
         """
         engine, weights = self._engine, self._engine.weights
         if not engine.broken:
@@ -106,23 +105,12 @@ class Stateful:
         others += _other_tensors(engine, model)
         others += [line for triple in triples for line in _differences(triple[0], name_of, *triple[1:])]
         check(engine, session, others)
-        self._refuse_overflows(model)
         for module in weights.models:
             own, keys = module.state_dict(keep_vars=True), weights.keys_of(module)
             module.load_state_dict({key: _lying_as(model[name], own[key]) for key, name in keys.items()})
         for optimizer, state, rest in triples:
             _give(optimizer, name_of, state, rest)
         load_checked(engine, self._policy, session)
-
-    def _refuse_overflows(self, model: Mapping[str, Any]) -> None:
-        """Refuse weights that would become infinite, on all ranks if on one."""
-        engine = self._engine
-        low = [(name, param) for name, param in engine.weights.named_params() if param.dtype in LOW]
-        bad = [name for name, param in low if overflows(local(model[name]), param.dtype)]
-        found = torch.tensor(bool(bad), device=engine.device)
-        found, _, _ = engine.ranks.agree(found, torch.zeros_like(found), step=engine.account.begun)
-        if bool(found):
-            raise do_not_fit(bad, self._policy.dtype)
 
 
 def _session_of(state: Any) -> Mapping[str, Any]:
@@ -140,12 +128,14 @@ def _session_of(state: Any) -> Mapping[str, Any]:
 
 
 def _other_tensors(engine: Engine, model: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what differs from the saved state of the models, parameters apart."""
-    params, mine = {name for name, _ in engine.weights.named_params()}, dict(engine.weights.named_state())
+    """Yield what differs from the saved state of the models, and weights that do not fit; other parameters apart."""
+    params, mine = dict(engine.weights.named_params()), dict(engine.weights.named_state())
     for name in dict.fromkeys((*model, *mine)):
         was, now = (_form(state[name]) if name in state else "missing" for state in (model, mine))
         if name not in params and was != now:
             yield f"{name}: {was} → {now}"
+        elif name in params and name in model and overflows(local(model[name]), params[name].dtype):
+            yield f"{name}: values beyond {torch.finfo(params[name].dtype).max:g} → {described(params[name])}"
 
 
 def _form(value: Any) -> str:
@@ -260,11 +250,6 @@ def _give(optimizer: Optimizer, name_of: _NameOf, state: Mapping[str, Any], rest
             if values := copy.deepcopy(rest["values"].get(name, {})) | found:
                 packed[place] = values
     optimizer.load_state_dict({"state": packed, "param_groups": groups})
-    for place, (_, param) in enumerate(_named(optimizer, name_of) if as_one_pass(optimizer) is None else ()):
-        held = optimizer.state.get(param, {})
-        for key, value in packed.get(place, {}).items():  # numbers, which torch casts to the parameter's dtype
-            if isinstance(value, Tensor) and value.dim() == 0 and held[key].dtype != value.dtype:
-                held[key] = value.to(held[key].device)
 
 
 def _named(optimizer: Optimizer, name_of: _NameOf) -> Iterator[tuple[str, Tensor]]:

@@ -6,8 +6,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,11 @@ from torch import Tensor
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import MezzoError, NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale
-from mezzo.scale.config import as_float32
 from mezzo.step.executors.choose import shared
 
 __all__ = ["Stats", "Step", "StepAccount", "StepOutcome"]
 
 logger = logging.getLogger(__name__)
-
-#: How many steps on an accelerator travel to the host together, where nothing has to be known at once.
-_TOGETHER: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +49,11 @@ class Stats:
     ranks: int = 1
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Step:
     """What one optimizer step did, as device tensors: reading one as a Python value waits for the device.
 
     Those of a step that :func:`mezzo.capture` captured are the same tensors each time: its next call overwrites them.
-    Reading an attribute raises :class:`ScaleCollapsed` once the host knows that the loss scale has collapsed.
-
-    Args:
-        check: Raises what the host knows by now.
-        skipped: See the attributes.
-        scale: See there.
-        next_scale: See there.
-        grad_norm: See there.
 
     Attributes:
         skipped: 0-d bool: whether a gradient, or a loss, was not finite, so that nothing was updated.
@@ -74,41 +63,11 @@ class Step:
         overflow: Where the overflow began, with ``on_overflow="explain"``; ``None`` for a step that was taken.
     """
 
-    __slots__ = ("_check", "_values", "overflow")
-
-    def __init__(
-        self, check: Callable[[], None], *, skipped: Tensor, scale: Tensor, next_scale: Tensor, grad_norm: Tensor
-    ) -> None:
-        self._check, self._values = check, (skipped, scale, next_scale, grad_norm)
-        self.overflow: Any = None
-
-    @property
-    def skipped(self) -> Tensor:
-        """See the class."""
-        self._check()
-        return self._values[0]
-
-    @property
-    def scale(self) -> Tensor:
-        """See the class."""
-        self._check()
-        return self._values[1]
-
-    @property
-    def next_scale(self) -> Tensor:
-        """See the class."""
-        self._check()
-        return self._values[2]
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """See the class."""
-        self._check()
-        return self._values[3]
-
-    def __repr__(self) -> str:
-        skipped, scale, next_scale, norm = self._values
-        return f"Step(skipped={skipped}, scale={scale}, next_scale={next_scale}, grad_norm={norm})"
+    skipped: Tensor
+    scale: Tensor
+    next_scale: Tensor
+    grad_norm: Tensor
+    overflow: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,8 +109,8 @@ class _Flight(NamedTuple):
 class StepAccount:
     """Count steps and scales, log each change of a scale, and tell when a scale collapsed or a rank has failed.
 
-    On an accelerator the numbers of several steps travel together, into pinned memory, and are read when they have
-    arrived; with ``patience``, or several ranks, each step's do: such an error is told at most two steps late.
+    On an accelerator the numbers of a step travel into pinned memory, and are read when they have arrived; with
+    ``patience`` two steps late at most.
 
     Args:
         config: The loss scale's rules.
@@ -173,14 +132,12 @@ class StepAccount:
     def _follow(self, stats: Stats) -> None:
         self._stats, self._failures = stats, 0
         self._error: MezzoError | None = None
-        self._waiting: list[tuple[StepOutcome, Tensor]] = []
         self._flying: deque[_Flight] = deque()
-        self._stream: torch.Stream | None = None
 
     @property
     def begun(self) -> int:
         """How many steps there were, those whose numbers are still on their way included."""
-        return self._stats.steps + len(self._waiting) + len(self._flying)
+        return self._stats.steps + len(self._flying)
 
     def note(self, outcome: StepOutcome, packed: Tensor | None = None) -> None:
         """Take a step, and send its numbers on their way.
@@ -192,14 +149,17 @@ class StepAccount:
         if self.kept is not None:
             self.kept.append((outcome, self.packed(outcome)))
             return
-        if outcome.skipped.device.type == "cpu":
+        device = outcome.skipped.device
+        if device.type == "cpu":
             # Through numpy: on the host already, so that nothing is asked of a device.
             self._count(outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.norms)
             return
-        self._waiting.append((outcome, self.packed(outcome) if packed is None else packed.clone()))
-        self._stream = torch.accelerator.current_stream(outcome.skipped.device)
-        if self._config.patience is not None or self._ranks.size > 1 or len(self._waiting) >= _TOGETHER:
-            self._send()
+        numbers = self.packed(outcome) if packed is None else packed
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        self._flying.append(_Flight(outcome, host, event))
 
     def packed(self, outcome: StepOutcome) -> Tensor:
         """Return what the host wants to know of a step as one vector of its device."""
@@ -222,27 +182,9 @@ class StepAccount:
 
     def stats(self) -> Stats:
         """Return the account, waiting for what is still on its way."""
-        self._send()
         while self._flying:
             self._land()
         return self._stats
-
-    # The way to the host -------------------------------------------------------------------------------
-
-    def _send(self) -> None:
-        if not self._waiting:
-            return
-        waiting, self._waiting = self._waiting, []
-        # Steps may run on another stream than the caller that asks, and on another device than the current one.
-        stream = torch.accelerator.current_stream(waiting[0][1].device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        event = torch.Event(waiting[0][1].device)
-        for outcome, packed in waiting:
-            packed.record_stream(stream)
-            host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            self._flying.append(_Flight(outcome, host.copy_(packed, non_blocking=True), event))
-        event.record(stream)
 
     def _land(self) -> None:
         """Count the first step that is on its way, waiting until it has arrived."""
@@ -268,12 +210,9 @@ class StepAccount:
             ranks=self._ranks.size,
         )
         if scale != old.scale:
-            at_floor = "; this is its floor" if scale == as_float32(self._config.floor) else ""
-            why = "" if scale > old.scale else f", which overflowed{at_floor}"
-            logger.info("loss scale %.6g → %.6g after step %d%s", old.scale, scale, step, why)
+            logger.info("loss scale %.6g → %.6g after step %d", old.scale, scale, step)
         if self._failures == 1:
-            stays = ", and the loss scale stays" if self._config.mode == "dynamic" else ""
-            logger.warning("the loss of step %d is not finite: skipped%s", step, stays)
+            logger.warning("the loss of step %d is not finite: skipped", step)
         patience = self._config.patience or math.inf
         error = self._ranks.ended_by(absent[0], step) if absent else None
         if error is not None:
@@ -306,7 +245,7 @@ class StepAccount:
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain values, waiting for what is on its way."""
         recent = "".join("X" if skipped else "." for skipped in self._recent)
-        return {**asdict(self.stats()), "recent": recent, "failures": self._failures}
+        return {**asdict(self.stats()), "recent": recent}
 
     def load_state_dict(self, state: Mapping[str, Any], scale: float) -> None:
         """Go on from what :meth:`state_dict` returned.
@@ -315,14 +254,12 @@ class StepAccount:
             state: The counts.
             scale: The scale now, which need not be the saved one.
         """
-        counts = {name: state[name] for name in ("steps", "skipped", "skip_rate", "growths", "backoffs")}
+        counts = {field.name: state[field.name] for field in fields(Stats)}
         lowest, highest = min(state["lowest_scale"], scale), max(state["highest_scale"], scale)
-        if scale != state["scale"]:
-            lowest = highest = scale
-        self._follow(Stats(**counts, scale=scale, lowest_scale=lowest, highest_scale=highest, ranks=self._ranks.size))
+        now = {"scale": scale, "lowest_scale": lowest, "highest_scale": highest, "ranks": self._ranks.size}
+        self._follow(Stats(**counts | now))
         self._recent.clear()
         self._recent.extend(mark == "X" for mark in state["recent"])
-        self._failures = state["failures"]
 
 
 def _vector(*numbers: Tensor) -> tuple[Tensor]:

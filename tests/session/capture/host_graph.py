@@ -1,6 +1,6 @@
 """A graph on the CPU: each kernel that a run launches is written down, and launched again into the same memory.
 
-It stands in for ``mezzo.session.graph.CudaGraph``: no Python runs in a replay, no version of a tensor
+It stands in for ``mezzo.session.capture.CudaGraph``: no Python runs in a replay, no version of a tensor
 is counted, recording writes nothing to memory that was there before, and asking for a value is refused.
 """
 

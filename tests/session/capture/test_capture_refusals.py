@@ -1,14 +1,11 @@
 """What cannot be captured: a reason for each refusal, and a session that trains on as if nothing had been."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import mezzo
-from mezzo import PolicyError, StateError, UnsupportedError
+from mezzo import StateError, UnsupportedError
 from mezzo.numerics import Recorder
 
 from .loops import OPTIMIZERS, Loop, batch, batches, both
@@ -20,14 +17,16 @@ FIRST = 3
 SESSIONS = {
     r'(?s)is looked at.*where  on_overflow="explain"': lambda: Loop(on_overflow="explain"),
     r'(?s)is looked at.*where  on_overflow="raise".*on_overflow="skip"': lambda: Loop(on_overflow="raise"),
-    "AdamW cannot skip a step on the device": lambda: Loop(make=lambda groups: torch.optim.AdamW(groups, lr=1e-2)),
-    r"RMSprop cannot skip(?s:.*)mezzo\.optim\.AdamW": lambda: Loop(
+    "AdamW cannot be captured(?s:.*)group 0, no kernel that skips": lambda: Loop(
+        make=lambda groups: torch.optim.AdamW(groups, lr=1e-2)
+    ),
+    r"RMSprop cannot be captured(?s:.*)no kernel that skips(?s:.*)mezzo\.optim\.AdamW": lambda: Loop(
         make=lambda groups: torch.optim.RMSprop(groups, lr=1e-2)
     ),
-    r"not made to be captured(?s:.*)capturable=True": lambda: Loop(
+    r"AdamW cannot be captured(?s:.*)group 0, capturable=False": lambda: Loop(
         make=lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(1e-2), fused=True)
     ),
-    r"would be frozen(?s:.*)lr=0\.01, a Python number(?s:.*)lr=torch\.tensor\(0\.01": lambda: Loop(
+    r"AdamW cannot be captured(?s:.*)group 1, lr=0\.01, a Python number(?s:.*)lr=torch\.tensor": lambda: Loop(
         make=lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True, capturable=True)
     ),
 }
@@ -51,12 +50,14 @@ def test_a_loop_by_calls_of_its_own_is_refused():
         amp.detach()
 
 
-def test_arguments_that_make_no_sense_are_refused():
+def test_several_ranks_and_devices_are_refused(monkeypatch):
     loop = Loop()
-    with pytest.raises(PolicyError, match=r"a function, not Tensor(?s:.*)mezzo\.capture\(train_step, amp\)"):
-        mezzo.capture(torch.ones(1), loop.amp)
-    with pytest.raises(PolicyError, match=r"with its session, not with Tensor(?s:.*)then the batch"):
-        mezzo.capture(loop.train_step, torch.ones(1))
+    loop.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
+    monkeypatch.setattr(loop.amp.engine.ranks, "size", 2)
+    with pytest.raises(UnsupportedError) as caught:
+        loop.captured()
+    assert "a step of several ranks cannot be captured\n" in str(caught.value)
+    assert "loss scale on cpu, parameters on meta too" in str(caught.value)
 
 
 # Train steps ----------------------------------------------------------------------------------------------
@@ -91,21 +92,8 @@ def other_session(loop, *data):
     Loop().train_step(*data)
 
 
-def other_optimizer(loop, *data):
-    loop.train_step(*data)
-    layer = nn.Linear(8, 1)
-    layer(data[0]).sum().backward()
-    torch.optim.SGD(layer.parameters(), lr=0.1).step()
-
-
 def other_capture(loop, *data):
     Loop().captured()(*data)
-
-
-def own_graphs(loop, *data):
-    theirs = {"__name__": "torch._inductor.cudagraph_trees"}
-    exec("def replay(): raise RuntimeError('Expected curr_block')", theirs)
-    theirs["replay"]()
 
 
 def raises(loop, *data):
@@ -116,15 +104,13 @@ def raises(loop, *data):
 STEPS = {
     closure: (UnsupportedError, r"closure= cannot be captured(?s:.*)amp\.backward\(loss\), then amp\.step\(\)"),
     no_step: (StateError, r"takes no step of its session(?s:.*)amp\.step\(\) in the train step"),
-    open_window: (StateError, "an accumulation window is open at the end of the train step"),
+    open_window: (StateError, "a captured step begins or ends inside an accumulation window"),
     scheduler: (
         StateError,
         r"changes its optimizer's options(?s:.*)AdamW, group 0: lr 0\.01 → 0\.00(?s:.*)after each call",
     ),
     other_session: (StateError, r"another session takes part(?s:.*)one session for both"),
-    other_optimizer: (StateError, r"belongs to no session(?s:.*)SGD(?s:.*)amp\.step\(\)"),
     other_capture: (UnsupportedError, r"(?s)a captured step where each step is looked at.*Captured\("),
-    own_graphs: (UnsupportedError, r"graphs of its own(?s:.*)Expected curr_block(?s:.*)max-autotune-no-cudagraphs"),
     raises: (KeyError, "mine"),
 }
 
@@ -142,7 +128,7 @@ def test_what_a_train_step_may_not_do_is_refused_by_its_first_call(step):
 
 def test_a_scheduler_of_a_tensor_inside_is_refused():
     loop = Loop(make=OPTIMIZERS["torch"])
-    with pytest.raises(StateError, match="group 0: lr was written in place"):
+    with pytest.raises(StateError, match=r"changes its optimizer's options\n  where  AdamW, group 0: lr\n"):
         loop.captured(lambda *data: scheduler(loop, *data))(*batch(0))
 
 
@@ -163,9 +149,9 @@ def test_asking_the_device_is_explained_and_the_session_goes_on(ask, late, bits)
     for data in batches(range(quiet)):
         captured(*data)
         twin.train_step(*data)
-    with pytest.raises(UnsupportedError, match="a line of the train step cannot be part of a CUDA graph") as caught:
+    with pytest.raises(RuntimeError, match=r"synchronizing|capturing") as caught:
         captured(*batch(quiet))
-    assert re.search(r"where .*test_capture_refusals\.py:\d+", str(caught.value))
+    assert "nothing may wait for the device" in caught.value.__notes__[0]
     if not late:  # a real step, whose last line was refused
         twin.train_step(*batch(quiet))
     assert loop.amp.stats().steps == FIRST
@@ -206,14 +192,3 @@ def test_an_update_that_was_ended_half_way_is_refused():
     loop.amp.engine.broken = "AdamW.step()"
     with pytest.raises(StateError, match="an update was ended half-way"):
         captured(*batch(0))
-
-
-def test_other_threads_may_train_what_they_like():
-    """An optimizer that no captured train step runs is nobody's business."""
-    loop, layer = Loop(), nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    captured = loop.captured()
-    for data in batches(range(FIRST + 2)):
-        captured(*data)
-        functional.mse_loss(layer(data[0]), torch.zeros(16, 1)).backward()
-        optimizer.step()

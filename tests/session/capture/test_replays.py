@@ -84,7 +84,7 @@ def test_the_accounts_go_on(caplog):
         captured(*data)
     stats = loop.amp.stats()
     assert (stats.steps, stats.skipped, stats.growths, stats.backoffs, stats.scale) == (10, 1, 2, 1, 2048.0)
-    assert "loss scale 2048 → 1024 after step 6, which overflowed" in caplog.text
+    assert "loss scale 2048 → 1024 after step 6" in caplog.text
 
 
 def test_a_collapsed_scale_is_told_by_the_next_call():
@@ -235,16 +235,16 @@ def new_rate(loop):
 
 
 CHANGES = {
-    load: ("adamw", r"memory that the session has left\n  where  state of AdamW, optimizer 0\n"),
-    move: ("adamw", r"has left\n  where  parameters and buffers(?s:.*)once more"),
-    grow: ("adamw", r"has left\n  where  parameters and buffers\n +what the optimizers update"),
-    replace: ("adamw", r"has left\n  where  hyper-parameters of AdamW, optimizer 0\n"),
-    freeze: ("adamw", r"decided otherwise\n  where  requires_grad of Sequential, model 0\n"),
-    unclip: ("adamw", r"decided otherwise\n  where  max_grad_norm 0\.5 → 0\.1\n"),
-    evaluate: ("adamw", r"decided otherwise\n  where  training of Sequential, model 0\n"),
-    drop_momentum: ("sgd", r"decided otherwise\n  where  rules of the optimizers\n"),
-    decay: ("torch", r"an option was changed(?s:.*)AdamW, group 0: weight_decay 0\.01 → 0\.5(?s:.*)mezzo\.optim"),
-    new_rate: ("torch", r"an option was changed(?s:.*)group 1: lr 0.*→ 0\.5(?s:.*)fill_"),
+    load: ("adamw", r"where  state of AdamW, optimizer 0\n"),
+    move: ("adamw", r"where  parameters and buffers of Sequential, model 0\n(?s:.*)once more"),
+    grow: ("adamw", r"where  parameters and buffers of Sequential, model 0\n(?s:.*)what AdamW, optimizer 0 updates\n"),
+    replace: ("adamw", r"where  hyper-parameters of AdamW, optimizer 0\n"),
+    freeze: ("adamw", r"where  requires_grad of Sequential, model 0\n"),
+    unclip: ("adamw", r"where  max_grad_norm 0\.5 → 0\.1\n"),
+    evaluate: ("adamw", r"where  training of Sequential, model 0\n"),
+    drop_momentum: ("sgd", r"where  rules of SGD, optimizer 0\n"),
+    decay: ("torch", r"AdamW, group 0: weight_decay 0\.01 → 0\.5\n"),
+    new_rate: ("torch", r"AdamW, group 1: lr\n(?s:.*)fill_"),
 }
 
 
@@ -255,7 +255,7 @@ def test_what_a_replay_would_not_follow_is_refused(change):
     captured = recorded(loop)
     change(loop)
     steps = loop.amp.stats().steps
-    with pytest.raises(StateError, match=match):
+    with pytest.raises(StateError, match=rf"holds what the session has left(?s:.*){match}"):
         captured(*batch(0))
     assert (loop.graph.replays, loop.amp.stats().steps) == (1, steps)
 
@@ -292,7 +292,7 @@ def test_an_open_window_is_refused(calls):
     with loop.amp.autocast():
         loss = loop.model(batch(0)[0]).float().square().mean()
     loop.amp.backward(loss)
-    with pytest.raises(StateError, match="a captured step inside an accumulation window"):
+    with pytest.raises(StateError, match="a captured step begins or ends inside an accumulation window"):
         captured(*batch(0))
     loop.amp.step()
     loop.amp.zero_grad()
@@ -315,14 +315,14 @@ def example(number):
 
 
 UNLIKE = {
-    r"argument 1\['x'\]: float32 \[16, 8\] → float32 \[8, 8\](?s:.*)drop_last": lambda b, s, f: (
+    r"float32 \[16, 8\] → float32 \[8, 8\](?s:.*)drop_last": lambda b, s, f: (
         {"x": b["x"][:8], "y": [b["y"][0][:8], "name"]}, s, f
     ),
-    r"argument 1\['y'\]\[1\]: 'name' → 'other'": lambda b, s, f: ({**b, "y": [b["y"][0], "other"]}, s, f),
-    r"argument 2: 2\.0 → 3\.0(?s:.*)a tensor for a number": lambda b, s, f: (b, 3.0, f),
-    r"argument 2: 2\.0 → 2$": lambda b, s, f: (b, 2, f),
-    r"boost: float32 \[\] → 1\.0": lambda b, s, f: (b, s, 1.0),
-    r"argument 1\['x'\]: .*, requires_grad": lambda b, s, f: ({**b, "x": b["x"].clone().requires_grad_()}, s, f),
+    r"'name' → 'other'": lambda b, s, f: ({**b, "y": [b["y"][0], "other"]}, s, f),
+    r"2\.0 → 3\.0(?s:.*)a tensor for a number": lambda b, s, f: (b, 3.0, f),
+    r"2\.0 → 2$": lambda b, s, f: (b, 2, f),
+    r"float32 \[\] → 1\.0": lambda b, s, f: (b, s, 1.0),
+    r"float32 .*, requires_grad": lambda b, s, f: ({**b, "x": b["x"].clone().requires_grad_()}, s, f),
     r"the structure of its arguments": lambda b, s, f: ({**b, "z": 1}, s, f),
 }  # fmt: skip
 
