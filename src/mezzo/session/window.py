@@ -49,12 +49,13 @@ class Window:
         passes: How many backward passes there were since the last step.
         found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
         losses: What these passes have differentiated, 0-d and detached.
-        left: Marks of the gradients that the last step has left in ``.grad``.
+        left: Marks of the gradients that the last step has left in ``.grad``, with what these carry.
     """
 
     def __init__(self, weights: Weights, optimizers: list[Optimizer]) -> None:
         self.weights, self.optimizers = weights, optimizers
         self.left: Stale = {}
+        self._left_scale: Tensor | None = None
         self._skipped: Tensor | None = None
         self._known: tuple[Any, dict[int, tuple[Tensor, Tensor]]] = (None, {})
         self._aside: dict[Tensor, Tensor] = {}
@@ -181,6 +182,18 @@ class Window:
         self._steps_aside = steps_aside
         self.passes += 1
 
+    def take(self, scale: Tensor) -> None:
+        """Begin with gradients of passes that began without the engine.
+
+        Args:
+            scale: What they carry; but not those that the last step has left, if there are no others.
+        """
+        _, gradients = with_gradients(self.leaves())
+        is_new = not self.left or not all(is_left(gradient, self.left) for gradient in gradients)
+        self.scale = self.made_with = scale if is_new else self._left_scale
+        self.found = None if is_new else self._skipped
+        self.passes = 1
+
     def end(self, losses: list[Tensor], average: Average) -> None:
         """Take note of what a pass has made.
 
@@ -306,7 +319,7 @@ class Window:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
         self.give_back()
-        self._skipped = skipped
+        self._skipped, self._left_scale = skipped, self.scale
         for leaf in self.leaves():
             if leaf.dtype in LOW and leaf.grad is None:
                 leaf.grad_dtype = leaf.dtype

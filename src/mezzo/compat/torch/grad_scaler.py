@@ -234,7 +234,7 @@ class GradScaler(torch.amp.GradScaler):
         known.take_back()
         returned, entered = None, list[Optimizer]()
         try:
-            with uninterrupted(), telling(optimizer, entered, hooks=0):
+            with uninterrupted(), telling(optimizer, entered, 0):
                 if is_told:
                     returned = _flagged(optimizer, known)(*args, **kwargs)
                 elif not bool(known.found.skipped):  # the one sync: whether to call it
