@@ -1,14 +1,16 @@
 """What torch's GradScaler gets wrong, and mezzo's does not: each beside torch's own behaviour."""
 
+import gc
 import itertools
 import signal
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import mezzo
-from mezzo import UnsupportedError
+from mezzo import StateError, UnsupportedError
 from mezzo.compat.torch import GradScaler
 from mezzo.optim.masters import MasterWeights
 
@@ -77,6 +79,165 @@ def test_closures_of_optimizers_that_evaluate_once(optimizer):
         results.append(weights(model))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def evaluated(scaler, optimizer_of, overflows=()):
+    """Steps of an optimizer that asks for the loss by itself; with a scaler, or in plain torch."""
+    model = network()
+    optimizer, losses = optimizer_of(model.parameters()), []
+    for number in range(4):
+        calls = []
+
+        def closure(number=number, calls=calls):
+            optimizer.zero_grad()
+            calls.append(1)
+            loss = loss_of(model, number, overflows=(number, len(calls)) in overflows)
+            loss.backward() if scaler is None else scaler.scale(loss).backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure) if scaler is None else scaler.step(optimizer, closure)))
+        if scaler is not None:
+            scaler.update()
+    return weights(model), losses
+
+
+class Ascends(torch.optim.SGD):
+    """SAM: a step up the gradient that is there, and a step down the one of there."""
+
+    def step(self, closure):
+        params = [param for group in self.param_groups for param in group["params"]]
+        loss = None
+        if params[0].grad is None:
+            loss = closure()
+        with torch.no_grad():
+            up = [0.1 * param.grad for param in params]
+            torch._foreach_add_(params, up)
+            later = torch.enable_grad()(closure)()
+            torch._foreach_sub_(params, up)
+        super().step()
+        return later if loss is None else loss
+
+
+SEARCHES = {
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
+    "SAM": lambda params: Ascends(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", SEARCHES)
+def test_closures_of_optimizers_that_evaluate_as_often_as_they_like(optimizer):
+    """torch's scaler has no such optimizers; with a scale that is a power of two the numbers are plain torch's."""
+    found = [evaluated(scaler, SEARCHES[optimizer]) for scaler in (None, GradScaler("cpu", init_scale=2.0**10))]
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("optimizer", SEARCHES)
+def test_an_overflow_of_one_evaluation_puts_the_weights_back(optimizer):
+    scaler = GradScaler("cpu", init_scale=8.0)
+    overflows = {(0, 2), (2, 1), (3, 2)}
+    found, _ = evaluated(scaler, SEARCHES[optimizer], overflows)
+    model = network()
+    plain = SEARCHES[optimizer](model.parameters())
+
+    def closure():
+        plain.zero_grad()
+        loss = loss_of(model, 1)
+        loss.backward()
+        return loss
+
+    plain.step(closure)  # the one step that does not overflow
+    assert all(map(torch.equal, found, weights(model)))
+    assert scaler.get_scale() == 1.0
+
+
+def test_gradients_before_a_closure_are_an_evaluation_of_their_own():
+    ends = []
+    for scaler in (None, GradScaler("cpu", init_scale=2.0**10)):
+        model = network()
+        optimizer = Ascends(model.parameters(), lr=0.1)
+        for number in range(3):
+
+            def closure(number=number, model=model, optimizer=optimizer, scaler=scaler):
+                optimizer.zero_grad()
+                loss = loss_of(model, number)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                return loss
+
+            closure()
+            optimizer.step(closure) if scaler is None else scaler.step(optimizer, closure)
+            if scaler is not None:
+                scaler.update()
+        ends.append(weights(model))
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("clears", [False, True])
+def test_optimizers_that_share_weights_divide_by_the_scale_once(fused, unscales, clears):
+    """torch unscales in place, and the second optimizer once more."""
+    ends = []
+    for scaler in (None, GradScaler("cpu", init_scale=2.0**10)):
+        model = network()
+        optimizers = [torch.optim.SGD(model.parameters(), lr=lr, fused=fused or None) for lr in (0.1, 0.2)]
+        for number in range(4):
+            for optimizer in optimizers:
+                if clears or optimizer is optimizers[0]:
+                    optimizer.zero_grad()
+                    loss = loss_of(model, number)
+                    (loss if scaler is None else scaler.scale(loss)).backward()
+                if scaler is None:
+                    optimizer.step()
+                    continue
+                if unscales and optimizer is optimizers[0]:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+        ends.append(weights(model))
+    assert all(map(torch.equal, *ends))
+
+
+def test_an_overflow_of_shared_weights_skips_both():
+    model, scaler = network(), GradScaler("cpu", init_scale=2.0**10)
+    before = weights(model)
+    for optimizer in [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]:
+        if not scaler._seen:
+            scaler.scale(loss_of(model, 0, overflows=True)).backward()
+        scaler.step(optimizer)
+        assert scaler.last_step.skipped
+        for param in model.parameters():
+            param.grad.nan_to_num_(0.0, 0.0, 0.0) if param.grad.isnan().all() else None
+    scaler.update()
+    assert all(map(torch.equal, before, weights(model)))
+
+
+def test_what_a_step_has_left_is_not_divided_again():
+    """torch divides once more, and steps with gradients that are as much too small."""
+    found = {}
+    for name, scaler_of in SCALERS.items():
+        weight, optimizer = one_weight(8.0)
+        scaler = scaler_of("cpu", init_scale=4.0)
+        scaler.scale(weight.sum()).backward()
+        for _ in range(3):
+            scaler.step(optimizer)
+            scaler.update()
+        found[name] = weight.item()
+    assert found == {"torch": 8 - 1 - 1 / 4 - 1 / 16, "mezzo": 5.0}
+
+
+def test_optimizers_of_earlier_iterations_are_let_go():
+    model, scaler, gone = network(), GradScaler("cpu"), []
+    for number in range(3):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scaler.scale(loss_of(model, number)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        gone.append(weakref.ref(optimizer))
+    del optimizer
+    gc.collect()
+    assert [each() is None for each in gone] == [True, True, False]
 
 
 class Odd(torch.optim.SGD):
@@ -281,7 +442,7 @@ def test_no_wait_for_the_device_with_kernels_that_skip_by_themselves():
 # What goes on -----------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_raises_leaves_a_scaler_that_goes_on():
+def test_an_optimizer_that_raises_while_it_writes_is_not_gone_on_with_unseen():
     class Raises(torch.optim.SGD):
         fails = True
 
@@ -296,10 +457,14 @@ def test_an_optimizer_that_raises_leaves_a_scaler_that_goes_on():
     with pytest.raises(KeyError, match="of its own"):
         scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad()
     optimizer.fails = False
+    for _ in range(2):  # some weights may be those of the next step
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, 1)).backward()
+        with pytest.raises(StateError, match=r"(?s)an update was ended half-way.*Raises.*load_state_dict"):
+            scaler.step(optimizer)
+    scaler.load_state_dict(scaler.state_dict())
     before = weights(model)
-    scaler.scale(loss_of(model, 1)).backward()
     scaler.step(optimizer)
     scaler.update()
     assert not torch.equal(model[0].weight, before[0])

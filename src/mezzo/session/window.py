@@ -129,10 +129,14 @@ class Window:
 
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
-        if self.passes or self._skipped is None or not self.left:
-            return []
+        return [] if self.passes or self._skipped is None or not self.has_left_alone() else [self._skipped]
+
+    def has_left_alone(self) -> bool:
+        """Whether what the last step has left is all that there is, unwritten since."""
+        if not self.left:
+            return False
         _, gradients = with_gradients(self.leaves())
-        return [self._skipped] if all(is_left(gradient, self.left) for gradient in gradients) else []
+        return all(is_left(gradient, self.left) for gradient in gradients)
 
     @torch.no_grad()
     def forget_cleared(self) -> None:
@@ -188,8 +192,7 @@ class Window:
         Args:
             scale: What they carry; but not those that the last step has left, if there are no others.
         """
-        _, gradients = with_gradients(self.leaves())
-        is_new = not self.left or not all(is_left(gradient, self.left) for gradient in gradients)
+        is_new = not self.has_left_alone()
         self.scale = self.made_with = scale if is_new else self._left_scale
         self.found = None if is_new else self._skipped
         self.passes = 1
