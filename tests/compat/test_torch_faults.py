@@ -93,8 +93,9 @@ def evaluated(scaler, optimizer_of, overflows=()):
             calls.append(1)
             loss = loss_of(model, number, overflows=(number, len(calls)) in overflows)
             loss.backward() if scaler is None else scaler.scale(loss).backward()
-            return loss
+            return loss.detach()
 
+        optimizer.zero_grad()
         losses.append(float(optimizer.step(closure) if scaler is None else scaler.step(optimizer, closure)))
         if scaler is not None:
             scaler.update()

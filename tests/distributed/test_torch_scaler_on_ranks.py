@@ -105,7 +105,7 @@ def short():
         optimizer.zero_grad()
     try:
         scaler.step(optimizer)
-    except mezzo.StateError as error:
+    except mezzo.MezzoError as error:
         return str(error)
     return ""
 

@@ -145,6 +145,12 @@ class Writes:
             if as_one_pass(other) is None:
                 _narrow(weights.updated(other))
         self._step_all(stepping, masters, judged, multiplying, on_device, by)
+        divided = {
+            each for each in multiplying if as_one_pass(each) is None
+        }  # as torch's fused kernels leave gradients
+        for window in windows:
+            if not divided.isdisjoint(window.optimizers):
+                window.scale = None
         for leaf, gradient in kept:
             leaf.grad_dtype = None
             leaf.grad = gradient
