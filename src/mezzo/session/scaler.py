@@ -73,6 +73,9 @@ class EngineScaler(torch.amp.GradScaler):
     def _scaled(self, loss: Tensor) -> Tensor:
         """Return a tensor times the scale."""
 
+    def _check(self, optimizer: Optimizer, call: str) -> None:
+        """Refuse a call for an optimizer, before anything is evaluated or written."""
+
     def _open(self, optimizer: Optimizer, *, again: bool = True) -> None:
         """Open a window of an optimizer's gradients, where no backward pass has.
 
@@ -100,10 +103,12 @@ class EngineScaler(torch.amp.GradScaler):
         """Make an optimizer's gradients FP32 and plain, so that they can be looked at or clipped; no host sync.
 
         Raises:
-            StateError: There are none, or they are plain already.
+            StateError: There are none; of a scaler without a session, before :meth:`scale`, or twice since the last
+                ``update``.
             UnsupportedError: FP16 gradients of weights without FP32 values, which would lose what is small.
         """
         if self._enabled and not (engine := self._engine_of(optimizer)).plain:
+            self._check(optimizer, "unscale_")
             self._open(optimizer)
             engine.unscale_([optimizer])
 
@@ -121,16 +126,18 @@ class EngineScaler(torch.amp.GradScaler):
             not called.
 
         Raises:
-            StateError: No gradient, twice for the same ones, or an earlier update that was ended half-way.
+            StateError: No gradient, or an earlier update that was ended half-way; of a scaler without a session, before
+                :meth:`scale`, or twice since the last ``update``.
             UnsupportedError: FP16 gradients that nothing can unscale in FP32.
         """
         if not self._enabled:
             self.last_step = _unchecked()
             return optimizer.step(*args, **kwargs)
+        self._engine_of(optimizer)
+        self._check(optimizer, "step")
         closure: Callable[[], Any] | None = args[0] if args else kwargs.get("closure")
         if closure is None:
             return self._take(optimizer, *args, **kwargs)
-        self._engine_of(optimizer)  # what is refused is refused before anything is evaluated
         if evaluates_once(optimizer):
             with torch.enable_grad():
                 loss = closure()

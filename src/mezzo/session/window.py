@@ -57,6 +57,7 @@ class Window:
         self.left: Stale = {}
         self._left_scale: Tensor | None = None
         self._skipped: Tensor | None = None
+        self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
         self._known: tuple[Any, dict[int, tuple[Tensor, Tensor]]] = (None, {})
         self._aside: dict[Tensor, Tensor] = {}
         self._steps_aside = False
@@ -196,6 +197,7 @@ class Window:
         self.scale = self.made_with = scale if is_new else self._left_scale
         self.found = None if is_new else self._skipped
         self.passes = 1
+        self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.leaves() if leaf.dtype in LOW}
 
     def end(self, losses: list[Tensor], average: Average) -> None:
         """Take note of what a pass has made.
@@ -325,7 +327,7 @@ class Window:
         self._skipped, self._left_scale = skipped, self.scale
         for leaf in self.leaves():
             if leaf.dtype in LOW and leaf.grad is None:
-                leaf.grad_dtype = leaf.dtype
+                leaf.grad_dtype = self._grad_dtypes.get(leaf, leaf.dtype)
         self.left = left_over(dense(self.leaves())[1])
         self.forget()
 

@@ -141,6 +141,7 @@ class GradScaler(EngineScaler):
             if not takes_flags(optimizer, masters):
                 self._refuse_fp16(optimizer)
             window.take(self._given)
+            self._seen[optimizer] = False
 
     def _refuse_fp16(self, optimizer: Optimizer) -> None:
         weights, own = self._engine_of(optimizer).weights, as_one_pass(optimizer)
@@ -160,17 +161,20 @@ class GradScaler(EngineScaler):
                 write=self._cure,
             )
 
-    def _refuse_twice(self, optimizer: Optimizer, call: str) -> None:
+    def _check(self, optimizer: Optimizer, call: str) -> None:
         has_stepped = self._seen.get(optimizer, False)
         if has_stepped or (call == "unscale_" and self._window(optimizer).passes):
             raise StateError(
-                "unscale_() after step()" if has_stepped and call == "unscale_" else
-                f"{call}() was called already since the last update()",
+                "unscale_() after step()"
+                if has_stepped and call == "unscale_"
+                else f"{call}() was called already since the last update()",
                 where=type(optimizer).__name__,
                 why="its gradients are unscaled, or used up; nothing tells new ones from them",
                 write="scaler.unscale_(optimizer) once, after the last backward pass, then scaler.step(optimizer);\n"
                 "scaler.update() after each iteration's last step",
-            )  # fmt: skip
+            )
+        if call == "unscale_":
+            self._refuse_fp16(optimizer)
 
     # The four verbs ---------------------------------------------------------------------------------------
 
@@ -187,29 +191,6 @@ class GradScaler(EngineScaler):
         self._loss_scale.load_state_dict(state)
         self._engine = None
 
-    @_disable_dynamo
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale now, so that they can be looked at or clipped; no host sync.
-
-        Raises:
-            StateError: Without a gradient, or before :meth:`scale`; twice, or after :meth:`step`, since the last
-                :meth:`update`.
-            UnsupportedError: FP16 gradients of weights without FP32 values, which would lose what is small.
-        """
-        if self._enabled:
-            self._engine_of(optimizer)
-            self._refuse_twice(optimizer, "unscale_")
-            self._refuse_fp16(optimizer)
-            super().unscale_(optimizer)
-            self._seen[optimizer] = False
-
-    @_disable_dynamo
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`EngineScaler.step`; once an iteration, as in torch."""
-        if self._enabled:
-            self._refuse_twice(optimizer, "step")
-        return super().step(optimizer, *args, **kwargs)
-
     def _take(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with uninterrupted(), self._once(optimizer):
             return super()._take(optimizer, *args, **kwargs)
@@ -225,7 +206,6 @@ class GradScaler(EngineScaler):
             yield
         except BaseException:
             if (window := self._window(optimizer)).passes:
-                self._seen[optimizer] = False
                 window.close(window.found)
             raise
         self._seen[optimizer] = True
