@@ -202,10 +202,13 @@ class GradScaler(EngineScaler):
     @contextmanager
     def _once(self, optimizer: Optimizer) -> Iterator[None]:
         """Take note that an optimizer has stepped; one that raises before it has written may step again."""
+        found = self._window(optimizer).found
         try:
             yield
         except BaseException:
             if (window := self._window(optimizer)).passes:
+                if found is not None:
+                    self._engine_of(optimizer).tell(found)
                 window.close(window.found)
             raise
         self._seen[optimizer] = True
