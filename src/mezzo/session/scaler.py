@@ -44,9 +44,11 @@ class EngineScaler(torch.amp.GradScaler):
 
     Args:
         device: The device type.
+        loss_scale: See below.
         enabled: ``False`` for one that scales nothing, and steps always.
 
     Attributes:
+        loss_scale: The loss scale, and how it moves.
         last_step: What the last :meth:`step` found and did; ``None`` before the first.
     """
 
@@ -56,14 +58,9 @@ class EngineScaler(torch.amp.GradScaler):
     _backoff_factor = _Rule("backoff_factor")
     _growth_interval = _Rule("growth_interval")
 
-    def __init__(self, device: str, *, enabled: bool = True) -> None:
+    def __init__(self, device: str, loss_scale: Scaler, *, enabled: bool = True) -> None:
         super().__init__(device, enabled=False)  # nothing of torch's own runs
-        self._enabled = enabled
-
-    @property
-    @abstractmethod
-    def loss_scale(self) -> Scaler:
-        """The loss scale, and how it moves."""
+        self.loss_scale, self._enabled = loss_scale, enabled
 
     @abstractmethod
     def _engine_of(self, optimizer: Optimizer) -> Engine:
@@ -195,14 +192,9 @@ class SessionScaler(EngineScaler):
     """
 
     def __init__(self, amp: MixedPrecision) -> None:
-        super().__init__(amp.engine.device.type)
+        super().__init__(amp.engine.device.type, amp.engine.scaler)
         self.amp = amp
         amp.engine.waits = True
-
-    @property
-    def loss_scale(self) -> Scaler:
-        """The session's loss scale."""
-        return self.amp.engine.scaler
 
     def _engine_of(self, optimizer: Optimizer) -> Engine:
         return self.amp.engine

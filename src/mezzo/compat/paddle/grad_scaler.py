@@ -14,7 +14,6 @@ from mezzo.compat.paddle.regions import last_dtype
 from mezzo.compat.torch import grad_scaler
 from mezzo.errors import StateError, not_switches, raise_together, shown
 from mezzo.scale.words import PADDLES_RULES, PADDLES_WORDS, from_words, one_number
-from mezzo.session.scaler import EngineScaler
 from mezzo.tensors import LOW
 
 __all__ = ["GradScaler"]
@@ -93,9 +92,8 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         }  # fmt: skip
         rules, wrong = from_words("paddle", given, "GradScaler")
         raise_together(not_switches(enable=enable, use_dynamic_loss_scaling=use_dynamic_loss_scaling) + wrong)
-        EngineScaler.__init__(self, "cpu", enabled=enable)
         self._is_dynamic = use_dynamic_loss_scaling and enable
-        self._begin(rules)
+        self._begin("cpu", rules, enabled=enable)
 
     def scale(self, var: Any) -> Any:
         """Multiply a loss by the scale; in FP32, so that the product itself does not overflow."""
@@ -115,7 +113,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by what was found since the last call, once for all optimizers; a constant one stays."""
-        super().update(self._loss_scale.state.scale if new_scale is None and not self._is_dynamic else new_scale)
+        super().update(self.loss_scale.state.scale if new_scale is None and not self._is_dynamic else new_scale)
 
     def minimize(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[None, None]:
         """Step, and move the scale: :meth:`step` and :meth:`update` in one.
@@ -144,12 +142,12 @@ class PaddleGradScaler(grad_scaler.GradScaler):
 
     def get_init_loss_scaling(self) -> float:
         """Return the first scale, or the one that was set or loaded last; 1.0 of a disabled scaler."""
-        return self._loss_scale.config.init if self._enabled else 1.0
+        return self.loss_scale.config.init if self._enabled else 1.0
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
         """Go on with another scale."""
         self._follow(init_loss_scaling=new_init_loss_scaling)
-        self._loss_scale.set(float(new_init_loss_scaling))
+        self.loss_scale.set(float(new_init_loss_scaling))
 
     get_incr_ratio, set_incr_ratio = _rule("incr_ratio", "what the scale is multiplied by when it grows")
     get_decr_ratio, set_decr_ratio = _rule("decr_ratio", "what the scale is multiplied by when it backs off")
@@ -162,10 +160,10 @@ class PaddleGradScaler(grad_scaler.GradScaler):
 
     def _follow(self, **given: Any) -> None:
         """Go on by other rules, in Paddle's words."""
-        rules, problems = from_words("paddle", given, "GradScaler", self._loss_scale.config)
+        rules, problems = from_words("paddle", given, "GradScaler", self.loss_scale.config)
         raise_together(problems)
         before = self.state_dict()
-        self._loss_scale.config = rules
+        self.loss_scale.config = rules
         if before:
             self._go_on(before)  # with what was counted
 
@@ -178,7 +176,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         """
         if not self._enabled:
             return {}
-        state, rules = self._loss_scale.state_dict(), self._loss_scale.config
+        state, rules = self.loss_scale.state_dict(), self.loss_scale.config
         return {
             "scale": [state["scale"]],
             **{theirs: getattr(rules, ours) for theirs, ours in PADDLES_RULES.items()},
@@ -206,12 +204,12 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         if problems or not all(isinstance(count, int) and count >= 0 for count in counts):
             wrong = "\n".join(map(str, problems)) or f"{' and '.join(_COUNTS)} are {shown(counts)}, not counts"
             raise StateError("the state has wrong values", where=wrong)
-        self._loss_scale.config, self._is_dynamic = rules, is_dynamic
+        self.loss_scale.config, self._is_dynamic = rules, is_dynamic
         self._go_on(state_dict)
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Take over the scale and what was counted."""
-        rules = self._loss_scale.config
+        rules = self.loss_scale.config
         left = max(1, rules.hysteresis - state["decr_count"])
         self._load(rules, one_number(state["scale"]), clean_steps=state["incr_count"], budget=left)
 

@@ -88,30 +88,24 @@ class GradScaler(EngineScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        super().__init__(_type_of(device), enabled=enabled)
-        if enabled and self._device == "cuda" and not torch.cuda.is_available():
+        if enabled and _type_of(device) == "cuda" and not torch.cuda.is_available():
             warnings.warn("GradScaler is disabled: CUDA is not available", UserWarning, stacklevel=2)
-            self._enabled = False
+            enabled = False
         given = {
             "init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
         }  # fmt: skip
-        rules, problems = from_words("torch", given if self._enabled else {}, "GradScaler")
+        rules, problems = from_words("torch", given if enabled else {}, "GradScaler")
         raise_together(problems)
-        self._begin(rules)
+        self._begin(_type_of(device), rules, enabled=enabled)
 
-    def _begin(self, rules: LossScale) -> None:
+    def _begin(self, device: str, rules: LossScale, *, enabled: bool) -> None:
         """Be as before the first loss."""
-        self._loss_scale = Scaler(rules, "cpu", shared)
+        EngineScaler.__init__(self, device, Scaler(rules, "cpu", shared), enabled=enabled)
         self._given: Tensor | None = None  # what losses were last multiplied by
         self._engine: Engine | None = None
         self._seen: dict[Optimizer, bool] = {}  # since the last update: whether it has stepped
         self.last_step = None
-
-    @property
-    def loss_scale(self) -> Scaler:
-        """The loss scale, and how it moves."""
-        return self._loss_scale
 
     # Optimizers -------------------------------------------------------------------------------------------
 
@@ -122,7 +116,7 @@ class GradScaler(EngineScaler):
         engine = self._engine
         known = engine is not None and optimizer in engine.weights.optimizers
         if engine is None or (known and engine.weights.masters.get(id(optimizer)) is not masters_of(optimizer)):
-            engine = self._engine = Engine(Weights([], [], Policy.O0(), {}), self._loss_scale, Ranks.of())
+            engine = self._engine = Engine(Weights([], [], Policy.O0(), {}), self.loss_scale, Ranks.of())
             engine.waits, known = True, False
         if not known:  # those of earlier iterations may be gone
             engine.weights.know([*(each for each in self._seen if each is not optimizer), optimizer])
@@ -179,16 +173,15 @@ class GradScaler(EngineScaler):
     # The four verbs ---------------------------------------------------------------------------------------
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        if self._given is None and loss.device != self._loss_scale.state.scale.device:
+        if self._given is None and loss.device != self.loss_scale.state.scale.device:
             self._place(loss.device)
-        self._given = self._loss_scale.state.scale
+        self._given = self.loss_scale.state.scale
         return loss * moved(self._given, loss.device)
 
     @_disable_dynamo
     def _place(self, device: torch.device) -> None:
         """Keep the scale where losses are."""
-        state, self._loss_scale = self._loss_scale.state_dict(), Scaler(self._loss_scale.config, device, shared)
-        self._loss_scale.load_state_dict(state)
+        self.loss_scale.hold(self.loss_scale.state.to(device), in_graph=False)
         self._engine = None
 
     def _take(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +227,7 @@ class GradScaler(EngineScaler):
         with uninterrupted():
             self._close()
             if new_scale is not None:
-                self._loss_scale.set(new_scale)
+                self.loss_scale.set(new_scale)
             elif self._engine is not None:
                 self._engine.update()
             self._seen.clear()
@@ -268,8 +261,8 @@ class GradScaler(EngineScaler):
 
     def _load(self, rules: LossScale, scale: Any, **counted: Any) -> None:
         """Go on by these rules, from a scale and what was counted."""
-        self._loss_scale.load_state_dict(rules.start().state_dict() | {"scale": scale, **counted})
-        self._loss_scale.config = rules
+        self.loss_scale.load_state_dict(rules.start().state_dict() | {"scale": scale, **counted})
+        self.loss_scale.config = rules
         self._engine = None
         self._seen.clear()
 
@@ -295,8 +288,7 @@ class GradScaler(EngineScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin as a copy."""
-        self._device, self._enabled = state["device"], state["enabled"]
-        self._begin(LossScale.like(self._system))
+        self._begin(state["device"], LossScale.like(self._system), enabled=state["enabled"])
         self.load_state_dict(state["state"])
 
 
