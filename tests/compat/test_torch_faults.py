@@ -200,17 +200,18 @@ def test_optimizers_that_share_weights_divide_by_the_scale_once(fused, unscales,
     assert all(map(torch.equal, *ends))
 
 
-def test_an_overflow_of_shared_weights_skips_both():
+def test_an_overflow_that_one_has_found_skips_another_optimizer_of_the_same_weights():
     model, scaler = network(), GradScaler("cpu", init_scale=2.0**10)
-    before = weights(model)
-    for optimizer in [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]:
-        if not scaler._seen:
-            scaler.scale(loss_of(model, 0, overflows=True)).backward()
+    before, (one, two) = weights(model), [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]
+    scaler.scale(loss_of(model, 0, overflows=True)).backward()
+    scaler.unscale_(one)
+    for param in model.parameters():
+        param.grad.fill_(1.0)
+    for optimizer in (one, two):
         scaler.step(optimizer)
         assert scaler.last_step.skipped
-        for param in model.parameters():
-            param.grad.nan_to_num_(0.0, 0.0, 0.0) if param.grad.isnan().all() else None
     scaler.update()
+    assert scaler.get_scale() == 2.0**9
     assert all(map(torch.equal, before, weights(model)))
 
 
@@ -303,6 +304,28 @@ def test_where_kernels_unscale_fp16_gradients_in_fp32_they_may():
             scaler.update()
         assert not scaler.last_step.skipped
         assert not torch.equal(model[0].weight, before[0])
+
+
+def test_low_weights_whose_kernels_unscale_by_themselves_are_clipped_in_fp32():
+    """torch clips and steps in bfloat16; the step itself is in bfloat16 here, too."""
+    model, plain = network().bfloat16(), network().bfloat16()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, fused=True) for each in (model, plain)]
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for number in range(3):
+        scaler.scale(model(batch(number).bfloat16()).float().square().mean()).backward()
+        scaler.unscale_(optimizers[0])
+        plain(batch(number).bfloat16()).float().square().mean().backward()
+        wide = [param.grad.float() for param in plain.parameters()]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide)))
+        for param, gradient in zip(plain.parameters(), wide, strict=True):
+            param.grad = (gradient * (0.25 / (norm + 1e-6)).clamp(max=1.0)).bfloat16()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.25) == norm
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[1].step()
+        for each in optimizers:
+            each.zero_grad()
+    assert all(map(torch.equal, weights(model), weights(plain)))
 
 
 class Asks(torch.optim.SGD):
