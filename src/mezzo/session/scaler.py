@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, raise_together
+from mezzo.interrupts import uninterrupted
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.words import TORCHS_WORDS, from_words
 from mezzo.session.closures import evaluates_once
@@ -106,8 +107,9 @@ class EngineScaler(torch.amp.GradScaler):
         """
         if self._enabled and not (engine := self._engine_of(optimizer)).plain:
             self._check(optimizer, "unscale_")
-            self._open(optimizer)
-            engine.unscale_([optimizer])
+            with uninterrupted():
+                self._open(optimizer)
+                engine.unscale_([optimizer])
 
     @_disable_dynamo
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

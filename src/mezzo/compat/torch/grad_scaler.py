@@ -115,12 +115,16 @@ class GradScaler(EngineScaler):
             raise PolicyError(what, write="scaler.step(optimizer), for one after the other")
         engine = self._engine
         known = engine is not None and optimizer in engine.weights.optimizers
-        if engine is None or (known and engine.weights.masters.get(id(optimizer)) is not masters_of(optimizer)):
-            engine = self._engine = Engine(Weights([], [], Policy.O0(), {}), self.loss_scale, Ranks.of())
-            engine.waits, known = True, False
-        if not known:  # those of earlier iterations may be gone
+        if engine is not None and known and engine.weights.masters.get(id(optimizer)) is masters_of(optimizer):
+            return engine
+        with uninterrupted():
+            if engine is None or known:  # masters have come since
+                engine = Engine(Weights([], [], Policy.O0(), {}), self.loss_scale, Ranks.of())
+                engine.waits = True
+            # Those of earlier iterations may be gone.
             engine.weights.know([*(each for each in self._seen if each is not optimizer), optimizer])
             engine.group()
+            self._engine = engine
         return engine
 
     def _window(self, optimizer: Optimizer) -> Window:
