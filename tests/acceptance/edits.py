@@ -58,6 +58,7 @@ class Edits(Loop):
     @rule(name=names, how=hows)
     def edit_master(self, name, how):
         weight = self.oracle.weights[name]
+        assume(self.driver.is_session)  # without one there is no master_params()
         assume(weight.form == "master" and weight.pending != "low")
         masters = {id(master) for master in self.driver.master_params()}
         master = self.subject.updated(name)

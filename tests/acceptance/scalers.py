@@ -140,8 +140,5 @@ class Paddle(Torch):
             pass
         super().backward(loss, optimizers)
 
-    def master_params(self):
-        return [param for optimizer in self.optimizers for group in optimizer.param_groups for param in group["params"]]
-
 
 DRIVERS |= {"torch": Torch, "Paddle": Paddle}

@@ -14,6 +14,7 @@ from mezzo import StateError, UnsupportedError
 from mezzo.compat.torch import GradScaler
 from mezzo.optim.masters import MasterWeights
 
+from ..acceptance.faults import Interrupt
 from .beside_torch import OPTIMIZERS, SCALERS, batch, loss_of, network, weights
 
 
@@ -510,6 +511,26 @@ def test_a_signal_in_the_middle_of_a_step_is_handled_when_the_step_is_whole():
     assert all(map(torch.equal, weights(model), weights(twin)))
     scaler.update()
     assert scaler.state_dict()["_growth_tracker"] == 1
+
+
+def test_a_signal_at_each_fourth_line_of_a_first_step_leaves_it_whole_or_to_be_taken_again():
+    twin = one_weight()
+    twin[0].sum().backward()
+    twin[1].step()
+    line, came = 0, True
+    while came:
+        weight, optimizer = one_weight()
+        scaler = GradScaler("cpu", init_scale=8.0)
+        scaler.scale(weight.sum()).backward()
+        with Interrupt(line) as interrupt:
+            scaler.step(optimizer)
+        if scaler.last_step is None:
+            scaler.step(optimizer)
+        scaler.update()
+        assert weight == twin[0]
+        assert scaler.state_dict()["_growth_tracker"] == 1
+        line, came = line + 4, interrupt.came
+    assert line > 100
 
 
 def test_an_interval_that_is_shorter_than_the_count_is_over():
