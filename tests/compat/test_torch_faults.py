@@ -519,12 +519,14 @@ def test_a_signal_at_each_fourth_line_of_a_first_step_leaves_it_whole_or_to_be_t
     twin[1].step()
     line, came = 0, True
     while came:
-        weight, optimizer = one_weight()
+        (other, first), (weight, optimizer) = one_weight(), one_weight()
         scaler = GradScaler("cpu", init_scale=8.0)
-        scaler.scale(weight.sum()).backward()
+        scaler.scale(weight.sum() + other.sum()).backward()
+        scaler.step(first)
+        before = scaler.last_step
         with Interrupt(line) as interrupt:
             scaler.step(optimizer)
-        if scaler.last_step is None:
+        if scaler.last_step is before:
             scaler.step(optimizer)
         scaler.update()
         assert weight == twin[0]
