@@ -74,8 +74,8 @@ _ENGINE = in_file(
     "session/engine.py",
     (
         "engine: a failed loss moves the scale",
-        "self.scaler.update(verdict.found_inf, hold=judged.failed)",
-        "self.scaler.update(verdict.found_inf)",
+        "self.tell(verdict.found_inf, hold=judged.failed)",
+        "self.tell(verdict.found_inf)",
         "tests/session/test_skips.py::test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale",
         "a batch with a NaN would halve the scale, which cures nothing",
     ),
