@@ -153,7 +153,7 @@ class StateError(MezzoError, RuntimeError):
     """A call at the wrong moment, or a saved state that does not belong here."""
 
 
-class DistributedError(MezzoError, RuntimeError):
+class DistributedError(StateError):
     """Another rank failed, did not answer, or does not do what this one does."""
 
 

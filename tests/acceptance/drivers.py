@@ -35,6 +35,10 @@ class FiveLines:
     differentiates = True
     #: Whether a step moves a scale that waits for ``update()``.
     updates_by_itself = False
+    #: Whether there is a session, which refuses what would mix gradients, counts steps, ends and saves weights.
+    is_session = True
+    #: Whether a weight that is written inside of a region is read anew; torch's regions keep its cast until their end.
+    reads_anew = True
 
     def __init__(self, model, optimizers, config):
         if (other := attached_now()) is not None:
@@ -70,6 +74,25 @@ class FiveLines:
 
     def step(self, optimizers):
         return self.amp.step(optimizers)
+
+    def scale(self, config):
+        """The loss scale by the book, before the first step."""
+        return config.start()
+
+    def taken(self):
+        """What is another after each step."""
+        return self.amp.stats().steps
+
+    def may_add(self, oracle):
+        """Whether a pass may begin, by the rules of the style, whatever gradients there are."""
+        return True
+
+    def updated(self, oracle):
+        """What an update does besides."""
+
+    def forget(self, oracle):
+        """What the user's ``zero_grad`` of everything does to windows."""
+        oracle.zero_grad()
 
     def master_params(self):
         return self.amp.master_params()

@@ -32,6 +32,7 @@ class Faults(Loop):
 
     @rule(which=st.integers(0, 5))
     def wrong_call(self, which):
+        assume(self.driver.is_session)
         amp, model = self.amp, self.subject.model
         stranger = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         with self.driver.region():
@@ -53,6 +54,7 @@ class Faults(Loop):
         """A user's own ``optimizer.step()`` behind the session's back."""
         number %= len(self.oracle.groups)
         group = self.oracle.groups[number]
+        assume(self.driver.is_session)
         assume(group.window is not None and group.gradients and any(group.lr.values()))
         self.refused(self.subject.optimizers[number].step, "behind the session's back")
 
@@ -78,6 +80,7 @@ class Faults(Loop):
         """Before any gradient was made, after which the window goes on; or in the middle, after which it is cleared."""
         value, reached, _ = self.loss({**batch, "kind": "plain"})
         assume(value.requires_grad and self.oracle.weights["first.weight"].trains)
+        assume(self.driver.may_add(self.oracle))
         hook = value.register_hook(boom) if early else self.subject.model.first.weight.register_hook(boom)
         with contextlib.closing(_Removed(hook)), pytest.raises(BoomError):
             self.driver.backward(value, None)
@@ -94,11 +97,11 @@ class Faults(Loop):
         number %= len(self.oracle.groups)
         group, optimizer = self.oracle.groups[number], self.subject.optimizers[number]
         assume(group.window is not None and group.gradients)
-        whole, steps = self.oracle.copy(), self.amp.stats().steps
+        whole, taken = self.oracle.copy(), self.driver.taken()
         hook = optimizer.register_step_pre_hook(boom)
         with contextlib.closing(_Removed(hook)), contextlib.suppress(BoomError, NumericsError):
             self.driver.step(optimizer)
-        if self.amp.stats().steps > steps:
+        if self.driver.taken() != taken:
             assert whole.step([whole.groups[number]]).skipped
             self.oracle = whole
         self.update_if_it_waits()
@@ -113,11 +116,11 @@ class Faults(Loop):
         groups, optimizers = self.chosen(number)
         groups = [group for group in groups if group.window is not None and group.gradients]
         assume(groups)
-        steps = self.amp.stats().steps
+        taken = self.driver.taken()
         with contextlib.suppress(NumericsError), Interrupt(line):
             self.driver.step(optimizers)
         assert torch.is_grad_enabled()
-        if self.amp.stats().steps == steps:
+        if self.driver.taken() == taken:
             self.take_step(groups, lambda: self.driver.step(optimizers))
         else:
             self.adopt(self.oracle.step(groups).updates)

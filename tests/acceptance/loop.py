@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -124,6 +125,7 @@ class Loop(RuleBasedStateMachine):
     @precondition(lambda self: self.window_calls() < MOST_CALLS)
     @rule(batch=passes, number=some)
     def backward(self, batch, number):
+        assume(self.driver.may_add(self.oracle))
         groups, optimizers = self.chosen(number)
         value, gradients, finite = self.loss(batch)
         trains = any(self.oracle.weights[name].trains for group in groups for name in group.members)
@@ -186,7 +188,10 @@ class Loop(RuleBasedStateMachine):
             if self.oracle.is_plain:
                 optimizers.step()
                 return
-            words = "no parameter has a gradient" if begun else "step() before backward()"
+            if not self.driver.is_session and any(group.gradients for group in self.chosen(number)[0]):
+                return  # what the last step has left is taken again, as in plain torch
+            words = "no parameter has a gradient" if begun and self.driver.is_session else ""
+            words = words or ("step() before backward()" if self.driver.is_session else "")
             self.refused(lambda: self.driver.step(optimizers), words)
             return
         self.take_step(groups, lambda: self.driver.step(optimizers))
@@ -207,6 +212,7 @@ class Loop(RuleBasedStateMachine):
         assert float(result.next_scale) == self.oracle.scale.now
         self.adopt(verdict.updates)
         if self.driver.updates_by_itself:
+            self.driver.updated(self.oracle)
             self.oracle.scale.advance()
         return result
 
@@ -214,6 +220,7 @@ class Loop(RuleBasedStateMachine):
     @rule()
     def update(self):
         self.driver.update()
+        self.driver.updated(self.oracle)
         self.oracle.scale.advance()
 
     def update_if_it_waits(self):
@@ -264,7 +271,7 @@ class Loop(RuleBasedStateMachine):
         who, _, zeros = how.partition(" ")
         if who == "session":
             self.amp.zero_grad(set_to_none=not zeros)
-            self.oracle.zero_grad()
+            self.driver.forget(self.oracle)
         elif who == "optimizers":
             for optimizer in self.subject.optimizers:
                 optimizer.zero_grad(set_to_none=not zeros)
@@ -286,6 +293,9 @@ class Loop(RuleBasedStateMachine):
     def unscale(self, number):
         groups, optimizers = self.chosen(number)
         groups = [group for group in groups if group.window is not None]
+        if not self.driver.is_session:
+            groups = [group for group in groups if group.gradients and group.window.carried is not None]
+            assume(groups)
         if not groups:
             self.refused(lambda: self.driver.unscale_(optimizers), "unscale_() before backward()")
             return
@@ -329,8 +339,11 @@ class Loop(RuleBasedStateMachine):
         self.agrees_on_scales()
 
     def agrees_on_scales(self):
-        scale, stats = self.oracle.scale, self.amp.stats()
+        scale = self.oracle.scale
         assert float(self.amp.loss_scale) == scale.now
+        if not self.driver.is_session:
+            return
+        stats = self.amp.stats()
         assert (stats.steps, stats.skipped) == (self.oracle.steps, self.oracle.skipped)
         assert (stats.scale, stats.growths, stats.backoffs) == (scale.noted, scale.growths, scale.backoffs)
         assert (stats.lowest_scale, stats.highest_scale) == (scale.lowest, scale.highest)

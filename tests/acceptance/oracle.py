@@ -25,6 +25,7 @@ class Scale:
     now: float = 1.0
     interval: int = 2000
     ceiling: float = 2.0**24
+    floor: float = 1.0
     clean: int = 0
     #: Which of the scale's values: gradients carry this, not only the number.
     epoch: int = 0
@@ -56,7 +57,7 @@ class Scale:
         if self.mode == "constant" or all(held for _, held in told):
             return
         if any(found and not held for found, held in told):
-            self.now, self.clean = max(self.now / 2, 1.0), 0
+            self.now, self.clean = max(self.now / 2, self.floor), 0
             return
         self.clean += 1
         if self.clean == self.interval:
@@ -192,10 +193,12 @@ class Contract:
     Attributes:
         is_plain: Gradients are unscaled and checked when a pass has ended.
         waits: The scale moves in ``update()`` alone.
+        sees_losses: A loss that is not finite skips the step.
     """
 
     is_plain: bool = False
     waits: bool = False
+    sees_losses: bool = True
 
 
 @dataclass
@@ -258,7 +261,7 @@ class Oracle:
     def accumulate(self, groups, gradients, *, finite):
         """What the pass has added; plain gradients lose the scale at its end."""
         for group in groups:
-            group.window.finite &= finite
+            group.window.finite &= finite or not self.contract.sees_losses
             for name in group.members:
                 if name in gradients:
                     before = group.gradients.get(name)

@@ -147,7 +147,7 @@ class Subject:
             form = form if self.owner(name) is not None else "loose"
             weights[name] = Weight(dtype, form, self.exact(name), array(param), trains=param.requires_grad)
         groups = [Group(list(each), self.config.rule, dict.fromkeys(each, LR)) for each in self.members]
-        return Oracle(weights, groups, self.config.start(), self.config.clip, self.driver.contract)
+        return Oracle(weights, groups, self.driver.scale(self.config), self.config.clip, self.driver.contract)
 
     def add_late(self, number):
         self.optimizers[number].add_param_group({"params": [self.model.late.weight]})
@@ -198,7 +198,7 @@ class Subject:
         groups = [
             {k: v for k, v in group.items() if k != "params"} for o in self.optimizers for group in o.param_groups
         ]
-        return seen, repr(groups), raw(self.amp.loss_scale), repr(self.amp.stats())
+        return seen, repr(groups), raw(self.amp.loss_scale), repr(self.driver.taken())
 
     # Saving ----------------------------------------------------------------------------------------------------
 

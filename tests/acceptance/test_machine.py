@@ -17,6 +17,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from mezzo.compat import apex
 from mezzo.session.attach import attached_now
 
+from . import scalers  # noqa: F401 - two more drivers
 from .checkpoints import Checkpoints
 from .edits import Edits
 from .faults import Faults
@@ -51,7 +52,16 @@ STEPS = 30
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 PHASES = (Phase.generate, Phase.shrink)  # to explain costs minutes
 #: How many sequences of each style every run takes.
-SEQUENCES = {"five lines": 24, "attach": 24, "SessionScaler": 12, "apex": 12, "Accelerate": 6, "Lightning": 6}
+SEQUENCES = {
+    "five lines": 24,
+    "attach": 24,
+    "SessionScaler": 12,
+    "apex": 12,
+    "torch": 12,
+    "Paddle": 12,
+    "Accelerate": 6,
+    "Lightning": 6,
+}
 FRAMEWORKS = ("Accelerate", "Lightning")
 
 

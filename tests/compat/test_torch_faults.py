@@ -1,17 +1,20 @@
 """What torch's GradScaler gets wrong, and mezzo's does not: each beside torch's own behaviour."""
 
+import gc
 import itertools
 import signal
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import mezzo
-from mezzo import UnsupportedError
+from mezzo import StateError, UnsupportedError
 from mezzo.compat.torch import GradScaler
 from mezzo.optim.masters import MasterWeights
 
+from ..acceptance.faults import Interrupt
 from .beside_torch import OPTIMIZERS, SCALERS, batch, loss_of, network, weights
 
 
@@ -79,6 +82,167 @@ def test_closures_of_optimizers_that_evaluate_once(optimizer):
         torch.testing.assert_close(one, other)
 
 
+def evaluated(scaler, optimizer_of, overflows=()):
+    """Steps of an optimizer that asks for the loss by itself; with a scaler, or in plain torch."""
+    model = network()
+    optimizer, losses = optimizer_of(model.parameters()), []
+    for number in range(4):
+        calls = []
+
+        def closure(number=number, calls=calls):
+            optimizer.zero_grad()
+            calls.append(1)
+            loss = loss_of(model, number, overflows=(number, len(calls)) in overflows)
+            loss.backward() if scaler is None else scaler.scale(loss).backward()
+            return loss.detach()
+
+        optimizer.zero_grad()
+        losses.append(float(optimizer.step(closure) if scaler is None else scaler.step(optimizer, closure)))
+        if scaler is not None:
+            scaler.update()
+    return weights(model), losses
+
+
+class Ascends(torch.optim.SGD):
+    """SAM: a step up the gradient that is there, and a step down the one of there."""
+
+    def step(self, closure):
+        params = [param for group in self.param_groups for param in group["params"]]
+        loss = None
+        if params[0].grad is None:
+            loss = closure()
+        with torch.no_grad():
+            up = [0.1 * param.grad for param in params]
+            torch._foreach_add_(params, up)
+            later = torch.enable_grad()(closure)()
+            torch._foreach_sub_(params, up)
+        super().step()
+        return later if loss is None else loss
+
+
+SEARCHES = {
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
+    "SAM": lambda params: Ascends(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", SEARCHES)
+def test_closures_of_optimizers_that_evaluate_as_often_as_they_like(optimizer):
+    """torch's scaler has no such optimizers; with a scale that is a power of two the numbers are plain torch's."""
+    found = [evaluated(scaler, SEARCHES[optimizer]) for scaler in (None, GradScaler("cpu", init_scale=2.0**10))]
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("optimizer", SEARCHES)
+def test_an_overflow_of_one_evaluation_puts_the_weights_back(optimizer):
+    scaler = GradScaler("cpu", init_scale=8.0)
+    overflows = {(0, 2), (2, 1), (3, 2)}
+    found, _ = evaluated(scaler, SEARCHES[optimizer], overflows)
+    model = network()
+    plain = SEARCHES[optimizer](model.parameters())
+
+    def closure():
+        plain.zero_grad()
+        loss = loss_of(model, 1)
+        loss.backward()
+        return loss
+
+    plain.step(closure)  # the one step that does not overflow
+    assert all(map(torch.equal, found, weights(model)))
+    assert scaler.get_scale() == 1.0
+
+
+def test_gradients_before_a_closure_are_an_evaluation_of_their_own():
+    ends = []
+    for scaler in (None, GradScaler("cpu", init_scale=2.0**10)):
+        model = network()
+        optimizer = Ascends(model.parameters(), lr=0.1)
+        for number in range(3):
+
+            def closure(number=number, model=model, optimizer=optimizer, scaler=scaler):
+                optimizer.zero_grad()
+                loss = loss_of(model, number)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                return loss
+
+            closure()
+            optimizer.step(closure) if scaler is None else scaler.step(optimizer, closure)
+            if scaler is not None:
+                scaler.update()
+        ends.append(weights(model))
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("clears", [False, True])
+def test_optimizers_that_share_weights_divide_by_the_scale_once(fused, unscales, clears):
+    """torch unscales in place, and the second optimizer once more."""
+    ends = []
+    for scaler in (None, GradScaler("cpu", init_scale=2.0**10)):
+        model = network()
+        optimizers = [torch.optim.SGD(model.parameters(), lr=lr, fused=fused or None) for lr in (0.1, 0.2)]
+        for number in range(4):
+            for optimizer in optimizers:
+                if clears or optimizer is optimizers[0]:
+                    optimizer.zero_grad()
+                    loss = loss_of(model, number)
+                    (loss if scaler is None else scaler.scale(loss)).backward()
+                if scaler is None:
+                    optimizer.step()
+                    continue
+                if unscales and optimizer is optimizers[0]:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+        ends.append(weights(model))
+    assert all(map(torch.equal, *ends))
+
+
+def test_an_overflow_that_one_has_found_skips_another_optimizer_of_the_same_weights():
+    model, scaler = network(), GradScaler("cpu", init_scale=2.0**10)
+    before, (one, two) = weights(model), [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]
+    scaler.scale(loss_of(model, 0, overflows=True)).backward()
+    scaler.unscale_(one)
+    for param in model.parameters():
+        param.grad.fill_(1.0)
+    for optimizer in (one, two):
+        scaler.step(optimizer)
+        assert scaler.last_step.skipped
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert all(map(torch.equal, before, weights(model)))
+
+
+def test_what_a_step_has_left_is_not_divided_again():
+    """torch divides once more, and steps with gradients that are as much too small."""
+    found = {}
+    for name, scaler_of in SCALERS.items():
+        weight, optimizer = one_weight(8.0)
+        scaler = scaler_of("cpu", init_scale=4.0)
+        scaler.scale(weight.sum()).backward()
+        for _ in range(3):
+            scaler.step(optimizer)
+            scaler.update()
+        found[name] = weight.item()
+    assert found == {"torch": 8 - 1 - 1 / 4 - 1 / 16, "mezzo": 5.0}
+
+
+def test_optimizers_of_earlier_iterations_are_let_go():
+    model, scaler, gone = network(), GradScaler("cpu"), []
+    for number in range(3):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scaler.scale(loss_of(model, number)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        gone.append(weakref.ref(optimizer))
+    del optimizer
+    gc.collect()
+    assert [each() is None for each in gone] == [True, True, False]
+
+
 class Odd(torch.optim.SGD):
     """An optimizer whose step takes and returns something of its own."""
 
@@ -141,6 +305,28 @@ def test_where_kernels_unscale_fp16_gradients_in_fp32_they_may():
             scaler.update()
         assert not scaler.last_step.skipped
         assert not torch.equal(model[0].weight, before[0])
+
+
+def test_low_weights_whose_kernels_unscale_by_themselves_are_clipped_in_fp32():
+    """torch clips and steps in bfloat16; the step itself is in bfloat16 here, too."""
+    model, plain = network().bfloat16(), network().bfloat16()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, fused=True) for each in (model, plain)]
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for number in range(3):
+        scaler.scale(model(batch(number).bfloat16()).float().square().mean()).backward()
+        scaler.unscale_(optimizers[0])
+        plain(batch(number).bfloat16()).float().square().mean().backward()
+        wide = [param.grad.float() for param in plain.parameters()]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide)))
+        for param, gradient in zip(plain.parameters(), wide, strict=True):
+            param.grad = (gradient * (0.25 / (norm + 1e-6)).clamp(max=1.0)).bfloat16()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.25) == norm
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[1].step()
+        for each in optimizers:
+            each.zero_grad()
+    assert all(map(torch.equal, weights(model), weights(plain)))
 
 
 class Asks(torch.optim.SGD):
@@ -281,7 +467,7 @@ def test_no_wait_for_the_device_with_kernels_that_skip_by_themselves():
 # What goes on -----------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_raises_leaves_a_scaler_that_goes_on():
+def test_an_optimizer_that_raises_while_it_writes_is_not_gone_on_with_unseen():
     class Raises(torch.optim.SGD):
         fails = True
 
@@ -296,10 +482,14 @@ def test_an_optimizer_that_raises_leaves_a_scaler_that_goes_on():
     with pytest.raises(KeyError, match="of its own"):
         scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad()
     optimizer.fails = False
+    for _ in range(2):  # some weights may be those of the next step
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, 1)).backward()
+        with pytest.raises(StateError, match=r"(?s)an update was ended half-way.*Raises.*load_state_dict"):
+            scaler.step(optimizer)
+    scaler.load_state_dict(scaler.state_dict())
     before = weights(model)
-    scaler.scale(loss_of(model, 1)).backward()
     scaler.step(optimizer)
     scaler.update()
     assert not torch.equal(model[0].weight, before[0])
@@ -321,6 +511,28 @@ def test_a_signal_in_the_middle_of_a_step_is_handled_when_the_step_is_whole():
     assert all(map(torch.equal, weights(model), weights(twin)))
     scaler.update()
     assert scaler.state_dict()["_growth_tracker"] == 1
+
+
+def test_a_signal_at_each_fourth_line_of_a_first_step_leaves_it_whole_or_to_be_taken_again():
+    twin = one_weight()
+    twin[0].sum().backward()
+    twin[1].step()
+    line, came = 0, True
+    while came:
+        (other, first), (weight, optimizer) = one_weight(), one_weight()
+        scaler = GradScaler("cpu", init_scale=8.0)
+        scaler.scale(weight.sum() + other.sum()).backward()
+        scaler.step(first)
+        before = scaler.last_step
+        with Interrupt(line) as interrupt:
+            scaler.step(optimizer)
+        if scaler.last_step is before:
+            scaler.step(optimizer)
+        scaler.update()
+        assert weight == twin[0]
+        assert scaler.state_dict()["_growth_tracker"] == 1
+        line, came = line + 4, interrupt.came
+    assert line > 100
 
 
 def test_an_interval_that_is_shorter_than_the_count_is_over():

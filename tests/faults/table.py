@@ -1,6 +1,6 @@
 """All faults: ``make faults`` plants each."""
 
-from . import lower, scripts, sessions, upper
+from . import lower, scalers, scripts, sessions, upper
 from .fault import Fault
 
-FAULTS: tuple[Fault, ...] = (*lower.FAULTS, *upper.FAULTS, *sessions.FAULTS, *scripts.FAULTS)
+FAULTS: tuple[Fault, ...] = (*lower.FAULTS, *upper.FAULTS, *sessions.FAULTS, *scalers.FAULTS, *scripts.FAULTS)

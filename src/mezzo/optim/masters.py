@@ -89,7 +89,7 @@ class MasterWeights:
                 where=type(optimizer).__name__,
                 write="one MasterWeights (or MixedPrecision) for each optimizer",
             )
-        self.optimizer, self.grad_dtype = optimizer, grad_dtype
+        self.optimizer, self.grad_dtype, self.has_hooks = optimizer, grad_dtype, hooks
         self._master: dict[Tensor, nn.Parameter] = {}  # model parameter → master
         self._places: dict[int, int] = {}  # of parameters among their masters, by id: hashing a tensor is a Python call
         self._versions, self._addresses = list[int](), list[int]()  # as they were when their masters were rounded in

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.errors import UnsupportedError
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.checks import Look, check_arguments, check_group, check_unchanged, ordered
+from mezzo.optim.checks import check_arguments, check_group, check_unchanged, ordered
 from mezzo.optim.halves import Group
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.saving import SavedOptimizer
@@ -208,13 +207,10 @@ class OnePassOptimizer(SavedOptimizer):
 
         Args:
             verdict: What the update will be given.
-            keep: Whether the session writes to no gradient until then; hooks of other code before the step may.
+            keep: Whether nothing writes to a gradient until then, neither the engine nor hooks before the step.
         """
         prepared = self._prepare(verdict)
-        hooks = len(self._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
-        if hooks > 1:
-            hooks -= sum(isinstance(hook, Look) for hook in _global_optimizer_pre_hooks.values())
-        self._prepared = prepared if keep and hooks == 1 else None
+        self._prepared = prepared if keep else None
 
     def _prepare(self, verdict: Verdict | None) -> _Prepared:
         """Return what a step is about to write; whatever can be refused is refused here.

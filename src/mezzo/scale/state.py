@@ -55,6 +55,10 @@ class ScaleState:
         """Return the same state in tensors of its own."""
         return type(self)(*(tensor.clone() for tensor in self.tensors()))
 
+    def to(self, device: torch.device) -> Self:
+        """Return the same state on a device, in tensors of its own; a host sync where that is the CPU."""
+        return type(self)(*(tensor.to(device, copy=True) for tensor in self.tensors()))
+
     def copy_(self, other: ScaleState) -> None:
         """Take over another state's values, in place: a captured graph holds addresses.
 

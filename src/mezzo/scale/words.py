@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from typing import Any, Final, Literal
 from mezzo.errors import PolicyError
 from mezzo.scale.config import LOWEST, LossScale
 
-__all__ = ["PADDLES_RULES", "PADDLES_WORDS", "TORCHS_RULES", "from_paddles_words", "one_number"]
+__all__ = ["PADDLES_RULES", "PADDLES_WORDS", "TORCHS_RULES", "TORCHS_WORDS", "from_words", "one_number"]
 
 #: The rules in the state of torch's ``GradScaler``, and in that of Paddle's: by word the field that it is.
 TORCHS_RULES: Final = MappingProxyType(
@@ -20,38 +21,43 @@ PADDLES_RULES: Final = MappingProxyType({
     "incr_ratio": "growth", "decr_ratio": "backoff", "incr_every_n_steps": "interval",
     "decr_every_n_nan_or_inf": "hysteresis",
 })  # fmt: skip
-#: What Paddle's scaler is made with.
+#: What their scalers are made with.
+TORCHS_WORDS: Final = MappingProxyType({"init_scale": "init", **TORCHS_RULES})
 PADDLES_WORDS: Final = MappingProxyType({"init_loss_scaling": "init", **PADDLES_RULES})
 
+_WORDS: Final = {"torch": TORCHS_WORDS, "paddle": PADDLES_WORDS, "fleet": PADDLES_WORDS}
 
-def from_paddles_words(
-    system: Literal["paddle", "fleet"], given: Mapping[str, Any], where: str, base: LossScale | None = None
+
+def from_words(
+    system: Literal["torch", "paddle", "fleet"], given: Mapping[str, Any], where: str, base: LossScale | None = None
 ) -> tuple[LossScale, list[PolicyError]]:
     """Return the rule of a system with some of its values, or what is wrong with them in its own words.
 
     Args:
         system: Whose rule, and whose defaults.
-        given: Values by Paddle's words; others are left out.
+        given: Values by that system's words; others are left out.
         where: What they were given to.
         base: A rule of that system's to begin with, instead of its defaults.
 
     Example:
-        >>> scale, problems = from_paddles_words("fleet", {"decr_ratio": 0.8}, "amp_configs")
+        >>> scale, problems = from_words("fleet", {"decr_ratio": 0.8}, "amp_configs")
         >>> scale.backoff, problems
         (0.8, [])
-        >>> print(from_paddles_words("paddle", {"decr_ratio": 2}, "GradScaler")[1][0])
+        >>> print(from_words("paddle", {"decr_ratio": 2}, "GradScaler")[1][0])
         decr_ratio is 2
           where  GradScaler
           why    only a factor between 0 and 1 lowers the scale
           write  decr_ratio=0.5
     """
-    values = {PADDLES_WORDS[word]: value for word, value in given.items() if word in PADDLES_WORDS}
+    words = _WORDS[system]
+    values = {words[word]: value for word, value in given.items() if word in words}
     problems = []
-    for word, field in PADDLES_WORDS.items():
+    for word, field in words.items():
         try:
             LossScale.like(system, floor=LOWEST, **({field: values[field]} if field in values else {}))
         except PolicyError as problem:
-            problems.append(PolicyError(str(problem).replace(field, word).replace("LossScale", where)))
+            text = re.sub(rf"\b{field}(?==| is )", word, str(problem))
+            problems.append(PolicyError(text.replace("LossScale", where)))
     if not problems and values.get("init", 1.0) < LossScale.like(system).floor:
         why = "Paddle's kernel lets no scale go below 1"
         problems = [PolicyError(f"init_loss_scaling is {values['init']}", where=where, why=why, write="1.0")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from mezzo.errors import StateError, UnsupportedError, message, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.hypers import changes_nothing
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session import closures
@@ -37,7 +36,10 @@ from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.passes import Verdict, as_fused, decided, not_finite
 from mezzo.tensors import moved
 
-__all__ = ["Engine"]
+__all__ = ["SCALERS_ORDER", "Engine"]
+
+#: How a loop with a ``GradScaler`` calls it.
+SCALERS_ORDER: Final = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
 
 
 class Engine(Writes):
@@ -45,7 +47,7 @@ class Engine(Writes):
 
     Args:
         weights: The models and optimizers.
-        policy: The policy.
+        scaler: The loss scale.
         ranks: The ranks that step together.
         max_grad_norm: What the 2-norm of a step's gradients is clipped to; ``None`` clips nothing.
         plain: See below.
@@ -67,13 +69,18 @@ class Engine(Writes):
     """
 
     def __init__(
-        self, weights: Weights, policy: Policy, ranks: Ranks, max_grad_norm: float | None, *, plain: bool = False
+        self,
+        weights: Weights,
+        scaler: Scaler,
+        ranks: Ranks,
+        max_grad_norm: float | None = None,
+        *,
+        plain: bool = False,
     ) -> None:
         super().__init__(weights)
-        self.ranks, self.max_grad_norm, self.plain = ranks, max_grad_norm, plain
-        self.device = weights.device = next(weights.updated()).device
-        self.scaler = Scaler(policy.loss_scale, self.device, shared)
-        self.account = StepAccount(policy.loss_scale, self.scaler.state.scale, weights.name_of, ranks)
+        self.scaler, self.ranks, self.max_grad_norm, self.plain = scaler, ranks, max_grad_norm, plain
+        self.device = weights.device = scaler.state.scale.device
+        self.account = StepAccount(scaler.config, scaler.state.scale, weights.name_of, ranks)
         self.windows: list[Window] = []
         self.observers: list[StepObserver] = []
         self.waits = self.is_captured = False
@@ -86,15 +93,18 @@ class Engine(Writes):
     # Who takes part ---------------------------------------------------------------------------------------
 
     def group(self) -> None:
-        """Give optimizers that share parameters one window; open ones stay, as far as they can."""
-        windows = list(self.windows)
+        """Give optimizers that share parameters one window, and drop those of optimizers that take part no more."""
+        for window in self.windows:
+            window.optimizers = [each for each in window.optimizers if each in self.weights.optimizers]
+        windows = [window for window in self.windows if window.optimizers]
         for optimizer in self.weights.optimizers:
             if any(optimizer in window.optimizers for window in windows):
                 continue
             mine = set(map(id, self.weights.leaves(optimizer)))
             near = [window for window in windows if not mine.isdisjoint(map(id, window.leaves()))]
-            together = [each for window in near for each in window.optimizers] + [optimizer]
-            windows = [window for window in windows if window not in near] + [Window(self.weights, together)]
+            window = near[0] if near else Window(self.weights, [])
+            window.optimizers = [each for one in near for each in one.optimizers] + [optimizer]
+            windows = [each for each in windows if each not in near] + [window]
         self.windows = windows
         self.ranks.follow(self.weights.updated(), self.weights.name_of)
 
@@ -111,6 +121,7 @@ class Engine(Writes):
 
     def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
         """Refuse steps of optimizers that go behind the engine's back; yield what ends it."""
+        self.num_hooks = 1
         for optimizer in optimizers:
             yield optimizer.register_step_pre_hook(self._before_step).remove
 
@@ -284,11 +295,12 @@ class Engine(Writes):
             found = [window for window in found if window.has_gradients()]
         if not found:
             begun = any(window.passes for window in near)
+            own = "amp.zero_grad() only after amp.step()" if begun else f"amp.backward(loss), then amp.{call}()"
             raise StateError(
                 "no parameter has a gradient" if begun else f"{call}() before backward()",
                 where=some_of([type(each).__name__ for each in optimizers]),
                 why="every gradient is None: frozen, detached, or cleared since backward()" if begun else "",
-                write="amp.zero_grad() only after amp.step()" if begun else f"amp.backward(loss), then amp.{call}()",
+                write=SCALERS_ORDER if self.waits else own,
             )
         return found
 
@@ -438,11 +450,10 @@ class Engine(Writes):
         verdict, now = judged.verdict, self.scaler.state.scale
         made_with = windows[0].made_with
         for window in windows:
-            window.close(verdict.found_inf if self.plain else None)
+            window.close(verdict.found_inf if self.plain or self.waits else None)
             if self.plain:
                 window.show()  # so that what clears the gradients of ``param_groups`` clears the models'
-        self.scaler.update(verdict.found_inf, hold=judged.failed)
-        self._is_told = True
+        self.tell(verdict.found_inf, hold=judged.failed)
         waiting = any(window.passes and window.made_with is now for window in self.windows)
         if not self.waits and not waiting:
             self.update()
@@ -468,6 +479,11 @@ class Engine(Writes):
         )
 
     # update -----------------------------------------------------------------------------------------------
+
+    def tell(self, found_inf: Tensor, *, hold: Tensor | None = None) -> None:
+        """Take note of a step, or of gradients that were unscaled for one: see :meth:`Scaler.update`."""
+        self.scaler.update(found_inf, hold=hold)
+        self._is_told = True
 
     def update(self) -> None:
         """Move the scale on, once for all that was found since the last time. No host sync."""

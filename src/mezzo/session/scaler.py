@@ -1,23 +1,187 @@
-"""A session's engine as a ``GradScaler`` by type, for frameworks that take one and call its four verbs."""
+"""The four verbs of an engine as a ``GradScaler`` by type, for what takes one and calls it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from mezzo.errors import PolicyError, raise_together
+from mezzo.interrupts import uninterrupted
+from mezzo.scale.scaler import Scaler
+from mezzo.scale.words import TORCHS_WORDS, from_words
+from mezzo.session.closures import evaluates_once
+from mezzo.session.engine import Engine
 from mezzo.session.stats import Step
 
 if TYPE_CHECKING:
     from mezzo.session.session import MixedPrecision
 
-__all__ = ["SessionScaler"]
+__all__ = ["EngineScaler", "SessionScaler"]
 
 
-class SessionScaler(torch.amp.GradScaler):
+class _Rule:
+    """A rule of the loss scale under torch's own name for it, by which torch's getters, setters and states know it."""
+
+    def __init__(self, word: str) -> None:
+        self._word = word
+
+    def __get__(self, scaler: EngineScaler, _: type) -> Any:
+        return getattr(scaler.loss_scale.config, TORCHS_WORDS[self._word])
+
+    def __set__(self, scaler: EngineScaler, value: Any) -> None:
+        rules, problems = from_words("torch", {self._word: value}, "GradScaler", scaler.loss_scale.config)
+        raise_together(problems)
+        scaler.loss_scale.config = rules
+
+
+class EngineScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` by type: the verbs are an engine's, and all that torch's has besides reads its scale.
+
+    Args:
+        device: The device type.
+        loss_scale: See below.
+        enabled: ``False`` for one that scales nothing, and steps always.
+
+    Attributes:
+        loss_scale: The loss scale, and how it moves.
+        last_step: What the last :meth:`step` found and did; ``None`` before the first.
+    """
+
+    last_step: Step | None = None
+
+    _growth_factor = _Rule("growth_factor")
+    _backoff_factor = _Rule("backoff_factor")
+    _growth_interval = _Rule("growth_interval")
+
+    def __init__(self, device: str, loss_scale: Scaler, *, enabled: bool = True) -> None:
+        super().__init__(device, enabled=False)  # nothing of torch's own runs
+        self.loss_scale, self._enabled = loss_scale, enabled
+
+    @abstractmethod
+    def _engine_of(self, optimizer: Optimizer) -> Engine:
+        """Return the engine, which knows an optimizer."""
+
+    @abstractmethod
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Return a tensor times the scale."""
+
+    def _check(self, optimizer: Optimizer, call: str) -> None:
+        """Refuse a call for an optimizer, before anything is evaluated or written."""
+
+    def _open(self, optimizer: Optimizer, *, again: bool = True) -> None:
+        """Open a window of an optimizer's gradients, where no backward pass has.
+
+        Args:
+            optimizer: The optimizer.
+            again: Whether those that the last step has left are taken, too.
+        """
+
+    # The four verbs ---------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or each tensor of a list, a tuple or another iterable, by the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return self._scaled(outputs)
+        if not isinstance(outputs, Iterable) or isinstance(outputs, str):
+            what = f"scale() takes tensors, not {type(outputs).__name__}"
+            raise PolicyError(what, write="scaler.scale(loss), or scaler.scale([a, b])")
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
+
+    @_disable_dynamo
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Make an optimizer's gradients FP32 and plain, so that they can be looked at or clipped; no host sync.
+
+        Raises:
+            StateError: There are none; of a scaler without a session, before :meth:`scale`, or twice since the last
+                ``update``.
+            UnsupportedError: FP16 gradients of weights without FP32 values, which would lose what is small.
+        """
+        if self._enabled and not (engine := self._engine_of(optimizer)).plain:
+            self._check(optimizer, "unscale_")
+            with uninterrupted():
+                self._open(optimizer)
+                engine.unscale_([optimizer])
+
+    @_disable_dynamo
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step with the optimizer, or skip; what its ``step`` was replaced by is called.
+
+        Args:
+            optimizer: The optimizer.
+            *args: What its ``step`` takes, first of all a closure, which scales its loss and runs the backward pass.
+            **kwargs: By name.
+
+        Returns:
+            What the closure returned first, if there is one; else what ``optimizer.step`` did, ``None`` if it was
+            not called.
+
+        Raises:
+            StateError: No gradient, or an earlier update that was ended half-way; of a scaler without a session, before
+                :meth:`scale`, or twice since the last ``update``.
+            UnsupportedError: FP16 gradients that nothing can unscale in FP32.
+        """
+        if not self._enabled:
+            self.last_step = _unchecked()
+            return optimizer.step(*args, **kwargs)
+        self._engine_of(optimizer)
+        self._check(optimizer, "step")
+        closure: Callable[[], Any] | None = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            return self._take(optimizer, *args, **kwargs)
+        if evaluates_once(optimizer):
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = ((None, *args[1:]), kwargs) if args else ((), kwargs | {"closure": None})
+            self._take(optimizer, *args, **kwargs)
+            return loss
+        return self._evaluate(optimizer, closure)
+
+    def _take(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step once, with what the optimizer's step takes."""
+        engine, returned = self._engine_of(optimizer), list[Any]()
+        self._open(optimizer)
+        taken_over = engine.steps_by.get(optimizer)
+        engine.steps_by[optimizer] = lambda: returned.append((taken_over or optimizer.step)(*args, **kwargs))
+        try:
+            self.last_step = engine.step([optimizer])
+        finally:
+            engine.steps_by.pop(optimizer)
+            if taken_over is not None:
+                engine.steps_by[optimizer] = taken_over
+        return returned[0] if returned else None
+
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Step with an optimizer that evaluates the loss as often as it likes."""
+        losses = list[Any]()
+
+        def evaluate() -> Any:
+            losses.append(closure())
+            self._open(optimizer)
+            return losses[-1]
+
+        self._open(optimizer, again=False)  # SAM begins with these
+        self.last_step = self._engine_of(optimizer).step([optimizer], evaluate)
+        return losses[0] if losses else None
+
+    # What torch's own methods ask for ---------------------------------------------------------------------
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self.loss_scale.state.scale if self._enabled else None
+
+    def _get_growth_tracker(self) -> int:
+        return int(self.loss_scale.state.clean_steps) if self._enabled else 0
+
+
+class SessionScaler(EngineScaler):
     """Scale, unscale, step and update as a session does.
 
     The scale moves in :meth:`update` alone, once for all optimizers that have stepped since.
@@ -27,52 +191,18 @@ class SessionScaler(torch.amp.GradScaler):
 
     Attributes:
         amp: The session.
-        last_step: What the last :meth:`step` found and did; ``None`` before the first.
     """
 
     def __init__(self, amp: MixedPrecision) -> None:
-        super().__init__(amp.engine.device.type, enabled=False)  # nothing of torch's own runs
-        self._enabled = True
+        super().__init__(amp.engine.device.type, amp.engine.scaler)
         self.amp = amp
-        self.last_step: Step | None = None
         amp.engine.waits = True
 
-    def scale(self, outputs: Any) -> Any:
-        """Return a loss, or nested ones, times the scale; the pass that differentiates it is the session's."""
-        if isinstance(outputs, Tensor):
-            return self.amp.engine.scale(outputs)
-        return type(outputs)(map(self.scale, outputs))
+    def _engine_of(self, optimizer: Optimizer) -> Engine:
+        return self.amp.engine
 
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Make an optimizer's gradients FP32 and plain, where they are not already."""
-        if not self.amp.engine.plain:
-            self.amp.unscale_(optimizer)
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step, or skip.
-
-        Args:
-            optimizer: One of the session's. What a framework has bound as its ``step`` is called only if it is not
-                skipped, which is how the framework learns of that.
-            *args: A closure, for optimizers that evaluate the loss by themselves.
-            **kwargs: The same, by name.
-
-        Returns:
-            What the closure returned first, if there is one.
-        """
-        closure = kwargs.get("closure", args[0] if args else None)
-        if closure is None:
-            bound = vars(optimizer).get("step")
-            self.last_step = self.amp.engine.step([optimizer], by=bound)
-            return None
-        losses: list[Any] = []
-
-        def evaluate() -> Any:
-            losses.append(closure())
-            return losses[-1]
-
-        self.last_step = self.amp.engine.step([optimizer], evaluate)
-        return losses[0] if losses else None
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return self.amp.engine.scale(loss)  # the pass that differentiates it opens windows
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale on.
@@ -82,14 +212,7 @@ class SessionScaler(torch.amp.GradScaler):
         """
         self.amp.engine.update()
         if new_scale is not None:
-            self.amp.engine.scaler.set(new_scale)
-
-    def get_scale(self) -> float:
-        """Return the scale; a host sync."""
-        return float(self.amp.loss_scale)
-
-    def _get_scale_async(self) -> Tensor:
-        return self.amp.loss_scale
+            self.loss_scale.set(new_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state."""
@@ -98,3 +221,9 @@ class SessionScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the session's state, or another scaler's."""
         self.amp.load_state_dict(state_dict)
+
+
+def _unchecked() -> Step:
+    """Return what a step did that nothing has checked."""
+    one = torch.ones(())
+    return Step(lambda: None, skipped=one.eq(0), scale=one, next_scale=one, grad_norm=one * torch.nan)

@@ -16,6 +16,7 @@ from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, raise_together
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
+from mezzo.scale.scaler import Scaler
 from mezzo.session import state
 from mezzo.session.engine import Engine
 from mezzo.session.overflows import reaction
@@ -25,6 +26,7 @@ from mezzo.session.stateful import Stateful
 from mezzo.session.stats import Stats, Step
 from mezzo.session.update import guarded
 from mezzo.session.weights import Weights, handles_of
+from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,7 +108,8 @@ class MixedPrecision:
         self.weights.convert()
         self._undo.callback(self.weights.undo)
         try:
-            self.engine = Engine(self.weights, self._policy, ranks, max_grad_norm, plain=self._plain)
+            scaler = Scaler(self._policy.loss_scale, next(self.weights.updated()).device, shared)
+            self.engine = Engine(self.weights, scaler, ranks, max_grad_norm, plain=self._plain)
             for undo in (*self.engine.watch(given), *self.engine.watch_models(), guarded(self.engine)):
                 self._undo.callback(undo)
             self._on_overflow = on_overflow

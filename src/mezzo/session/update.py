@@ -44,12 +44,13 @@ class Writes:
         steps_by: What steps with an optimizer whose ``step`` is taken over.
         is_stepping: Whether optimizers step on the engine's behalf now.
         broken: The optimizer that has raised in the middle of an update; empty where none has.
+        num_hooks: How many hooks before an optimizer's step are the engine's, which raise and write nothing there.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.steps_by: dict[Optimizer, Callable[..., Any]] = {}
-        self.is_stepping, self.broken = False, ""
+        self.is_stepping, self.broken, self.num_hooks = False, "", 0
         self._strangers: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
     def shares_nothing(self, optimizer: Optimizer) -> bool:
@@ -123,7 +124,8 @@ class Writes:
         for optimizer in optimizers:  # what one refuses is refused before another has stepped
             if (own := as_one_pass(optimizer)) is not None:
                 does_all = optimizer in multiplying
-                own.make_ready(verdict if does_all else verdict.applied(), keep=does_all)
+                keeps = does_all and not _has_other_hooks(optimizer, self.num_hooks)
+                own.make_ready(verdict if does_all else verdict.applied(), keep=keeps)
         skips = len(on_device) < len(optimizers) and bool(verdict.found_inf)
         stepping = [each for each in optimizers if not skips or each in on_device]
         masters = {id(each): weights.masters[id(each)] for each in stepping if id(each) in weights.masters}
@@ -143,6 +145,12 @@ class Writes:
             if as_one_pass(other) is None:
                 _narrow(weights.updated(other))
         self._step_all(stepping, masters, judged, multiplying, on_device, by)
+        divided = {
+            each for each in multiplying if as_one_pass(each) is None
+        }  # as torch's fused kernels leave gradients
+        for window in windows:
+            if not divided.isdisjoint(window.optimizers):
+                window.scale = None
         for leaf, gradient in kept:
             leaf.grad_dtype = None
             leaf.grad = gradient
@@ -161,11 +169,11 @@ class Writes:
         try:
             for optimizer in stepping:
                 step = by or self.steps_by.get(optimizer, optimizer.step)
-                with telling(optimizer, entered):
+                with telling(optimizer, entered, self.num_hooks):
                     _step(
                         optimizer, step, judged, multiplies=optimizer in multiplying, on_device=optimizer in on_device
                     )
-                if (held := masters.get(id(optimizer))) is not None:
+                if (held := masters.get(id(optimizer))) is not None and not held.has_hooks:
                     self.weights.round(held)
                     held.drop_gradients()
         except BaseException:
@@ -235,13 +243,13 @@ def _has_other_hooks(optimizer: Optimizer, own: int) -> bool:
 
 
 @contextmanager
-def telling(optimizer: Optimizer, entered: list[Optimizer], hooks: int = 1) -> Iterator[None]:
+def telling(optimizer: Optimizer, entered: list[Optimizer], num_hooks: int) -> Iterator[None]:
     """Learn whether an optimizer may have written, should something raise: a hook before its step may raise as well.
 
     Args:
         optimizer: The optimizer, which steps inside.
         entered: Where it is noted, if it may have.
-        hooks: How many hooks before its step are the session's, which raise nothing there.
+        num_hooks: How many hooks before its step are the engine's.
     """
     if (own := as_one_pass(optimizer)) is not None:
         before = own.updates
@@ -250,7 +258,7 @@ def telling(optimizer: Optimizer, entered: list[Optimizer], hooks: int = 1) -> I
         finally:
             if own.updates != before:
                 entered.append(optimizer)
-    elif getattr(type(optimizer).step, "hooked", False) and _has_other_hooks(optimizer, hooks):
+    elif getattr(type(optimizer).step, "hooked", False) and _has_other_hooks(optimizer, num_hooks):
         handle = optimizer.register_step_pre_hook(lambda *_: entered.append(optimizer))  # behind all others
         try:
             yield
@@ -273,6 +281,8 @@ def _step(optimizer: Optimizer, step: Callable[..., Any], judged: Judged, *, mul
         # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
         grad_scale = (divisor[0] if divisor else judged.scale) if multiplies else None
         told: Any = optimizer
+        if (own_scale := getattr(told, "grad_scale", None)) is not None:  # a user's counts besides, as in torch
+            grad_scale = own_scale if grad_scale is None else grad_scale * own_scale
         told.found_inf, told.grad_scale = found_inf, grad_scale
         try:
             step()
@@ -312,7 +322,7 @@ def _asks_for_scaler(step: Callable[..., Any]) -> bool:
 
 def _narrows(optimizer: Optimizer, weights: Weights) -> bool:
     """Whether there are FP32 gradients of low weights that have no masters."""
-    if id(optimizer) in weights.masters or weights.policy.param_dtype not in LOW:
+    if id(optimizer) in weights.masters or not weights.are_low:
         return False
     low = (leaf for leaf in weights.leaves(optimizer) if leaf.dtype in LOW)
     return any(leaf.grad is not None and leaf.grad.dtype not in LOW for leaf in low)

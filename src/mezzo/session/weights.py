@@ -21,7 +21,7 @@ from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, StateError, UnsupportedError, some_of
 from mezzo.optim.keeper import Keeper
-from mezzo.optim.masters import MasterWeights
+from mezzo.optim.masters import MasterWeights, masters_of
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.optim.state import widened_state
 from mezzo.policy import Policy
@@ -89,6 +89,7 @@ class Weights:
             those values of them that round to its own.
         units: The modules that ``fully_shard`` has sharded.
         device: Where flags live.
+        are_low: Whether optimizers may update parameters in low precision.
     """
 
     def __init__(self, models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, handles: Handles) -> None:
@@ -98,6 +99,7 @@ class Weights:
         self.restored: set[Tensor] = set()
         self.units = [unit for model in models for unit in sharding.units(model)]
         self.device = torch.device("cpu")
+        self.are_low = policy.param_dtype in LOW
         self._undo = contextlib.ExitStack()
         self._rounded: list[int] = []  # versions of the masters when they were rounded last
         self._num_updated = sum(1 for _ in self.updated())
@@ -144,6 +146,16 @@ class Weights:
             prepared.release_originals(kept)
             prepared.kept.put_aside()
         self._rounded, self._num_updated = self._versions(), sum(1 for _ in self.updated())
+
+    def know(self, optimizers: list[Optimizer]) -> None:
+        """Go on with these optimizers alone, of which nothing was converted here, and with the masters that they have.
+
+        Args:
+            optimizers: Of a loop that knows models by itself.
+        """
+        self.optimizers[:] = optimizers
+        self.masters = {id(each): held for each in optimizers if (held := masters_of(each)) is not None}
+        self.are_low = any(leaf.dtype in LOW for each in optimizers for leaf in self.leaves(each))
 
     @torch.no_grad()
     def take_added(self) -> bool:

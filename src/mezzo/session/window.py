@@ -49,13 +49,15 @@ class Window:
         passes: How many backward passes there were since the last step.
         found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
         losses: What these passes have differentiated, 0-d and detached.
-        left: Marks of the gradients that the last step has left in ``.grad``.
+        left: Marks of the gradients that the last step has left in ``.grad``, with what these carry.
     """
 
     def __init__(self, weights: Weights, optimizers: list[Optimizer]) -> None:
         self.weights, self.optimizers = weights, optimizers
         self.left: Stale = {}
+        self._left_scale: Tensor | None = None
         self._skipped: Tensor | None = None
+        self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
         self._known: tuple[Any, dict[int, tuple[Tensor, Tensor]]] = (None, {})
         self._aside: dict[Tensor, Tensor] = {}
         self._steps_aside = False
@@ -128,10 +130,14 @@ class Window:
 
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
-        if self.passes or self._skipped is None or not self.left:
-            return []
+        return [] if self.passes or self._skipped is None or not self.has_left_alone() else [self._skipped]
+
+    def has_left_alone(self) -> bool:
+        """Whether what the last step has left is all that there is, unwritten since."""
+        if not self.left:
+            return False
         _, gradients = with_gradients(self.leaves())
-        return [self._skipped] if all(is_left(gradient, self.left) for gradient in gradients) else []
+        return all(is_left(gradient, self.left) for gradient in gradients)
 
     @torch.no_grad()
     def forget_cleared(self) -> None:
@@ -180,6 +186,18 @@ class Window:
                         leaf.grad = torch.zeros_like(leaf)
         self._steps_aside = steps_aside
         self.passes += 1
+
+    def take(self, scale: Tensor) -> None:
+        """Begin with gradients of passes that began without the engine.
+
+        Args:
+            scale: What they carry; but not those that the last step has left, if there are no others.
+        """
+        is_new = not self.has_left_alone()
+        self.scale = self.made_with = scale if is_new else self._left_scale
+        self.found = None if is_new else self._skipped
+        self.passes = 1
+        self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.leaves() if leaf.dtype in LOW}
 
     def end(self, losses: list[Tensor], average: Average) -> None:
         """Take note of what a pass has made.
@@ -306,10 +324,10 @@ class Window:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
         self.give_back()
-        self._skipped = skipped
+        self._skipped, self._left_scale = skipped, self.scale
         for leaf in self.leaves():
             if leaf.dtype in LOW and leaf.grad is None:
-                leaf.grad_dtype = leaf.dtype
+                leaf.grad_dtype = self._grad_dtypes.get(leaf, leaf.dtype)
         self.left = left_over(dense(self.leaves())[1])
         self.forget()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -13,12 +13,25 @@ from torch.optim import Optimizer
 from mezzo.compat.paddle.regions import last_dtype
 from mezzo.compat.torch import grad_scaler
 from mezzo.errors import StateError, not_switches, raise_together, shown
-from mezzo.scale.words import PADDLES_RULES, from_paddles_words, one_number
+from mezzo.scale.words import PADDLES_RULES, PADDLES_WORDS, from_words, one_number
 from mezzo.tensors import LOW
 
 __all__ = ["GradScaler"]
 
 _COUNTS: Final = ("incr_count", "decr_count")
+
+
+def _rule(word: str, what: str) -> tuple[Callable[[PaddleGradScaler], Any], Callable[[PaddleGradScaler, Any], None]]:
+    """Return what gets one of the rules, and what sets it."""
+
+    def get(self: PaddleGradScaler) -> Any:
+        return getattr(self.loss_scale.config, PADDLES_WORDS[word])
+
+    def set_(self: PaddleGradScaler, value: Any) -> None:
+        self._follow(**{word: value})
+
+    get.__doc__, set_.__doc__ = f"Return {what}.", f"Set {what}, from now on."
+    return get, set_
 
 
 class PaddleGradScaler(grad_scaler.GradScaler):
@@ -77,11 +90,10 @@ class PaddleGradScaler(grad_scaler.GradScaler):
             "init_loss_scaling": init_loss_scaling, "incr_ratio": incr_ratio, "decr_ratio": decr_ratio,
             "incr_every_n_steps": incr_every_n_steps, "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
         }  # fmt: skip
-        rules, wrong = from_paddles_words("paddle", given, "GradScaler")
+        rules, wrong = from_words("paddle", given, "GradScaler")
         raise_together(not_switches(enable=enable, use_dynamic_loss_scaling=use_dynamic_loss_scaling) + wrong)
-        self._device, self._enabled = "cpu", enable
         self._is_dynamic = use_dynamic_loss_scaling and enable
-        self._begin(rules)
+        self._begin("cpu", rules, enabled=enable)
 
     def scale(self, var: Any) -> Any:
         """Multiply a loss by the scale; in FP32, so that the product itself does not overflow."""
@@ -96,15 +108,12 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         """Unscale and step, or skip; with a constant scale no update has to follow."""
         returned = super().step(optimizer, *args, **kwargs)
         if not self._is_dynamic:
-            self._known.clear()
+            self.update()
         return returned
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by what was found since the last call, once for all optimizers; a constant one stays."""
-        if self._is_dynamic or new_scale is not None:
-            super().update(new_scale)
-        else:
-            self._known.clear()  # a step that has raised may be taken again
+        super().update(self.loss_scale.state.scale if new_scale is None and not self._is_dynamic else new_scale)
 
     def minimize(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[None, None]:
         """Step, and move the scale: :meth:`step` and :meth:`update` in one.
@@ -133,53 +142,30 @@ class PaddleGradScaler(grad_scaler.GradScaler):
 
     def get_init_loss_scaling(self) -> float:
         """Return the first scale, or the one that was set or loaded last; 1.0 of a disabled scaler."""
-        return self._held.config.init if self._enabled else 1.0
+        return self.loss_scale.config.init if self._enabled else 1.0
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
         """Go on with another scale."""
         self._follow(init_loss_scaling=new_init_loss_scaling)
-        self._held.set(float(new_init_loss_scaling))
+        self.loss_scale.set(float(new_init_loss_scaling))
 
-    def get_incr_ratio(self) -> float:
-        """Return what the scale is multiplied by when it grows."""
-        return self._held.config.growth
-
-    def set_incr_ratio(self, new_incr_ratio: float) -> None:
-        """Grow by another factor from now on."""
-        self._follow(incr_ratio=new_incr_ratio)
-
-    def get_decr_ratio(self) -> float:
-        """Return what the scale is multiplied by when it backs off."""
-        return self._held.config.backoff
-
-    def set_decr_ratio(self, new_decr_ratio: float) -> None:
-        """Back off by another factor from now on."""
-        self._follow(decr_ratio=new_decr_ratio)
-
-    def get_incr_every_n_steps(self) -> int:
-        """Return after how many clean steps the scale grows."""
-        return self._held.config.interval
-
-    def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
-        """Grow after another number of clean steps."""
-        self._follow(incr_every_n_steps=new_incr_every_n_steps)
-
-    def get_decr_every_n_nan_or_inf(self) -> int:
-        """Return after how many overflows the scale backs off."""
-        return self._held.config.hysteresis
-
-    def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
-        """Back off after another number of overflows; those since a clean step count."""
-        before = self.state_dict()
-        self._follow(decr_every_n_nan_or_inf=new_decr_every_n_nan_or_inf)
-        if before:
-            self._go_on(before)
+    get_incr_ratio, set_incr_ratio = _rule("incr_ratio", "what the scale is multiplied by when it grows")
+    get_decr_ratio, set_decr_ratio = _rule("decr_ratio", "what the scale is multiplied by when it backs off")
+    get_incr_every_n_steps, set_incr_every_n_steps = _rule(
+        "incr_every_n_steps", "after how many clean steps the scale grows"
+    )
+    get_decr_every_n_nan_or_inf, set_decr_every_n_nan_or_inf = _rule(
+        "decr_every_n_nan_or_inf", "after how many overflows since a clean step the scale backs off"
+    )
 
     def _follow(self, **given: Any) -> None:
         """Go on by other rules, in Paddle's words."""
-        rules, problems = from_paddles_words("paddle", given, "GradScaler", self._held.config)
+        rules, problems = from_words("paddle", given, "GradScaler", self.loss_scale.config)
         raise_together(problems)
-        self._held.config = rules
+        before = self.state_dict()
+        self.loss_scale.config = rules
+        if before:
+            self._go_on(before)  # with what was counted
 
     # State ------------------------------------------------------------------------------------------------
 
@@ -190,7 +176,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         """
         if not self._enabled:
             return {}
-        state, rules = self._held.state_dict(), self._held.config
+        state, rules = self.loss_scale.state_dict(), self.loss_scale.config
         return {
             "scale": [state["scale"]],
             **{theirs: getattr(rules, ours) for theirs, ours in PADDLES_RULES.items()},
@@ -212,18 +198,18 @@ class PaddleGradScaler(grad_scaler.GradScaler):
             "init_loss_scaling": one_number(state_dict["scale"]),
             **{word: state_dict[word] for word in PADDLES_RULES},
         }
-        rules, problems = from_paddles_words("paddle", given, "the state of a GradScaler")
+        rules, problems = from_words("paddle", given, "the state of a GradScaler")
         counts, is_dynamic = [state_dict[key] for key in _COUNTS], state_dict["use_dynamic_loss_scaling"]
         problems += not_switches(use_dynamic_loss_scaling=is_dynamic)
         if problems or not all(isinstance(count, int) and count >= 0 for count in counts):
             wrong = "\n".join(map(str, problems)) or f"{' and '.join(_COUNTS)} are {shown(counts)}, not counts"
             raise StateError("the state has wrong values", where=wrong)
-        self._held.config, self._is_dynamic = rules, is_dynamic
+        self.loss_scale.config, self._is_dynamic = rules, is_dynamic
         self._go_on(state_dict)
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         """Take over the scale and what was counted."""
-        rules = self._held.config
+        rules = self.loss_scale.config
         left = max(1, rules.hysteresis - state["decr_count"])
         self._load(rules, one_number(state["scale"]), clean_steps=state["incr_count"], budget=left)
 
