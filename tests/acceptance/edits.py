@@ -103,7 +103,7 @@ class Edits(Loop):
         factors = torch.zeros(columns, rows)
         factors[column % columns, row % rows] = factor
         with self.driver.region():
-            value = (self.driver.model(x)[name] * factors).sum()
+            value = (self.called(x)[name] * factors).sum()
         (found,) = self.amp.grad(value, x)
         self.oracle.commit()
         scale, computes = self.oracle.scale, self.config.computes(name)

@@ -349,6 +349,9 @@ class AttachedPrecision(MixedPrecision):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for window in engine.windows:
+            if of in window.optimizers:
+                window.give_back()  # a master may show what the model's own zero_grad has cleared
         has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
         if not has_gradients and engine.ranks.size == 1:
             plain()

@@ -114,12 +114,14 @@ class Weights:
                 for prepared in self.prepared:
                     prepared.halve(_halved(self))
             self.adopt(self.optimizers)
+            self._rounded = self._versions()
             for prepared in self.prepared:
                 prepared.join()
             for module in self._modules():
                 hook = _LoadHook(self)
                 self._undo.callback(module.register_load_state_dict_pre_hook(hook).remove)  # type: ignore[no-untyped-call]
-                self._undo.callback(module.register_state_dict_pre_hook(hook.show).remove)  # type: ignore[no-untyped-call]
+                self._undo.callback(module.register_load_state_dict_post_hook(hook.settle).remove)  # type: ignore[no-untyped-call]
+                self._undo.callback(module.register_state_dict_pre_hook(hook.settle).remove)  # type: ignore[no-untyped-call]
         except BaseException:
             self.undo()
             raise
@@ -143,7 +145,7 @@ class Weights:
         for prepared in self.prepared:
             prepared.release_originals(kept)
             prepared.kept.put_aside()
-        self._rounded, self._num_updated = self._versions(), sum(1 for _ in self.updated())
+        self._num_updated = sum(1 for _ in self.updated())
 
     @torch.no_grad()
     def take_added(self) -> bool:
@@ -167,7 +169,6 @@ class Weights:
                     now = keeper.master_of(param).detach()
                     keeper.write(param, torch.where(now == param, value, now), refines=True)
         self._release()
-        self._rounded = self._versions()
         return True
 
     def _release(self) -> None:
@@ -405,8 +406,8 @@ class _LoadHook(_Hook):
     So the states of model and session load in either order.
     """
 
-    def show(self, module: nn.Module, *_: Any) -> None:
-        """Round masters that were edited in place into the parameters that are about to be saved."""
+    def settle(self, module: nn.Module, *_: Any) -> None:
+        """Have masters and the parameters agree that are about to be saved, or that were just loaded."""
         weights = self._weights()
         for masters in () if weights is None else weights.masters.values():
             masters.take_edits([param for param in module._parameters.values() if param is not None])
@@ -472,6 +473,7 @@ class _SaveHook(_Hook):
 _BOUND: Final = ("__deepcopy__", "__reduce_ex__", "_mezzo_weights")
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 
