@@ -75,6 +75,7 @@ class Edits(Loop):
         holder = self.subject.updated(name) if of_master else self.subject.param(name)
         assume(holder.grad is not None)
         assume(not of_master or (how not in ("assign", "drop") and name not in group.window.assigned))
+        group.touch()
         if how in ("assign", "drop"):
             group.window.assigned.add(name)
         with torch.no_grad():
