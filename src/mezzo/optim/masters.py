@@ -188,6 +188,10 @@ class MasterWeights:
         for master in masters:
             master.grad = None
 
+    def have_given_back(self) -> None:
+        """Know that the model has the gradients that the last step took: what is cleared there stays so."""
+        self._taken = []
+
     @torch.no_grad()
     def round_to_params(self) -> None:
         """Write every master, rounded to nearest even, into its parameter."""

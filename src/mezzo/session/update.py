@@ -146,6 +146,8 @@ class Writes:
         for leaf, gradient in kept:
             leaf.grad_dtype = None
             leaf.grad = gradient
+        for each in masters.values() if keeps else ():
+            each.have_given_back()
 
     def _step_all(
         self,
