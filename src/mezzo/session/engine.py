@@ -194,6 +194,8 @@ class Engine(Writes):
                 )
             for prepared in self.weights.prepared:
                 prepared.casts.keep()
+            for masters in self.weights.masters.values():
+                masters.forget_taken()
             self.under_way = by
 
     def end(self, windows: list[Window], losses: list[Tensor]) -> None:

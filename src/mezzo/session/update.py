@@ -147,7 +147,7 @@ class Writes:
             leaf.grad_dtype = None
             leaf.grad = gradient
         for each in masters.values() if keeps else ():
-            each.have_given_back()
+            each.forget_taken()
 
     def _step_all(
         self,
