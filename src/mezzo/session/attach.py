@@ -31,6 +31,7 @@ from mezzo.cast.device import fast_format
 from mezzo.cast.model.boundary import runs_backward
 from mezzo.cast.nested import cast_floating
 from mezzo.errors import StateError, not_switches, raise_together, some_of
+from mezzo.interrupts import uninterrupted
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.closures import evaluates_once, inner_optimizers
@@ -349,9 +350,10 @@ class AttachedPrecision(MixedPrecision):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for window in engine.windows:
-            if of in window.optimizers:
-                window.give_back()  # a master may show what the model's own zero_grad has cleared
+        with uninterrupted():
+            for window in engine.windows:
+                if of in window.optimizers:
+                    window.give_back()  # a master may show what the model's own zero_grad has cleared
         has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
         if not has_gradients and engine.ranks.size == 1:
             plain()

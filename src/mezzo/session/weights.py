@@ -99,7 +99,7 @@ class Weights:
         self.units = [unit for model in models for unit in sharding.units(model)]
         self.device = torch.device("cpu")
         self._undo = contextlib.ExitStack()
-        self._rounded: list[int] = []  # versions of the masters when they were rounded last
+        self._rounded: dict[MasterWeights, list[int]] = {}  # their versions when they were rounded last
         self._num_updated = sum(1 for _ in self.updated())
 
     # Conversion and back ---------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Weights:
                 for prepared in self.prepared:
                     prepared.halve(_halved(self))
             self.adopt(self.optimizers)
-            self._rounded = self._versions()
+            self._rounded = {each: _versions(each) for each in self.masters.values()}
             for prepared in self.prepared:
                 prepared.join()
             for module in self._modules():
@@ -282,17 +282,13 @@ class Weights:
         self.take_added()
         for masters in self.masters.values():
             masters.take_edits()
-        if self.masters and self._versions() != self._rounded:
-            self.round()
+            if _versions(masters) != self._rounded.get(masters):
+                self.round(masters)
 
-    def round(self, masters: MasterWeights | None = None) -> None:
-        """Write masters, rounded, into the parameters: those of one optimizer, or all."""
-        for each in self.masters.values() if masters is None else [masters]:
-            each.round_to_params()
-        self._rounded = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [n for each in self.masters.values() for n in versions(list(each.masters().values()))]
+    def round(self, masters: MasterWeights) -> None:
+        """Write the masters of an optimizer, rounded, into the parameters."""
+        masters.round_to_params()
+        self._rounded[masters] = _versions(masters)
 
     # Names -----------------------------------------------------------------------------------------------
 
@@ -349,6 +345,10 @@ class Weights:
     def in_fp32(self, model: nn.Module) -> Any:
         """Return what has a model's parameters and buffers in FP32, for averages that read them."""
         return _InFP32(self, model)
+
+
+def _versions(masters: MasterWeights) -> list[int]:
+    return versions(list(masters.masters().values()))
 
 
 def _plain_name(model: nn.Module, name: str) -> str:
