@@ -534,9 +534,9 @@ def test_an_edit_of_a_master_is_kept(between):
     model = Weights(2, 2, 2, value=1.0)
     first, second = (torch.optim.SGD([param], lr=1.0) for param in model.each[:2])
     with attached(model, [first, second], "O2,dtype=bfloat16,emulate=true"):
+        model.loss(1, 0, 0).backward()
         if between == "loads":
             model.load_state_dict(model.state_dict())
-        model.loss(1, 0, 0).backward()
         with torch.no_grad():
             second.param_groups[0]["params"][0].fill_(0.5)
         if between == "adds a group":
