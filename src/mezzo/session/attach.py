@@ -451,10 +451,8 @@ def _run(
         return plain(roots, gradients, *args, **kwargs)
     creates_graph = len(args) > 1 and args[1]
     inputs = args[2] if len(args) > 2 else ()
-    walk = Walk([_leaf(each) for each in inputs]) if inputs else walked(roots)
-    reaches_all = walk.runs_others or amp.engine.weights.units  # of what is gathered a graph shows no parameter
-    reached = set(map(id, walk.leaves))
-    windows = [window for window in engine.windows if reaches_all or not reached.isdisjoint(window.ids())]
+    walk = Walk([_leaf(each) for each in inputs], []) if inputs else walked(roots)
+    windows = engine.reached(walk)
     if not windows:
         return plain(roots, gradients, *args, **kwargs)
     engine.commit()
@@ -471,7 +469,7 @@ def _run(
         engine.fail(windows)
         raise
     losses = [root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
-    engine.end(windows, losses)
+    engine.end(dict.fromkeys(windows, losses))
     return found
 
 

@@ -7,7 +7,7 @@ update or skip; ``update`` the scale.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session import closures
 from mezzo.session.observers import Judged, StepObserver, observing
-from mezzo.session.passes import ScaledLoss, hooked
+from mezzo.session.passes import Walk, entered, hooked
 from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.update import Writes, check_numbers
 from mezzo.session.weights import Weights
@@ -102,6 +102,13 @@ class Engine(Writes):
         """Whether an optimizer of the session updates a parameter."""
         return any(window.owns(leaf) for window in self.windows)
 
+    def reached(self, walk: Walk) -> list[Window]:
+        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it."""
+        if walk.runs_others or self.weights.units:  # of what is gathered a graph shows no parameter
+            return list(self.windows)
+        found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
+        return [window for window in self.windows if not found.isdisjoint(window.ids())]
+
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
         known = set[int]().union(*(window.ids() for window in self.windows))
@@ -157,11 +164,9 @@ class Engine(Writes):
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale; the pass that differentiates it is the session's, whoever runs it."""
         self.commit()
-        scale, scaled = self.scale_now, self.scaler.scaled(loss)
-        scaled = scaled * 1 if scaled is loss else scaled
-        if scaled.requires_grad:
-            ScaledLoss(self, loss, scaled, scale)
-        return scaled
+        entry = entered(self, loss, self.scale_now)
+        scaled = self.scaler.scaled(entry)
+        return scaled * 1 if scaled is entry else scaled
 
     def begin(self, windows: list[Window], scale: Tensor | None, by: object) -> None:
         """Make ready for a backward pass.
@@ -198,22 +203,21 @@ class Engine(Writes):
                 masters.forget_taken()
             self.under_way = by
 
-    def end(self, windows: list[Window], losses: list[Tensor]) -> None:
+    def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a backward pass has made.
 
         Args:
-            windows: Those of :meth:`begin`.
-            losses: What was differentiated, 0-d and detached.
+            losses: What was differentiated, 0-d and detached, by the windows of :meth:`begin`.
         """
         with uninterrupted():
             self.under_way = None
-            for window in windows:
-                window.end(losses, average=self.wrappers.averaged)
+            for window in losses:
+                window.end(losses[window], average=self.wrappers.averaged)
             self.wrappers.end_pass()
             if self.plain:
-                self._unscale(windows)
+                self._unscale(losses)
 
-    def fail(self, windows: list[Window]) -> None:
+    def fail(self, windows: Iterable[Window]) -> None:
         """Put back what made way for a backward pass that has raised."""
         with uninterrupted():
             self.under_way = None
@@ -253,7 +257,7 @@ class Engine(Writes):
             self._unscale(windows)
 
     @torch.no_grad()
-    def _unscale(self, windows: list[Window]) -> None:
+    def _unscale(self, windows: Iterable[Window]) -> None:
         for window in windows:
             window.give_back()
             window.rescale(None, checks=True)
