@@ -264,12 +264,13 @@ class Engine(Writes):
             window.show()
 
     def warn_of_edits(self, windows: list[Window]) -> None:
-        """Warn, once, of gradients that were written in place while they carry the scale, where nothing else clips."""
-        if self._has_warned or self.max_grad_norm is not None:
+        """Warn, once, of gradients that were written in place while they carry the scale."""
+        if self._has_warned:
             return
         if any(window.scale is not None and window.was_edited for window in windows):
             self._has_warned = True
-            own = "between amp.backward() and amp.step()", "MixedPrecision(…, max_grad_norm=…); or amp.unscale_()"
+            clip = "MixedPrecision(…, max_grad_norm=…); or " if self.max_grad_norm is None else ""
+            own = "between amp.backward() and amp.step()", f"{clip}amp.unscale_()"
             scalers = "between scaler.scale(loss).backward() and scaler.step()", "scaler.unscale_(optimizer)"
             where, call = scalers if self.waits else own
             text = message(
