@@ -419,3 +419,14 @@ def test_a_pass_that_is_told_to_end_inside_of_its_graph_is_refused():
         (right,) = torch.autograd.grad(model(x).square().mean(), x)
         torch.testing.assert_close(x.grad, right)
         assert [param.grad is None for param in model.parameters()] == [False, True, True, True]
+
+
+def test_a_loss_without_a_graph_has_none_when_it_is_scaled():
+    model = perceptron()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        initialized(model, made, opt_level="O0", loss_scale=1024.0),
+        amp.scale_loss(loss_of(model, 0).detach(), made) as scaled,
+        pytest.raises(RuntimeError, match="does not require grad"),
+    ):
+        scaled.backward()

@@ -124,7 +124,7 @@ class Wrappers:
         return any(each.find_unused_parameters and met.reduces for each, met in self._met.items())
 
     def reduced_with(self, reached: set[int]) -> set[int]:
-        """Add to some parameters, by ``id``, those that a wrapper reduces with them: other ranks may have reached those."""
+        """Add to parameters, by ``id``, those that a wrapper reduces with them: other ranks may have reached these."""
         for wrapper, met in self._met.items():
             if met.reduces and not reached.isdisjoint(mine := {id(param) for param in wrapper.parameters()}):
                 reached = reached | mine

@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import ref
 
-from torch import Tensor, _C, empty, is_grad_enabled, nn, ones
+from torch import _C, Tensor, empty, is_grad_enabled, nn, ones
+from torch._compile import _disable_dynamo
 from torch.autograd import Function, Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
@@ -153,6 +154,7 @@ class Opens(Protocol):
         """Put back what made way for a pass that has raised."""
 
 
+@_disable_dynamo  # what it does, it does while autograd's own engine runs
 def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
     """Return a loss through which a backward pass is the session's, whoever runs it.
 
@@ -164,6 +166,8 @@ def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
         loss: The loss.
         scale: What it is multiplied by; ``None`` for nothing.
     """
+    if not loss.requires_grad:
+        return loss
     entry: Tensor = _Entry.apply(loss, empty(0, requires_grad=True), engine, scale)  # type: ignore[no-untyped-call]
     return entry
 
@@ -195,6 +199,8 @@ class _Entry(Function):
 
 def _refuse_stops(walk: Walk) -> None:
     """Refuse a pass that is told to end inside of a graph: what it leaves there would carry the scale.
+
+    A tensor that it is told of and goes on behind is as one that was told to retain its gradient.
 
     Raises:
         StateError: It does.
