@@ -120,15 +120,20 @@ class Attach(FiveLines):
         loss.backward()
 
     def groups(self, oracle, chosen, reached):
-        return [group for group in oracle.groups if not reached.isdisjoint(group.members)]
+        return _reached(oracle, reached)
 
     def step(self, optimizers):
         optimizers.step()
         return self.amp.last_step
 
 
+def _reached(oracle, names):
+    """The groups whose weights a loss depends on."""
+    return [group for group in oracle.groups if not names.isdisjoint(group.members)]
+
+
 class Scaler(FiveLines):
-    """What frameworks are handed for a ``GradScaler``, over a session; a scaled loss may reach any of its windows."""
+    """What frameworks are handed for a ``GradScaler``, over a session."""
 
     contract = Contract(waits=True)
     names_none = False
@@ -142,7 +147,7 @@ class Scaler(FiveLines):
         self.scaler.scale(loss).backward()
 
     def groups(self, oracle, chosen, reached):
-        return oracle.groups
+        return _reached(oracle, reached)
 
     def unscale_(self, optimizers):
         self.scaler.unscale_(optimizers)
@@ -196,9 +201,6 @@ class Apex(Attach):
     def backward(self, loss, optimizers):
         with apex.scale_loss(loss, self.optimizers) as scaled:
             scaled.backward()
-
-    def groups(self, oracle, chosen, reached):
-        return oracle.groups
 
     def master_params(self):
         return [param for optimizer in self.optimizers for param in apex.master_params(optimizer)]

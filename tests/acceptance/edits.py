@@ -77,6 +77,7 @@ class Edits(Loop):
         holder = self.subject.updated(name) if of_master else self.subject.param(name)
         assume(holder.grad is not None)
         assume(not of_master or (how not in ("assign", "drop") and name not in group.window.assigned))
+        group.touch()
         if how in ("assign", "drop"):
             group.window.assigned.add(name)
         with torch.no_grad():
@@ -105,7 +106,7 @@ class Edits(Loop):
         factors = torch.zeros(columns, rows)
         factors[column % columns, row % rows] = factor
         with self.driver.region():
-            value = (self.driver.model(x)[name] * factors).sum()
+            value = (self.called(x)[name] * factors).sum()
         (found,) = self.amp.grad(value, x)
         self.oracle.commit()
         scale, computes = self.oracle.scale, self.config.computes(name)

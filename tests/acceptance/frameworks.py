@@ -25,9 +25,6 @@ class Accelerate(Attach):
     def backward(self, loss, optimizers):
         self.accelerator.backward(loss)
 
-    def groups(self, oracle, chosen, reached):
-        return oracle.groups
-
     def step(self, optimizers):
         self.prepared[self.optimizers.index(optimizers)].step()
         return self.amp.last_step
@@ -58,9 +55,6 @@ class Lightning(Attach):
 
     def backward(self, loss, optimizers):
         self.fabric.backward(loss)
-
-    def groups(self, oracle, chosen, reached):
-        return oracle.groups
 
     def step(self, optimizers):
         self.prepared[self.optimizers.index(optimizers)].step()

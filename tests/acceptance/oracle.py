@@ -137,6 +137,7 @@ class Window:
         found: Whether gradients were not finite when they were unscaled.
         finite: Whether all losses were.
         assigned: Whose ``.grad`` is another object since, which the step will see.
+        touched: Whether gradients were written, replaced or cleared since the last pass, or since they were unscaled.
     """
 
     calls: int = 0
@@ -146,6 +147,7 @@ class Window:
     found: bool = False
     finite: bool = True
     assigned: set = field(default_factory=set)
+    touched: bool = False
 
 
 @dataclass
@@ -169,11 +171,17 @@ class Group:
             window.found |= not_finite(self.gradients.values()) or not_finite(self.unscaled().values())
         factor = scale or 1.0
         self.gradients = {name: rounded(g * factor, "float32") for name, g in self.unscaled().items()}
-        window.carried, window.epoch = scale, epoch
+        window.carried, window.epoch, window.touched = scale, epoch, False
 
     def clear(self, zeros):
         """The user has cleared all gradients, or filled some with zeros."""
         self.gradients = {name: np.zeros_like(gradient) for name, gradient in self.gradients.items() if name in zeros}
+        self.touch()
+
+    def touch(self):
+        """The user has written gradients, replaced or cleared them."""
+        if self.window is not None:
+            self.window.touched = True
 
 
 @dataclass
@@ -230,6 +238,11 @@ class Oracle:
     def is_plain(self):
         return self.contract.is_plain
 
+    @property
+    def is_users(self):
+        """Whether the loop is one of the user's own calls."""
+        return self.contract.is_plain or self.contract.waits
+
     def owner(self, name):
         return next((group for group in self.groups if name in group.members), None)
 
@@ -252,6 +265,8 @@ class Oracle:
         for group in groups:
             if group.window is None or not group.gradients:
                 group.window = Window()
+            elif self.is_users and group.window.touched and not any(g.any() for g in group.gradients.values()):
+                group.window.found, group.window.finite = False, True  # zeros in all of them clear as well
             if group.window.epoch != epoch:
                 group.rescale(scale, epoch)
             group.window.carried, group.window.epoch = scale, epoch
@@ -262,6 +277,7 @@ class Oracle:
         """What the pass has added; plain gradients lose the scale at its end."""
         for group in groups:
             group.window.finite &= finite or not self.contract.sees_losses
+            group.window.touched = False
             for name in group.members:
                 if name in gradients:
                     before = group.gradients.get(name)

@@ -182,6 +182,25 @@ def test_a_gan_in_the_form_of_apexs_example():
         assert scales() == [2.0**16]
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*is not finite")
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_loss_that_is_not_finite_skips_the_models_that_it_reaches(level, together):
+    """As by torch.amp's ``GradScaler``, which looks at each optimizer's own gradients."""
+    models = [perceptron(), perceptron()]
+    made = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with initialized(models, made, opt_level=level, loss_scale="dynamic") as (models, made):
+        before = [values(model.parameters()) for model in models]
+        losses = [loss_of(models[0], 0) + INF, loss_of(models[1], 1)]
+        with amp.scale_loss(losses[0], made[0]) as first, amp.scale_loss(losses[1], made[1]) as second:
+            for scaled in (first + second,) if together else (second, first):
+                scaled.backward()
+        for optimizer in made:
+            optimizer.step()
+        assert all(map(torch.equal, before[0], models[0].parameters()))
+        assert not any(map(torch.equal, before[1], models[1].parameters()))
+
+
 def test_gradients_are_unscaled_fp32_after_the_block():
     for level in ("O1", "O2"):
         model, twin = perceptron(), perceptron()
@@ -379,3 +398,35 @@ def test_gradients_that_would_be_differentiated_again_are_refused():
     loss_of(twin, 0).backward()
     plain.step()
     torch.testing.assert_close(values(model.parameters()), values(twin.parameters()), rtol=0, atol=0)
+
+
+def test_a_pass_that_is_told_to_end_inside_of_its_graph_is_refused():
+    """What it leaves there would carry the scale: in ``.grad`` of a tensor that nobody knows of."""
+    model = perceptron()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with initialized(model, made, opt_level="O0", loss_scale=1024.0):
+        for others in ([], [model[2].weight]):
+            inner = model[0](points(0)[0])
+            with (
+                amp.scale_loss(model[1:](inner).square().mean(), made) as scaled,
+                pytest.raises(mezzo.StateError, match="begins, or stops, inside of its graph"),
+            ):
+                scaled.backward(inputs=[inner, *others])
+            assert inner.grad is None
+        x = points(0)[0].requires_grad_()
+        with amp.scale_loss(model(x).square().mean(), made) as scaled:
+            scaled.backward(inputs=[x, model[0].weight], retain_graph=True)
+        (right,) = torch.autograd.grad(model(x).square().mean(), x)
+        torch.testing.assert_close(x.grad, right)
+        assert [param.grad is None for param in model.parameters()] == [False, True, True, True]
+
+
+def test_a_loss_without_a_graph_has_none_when_it_is_scaled():
+    model = perceptron()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        initialized(model, made, opt_level="O0", loss_scale=1024.0),
+        amp.scale_loss(loss_of(model, 0).detach(), made) as scaled,
+        pytest.raises(RuntimeError, match="does not require grad"),
+    ):
+        scaled.backward()

@@ -143,6 +143,13 @@ _ENGINE = in_file(
         "a user's clipping would compare with gradients 65536 times too large, without a word",
     ),
     (
+        "engine: edits of scaled gradients go unsaid beside max_grad_norm",
+        "        if self._has_warned:\n",
+        "        if self._has_warned or self.max_grad_norm is not None:\n",
+        "tests/session/test_windows.py::test_an_edit_of_scaled_gradients_is_warned_of_once",
+        "noise or a clip of one's own would be 65536 times too small",
+    ),
+    (
         "engine: the step tells the next scale",
         "scale=now if made_with is None else made_with,",
         "scale=state.scale,",
@@ -283,8 +290,8 @@ _ATTACH = (
         ),
         (
             "engine: a pass that has failed goes on",
-            "engine.begin(engine.windows, scale, ref(self))",
-            "self.kept = [self]\n        engine.begin(engine.windows, scale, ref(self))",
+            "self._engine.begin(new, self._scale, ref(self))",
+            "self.kept = [self]\n            self._engine.begin(new, self._scale, ref(self))",
             "tests/compat/test_apex_losses.py::test_a_pass_that_fails_is_over_and_leaves_plain_gradients",
             "apex, Accelerate and Lightning would step with gradients that carry the scale",
         ),
@@ -294,6 +301,20 @@ _ATTACH = (
             "pass",
             "tests/compat/test_apex_losses.py::test_gradients_that_would_be_differentiated_again_are_refused",
             "a penalty on .grad would be the scale's square too large",
+        ),
+        (
+            "engine: a pass that ends inside of its graph leaves the scale there",
+            "            _refuse_stops(walk)\n",
+            "            pass\n",
+            "tests/compat/test_apex_losses.py::test_a_pass_that_is_told_to_end_inside_of_its_graph_is_refused",
+            "the gradient of an activation would be 65536 times too large under apex, Accelerate and Fabric",
+        ),
+        (
+            "engine: a loss counts for all optimizers",
+            "windows = self._engine.reached(walk)",
+            "windows = list(self._engine.windows)",
+            "tests/compat/test_apex_losses.py::test_a_loss_that_is_not_finite_skips_the_models_that_it_reaches",
+            "a generator would miss each step in which the critic's loss is infinite",
         ),
     ),
     *in_file(
@@ -331,6 +352,13 @@ _ATTACH = (
             "return False",
             "tests/session/test_attach_loops.py::test_schedulers_wait_where_a_step_was_skipped",
             "a warm-up would end early by each skipped step",
+        ),
+        (
+            "attach: a step takes gradients that the model has cleared",
+            "                    window.give_back()  # a master",
+            "                    pass  # a master",
+            "tests/session/test_attach_loops.py::test_a_step_without_a_gradient_moves_nothing_as_in_plain_torch",
+            "model.zero_grad() would be refused as a step behind the session's back, or count as an update",
         ),
         (
             "attach: averages are those of low weights",
@@ -382,6 +410,14 @@ _STATE = (
             "            pass\n",
             "tests/session/test_loop.py::test_after_close_model_and_optimizer_are_plain",
             "sixteen bits of every weight would be lost",
+        ),
+        (
+            "load: what a model loads counts as an edit of its low weights",
+            "                self._undo.callback(module.register_load_state_dict_post_hook(hook.settle).remove)"
+            "  # type: ignore[no-untyped-call]\n",
+            "",
+            "tests/session/test_attach_loops.py::test_an_edit_of_a_master_is_kept",
+            "an FP32 weight that is edited after it was loaded would be what was loaded",
         ),
         (
             "load: a low state dict cuts FP32 values off",

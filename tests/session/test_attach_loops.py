@@ -525,6 +525,58 @@ def test_a_window_that_stays_open_while_the_scale_moves():
         assert [p.tolist() for p in model.each] == [[-3.0, -3.0], [-7.0, -7.0]]
 
 
+# Masters that programs edit, and gradients that they clear ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("between", ["loads", "adds a group", "steps with another"])
+def test_an_edit_of_a_master_is_kept(between):
+    """Such as SAM's: a program writes what the optimizer updates, and the next forward pass computes with it."""
+    model = Weights(2, 2, 2, value=1.0)
+    first, second = (torch.optim.SGD([param], lr=1.0) for param in model.each[:2])
+    with attached(model, [first, second], "O2,dtype=bfloat16,emulate=true"):
+        model.loss(1, 0, 0).backward()
+        if between == "loads":
+            model.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            second.param_groups[0]["params"][0].fill_(0.5)
+        if between == "adds a group":
+            first.add_param_group({"params": [model.each[2]]})
+        elif between == "steps with another":
+            first.step()
+        assert float(model.loss(0, 1, 0).detach()) == 1.0
+        assert model.each[1].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("clear", ["model.zero_grad()", "model.zero_grad(); optimizer.zero_grad(set_to_none=False)"])
+def test_a_step_without_a_gradient_moves_nothing_as_in_plain_torch(clear):
+    """Momentum and decay would move weights whose gradients are zeros."""
+    for policy in EVERY:
+        model = Weights(2, value=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5, weight_decay=0.5)
+        with attached(model, optimizer, policy):
+            model.loss(1).backward()
+            optimizer.step()
+            exec(clear, {"model": model, "optimizer": optimizer})
+            before = model.each[0].tolist()
+            optimizer.step()
+            assert model.each[0].tolist() == before
+
+
+@pytest.mark.parametrize("how", ["in place", "anew"])
+def test_zeros_in_the_place_of_an_overflow_begin_a_new_window(how):
+    for policy in EVERY:
+        model = Weights(2, value=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with attached(model, optimizer, policy) as amp:
+            model.loss(INF).backward()
+            grad = model.each[0].grad
+            model.each[0].grad = grad.zero_() if how == "in place" else torch.zeros_like(grad)
+            model.loss(0.5).backward()
+            optimizer.step()
+            assert not amp.last_step.skipped
+            assert model.each[0].tolist() == [0.5, 0.5]
+
+
 # Optimizers that ask again --------------------------------------------------------------------------------------------
 
 

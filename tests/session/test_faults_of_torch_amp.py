@@ -221,8 +221,7 @@ def test_clipping_before_unscaling_clips_to_almost_nothing():
     torch.testing.assert_close(1 - model.weight.detach(), torch.full((1, 2), 0.5**0.5))
     amp.backward(model.weight.sum())
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    amp.max_grad_norm = None
-    with pytest.warns(UserWarning, match=r"(?s)carry the loss scale.*max_grad_norm=.*amp\.unscale_"):
+    with pytest.warns(UserWarning, match=r"(?s)carry the loss scale.*amp\.unscale_"):
         amp.step()
 
 

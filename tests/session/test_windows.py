@@ -415,9 +415,10 @@ def test_what_a_step_has_left_is_refused_before_gradients_mix(policy, optimizer)
 # A warning ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("policy", SCALED)
-def test_an_edit_of_scaled_gradients_is_warned_of_once(policy):
-    model, _, amp = session(policy)
+def test_an_edit_of_scaled_gradients_is_warned_of_once(policy, max_grad_norm):
+    model, _, amp = session(policy, max_grad_norm=max_grad_norm)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for number in range(3):

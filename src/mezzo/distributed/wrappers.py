@@ -123,6 +123,13 @@ class Wrappers:
         """Whether a wrapper looks for unused parameters: it wants a gradient of each that was used since it reduced."""
         return any(each.find_unused_parameters and met.reduces for each, met in self._met.items())
 
+    def reduced_with(self, reached: set[int]) -> set[int]:
+        """Add to parameters, by ``id``, those that a wrapper reduces with them: other ranks may have reached these."""
+        for wrapper, met in self._met.items():
+            if met.reduces and not reached.isdisjoint(mine := {id(param) for param in wrapper.parameters()}):
+                reached = reached | mine
+        return reached
+
     def averaged(self, leaves: Collection[Tensor], sums: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return FP32 sums that waited aside, those averaged over ranks that nothing has reduced yet.
 

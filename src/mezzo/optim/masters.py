@@ -188,6 +188,10 @@ class MasterWeights:
         for master in masters:
             master.grad = None
 
+    def forget_taken(self) -> None:
+        """Make no zeros of the gradients that the last step took: the model has them again, or others."""
+        self._taken = []
+
     @torch.no_grad()
     def round_to_params(self) -> None:
         """Write every master, rounded to nearest even, into its parameter."""
@@ -282,7 +286,8 @@ class MasterWeights:
         # After unscale_ a parameter and its master show one gradient, and go on to when it is filled with zeros.
         shown = [m for param, m in self._master.items() if not set_to_none and m.grad is param.grad is not None]
         zeros = [master.grad for master in shown]
-        self.drop_gradients()
+        for master in self._master.values():
+            master.grad = None
         for master, gradient in zip(shown, zeros, strict=True):
             master.grad = gradient
         if not set_to_none:

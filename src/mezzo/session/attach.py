@@ -27,6 +27,7 @@ from mezzo.cast import Prepared
 from mezzo.cast.device import fast_format
 from mezzo.cast.model.boundary import runs_backward
 from mezzo.errors import StateError, not_switches, raise_together, some_of
+from mezzo.interrupts import uninterrupted
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.calls import Calls, rebound
@@ -303,6 +304,10 @@ class AttachedPrecision(MixedPrecision):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with uninterrupted():
+            for window in engine.windows:
+                if of in window.optimizers:
+                    window.give_back()  # a master may show what the model's own zero_grad has cleared
         has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
         if not has_gradients and engine.ranks.size == 1:
             plain()
@@ -367,10 +372,8 @@ def _run(
         return plain(roots, gradients, *args, **kwargs)
     creates_graph = len(args) > 1 and args[1]
     inputs = args[2] if len(args) > 2 else ()
-    walk = Walk([_leaf(each) for each in inputs]) if inputs else walked(roots)
-    reaches_all = walk.runs_others or amp.engine.weights.units  # of what is gathered a graph shows no parameter
-    reached = set(map(id, walk.leaves))
-    windows = [window for window in engine.windows if reaches_all or not reached.isdisjoint(window.ids())]
+    walk = Walk([_leaf(each) for each in inputs], []) if inputs else walked(roots)
+    windows = engine.reached(walk)
     if not windows:
         return plain(roots, gradients, *args, **kwargs)
     engine.commit()
@@ -387,7 +390,7 @@ def _run(
         engine.fail(windows)
         raise
     losses = [root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
-    engine.end(windows, losses)
+    engine.end(dict.fromkeys(windows, losses))
     return found
 
 

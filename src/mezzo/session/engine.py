@@ -7,7 +7,7 @@ update or skip; ``update`` the scale.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session import closures
 from mezzo.session.observers import Judged, StepObserver, observing
-from mezzo.session.passes import ScaledLoss, hooked
+from mezzo.session.passes import Walk, entered, hooked
 from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.update import Writes, check_numbers
 from mezzo.session.weights import Weights
@@ -112,6 +112,13 @@ class Engine(Writes):
         """Whether an optimizer of the session updates a parameter."""
         return any(window.owns(leaf) for window in self.windows)
 
+    def reached(self, walk: Walk) -> list[Window]:
+        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it."""
+        if walk.runs_others or self.weights.units:  # of what is gathered a graph shows no parameter
+            return list(self.windows)
+        found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
+        return [window for window in self.windows if not found.isdisjoint(window.ids())]
+
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
         known = set[int]().union(*(window.ids() for window in self.windows))
@@ -168,11 +175,9 @@ class Engine(Writes):
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale; the pass that differentiates it is the session's, whoever runs it."""
         self.commit()
-        scale, scaled = self.scale_now, self.scaler.scaled(loss)
-        scaled = scaled * 1 if scaled is loss else scaled
-        if scaled.requires_grad:
-            ScaledLoss(self, loss, scaled, scale)
-        return scaled
+        entry = entered(self, loss, self.scale_now)
+        scaled = self.scaler.scaled(entry)
+        return scaled * 1 if scaled is entry else scaled
 
     def begin(self, windows: list[Window], scale: Tensor | None, by: object) -> None:
         """Make ready for a backward pass.
@@ -205,24 +210,25 @@ class Engine(Writes):
                 )
             for prepared in self.weights.prepared:
                 prepared.casts.keep()
+            for masters in self.weights.masters.values():
+                masters.forget_taken()
             self.under_way = by
 
-    def end(self, windows: list[Window], losses: list[Tensor]) -> None:
+    def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a backward pass has made.
 
         Args:
-            windows: Those of :meth:`begin`.
-            losses: What was differentiated, 0-d and detached.
+            losses: What was differentiated, 0-d and detached, by the windows of :meth:`begin`.
         """
         with uninterrupted():
             self.under_way = None
-            for window in windows:
-                window.end(losses, average=self.wrappers.averaged)
+            for window in losses:
+                window.end(losses[window], average=self.wrappers.averaged)
             self.wrappers.end_pass()
             if self.plain:
-                self._unscale(windows)
+                self._unscale(losses)
 
-    def fail(self, windows: list[Window]) -> None:
+    def fail(self, windows: Iterable[Window]) -> None:
         """Put back what made way for a backward pass that has raised."""
         with uninterrupted():
             self.under_way = None
@@ -262,19 +268,20 @@ class Engine(Writes):
             self._unscale(windows)
 
     @torch.no_grad()
-    def _unscale(self, windows: list[Window]) -> None:
+    def _unscale(self, windows: Iterable[Window]) -> None:
         for window in windows:
             window.give_back()
             window.rescale(None, checks=True)
             window.show()
 
     def warn_of_edits(self, windows: list[Window]) -> None:
-        """Warn, once, of gradients that were written in place while they carry the scale, where nothing else clips."""
-        if self._has_warned or self.max_grad_norm is not None:
+        """Warn, once, of gradients that were written in place while they carry the scale."""
+        if self._has_warned:
             return
         if any(window.scale is not None and window.was_edited for window in windows):
             self._has_warned = True
-            own = "between amp.backward() and amp.step()", "MixedPrecision(…, max_grad_norm=…); or amp.unscale_()"
+            clip = "MixedPrecision(…, max_grad_norm=…); or " if self.max_grad_norm is None else ""
+            own = "between amp.backward() and amp.step()", f"{clip}amp.unscale_()"
             scalers = "between scaler.scale(loss).backward() and scaler.step()", "scaler.unscale_(optimizer)"
             where, call = scalers if self.waits else own
             text = message(

@@ -252,7 +252,7 @@ class MixedPrecision:
         except BaseException:
             engine.fail(windows)
             raise
-        engine.end(windows, [loss.detach().reshape(())])
+        engine.end({window: [loss.detach().reshape(())] for window in windows})
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Iterable[Tensor], *, create_graph: bool = False, **kwargs: Any

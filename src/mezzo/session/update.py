@@ -154,6 +154,8 @@ class Writes:
         for leaf, gradient in kept:
             leaf.grad_dtype = None
             leaf.grad = gradient
+        for each in masters.values() if keeps else ():
+            each.forget_taken()
 
     def _step_all(
         self,

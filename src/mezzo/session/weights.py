@@ -101,7 +101,7 @@ class Weights:
         self.device = torch.device("cpu")
         self.are_low = policy.param_dtype in LOW
         self._undo = contextlib.ExitStack()
-        self._rounded: list[int] = []  # versions of the masters when they were rounded last
+        self._rounded: dict[MasterWeights, list[int]] = {}  # their versions when they were rounded last
         self._num_updated = sum(1 for _ in self.updated())
 
     # Conversion and back ---------------------------------------------------------------------------------
@@ -116,12 +116,14 @@ class Weights:
                 for prepared in self.prepared:
                     prepared.halve(_halved(self))
             self.adopt(self.optimizers)
+            self._rounded = {each: _versions(each) for each in self.masters.values()}
             for prepared in self.prepared:
                 prepared.join()
             for module in self._modules():
                 hook = _LoadHook(self)
                 self._undo.callback(module.register_load_state_dict_pre_hook(hook).remove)  # type: ignore[no-untyped-call]
-                self._undo.callback(module.register_state_dict_pre_hook(hook.show).remove)  # type: ignore[no-untyped-call]
+                self._undo.callback(module.register_load_state_dict_post_hook(hook.settle).remove)  # type: ignore[no-untyped-call]
+                self._undo.callback(module.register_state_dict_pre_hook(hook.settle).remove)  # type: ignore[no-untyped-call]
         except BaseException:
             self.undo()
             raise
@@ -145,7 +147,7 @@ class Weights:
         for prepared in self.prepared:
             prepared.release_originals(kept)
             prepared.kept.put_aside()
-        self._rounded, self._num_updated = self._versions(), sum(1 for _ in self.updated())
+        self._num_updated = sum(1 for _ in self.updated())
 
     def know(self, optimizers: list[Optimizer]) -> None:
         """Go on with these optimizers alone, of which nothing was converted here, and with the masters that they have.
@@ -179,7 +181,6 @@ class Weights:
                     now = keeper.master_of(param).detach()
                     keeper.write(param, torch.where(now == param, value, now), refines=True)
         self._release()
-        self._rounded = self._versions()
         return True
 
     def _release(self) -> None:
@@ -293,17 +294,13 @@ class Weights:
         self.take_added()
         for masters in self.masters.values():
             masters.take_edits()
-        if self.masters and self._versions() != self._rounded:
-            self.round()
+            if _versions(masters) != self._rounded.get(masters):
+                self.round(masters)
 
-    def round(self, masters: MasterWeights | None = None) -> None:
-        """Write masters, rounded, into the parameters: those of one optimizer, or all."""
-        for each in self.masters.values() if masters is None else [masters]:
-            each.round_to_params()
-        self._rounded = self._versions()
-
-    def _versions(self) -> list[int]:
-        return [n for each in self.masters.values() for n in versions(list(each.masters().values()))]
+    def round(self, masters: MasterWeights) -> None:
+        """Write the masters of an optimizer, rounded, into the parameters."""
+        masters.round_to_params()
+        self._rounded[masters] = _versions(masters)
 
     # Names -----------------------------------------------------------------------------------------------
 
@@ -362,6 +359,10 @@ class Weights:
         return _InFP32(self, model)
 
 
+def _versions(masters: MasterWeights) -> list[int]:
+    return versions(list(masters.masters().values()))
+
+
 def _plain_name(model: nn.Module, name: str) -> str:
     """Return a name as it is without the wrappers of ``torch.compile`` and data parallelism."""
     inner = getattr(model, "_orig_mod", model)
@@ -417,8 +418,8 @@ class _LoadHook(_Hook):
     So the states of model and session load in either order.
     """
 
-    def show(self, module: nn.Module, *_: Any) -> None:
-        """Round masters that were edited in place into the parameters that are about to be saved."""
+    def settle(self, module: nn.Module, *_: Any) -> None:
+        """Have masters and the parameters agree that are about to be saved, or that were just loaded."""
         weights = self._weights()
         for masters in () if weights is None else weights.masters.values():
             masters.take_edits([param for param in module._parameters.values() if param is not None])
@@ -484,6 +485,7 @@ class _SaveHook(_Hook):
 _BOUND: Final = ("__deepcopy__", "__reduce_ex__", "_mezzo_weights")
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 

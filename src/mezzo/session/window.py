@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -23,7 +22,6 @@ __all__ = ["Window", "multiply"]
 
 Average: TypeAlias = Callable[[list[Tensor], dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 
-_IS_SPARSE: Final = attrgetter("is_sparse")
 #: Bytes of low gradients that are widened together.
 _TOGETHER: Final = 1 << 26
 
@@ -70,7 +68,7 @@ class Window:
         self.made_with: Tensor | None = None
         self.found: Tensor | None = None
         self.losses: list[Tensor] = []
-        self.passes = self._as_left = 0
+        self.passes = 0
         self._marks: list[tuple[int, int]] = []
 
     # Whose they are -------------------------------------------------------------------------------------
@@ -143,7 +141,7 @@ class Window:
     def forget_cleared(self) -> None:
         """Forget what was found of gradients that were cleared to zeros since; decided on the device."""
         self.give_back()
-        if not self.passes or (self.found is None and not self.losses) or self._versions() == self._as_left:
+        if not self.passes or (self.found is None and not self.losses) or self._now() == self._marks:
             return
         _, gradients = dense(self.leaves())
         if gradients:
@@ -215,8 +213,7 @@ class Window:
                 leaf.grad_dtype = leaf.dtype  # so that torch.autograd.grad returns what it does in plain torch
             elif leaf.dtype in LOW and leaf.grad is not None and leaf.grad.dtype not in LOW:
                 leaf.grad_dtype = None
-        self._marks = self._now() if self.scale is not None else []
-        self._as_left = self._versions()
+        self._marks = self._now()
 
     def fail(self) -> None:
         """Put back what made way for a pass that has raised."""
@@ -227,9 +224,6 @@ class Window:
             new, leaf.grad, leaf.grad_dtype = leaf.grad, None, torch.float32
             leaf.grad = before if new is None else before.add_(new)
         self._aside = {}
-
-    def _versions(self) -> int:
-        return sum([leaf.grad._version for leaf in self.leaves() if leaf.grad is not None])
 
     # What they carry ------------------------------------------------------------------------------------
 
@@ -259,21 +253,18 @@ class Window:
                 factor = back if to is None else to if back is None else to * back
                 assert factor is not None
                 multiply(gradients, factor)
-        self.scale, self._marks, self._as_left = to, [], self._versions()
+        self.scale, self._marks = to, self._now()
 
     @property
     def was_edited(self) -> bool:
-        """Whether gradients were written in place while they carried a scale, since the pass that made them."""
-        if not self._marks or (now := self._now()) == self._marks:
+        """Whether gradients were written in place since they have got the scale that they carry."""
+        if (now := self._now()) == self._marks:
             return False
-        before = {address: version for version, address in self._marks}
+        before = {address: version for version, address in self._marks if address}  # sparse ones have none
         return any(before.get(address, version) != version for version, address in now)
 
     def _now(self) -> list[tuple[int, int]]:
-        _, gradients = with_gradients(self.leaves())
-        if not {*map(type, gradients)} <= {Tensor} or any(map(_IS_SPARSE, gradients)):
-            gradients = [each for each in gradients if not each.is_sparse and not is_distributed(each)]
-        return marks(gradients)
+        return marks(with_gradients(self.leaves())[1])
 
     # Masters that show them -----------------------------------------------------------------------------
 
