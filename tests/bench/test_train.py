@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import mezzo.bench
-from mezzo.cli import main
 from mezzo.errors import NumericsError, PolicyError, UnsupportedError
 from training import bench_train, events, ways
 from training import train as bench
@@ -344,18 +343,6 @@ def test_the_command_says_what_it_does_not_know(command):
         command("--ways", "O1")
     with pytest.raises(SystemExit, match="unknown net 'bert'"):
         command("--net", "bert")
-
-
-def test_the_verb_that_was_names_the_command_and_fails(capsys):
-    for words, command in (
-        (["--net", "64-tiny", "--ways", "mezzo O1, mezzo O2"], "--net 64-tiny --ways 'mezzo O1, mezzo O2'"),
-        (["--help"], "--help"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            main(["bench", "train", *words])
-        out, err = capsys.readouterr()
-        assert (stopped.value.code, out) == (2, "")
-        assert err.splitlines()[-1] == f"  write  python benchmarks/train.py {command}"
 
 
 def test_the_package_holds_no_networks():

@@ -124,8 +124,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "window: a program's own dtype of gradients is lost",
-            "self._grad_dtypes.get(leaf, leaf.dtype)",
-            "leaf.dtype",
+            "                leaf.grad_dtype = dtype\n",
+            "                pass\n",
             "tests/compat/test_paddle_decorate.py::test_master_grad",
             "from the second step on micro-batches would be summed in sixteen bits",
         ),

@@ -165,7 +165,7 @@ _ENGINE = in_file(
     ),
     (
         "engine: plain gradients stay scaled",
-        "            if self.plain:\n                self._unscale(windows)\n",
+        "            if self.plain:\n                self._unscale(losses)\n",
         "",
         "tests/session/test_attach_loops.py::test_gradients_are_fp32_unscaled_and_true_after_each_pass",
         "loops of the user's own would see gradients 65536 times too large",
@@ -359,6 +359,13 @@ _ATTACH = (
             "                    pass  # a master",
             "tests/session/test_attach_loops.py::test_a_step_without_a_gradient_moves_nothing_as_in_plain_torch",
             "model.zero_grad() would be refused as a step behind the session's back, or count as an update",
+        ),
+        (
+            "attach: names of torch's stay bound where the first session ends first",
+            "return found if isinstance(found, cls) and found.bound is now else cls(place, name)",
+            "return cls(place, name)",
+            "tests/session/test_attach.py::test_names_are_given_back_in_whatever_order_sessions_end",
+            "each session would leave a frame in every later call, until Python's recursion ends",
         ),
         (
             "attach: averages are those of low weights",

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import mezzo
 from mezzo import StateError
+from mezzo.session.attach import AttachedPrecision
 
 from ..support.tables import thinned
 from .loops import (
@@ -36,6 +37,12 @@ from .loops import (
 )  # fmt: skip
 
 O2 = [policy for policy in LOW if policy.startswith("O2")]
+
+
+class _OfAFramework(AttachedPrecision):
+    """A session whose backward passes the framework's own scaler begins, so that there may be several."""
+
+    _binds = ("schedulers",)
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -68,6 +75,18 @@ def test_every_bound_name_is_given_back(policy):
         train_plainly(model, made, number)
         train_plainly(twin, theirs, number)
     assert_same(facts(model, made), facts(twin, theirs))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_names_are_given_back_in_whatever_order_sessions_end(first):
+    gc.collect()
+    before = bound_names()
+    pair = [_OfAFramework(*built(), "O1") for _ in range(2)]
+    pair[first].close()
+    assert bound_names() != before
+    pair[1 - first].close()
+    after = bound_names()
+    assert {key for key in before if after[key] is not before[key]} == set()
 
 
 def test_a_session_that_nobody_holds_ends_by_itself():

@@ -131,6 +131,51 @@ def attach(
     )
 
 
+class _Binding:
+    """A function of torch's that goes through sessions. It is bound once, in whatever order they begin and end.
+
+    Args:
+        place: The class or module that has it.
+        name: Its name there.
+    """
+
+    def __init__(self, place: Any, name: str) -> None:
+        plain = vars(place)[name]
+        self._place, self._name, self._plain = place, name, plain
+        self._through: list[tuple[weakref.ref[AttachedPrecision], Callable[..., Any]]] = []
+
+        @_disable_dynamo  # which would trace what decides on the host
+        @functools.wraps(plain)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            call = plain
+            for here, through in self._through:
+                if (amp := here()) is not None and not amp.is_closed:
+                    call = functools.partial(through, amp, call)
+            return call(*args, **kwargs)
+
+        self.bound = bound
+        vars(bound)["binding"] = self
+        setattr(place, name, bound)
+
+    @classmethod
+    def of(cls, place: Any, name: str) -> _Binding:
+        """Return the one that stands there, or a new one: over what others have bound since, too."""
+        found = getattr(now := vars(place)[name], "binding", None)
+        return found if isinstance(found, cls) and found.bound is now else cls(place, name)
+
+    def join(self, here: weakref.ref[AttachedPrecision], call: Callable[..., Any]) -> Callable[[], None]:
+        """Have it go through a call that is given the session and the function; return what ends it."""
+        joined = here, call
+        self._through.append(joined)
+
+        def end() -> None:
+            self._through.remove(joined)
+            if not self._through and vars(self._place).get(self._name) is self.bound:
+                setattr(self._place, self._name, self._plain)
+
+        return end
+
+
 class AttachedPrecision(MixedPrecision):
     """A :class:`MixedPrecision` that a program's own calls drive; :func:`attach` returns one.
 
@@ -196,24 +241,8 @@ class AttachedPrecision(MixedPrecision):
 
     def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
         """Have a function of torch's go through one here, which is given the session as long as there is one."""
-        if name not in vars(place):
-            return
-        plain, here = vars(place)[name], weakref.ref(self)
-
-        @_disable_dynamo  # which would trace what decides on the host
-        @functools.wraps(plain)
-        def bound(*args: Any, **kwargs: Any) -> Any:
-            amp = here()
-            if amp is None or amp.is_closed:
-                return plain(*args, **kwargs)
-            return call(amp, plain, *args, **kwargs)
-
-        def put_back() -> None:
-            if vars(place).get(name) is bound:  # or others have bound it again since
-                setattr(place, name, plain)
-
-        setattr(place, name, bound)
-        self._names.callback(put_back)
+        if name in vars(place):
+            self._names.callback(_Binding.of(place, name).join(weakref.ref(self), call))
 
     # Optimizers -------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from mezzo.errors import PolicyError, StateError
 from mezzo.optim.checks import Look
 from mezzo.optim.hypers import changes_nothing
 from mezzo.optim.masters import MasterWeights
-from mezzo.optim.optimizer import as_one_pass
+from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.observers import Judged
 from mezzo.session.window import Window, multiply
 from mezzo.step.executors.choose import shared
@@ -113,19 +113,17 @@ class Writes:
             by: Called in place of the one optimizer's step, if it is not skipped.
         """
         verdict, weights = judged.verdict, self.weights
+        of_mezzo = one_pass(optimizers)
         on_device = [each for each in optimizers if by is None and takes_flags(each, weights.masters_of(each))]
         shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
         # Another optimizer would read the same gradients, and weights without masters take no FP32 ones.
         multiplying = [
-            each
-            for each in on_device
-            if each not in shared_by and (as_one_pass(each) is not None or not _narrows(each, weights))
+            each for each in on_device if each not in shared_by and (each in of_mezzo or not _narrows(each, weights))
         ]
-        for optimizer in optimizers:  # what one refuses is refused before another has stepped
-            if (own := as_one_pass(optimizer)) is not None:
-                does_all = optimizer in multiplying
-                keeps = does_all and not _has_other_hooks(optimizer, self.num_hooks)
-                own.make_ready(verdict if does_all else verdict.applied(), keep=keeps)
+        for own in of_mezzo:  # what one refuses is refused before another has stepped
+            does_all = own in multiplying
+            stays = does_all and not _has_other_hooks(own, self.num_hooks)
+            own.make_ready(verdict if does_all else verdict.applied(), keep=stays)
         skips = len(on_device) < len(optimizers) and bool(verdict.found_inf)
         stepping = [each for each in optimizers if not skips or each in on_device]
         masters = {id(each): weights.masters[id(each)] for each in stepping if id(each) in weights.masters}
@@ -142,14 +140,12 @@ class Writes:
                     # Should a hook raise, so that the step is taken again.
                     window.scale, window.found = None, verdict.found_inf
         for other in others:
-            if as_one_pass(other) is None:
+            if other not in of_mezzo:
                 _narrow(weights.updated(other))
         self._step_all(stepping, masters, judged, multiplying, on_device, by)
-        divided = {
-            each for each in multiplying if as_one_pass(each) is None
-        }  # as torch's fused kernels leave gradients
-        for window in windows:
-            if not divided.isdisjoint(window.optimizers):
+        divided = [optimizer for optimizer in multiplying if optimizer not in of_mezzo]
+        for window in windows if divided else ():  # torch's fused kernels leave gradients without the scale
+            if not set(window.optimizers).isdisjoint(divided):
                 window.scale = None
         for leaf, gradient in kept:
             leaf.grad_dtype = None

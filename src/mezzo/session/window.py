@@ -57,6 +57,7 @@ class Window:
         self._skipped: Tensor | None = None
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
         self._known: tuple[Any, dict[int, tuple[Tensor, Tensor]]] = (None, {})
+        self._leaves: list[Tensor] = []
         self._aside: dict[Tensor, Tensor] = {}
         self._steps_aside = False
         self._shown: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -76,7 +77,8 @@ class Window:
     def leaves(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
         """Return the models' parameters that some of the optimizers update, or all of them; each once."""
         if optimizers is None or all(each in optimizers for each in self.optimizers):
-            return [leaf for leaf, _ in self._pairs().values()]
+            self._pairs()
+            return self._leaves
         chosen = [each for each in self.optimizers if each in optimizers]
         return list({id(leaf): leaf for each in chosen for leaf in self.weights.leaves(each)}.values())
 
@@ -98,6 +100,7 @@ class Window:
                 for leaf, updated in zip(self.weights.leaves(each), self.weights.updated(each), strict=True)
             )
             self._known = key, {id(leaf): (leaf, updated) for leaf, updated in every}
+            self._leaves = [leaf for leaf, _ in self._known[1].values()]
         return self._known[1]
 
     def has_gradients(self) -> bool:
@@ -318,7 +321,11 @@ class Window:
         self._skipped, self._left_scale = skipped, self.scale
         for leaf in self.leaves():
             if leaf.dtype in LOW and leaf.grad is None:
-                leaf.grad_dtype = self._grad_dtypes.get(leaf, leaf.dtype)
+                leaf.grad_dtype = leaf.dtype
+        for leaf, dtype in self._grad_dtypes.items():
+            if leaf.grad is None:
+                leaf.grad_dtype = dtype
+        self._grad_dtypes = {}
         self.left = left_over(dense(self.leaves())[1])
         self.forget()
 
