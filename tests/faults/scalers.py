@@ -134,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
         "session/update.py",
         (
             "update: what fused kernels have divided is divided again",
-            "if not divided.isdisjoint(window.optimizers):",
+            "if not set(window.optimizers).isdisjoint(divided):",
             "if False:",
             _FAULTS_OF_TORCH + "test_optimizers_that_share_weights_divide_by_the_scale_once",
             "the second optimizer of the same weights would take steps 65536 times too small",
