@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo import PolicyError
+from mezzo import PolicyError, StateError
 from mezzo.compat import paddle
 
 
@@ -266,6 +266,27 @@ def test_what_is_set_counts_from_there_on():
         assert counted(scaler) == reference.state()
     scaler.set_init_loss_scaling(32.0)
     assert counted(scaler) == (32.0, *reference.state()[1:])
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("place", ["scaled", "unscaled", "stepped"])
+@pytest.mark.parametrize("rule", ["incr_ratio", "incr_every_n_steps", "decr_every_n_nan_or_inf"])
+def test_what_is_set_inside_an_iteration_forgets_nothing_of_it(rule, place, overflows):
+    weight = torch.ones(1, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.125), paddle.GradScaler(init_loss_scaling=1024.0)
+    scaler.scale(weight.sum() * (torch.inf if overflows else 1.0)).backward()
+    for call in ("scaled", "unscaled", "stepped"):
+        if call == "unscaled":
+            scaler.unscale_(optimizer)
+        elif call == "stepped":
+            scaler.step(optimizer)
+        if call == place:
+            getattr(scaler, f"set_{rule}")(1 if rule == "decr_every_n_nan_or_inf" else 3)
+    with pytest.raises(StateError, match="already"):
+        scaler.step(optimizer)
+    scaler.update()
+    assert weight.item() == (1.0 if overflows else 0.875)
+    assert counted(scaler)[0] == (512.0 if overflows else 1024.0)
 
 
 # State ---------------------------------------------------------------------------------------------------

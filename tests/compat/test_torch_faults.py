@@ -201,6 +201,52 @@ def test_optimizers_that_share_weights_divide_by_the_scale_once(fused, unscales,
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("order", ["s0 s1", "u0 s0 s1", "u0 u1 s0 s1", "u1 u0 s0 s1", "s0 u1 s1", "u1 s0 s1"])
+def test_optimizers_that_share_some_weights_divide_each_by_the_scale_once(order, fused):
+    """A common encoder under two heads. torch divides the common gradients once more by each further optimizer."""
+    ends = []
+    for scaler in (None, GradScaler("cpu", init_scale=2.0**10)):
+        own, common, other = (torch.full((1,), value, requires_grad=True) for value in (1.0, 2.0, 3.0))
+        pairs = (own, common), (common, other)
+        optimizers = [torch.optim.SGD(pair, lr=0.125, fused=fused or None) for pair in pairs]
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = (own + 2 * common + 3 * other).sum()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            for call, number in order.split():
+                optimizer = optimizers[int(number)]
+                if call == "u" and scaler is not None:
+                    scaler.unscale_(optimizer)
+                elif call == "s":
+                    optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+        ends.append(torch.cat([own, common, other]))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("value", [1.0, torch.inf])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_parameter_that_took_anothers_place_in_its_group_is_unscaled_and_judged(unscales, value):
+    """As programs do that split and prune points while they train."""
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    stays, goes, comes = (torch.ones(1, requires_grad=True) for _ in range(3))
+    optimizer = torch.optim.SGD([stays, goes], lr=0.125)
+    for second in (goes, comes):
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["params"][1] = second
+        scaler.scale((stays + second * (value if second is comes else 1.0)).sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    is_taken = value == 1.0
+    assert (stays.item(), comes.item()) == ((0.75, 0.875) if is_taken else (0.875, 1.0))
+    assert scaler.get_scale() == (2.0**10 if is_taken else 2.0**9)
+
+
 def test_an_overflow_that_one_has_found_skips_another_optimizer_of_the_same_weights():
     model, scaler = network(), GradScaler("cpu", init_scale=2.0**10)
     before, (one, two) = weights(model), [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]

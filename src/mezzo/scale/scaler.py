@@ -113,6 +113,11 @@ class Scaler:
             value = torch.full_like(here, scale)
         self.hold(replace(self.state, scale=value), in_graph=False)
 
+    def follow(self, config: LossScale) -> None:
+        """Go on by other rules, with the scale and all that was counted, overflows since a clean step too."""
+        spent = self.config.hysteresis - self.state.budget
+        self.config, self.state = config, replace(self.state, budget=(config.hysteresis - spent).clamp(min=1))
+
     def hold(self, state: ScaleState, *, in_graph: bool) -> None:
         """Go on from a state, between two steps; what was found before is forgotten.
 

@@ -148,7 +148,7 @@ class _Binding:
         @functools.wraps(plain)
         def bound(*args: Any, **kwargs: Any) -> Any:
             call = plain
-            for here, through in self._through:
+            for here, through in tuple(self._through):  # a session may be dropped meanwhile
                 if (amp := here()) is not None and not amp.is_closed:
                     call = functools.partial(through, amp, call)
             return call(*args, **kwargs)

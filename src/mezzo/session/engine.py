@@ -102,6 +102,9 @@ class Engine(Writes):
                 continue
             mine = set(map(id, self.weights.leaves(optimizer)))
             near = [window for window in windows if not mine.isdisjoint(map(id, window.leaves()))]
+            for one in near:  # what is there carries something else than what joins
+                if one.passes:
+                    one.close(one.found)
             window = near[0] if near else Window(self.weights, [])
             window.optimizers = [each for one in near for each in one.optimizers] + [optimizer]
             windows = [each for each in windows if each not in near] + [window]
@@ -407,7 +410,9 @@ class Engine(Writes):
             )
         for window in windows:
             window.give_back()
-        if len({id(window.scale) for window in windows}) > 1:
+        # What stays for another optimizer of a window is not left behind with a scale of its own.
+        is_part = any(each not in optimizers for window in windows for each in window.optimizers)
+        if is_part or len({id(window.scale) for window in windows}) > 1:
             for window in windows:
                 window.rescale(None)
         scale = windows[0].scale

@@ -178,10 +178,12 @@ class _Entry(Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, _: Tensor, engine: Opens, scale: Tensor | None) -> Tensor:
         """Return the loss; the empty leaf beside it is reached by each pass that is not told where to end."""
-        ctx.engine, ctx.scale, ctx.loss = engine, scale, loss.detach().sum().reshape(())
+        ctx.engine, ctx.scale = engine, scale
+        ctx.loss = loss.detach().reshape(()) if loss.numel() == 1 else None
         return loss.view_as(loss)
 
     @staticmethod
+    @_disable_dynamo
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Begin the pass, or join the one that is under way."""
         loss, leaf = ctx.next_functions[:2]
@@ -238,11 +240,11 @@ class ScaledPass:
         if scale is not None:
             refuse_scaled((), (), creates_graph=is_grad_enabled())
 
-    def join(self, loss: Tensor, walk: Walk) -> None:
+    def join(self, loss: Tensor | None, walk: Walk) -> None:
         """Go through a loss.
 
         Args:
-            loss: 0-d, detached.
+            loss: 0-d, detached; ``None`` for many numbers, which are no loss that could be judged.
             walk: What the pass reaches from there.
         """
         windows = self._engine.reached(walk)
@@ -251,13 +253,15 @@ class ScaledPass:
         if new or not self._is_open:
             self._is_open = True
             self._engine.begin(new, self._scale, ref(self))
-        for window in windows:
-            self._losses[window].append(loss)
+        if loss is not None:
+            for window in windows:
+                self._losses[window].append(loss)
         others = [] if self._scale is None else self._engine.others(walk.leaves)
         others = [leaf for leaf in others if id(leaf) not in self._hooked]
         self._hooked.update(map(id, others))
         self._hooks.enter_context(unscaled(others, self._scale))
 
+    @_disable_dynamo
     def __call__(self) -> None:
         """End the pass: at its very end, since wrappers finish their reductions in such calls too."""
         if not self._is_last:

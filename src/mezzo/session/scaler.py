@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, raise_together
 from mezzo.interrupts import uninterrupted
+from mezzo.scale import LossScale
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.words import TORCHS_WORDS, from_words
 from mezzo.session.closures import evaluates_once
@@ -209,7 +210,12 @@ class SessionScaler(EngineScaler):
 
         Args:
             new_scale: Go on with this one instead.
+
+        Raises:
+            PolicyError: No number that is a scale.
         """
+        if new_scale is not None:
+            new_scale = new_scale if isinstance(new_scale, Tensor) else LossScale.constant(new_scale).init
         self.amp.engine.update()
         if new_scale is not None:
             self.loss_scale.set(new_scale)

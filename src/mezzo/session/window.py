@@ -92,7 +92,7 @@ class Window:
 
     def _pairs(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the parameters by ``id``, each with what an optimizer updates for it: its master, or itself."""
-        key = [(id(group["params"]), len(group["params"])) for each in self.optimizers for group in each.param_groups]
+        key = [list(map(id, group["params"])) for each in self.optimizers for group in each.param_groups]
         if self._known[0] != key:  # groups were added since
             every = (
                 (leaf, updated)
@@ -188,6 +188,7 @@ class Window:
         self._steps_aside = steps_aside
         self.passes += 1
 
+    @torch.no_grad()
     def take(self, scale: Tensor) -> None:
         """Begin with gradients of passes that began without the engine.
 
@@ -197,6 +198,10 @@ class Window:
         is_new = not self.has_left_alone()
         self.scale = self.made_with = scale if is_new else self._left_scale
         self.found = None if is_new else self._skipped
+        left = [each for each in dense(self.leaves())[1] if is_left(each, self.left)] if is_new and self.left else []
+        if left:  # beside new ones
+            self.found = self._skipped
+            multiply(left, scale if self._left_scale is None else scale * inverse(self._left_scale))
         self.passes = 1
         self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.leaves() if leaf.dtype in LOW}
 

@@ -162,10 +162,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         """Go on by other rules, in Paddle's words."""
         rules, problems = from_words("paddle", given, "GradScaler", self.loss_scale.config)
         raise_together(problems)
-        before = self.state_dict()
-        self.loss_scale.config = rules
-        if before:
-            self._go_on(before)  # with what was counted
+        self.loss_scale.follow(rules)
 
     # State ------------------------------------------------------------------------------------------------
 

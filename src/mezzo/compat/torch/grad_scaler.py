@@ -161,7 +161,7 @@ class GradScaler(EngineScaler):
 
     def _check(self, optimizer: Optimizer, call: str) -> None:
         has_stepped = self._seen.get(optimizer, False)
-        if has_stepped or (call == "unscale_" and self._window(optimizer).passes):
+        if has_stepped or (call == "unscale_" and optimizer in self._seen):
             raise StateError(
                 "unscale_() after step()"
                 if has_stepped and call == "unscale_"
