@@ -95,6 +95,15 @@ def test_stats_without_a_dynamic_scale(level):
         assert torch.equal(next(amp.master_params()).detach(), torch.full((2,), -3.0))
 
 
+def test_lowest_and_highest_begin_again_with_another_scale():
+    saved = session("4096")[1].state_dict()
+    for scale in (4096.0, 8.0):
+        amp = session(f"{scale:g}")[1]
+        amp.load_state_dict(saved)
+        stats = amp.stats()
+        assert (stats.scale, stats.lowest_scale, stats.highest_scale) == (scale,) * 3
+
+
 # Log lines -----------------------------------------------------------------------------------------------
 
 

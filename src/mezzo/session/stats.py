@@ -255,8 +255,9 @@ class StepAccount:
             scale: The scale now, which need not be the saved one.
         """
         counts = {field.name: state[field.name] for field in fields(Stats)}
-        lowest, highest = min(state["lowest_scale"], scale), max(state["highest_scale"], scale)
-        now = {"scale": scale, "lowest_scale": lowest, "highest_scale": highest, "ranks": self._ranks.size}
+        now: dict[str, Any] = {"scale": scale, "ranks": self._ranks.size}
+        if state["scale"] != scale:
+            now |= {"lowest_scale": scale, "highest_scale": scale}
         self._follow(Stats(**counts | now))
         self._recent.clear()
         self._recent.extend(mark == "X" for mark in state["recent"])
