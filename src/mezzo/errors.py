@@ -17,8 +17,8 @@ from typing import Final
 
 __all__ = [
     "MOST_PROBLEMS", "DistributedError", "MezzoError", "NumericsError", "PolicyError", "ScaleCollapsed", "StateError",
-    "UnsupportedError", "message", "nearest", "not_switches", "printable", "raise_together", "require_extra", "shown",
-    "some_of", "unknown_word",
+    "UnsupportedError", "closest", "message", "nearest", "not_switches", "printable", "raise_together", "require_extra",
+    "shown", "some_of", "unknown_word",
 ]  # fmt: skip
 
 #: Characters of a line, beyond which its middle is left out, and problems of one input, beyond which they are counted.
@@ -163,6 +163,13 @@ def raise_together(problems: Iterable[MezzoError]) -> None:
         raise type(found[0]).together(found)
 
 
+def closest(name: str, vocabulary: Iterable[str]) -> str:
+    """Return the nearest word of a closed vocabulary; empty where none is near."""
+    lowered = {word.lower(): word for word in vocabulary}
+    match = difflib.get_close_matches(_elided(name, _LONGEST_WORD).lower(), lowered, n=1, cutoff=0.5)
+    return lowered[match[0]] if match else ""
+
+
 def nearest(name: str, vocabulary: Iterable[str]) -> str:
     """Suggest the nearest word of a closed vocabulary.
 
@@ -177,10 +184,9 @@ def nearest(name: str, vocabulary: Iterable[str]) -> str:
         >>> nearest("flaot16", ["float16", "bfloat16"])
         "did you mean 'float16'? valid: float16, bfloat16"
     """
-    words, name = list(vocabulary), _elided(name, _LONGEST_WORD)
-    lowered = {word.lower(): word for word in words}
-    match = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
-    question = f"did you mean {lowered[match[0]]!r}? " if match else ""
+    words = list(vocabulary)
+    near = closest(name, words)
+    question = f"did you mean {near!r}? " if near else ""
     return f"{question}valid: {some_of(words, _MOST_WORDS)}"
 
 

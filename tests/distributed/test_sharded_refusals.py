@@ -30,6 +30,8 @@ def prepared():
         (net, O2, {"mp_policy": LOW}, TypeError, "mp_policy"),
         (net, O2, {"wrap": nn.Conv2d}, PolicyError, "no module of the model is a Conv2d"),
         (net, O2, {"wrap": 3}, TypeError, "not iterable"),
+        (net, O2, {"wrap": "blocks.*"}, PolicyError, "takes classes of modules(.|\\n)*'blocks"),
+        (net, O2, {"wrap": [nn.Linear, len]}, PolicyError, "takes classes of modules(.|\\n)*len"),
         (net, f"{O2},fp32_module=head", {}, PolicyError, "matches no module"),
         (net, f"{O2},fp32_param=1.bias", {}, UnsupportedError, "two dtypes(.|\n)*1.bias in float32"),
         (lambda: net().double(), "O1", {}, UnsupportedError, "float64 parameters"),

@@ -104,6 +104,7 @@ def test_several_impossible_things_are_reported_together():
     [
         (lambda: Policy.parse("O4"), "unknown level 'O4'", "valid: O0, O1, O2, O3"),
         (lambda: Policy.parse("O1,dtype=flaot16"), "unknown dtype 'flaot16'", "did you mean 'float16'?"),
+        (lambda: Policy.parse("O2,dtype=bf1"), "unknown dtype 'bf1'", "write  dtype=bfloat16"),
         (lambda: Policy.O1("bfloat61"), "unknown dtype 'bfloat61'", "did you mean 'bfloat16'?"),
         (lambda: Policy.O1(torch.float64), "unknown dtype 'float64'", "valid: float16, bfloat16, float32"),
         (lambda: Policy.parse("O1,keep_batchnrom_fp32=true"), "unknown policy key", "'keep_batchnorm_fp32'?"),

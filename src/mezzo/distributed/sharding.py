@@ -15,7 +15,7 @@ from mezzo.cast.model.originals import preparations_in
 from mezzo.cast.model.prepare import Prepared, with_pinned_classes
 from mezzo.cast.model.refusals import require_module, wanted_storage
 from mezzo.cast.model.sharding import units
-from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, some_of
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
 
@@ -125,11 +125,13 @@ def wrapped(model: nn.Module, wrap: Classes | None) -> set[nn.Module]:
         wrap: See :func:`fully_shard`.
 
     Raises:
-        PolicyError: A class that no module of the model has.
+        PolicyError: No class, or one that no module of the model has.
     """
     if wrap is None:
         return _blocks(model)
-    kinds, modules = (wrap,) if isinstance(wrap, type) else tuple(wrap), list(model.modules())
+    kinds, modules = (wrap,) if isinstance(wrap, type | str) else tuple(wrap), list(model.modules())
+    if others := [shown(kind) for kind in kinds if not isinstance(kind, type)]:
+        raise PolicyError("wrap= takes classes of modules", where=some_of(others), write="wrap=Block, or [Block, Head]")
     there = dict.fromkeys(type(module).__name__ for module in modules)
     raise_together(
         PolicyError(f"no module of the model is a {kind.__name__}", where="wrap=", why=nearest(kind.__name__, there))

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 
-from mezzo.errors import MOST_PROBLEMS, PolicyError, nearest, shown
+from mezzo.errors import MOST_PROBLEMS, PolicyError, closest, nearest, shown
 from mezzo.policy.rules import RULE_KEYS, Rule, format_rules, parse_rules
 from mezzo.scale import LossScale
 from mezzo.tensors import LOW, dtype_name
@@ -86,8 +86,9 @@ def _wrong_value(name: str, value: Any) -> PolicyError | None:
         return None
     words = list(dict.fromkeys(map(text_of, known)))
     word = text_of(value) if is_word else shown(value)
-    why = nearest("" if isinstance(value, torch.dtype) else word, words)  # a dtype is no misspelt word
-    return PolicyError(f"unknown {name} {shown(word)}", why=why, write=f"{name}={words[0]}")
+    given = "" if isinstance(value, torch.dtype) else word  # a dtype is no misspelt word
+    write = f"{name}={closest(given, words) or words[0]}"
+    return PolicyError(f"unknown {name} {shown(word)}", why=nearest(given, words), write=write)
 
 
 def _too_many(rules: tuple[Rule, ...]) -> PolicyError | None:

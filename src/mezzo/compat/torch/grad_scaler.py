@@ -56,8 +56,10 @@ class GradScaler(EngineScaler):
         PolicyError: A number that is no scale's, or no device type.
 
     **Cost**: a pass over the gradients that reads them, and one that writes them where they are unscaled in place:
-    after :meth:`unscale_`, or for an optimizer whose kernels do not unscale. No host sync with torch's fused optimizers
-    and mezzo's; one a step with any other, to know whether to call it. One launch in :meth:`update`.
+    after :meth:`unscale_`, or for an optimizer whose kernels do not unscale; what was unscaled is read again by
+    :meth:`step`, as it may have been edited. No host sync with torch's fused optimizers and mezzo's; one a step with
+    any other, to know whether to call it. One launch in :meth:`update`. Optimizers of the last iteration are kept alive
+    until another one takes part.
 
     Example:
         >>> import torch
