@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-from mezzo.cast.model.hooks import OwnHook
+from mezzo.hooks import OwnHook
 from mezzo.distributed.exchange import Ranks, average, broadcast_first
 from mezzo.optim.keeper import Keeper
 from mezzo.tensors import LOW

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast.model.hooks import OwnHook
+from mezzo.hooks import OwnHook
 from mezzo.overflow.diagnose import Context, diagnose, outside_models
 from mezzo.overflow.report import Changed, Overflow
 from mezzo.overflow.search import Search, checked_models

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mezzo.cast.model import sharding
-from mezzo.cast.model.hooks import is_ours
+from mezzo.hooks import is_ours
 from mezzo.cast.model.originals import do_not_fit, preparations_in
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast.model.hooks import OwnHook
+from mezzo.hooks import OwnHook
 from mezzo.numerics.recording.subject import Subject
 from mezzo.numerics.recording.tally import Tally, is_countable
 from mezzo.tensors import dtype_name, each_tensor, mark
