@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.cast.model.boundaries import has_forward
-from mezzo.cast.model.originals import preparations_in
+from mezzo.cast.model.refusals import preparations_in
 from mezzo.cast.model.prepare import Prepared, with_pinned_classes
 from mezzo.cast.model.refusals import require_module, wanted_storage
 from mezzo.cast.model.sharding import units

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mezzo.cast import prepare
 from mezzo.cast.model import sharding
-from mezzo.cast.model.originals import preparations_in
+from mezzo.cast.model.refusals import preparations_in
 from mezzo.errors import MezzoError, PolicyError, StateError
 from mezzo.explanation.words import counted
 from mezzo.policy import Policy

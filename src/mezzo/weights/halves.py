@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,6 +18,8 @@ from mezzo.step.split import decode, encode, encode_into, judged_together
 from mezzo.tensors import described, dtype_name, is_distributed, local, overflows
 
 _DTYPE: Final = attrgetter("dtype")
+#: All that live, since models may share a tensor.
+_LIVE: Final[weakref.WeakSet[Halves]] = weakref.WeakSet()
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +74,7 @@ class Halves:
     def __init__(self) -> None:
         self.num_replaced = 0
         self._held: dict[Tensor, _Held] = {}
+        _LIVE.add(self)
         self._lows: list[torch.dtype] = []
         self._are_away = False
 
@@ -94,8 +98,12 @@ class Halves:
         """
         if lost := [t for t, dtype in dtypes.items() if t.dtype != dtype and overflows(local(t.detach()), dtype)]:
             raise _beyond(lost[0], dtypes[lost[0]])
+        known = {t: held for other in _LIVE for t, held in other._held.items() if t in dtypes}
         with judged_together():  # they have been
             for tensor, dtype in dtypes.items():
+                if tensor in known:  # of two models that share it, either may be asked
+                    self._held[tensor] = known[tensor]
+                    continue
                 wide = local(tensor.detach()).to(torch.float32)
                 high, rest = encode(wide, dtype)
                 # Known before it is stored: remove() gives back what was interrupted.
@@ -114,11 +122,7 @@ class Halves:
         Called again after an interrupt it finishes what is left.
         """
         for tensor, held in [*self._held.items()]:
-            value = self.read(tensor).to(held.before)
-            if tensor.dtype != held.before:
-                gradient, tensor.grad = tensor.grad, None
-                give(tensor, value)
-                tensor.grad = None if gradient is None else gradient.to(held.before)
+            give_back(tensor, self.read(tensor).to(held.before))
             del self._held[tensor]
         self._note()
 
@@ -275,6 +279,14 @@ def give(tensor: Any, data: Tensor) -> None:
         tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
     if follows and tensor.grad_dtype != data.dtype:  # torch keeps one that was ever set, whatever the tensor becomes
         tensor.grad_dtype = data.dtype
+
+
+def give_back(tensor: Any, data: Tensor) -> None:
+    """Give a tensor data in the dtype that it had, and its gradient with it; one that has it is left alone."""
+    if tensor.dtype != data.dtype:
+        gradient, tensor.grad = tensor.grad, None
+        give(tensor, data)
+        tensor.grad = None if gradient is None else gradient.to(data.dtype)
 
 
 def _beyond(value: Tensor, dtype: torch.dtype) -> NumericsError:

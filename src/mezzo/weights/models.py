@@ -18,8 +18,6 @@ from mezzo.hooks import is_ours
 from mezzo.tensors import dtype_name, local, overflows
 from mezzo.weights.halves import Halves
 
-#: What a converted module has of its own, in the places of its class's.
-_BOUND: Final = ("__deepcopy__", "__reduce_ex__", "_apply", "_mezzo_halves")
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
@@ -43,16 +41,24 @@ def show_fp32(model: nn.Module, halves: Halves) -> Callable[[], None]:
     for module in model.modules():
         undo.callback(module.register_state_dict_post_hook(hook).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(hook.load).remove)  # type: ignore[no-untyped-call]
-        names = {
-            "__deepcopy__": types.MethodType(_copied, module),
-            "__reduce_ex__": types.MethodType(_pickled, module),
-            "_apply": types.MethodType(_applied, module),
-            "_mezzo_halves": weakref.ref(halves),
-        }
-        vars(module).update(names)
-        for name in names:
-            undo.callback(vars(module).pop, name, None)
+        owners = vars(module).setdefault("_mezzo_halves", [])
+        owners.append(halves)
+        vars(module).update({name: types.MethodType(method, module) for name, method in _METHODS.items()})
+        undo.callback(_end_showing, module, owners, halves)
     return undo.close
+
+
+def _end_showing(module: nn.Module, owners: list[Halves], mine: Halves) -> None:
+    if mine in owners:
+        owners.remove(mine)
+    for name in () if owners else ("_mezzo_halves", *_METHODS):  # another model may have the module, too
+        vars(module).pop(name, None)
+
+
+def halves_in(module: nn.Module) -> list[Halves]:
+    """Return what owns FP32 values of a module's parameters: of several models that share it several."""
+    found: list[Halves] = vars(module).get("_mezzo_halves", [])
+    return found
 
 
 def named_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -66,11 +72,10 @@ def named_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 
 class _StateHook:
-    """The hooks of a model's modules on saving and loading. It keeps no model alive; in a copy it does nothing."""
+    """The hooks of a model's modules on saving and loading; in a copy they do nothing."""
 
     def __init__(self, halves: Halves | None = None, root: nn.Module | None = None) -> None:
-        self._halves: Callable[[], Halves | None] = (lambda: None) if halves is None else weakref.ref(halves)
-        self._root: Callable[[], nn.Module | None] = (lambda: None) if root is None else weakref.ref(root)
+        self._halves, self._root = halves, root
         self._shown: tuple[Callable[[], Any], dict[Tensor, Tensor]] = lambda: None, {}
 
     def __reduce__(self) -> Any:
@@ -78,7 +83,7 @@ class _StateHook:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Put FP32 values in the places of low ones, one tensor for tied ones; ``keep_vars=True`` shows tensors."""
-        if (halves := self._halves()) is None:
+        if (halves := self._halves) is None:
             return
         if self._shown[0]() is not state:
             self._shown = (weakref.ref(state) if isinstance(state, OrderedDict) else lambda: None), {}
@@ -96,9 +101,9 @@ class _StateHook:
             StateError: Values of another shape.
             NumericsError: Values beyond the range of the low dtype. Nothing was loaded.
         """
-        if (halves := self._halves()) is None:
+        if (halves := self._halves) is None:
             return
-        if not prefix or module is self._root():
+        if not prefix or module is self._root:
             raise_together(_unfit(module, halves, state, prefix))
         assigns = bool(metadata.get("assign_to_params_buffers"))
         for key, tensor in named_in(module, prefix):
@@ -137,12 +142,13 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     taken: dict[nn.Module, dict[str, Any]] = {}
     for each in module.modules():
         names = vars(each)
-        halves: Halves | None = names["_mezzo_halves"]() if "_mezzo_halves" in names else None
+        owners = halves_in(each)
         bound = [name for name, value in names.items() if name in _BOUND or getattr(value, "is_of_mezzo", False)]
         taken[each] = {name: names.pop(name) for name in bound}
         for _, tensor in named_in(each):
-            if halves is not None and tensor in halves and id(tensor) not in memo:
-                wide = halves.read(tensor)
+            owner = next((halves for halves in owners if tensor in halves), None)
+            if owner is not None and id(tensor) not in memo:
+                wide = owner.read(tensor)
                 is_param = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(wide, tensor.requires_grad) if is_param else wide
     try:
@@ -168,8 +174,8 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
     Raises:
         StateError: It would cast low weights, whose other halves would stand beside other numbers.
     """
-    halves: Halves | None = vars(module)["_mezzo_halves"]()
-    for dtype in {t.dtype for _, t in named_in(module) if halves is not None and t in halves}:
+    owners = halves_in(module)
+    for dtype in {t.dtype for _, t in named_in(module) if any(t in halves for halves in owners)}:
         if (to := change(torch.empty(0, dtype=dtype)).dtype) != dtype:
             raise StateError(
                 "a converted model is cast",
@@ -180,3 +186,11 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
             )
     moved: nn.Module = type(module)._apply(module, change, recurse)
     return moved
+
+
+#: What a converted module has of its own, in the places of its class's.
+_METHODS: Final[Mapping[str, Callable[..., Any]]] = {
+    "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied,
+}  # fmt: skip
+#: What no copy has of it.
+_BOUND: Final = ("_mezzo_halves", "_mezzo_prepared", *_METHODS)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Iterable
-from typing import Any
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
@@ -23,7 +23,6 @@ from mezzo.cast.model.boundaries import (
     stored_tensors,
 )
 from mezzo.cast.model.boundary import Entrance
-from mezzo.cast.model.originals import Originals, Preparation
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
@@ -31,7 +30,10 @@ from mezzo.cast.region import Region, autocast
 from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, Rule, Treatment
-from mezzo.tensors import is_distributed
+from mezzo.tensors import LOW
+from mezzo.weights.halves import Halves, give, give_back
+from mezzo.weights.models import show_fp32
+from mezzo.weights.views import adopt
 
 __all__ = ["Prepared", "prepare", "with_pinned_classes"]
 
@@ -52,9 +54,9 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         model: The model; changed in place, or not at all when this raises.
         policy: A policy, its text, or the path of a policy file.
 
-    What the tensors were rounded from is kept until a session adopts it, so that a model can be prepared before it is
-    wrapped, and get its optimizer after: ``MixedPrecision(prepared, optimizer)``. FP32 weights that are loaded in
-    between are kept whole as well.
+    Low weights are stored in halves (:class:`mezzo.weights.Halves`), so that no bit is lost: state dicts hold FP32
+    values, both ways, and copies are plain FP32 models. A model can be prepared before it is wrapped, and get its
+    optimizer after: ``MixedPrecision(prepared, optimizer)``; or without a session, ``prepared.adopt(optimizer)``.
 
     Returns:
         A handle, whose ``autocast()`` is the region to run the model in and whose ``remove()`` undoes it.
@@ -66,9 +68,8 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         StateError: The model is prepared already, wrapped by DDP before conversion, or holds gradients.
 
     **Cost**: none where nothing differs. Two hooks on each module with a rule. In O2/O3 two hooks on the model, and one
-    on each submodule with weights (1 to 2 µs a call), so that the one that is called from outside casts; and 4 bytes a
-    parameter for what it was rounded from, until a session adopts it or ``release_originals()`` gives it up. What no
-    optimizer of that session updates lies in the host's memory from then on, until ``remove()``.
+    on each submodule with weights (1 to 2 µs a call), so that the one that is called from outside casts; and 2 bytes a
+    parameter for the low half, under O3 until an optimizer is adopted.
 
     Example:
         >>> import mezzo
@@ -92,14 +93,13 @@ class Prepared:
         model: The model.
         policy: The policy to prepare it with.
         tells: Whether rules that do not reach inside what they mean are logged.
-        waits: Whether a session may come later: it finds the handle by its model, and FP32 weights that are loaded
-            until then are kept whole.
+        waits: Whether a session may come later, which finds the handle by its model.
 
     Attributes:
         model: The model.
         policy: The policy it was prepared with, and what the model's classes add to it.
         asked: That policy, as it was given.
-        kept: What the tensors were before conversion.
+        halves: Owns the FP32 values of what is stored low.
         in_session: Whether a session has adopted the model, and is not closed yet.
         kinds: The device types of its tensors, which its regions cover.
         casts: The casts of weights made in its regions. They end with the outermost one, but in a session, where those
@@ -115,12 +115,10 @@ class Prepared:
         sharding.reshard(sharding.units(model))
         self._parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(model)}
         storage = wanted_storage(model, policy, self._parts, waits=waits)
-        if policy.master_weights:  # which FP32 parts are: they get the policy's dtype when they are gathered
-            storage |= {t: t.dtype for t, part in self._parts.items() if part.cast == storage.get(t)}
         self._storage = storage
         self._places = {t: (module, path.rpartition(".")[2]) for t, path, module in stored_tensors(model)}
-        # Of two models that share a tensor the first has converted it, and alone knows what it was.
-        self.kept = Originals({tensor: tensor.dtype for tensor, dtype in storage.items() if tensor.dtype != dtype})
+        self.halves = Halves()
+        self._widened: dict[Tensor, torch.dtype] = {}  # what came low, and is FP32 here
         for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
         self._hooks: list[RemovableHandle] = []
@@ -131,23 +129,28 @@ class Prepared:
         self._boundaries = boundaries(model, policy, self.kinds, self.entrance)
         pins = any(boundary.pinned() for _, boundary in self._boundaries[:1])
         self._is_traceable = not pins and not any(rule.matches_module("") for rule in policy.rules)
+        self._undo = ExitStack()
         try:
             self._carry_out()
             if waits:
-                self._hooks.extend(Preparation(self, self.kept).attach(model))
-            else:  # nothing can be written before it is adopted
-                self.kept.keep(self.kept.values)
+                vars(model)["_mezzo_prepared"] = self
+                self._undo.callback(vars(model).pop, "_mezzo_prepared", None)
         except BaseException:
             self.remove()
             raise
 
     def _carry_out(self) -> None:
-        for tensor in self.kept.dtypes:
-            self.kept.values[tensor] = tensor.data
-            _store(tensor, tensor.data.to(self._storage[tensor]))
-        self._tell_of_parts()
+        low = {t: dtype for t, dtype in self._storage.items() if dtype in LOW}
+        self.halves.store(low)
+        for tensor, dtype in self._storage.items():
+            if dtype not in LOW and tensor.dtype != dtype:
+                self._widened[tensor] = tensor.dtype
+                give(tensor, tensor.data.to(dtype))
+        if not low.keys().isdisjoint(self._parts):
+            sharding.refresh(self.model)
+        self._undo.callback(show_fp32(self.model, self.halves))
         for module in self.model.modules():
-            if isinstance(module, nn.RNNBase) and self.kept.dtypes:
+            if isinstance(module, nn.RNNBase) and low:
                 module.flatten_parameters()
         for module, boundary in self._boundaries:
             self._hooks.append(module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True))
@@ -186,20 +189,38 @@ class Prepared:
         boundaries = (boundary for each in (self, *others) for _, boundary in each._boundaries[:1])
         return {param: treatment for boundary in boundaries for param, treatment in boundary.pinned().items()}
 
-    def release_originals(self, of: Container[Tensor] | None = None) -> None:
-        """Forget the tensors as they were before conversion.
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let an optimizer update the FP32 values of the model's weights, without a session, until :meth:`remove`.
+
+        ``optimizer.step()`` does it then: any of torch's optimizers sees FP32 views while it steps, mezzo's read and
+        write both halves. Under a policy without masters (O3) low halves are given up, and it updates low weights.
 
         Args:
-            of: Those of which tensors; of all when omitted.
-        """
-        self.kept.release(of)
+            optimizer: Over parameters of the model; schedulers and checkpoints go on as they do in torch.
 
-    def originals(self) -> dict[Tensor, Tensor]:
-        """Return the tensors as they were before conversion, by the tensor that now stands in the model.
+        Raises:
+            StateError: A session has the model, or the optimizer was adopted already.
+            UnsupportedError: An optimizer that cannot see FP32: see :class:`mezzo.weights.views.Views`.
 
-        Elements that were written since count as they are now. Some may lie in the host's memory, or in their tensor.
+        Example:
+            >>> import mezzo, torch
+            >>> model = torch.nn.Linear(4, 2)
+            >>> prepared = mezzo.prepare(model, "O2,dtype=bfloat16")
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            >>> prepared.adopt(optimizer)
+            >>> model(torch.ones(1, 4)).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.state[model.weight]["exp_avg"].dtype
+            torch.float32
         """
-        return self.kept.settle()
+        self.require_whole()
+        self.keep_high_alone()
+        self._undo.callback(adopt(optimizer, [self.halves]))
+
+    def keep_high_alone(self) -> None:
+        """Give up low halves where the policy keeps no masters."""
+        if not self.policy.master_weights and self.policy.param_dtype != torch.float32:
+            self.halves.drop()
 
     def require_whole(self) -> None:
         """Refuse a session where the model is not what it was prepared to be.
@@ -224,7 +245,7 @@ class Prepared:
         Raises:
             MezzoError: It gathers them in other dtypes than the policy wants, or left some out.
 
-        **Cost**: the first time, a copy of each part in FP32; what they were rounded from is then let go.
+        **Cost**: the first time, a copy of each part's low half.
         """
         parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(self.model)}
         now = {t: module._parameters.get(name) for t, (module, name) in self._places.items()}
@@ -233,34 +254,12 @@ class Prepared:
             return
         storage = {moved.get(t, t): dtype for t, dtype in self._storage.items()}
         raise_together(sharded_otherwise(self.model, self.policy, storage, parts))
-        self.kept.move(moved)
+        self.halves.move({t: part for t, part in moved.items() if t in self.halves})
         self._storage, self._parts = storage, parts
         self._places = {moved.get(t, t): place for t, place in self._places.items()}
         for _, boundary in self._boundaries[:1]:
             if isinstance(boundary.params, RuledParams):  # which the others share
                 boundary.params.find_gathered(self.model)
-
-    def halve(self, params: Iterable[Tensor]) -> None:
-        """Store parts of sharded parameters as they are gathered: something else will keep what that takes from them.
-
-        Args:
-            params: Any; those that are no FP32 parts stay as they are.
-        """
-        parts = [(t, self._parts[t].gathered) for t in params if t in self._parts]
-        narrowed = {t: gathered for t, gathered in parts if t.dtype != gathered}
-        self.kept.dtypes.update(
-            (t, t.dtype) for t in narrowed
-        )  # first: remove() undoes what is interrupted from here on
-        for tensor, dtype in narrowed.items():
-            self.kept.keep({tensor: tensor.data})
-            _store(tensor, tensor.data.to(dtype))
-        self._storage.update(narrowed)
-        self._tell_of_parts()
-
-    def _tell_of_parts(self) -> None:
-        """Let torch's ``fully_shard`` know of parts that have another dtype now."""
-        if not self._parts.keys().isdisjoint(self.kept.dtypes):
-            sharding.refresh(self.model)
 
     def join(self) -> None:
         """Belong to a session, until :meth:`leave`."""
@@ -276,8 +275,7 @@ class Prepared:
     def remove(self) -> None:
         """Take the hooks off and store every tensor in the dtype it had, with all bits where nothing was written to it.
 
-        What rounding took is lost once the originals were released. Called again after an interrupt, it finishes what
-        is left.
+        Adopted optimizers are as they were built. Called again after an interrupt, it finishes what is left.
 
         Raises:
             StateError: A session has the model, and would go on without it.
@@ -289,7 +287,7 @@ class Prepared:
                 write="amp.close(), then prepared.remove()",
             )
         self.follow()
-        originals = self.originals()
+        self._undo.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -297,24 +295,13 @@ class Prepared:
             door.detach(self.entrance)
         self._doors.clear()
         self._boundaries = []
-        for tensor, dtype in self.kept.dtypes.items():
-            if tensor.dtype != dtype:
-                gradient, tensor.grad = tensor.grad, None
-                _store(tensor, originals.get(tensor, tensor.data).to(tensor.device, dtype))
-                tensor.grad = None if gradient is None else gradient.to(dtype)
-        self._tell_of_parts()
-        self.kept.dtypes.clear()
-        self.kept.release()
-
-
-def _store(tensor: Any, data: Any) -> None:
-    """Give a tensor other data, and gradients of that dtype if they had the dtype of the tensor until now."""
-    follows = isinstance(tensor, nn.Parameter) and tensor.grad_dtype == tensor.dtype
-    tensor.data = data
-    if is_distributed(tensor):  # torch gives it the other's dtype, but not what it holds
-        tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
-    if follows and tensor.grad_dtype != data.dtype:  # torch keeps one that was ever set, whatever the tensor becomes
-        tensor.grad_dtype = data.dtype
+        is_sharded = any(tensor in self._parts for tensor in self.halves)
+        self.halves.remove()
+        for tensor, dtype in self._widened.items():
+            give_back(tensor, tensor.data.to(dtype))
+        self._widened.clear()
+        if is_sharded:
+            sharding.refresh(self.model)
 
 
 def with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:

@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from mezzo.cast import accumulators
 from mezzo.cast.model.boundaries import stored_tensors
 from mezzo.cast.model.boundary import Boundary
-from mezzo.cast.model.originals import do_not_fit, preparations_in
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.model.sharding import Shard, flags_of_all
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, raise_together, some_of
@@ -267,3 +266,24 @@ def _flags(converting: Mapping[Tensor, torch.dtype], moving: set[Tensor]) -> tup
 
 def _is_lost(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values.isfinite() & ~values.to(dtype).isfinite()).any()
+
+
+def preparations_in(model: nn.Module) -> list[Any]:
+    """Return the handles of all models that :func:`mezzo.prepare` has prepared in this one, or of parts of them."""
+    return [vars(module)["_mezzo_prepared"] for module in model.modules() if "_mezzo_prepared" in vars(module)]
+
+
+def do_not_fit(names: Sequence[str], dtype: torch.dtype) -> UnsupportedError:
+    """Build the error of values that a lower precision cannot hold.
+
+    Args:
+        names: Whose values; none where other ranks hold them.
+        dtype: The precision.
+    """
+    return UnsupportedError(
+        f"values do not fit {dtype_name(dtype)}",
+        where=some_of(names) or "weights of another rank",
+        why=f"they are beyond {torch.finfo(dtype).max:g} and would become infinite",
+        write=f"policy.keep_fp32(params=[{repr(names[0]) if names else '…'}]), the text "
+        f'fp32_param={names[0] if names else "…"}; or Policy.O2("bfloat16"), the text O2,dtype=bfloat16',
+    )
