@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.hooks import OwnHook
 from mezzo.distributed.exchange import Ranks, average, broadcast_first
-from mezzo.optim.keeper import Keeper
 from mezzo.tensors import LOW
+from mezzo.weights import Halves
 
 __all__ = ["Wrappers"]
 
@@ -152,16 +152,16 @@ class Wrappers:
 
     # Weights ----------------------------------------------------------------------------------------------
 
-    def follow_first(self, stored: Callable[[], Mapping[Tensor, Keeper]]) -> None:
+    def follow_first(self, stored: Callable[[], Mapping[Tensor, Halves]]) -> None:
         """Take the first rank's FP32 values, once for each wrapper: it gave the others rounded weights alone.
 
         Args:
-            stored: Returns who keeps the FP32 value of each low parameter.
+            stored: Returns who owns the FP32 value of each low parameter.
         """
         for wrapper, met in self._met.items():
             if not met.follows:
-                met.follows, keepers = True, stored()
-                values = {p: keepers[p].master_of(p).detach().clone() for p in wrapper.parameters() if p in keepers}
+                met.follows, owners = True, stored()
+                values = {p: owners[p].read(p) for p in wrapper.parameters() if p in owners}
                 broadcast_first(values.values(), wrapper.process_group)
                 for param, value in values.items() if wrapper.process_group.rank() else ():
-                    keepers[param].write(param, value)
+                    owners[param].write(param, value)

@@ -31,13 +31,15 @@ from mezzo.interrupts import uninterrupted
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.calls import Calls, rebound
-from mezzo.session.closures import evaluates_once, inner_optimizers
+from mezzo.session.closures import evaluates_once
 from mezzo.session.passes import Walk, refuse_scaled, unscaled, walked
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
 from mezzo.tensors import LOW
+from mezzo.weights.models import InFP32
+from mezzo.weights.views import inner_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -213,7 +215,6 @@ class AttachedPrecision(MixedPrecision):
         weakref.finalize(self, self._names.close)
         self._undo.callback(self._names.close)
         try:
-            self.weights.show_fp32()
             self._take_over(given)
             self._bind_torchs(AveragedModel, "update_parameters", _averages)
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
@@ -256,9 +257,8 @@ class AttachedPrecision(MixedPrecision):
         self._require_open("add")
         weights, engine = self.weights, self.engine
         _, given = models_and_optimizers(weights.models, listed(optimizers))
-        wide = {param for prepared in weights.prepared for param in prepared.originals()}
-        before = {id(leaf) for each in weights.optimizers for leaf in weights.leaves(each)}
-        check_optimizers(weights.models, given, self.policy, wide, before)
+        wide = set(weights.stored())
+        check_optimizers(weights.models, given, self.policy, wide)
         new = {id(param) for each in given for group in each.param_groups for param in group["params"]}
         near = [window for window in engine.windows if not new.isdisjoint(map(id, window.leaves()))]
         if any(window.passes and window.has_gradients() for window in near):
@@ -333,10 +333,6 @@ class AttachedPrecision(MixedPrecision):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with uninterrupted():
-            for window in engine.windows:
-                if of in window.optimizers:
-                    window.give_back()  # a master may show what the model's own zero_grad has cleared
         has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
         if not has_gradients and engine.ranks.size == 1:
             plain()
@@ -430,7 +426,7 @@ def _leaf(given: Any) -> Any:
 def _averages(amp: AttachedPrecision, plain: Callable[..., None], averaged: AveragedModel, model: nn.Module) -> None:
     """Have an average of weights read FP32 values, unless it is stored low itself."""
     is_low = any(param.dtype in LOW for param in averaged.module.parameters())
-    plain(averaged, model if is_low else amp.engine.weights.in_fp32(model))
+    plain(averaged, model if is_low else InFP32(model, amp.engine.weights.halves()))
 
 
 def _refuse_scaler(

@@ -15,15 +15,17 @@ from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.observers import Judged, Watched
-from mezzo.session.update import check_numbers, inner_optimizers
+from mezzo.session.update import check_numbers
 from mezzo.session.window import Window, multiply
+from mezzo.weights.halves import owner_of
+from mezzo.weights.views import inner_optimizers, views_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from mezzo.session.stats import Step
 
-__all__ = ["evaluated", "evaluates_once", "inner_optimizers"]
+__all__ = ["evaluated", "evaluates_once"]
 
 
 class Judges(Watched, Protocol):
@@ -89,13 +91,15 @@ class _Evaluations:
     def __init__(self, engine: Judges, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
         self._engine, self._optimizer, self._closure = engine, optimizer, closure
         (self._window,) = (window for window in engine.windows if optimizer in window.optimizers)
-        self._masters = engine.weights.masters.get(id(optimizer))
+        self._views = views_of(optimizer)
         self._last: tuple[Judged, Tensor | None, Tensor | None] | None = None
 
     def run(self) -> Step:
         engine, weights = self._engine, self._engine.weights
         weights.settle()
-        before = [(param, param.detach().clone()) for param in weights.updated(self._optimizer)]
+        written = list(weights.updated(self._optimizer))
+        written += [owner.rest_of(p) for p in written if (owner := owner_of(p, weights.halves())) is not None]
+        before = [(tensor, tensor.detach().clone()) for tensor in written]
         restores = [_remembering(each) for each in (self._optimizer, *inner_optimizers(self._optimizer))]
         engine.is_stepping = True
         try:
@@ -109,24 +113,23 @@ class _Evaluations:
                 )
         except BaseException as error:
             with uninterrupted():
-                for param, value in before:
-                    param.copy_(value)
+                for tensor, value in before:
+                    tensor.copy_(value)
                 for restore in restores:
                     restore()
-                self._round()
                 self._window.close()
             if not isinstance(error, Overflowed):
                 raise
         finally:
             engine.is_stepping = False
+            if self._views is not None:
+                self._views.multiplier = None
         assert self._last is not None, "an optimizer that was not asked raises"
         with uninterrupted():
-            self._round()
             judged, absent, self._window.made_with = self._last
             return engine.finish([self._window], judged, absent)
 
     def _evaluate(self) -> Any:
-        self._round()  # the optimizer may have moved masters since the last evaluation
         self._engine.is_stepping = False
         try:
             with torch.enable_grad():  # as torch's own optimizers do, and others may not
@@ -148,16 +151,12 @@ class _Evaluations:
         if bool(judged.verdict.found_inf):
             raise Overflowed
         if not judged.verdict.is_one:
-            multiply(judged.gradients, judged.verdict.multiplier)
+            if self._views is not None:
+                self._views.multiplier = judged.verdict.multiplier
+            else:
+                multiply(judged.gradients, judged.verdict.multiplier)
         window.close()
         self._engine.weights.forget_casts()
-        if self._masters is not None:
-            self._masters.gather(accumulate=False)
-
-    def _round(self) -> None:
-        if self._masters is not None:
-            self._engine.weights.round(self._masters)
-            self._masters.drop_gradients()
 
 
 class Overflowed(Exception):  # noqa: N818 - it never leaves the engine

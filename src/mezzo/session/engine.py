@@ -35,6 +35,7 @@ from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.passes import Verdict, as_fused, decided, not_finite
 from mezzo.tensors import moved
+from mezzo.weights.views import views_of
 
 __all__ = ["SCALERS_ORDER", "Engine"]
 
@@ -146,12 +147,7 @@ class Engine(Writes):
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self.is_stepping or optimizer not in self.weights.optimizers:  # a wrapper may share an optimizer's hooks
             return
-        held = [
-            p.grad
-            for pair in zip(self.weights.leaves(optimizer), self.weights.updated(optimizer), strict=True)
-            for p in pair
-        ]
-        gradients = [gradient for gradient in held if gradient is not None]
+        gradients = [leaf.grad for leaf in self.weights.leaves(optimizer) if leaf.grad is not None]
         # torch.distributed.checkpoint lets an optimizer make its state by a step that changes nothing.
         if gradients and not changes_nothing(optimizer.param_groups, gradients):
             raise StateError(
@@ -191,7 +187,7 @@ class Engine(Writes):
             by: Who runs it, until :meth:`end` or :meth:`fail`.
         """
         self.require_whole()
-        if self.weights.take_added():
+        if self.weights.has_grown():
             self.group()
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
@@ -213,8 +209,6 @@ class Engine(Writes):
                 )
             for prepared in self.weights.prepared:
                 prepared.casts.keep()
-            for masters in self.weights.masters.values():
-                masters.forget_taken()
             self.under_way = by
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
@@ -273,9 +267,7 @@ class Engine(Writes):
     @torch.no_grad()
     def _unscale(self, windows: Iterable[Window]) -> None:
         for window in windows:
-            window.give_back()
             window.rescale(None, checks=True)
-            window.show()
 
     def warn_of_edits(self, windows: list[Window]) -> None:
         """Warn, once, of gradients that were written in place while they carry the scale."""
@@ -354,13 +346,19 @@ class Engine(Writes):
 
     def _take(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
         self.require_whole()
+        self._refuse_shown(optimizers)
         windows = self._open(optimizers, "step")
         self.warn_of_edits(windows)
         stepping = [each for window in windows for each in window.optimizers if each in optimizers]
         check_numbers(stepping)
         judged, absent = self.judge(windows, stepping)
-        self.write(windows, stepping, judged, keeps=self.plain, by=by)
+        self.write(windows, stepping, judged, by=by)
         return self.finish(windows, judged, absent)
+
+    def _refuse_shown(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse a step while ``param_groups`` show FP32 to a program's own code."""
+        if any((views := views_of(each)) is not None and views.is_open for each in optimizers):
+            raise StateError("step() inside amp.fp32(optimizer)", write="amp.step() after that block")
 
     def _refuse_capture(self, closure: object) -> None:
         """Refuse a closure in a captured step, and a step that is captured in a graph of the user's own."""
@@ -408,8 +406,6 @@ class Engine(Writes):
                 why="this step would not see them, and the next would take them for its own",
                 write="the last micro-batch of a step outside of amp.no_sync()",
             )
-        for window in windows:
-            window.give_back()
         # What stays for another optimizer of a window is not left behind with a scale of its own.
         is_part = any(each not in optimizers for window in windows for each in window.optimizers)
         if is_part or len({id(window.scale) for window in windows}) > 1:
@@ -463,8 +459,6 @@ class Engine(Writes):
         made_with = windows[0].made_with
         for window in windows:
             window.close(verdict.found_inf if self.plain or self.waits else None)
-            if self.plain:
-                window.show()  # so that what clears the gradients of ``param_groups`` clears the models'
         self.tell(verdict.found_inf, hold=judged.failed)
         waiting = any(window.passes and window.made_with is now for window in self.windows)
         if not self.waits and not waiting:
@@ -480,7 +474,6 @@ class Engine(Writes):
             params=judged.params,
         )
         self.account.note(outcome)
-        self.weights.restored.clear()
         self.weights.forget_casts()
         sharding.reshard(self.weights.units)
         return Step(
@@ -508,10 +501,8 @@ class Engine(Writes):
 
     @torch.no_grad()
     def clear(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of models and masters, and forget unfinished windows."""
+        """Clear all gradients, and forget unfinished windows."""
         with uninterrupted():
-            for window in self.windows:
-                window.give_back()
             for optimizer in self.weights.optimizers:
                 optimizer.zero_grad(set_to_none)
             params = [param for model in self.weights.models for param in model.parameters()]

@@ -23,7 +23,6 @@ from mezzo.tensors import LOW, dtype_name
 __all__ = [
     "REACTIONS",
     "Handles",
-    "check_converted",
     "check_loss",
     "check_optimizers",
     "check_session",
@@ -147,15 +146,13 @@ class _Subject:
         optimizer: The optimizer.
         policy: The session's policy.
         names: The names of the models' parameters.
-        wide: The parameters that were FP32 before the models were prepared.
-        before: The ``id`` of parameters that optimizers before it update.
+        wide: The parameters that prepared models store low.
     """
 
     optimizer: Optimizer
     policy: Policy
     names: dict[Tensor, str]
     wide: set[Tensor]
-    before: set[int]
 
     @property
     def kind(self) -> str:
@@ -175,19 +172,12 @@ def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: 
         policy: The policy.
         handles: Those of models that were prepared before.
     """
-    wide = {param for found in handles.values() for handle in found for param in handle.originals()}
-    raise_together([*_of_models(models), *_of_optimizers(models, optimizers, policy, wide, set())])
-
-
-def check_converted(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
-    """Raise if rules of a policy store weights low that nothing keeps in FP32: known once the models are converted."""
-    names = _names(models)
-    subjects = (_Subject(optimizer, policy, names, set(), set()) for optimizer in optimizers)
-    raise_together(problem for subject in subjects if (problem := _trains_low_alone(subject)) is not None)
+    wide = {param for found in handles.values() for handle in found for param in handle.halves}
+    raise_together([*_of_models(models), *_of_optimizers(models, optimizers, policy, wide)])
 
 
 def check_optimizers(
-    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor], before: set[int]
+    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor]
 ) -> None:
     """Raise all that stands against optimizers that join a session.
 
@@ -195,10 +185,9 @@ def check_optimizers(
         models: The session's.
         optimizers: The new ones.
         policy: The policy.
-        wide: The parameters that were FP32 before conversion.
-        before: The ``id`` of parameters of the models that known optimizers update.
+        wide: The parameters that are stored low by the policy.
     """
-    raise_together(_of_optimizers(models, optimizers, policy, wide, before))
+    raise_together(_of_optimizers(models, optimizers, policy, wide))
 
 
 def _names(models: list[nn.Module]) -> dict[Tensor, str]:
@@ -235,18 +224,17 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
 
 
 def _of_optimizers(
-    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor], before: set[int]
+    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor]
 ) -> Iterator[MezzoError]:
     if len(set(optimizers)) < len(optimizers):
         yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
     names = _names(models)
     for optimizer in optimizers:
-        subject = _Subject(optimizer, policy, names, wide, before)
+        subject = _Subject(optimizer, policy, names, wide)
         for refuse in _REFUSALS:
             if (problem := refuse(subject)) is not None:
                 yield problem
                 break  # what stands further down assumes what stands above
-        before = before | {*map(id, subject.params)}
 
 
 def _updates_nothing(of: _Subject) -> MezzoError | None:
@@ -270,9 +258,9 @@ def _is_taken(of: _Subject) -> MezzoError | None:
     if not any(is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks):
         return None
     return StateError(
-        "the optimizer belongs to a session or to MasterWeights already",
+        "the optimizer belongs to a session already, or was adopted",
         where=of.kind,
-        write="session.close() (or masters.remove()) first",
+        write="session.close() (or prepared.remove()) first",
     )
 
 
@@ -317,10 +305,13 @@ def _stands_still(dtype: torch.dtype, count: int) -> bool:
 
 
 def _trains_low_alone(of: _Subject) -> MezzoError | None:
-    own = as_one_pass(of.optimizer)
-    if of.policy.param_dtype != torch.float32 or (own is not None and own.keeps_masters):
+    if of.policy.param_dtype != torch.float32:
         return None
-    low = [param for param in of.params if param.dtype in LOW and param.requires_grad]
+    low = [
+        param
+        for param in of.params
+        if param.dtype in LOW and param.requires_grad and param not in of.wide and not _is_ruled(of.names[param], of.policy)
+    ]
     if not low:
         return None
     dtype = dtype_name(low[0].dtype)
@@ -328,9 +319,13 @@ def _trains_low_alone(of: _Subject) -> MezzoError | None:
         f"{dtype} weights would be trained without masters",
         where=some_of([of.names[param] for param in low]),
         why=f"an update below half a unit in the last place of {dtype} is lost",
-        write=f'model.float(), and no rule that stores them low; or Policy.O2("{dtype}"), the text O2,dtype={dtype}, '
-        "or mezzo.optim, which keep FP32 values",
+        write=f'model.float(); or Policy.O2("{dtype}"), the text O2,dtype={dtype}, which keeps FP32 values',
     )
+
+
+def _is_ruled(name: str, policy: Policy) -> bool:
+    """Whether a rule says how a parameter is stored."""
+    return policy.storage(name, name.rpartition(".")[0])[1] is not None
 
 
 def _holds_state(of: _Subject) -> MezzoError | None:
@@ -340,15 +335,7 @@ def _holds_state(of: _Subject) -> MezzoError | None:
     dtype = dtype_name(of.policy.dtype)
     cure = f'a policy with masters: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
     if own is not None:  # whose moments keep their own dtype
-        halves = [of.names[param] for param in own.stored(in_fp32=True) if param in of.names]
-        if not halves:
-            return None
-        return StateError(
-            "the optimizer holds the other half of weights, for which this policy has no place",
-            where=f"{of.kind}: {some_of(halves)}",
-            why=f"{level} keeps no masters, so {dtype} would be all that is left of them",
-            write=f"{cure}; or optimizer.release() first, which gives them up",
-        )
+        return None
     names = {param: name for param, name in of.names.items() if param.dtype == torch.float32 or param in of.wide}
     held = held_state(of.optimizer, names)
     if not held:
@@ -376,31 +363,8 @@ def _eps_is_zero(of: _Subject) -> MezzoError | None:
     )
 
 
-def _shares_masters(of: _Subject) -> MezzoError | None:
-    if not of.policy.master_weights:
-        return None
-    own, ids, dtype = as_one_pass(of.optimizer), [*map(id, of.params)], dtype_name(of.policy.dtype)
-    if len(set(ids)) < len(ids):
-        what = "a parameter stands twice in one optimizer, and can have only one master"
-        return PolicyError(what, where=of.kind, write="each parameter once")
-    if common := of.before & set(ids):
-        return PolicyError(
-            "two optimizers update the same parameters, which can have only one master each",
-            where=f"{of.kind}: {len(common)} parameter(s)",
-            write="one optimizer for each parameter; "
-            f'or Policy.O1("{dtype}"), the text O1,dtype={dtype}, which needs none',
-        )
-    if own is not None and not own.keeps_masters:
-        return PolicyError(
-            f"{of.policy.level} keeps FP32 masters, and the optimizer is told to keep none",
-            where=f"{of.kind}(…, master=None)",
-            write=f'{of.kind}(…, master="split"); or Policy.O3("{dtype}"), the text O3,dtype={dtype}, without masters',
-        )
-    return None
-
-
 #: In the order in which they are looked at; the first that holds is said of an optimizer.
 _REFUSALS: Final[tuple[Callable[[_Subject], MezzoError | None], ...]] = (
-    _updates_nothing, _is_on_meta, _is_taken, _updates_others, _shares_masters, _moves_nothing, _trains_low_alone,
+    _updates_nothing, _is_on_meta, _is_taken, _updates_others, _moves_nothing, _trains_low_alone,
     _holds_state, _eps_is_zero,
 )  # fmt: skip

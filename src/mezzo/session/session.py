@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
@@ -27,6 +28,8 @@ from mezzo.session.stats import Stats, Step
 from mezzo.session.update import guarded
 from mezzo.session.weights import Weights, handles_of
 from mezzo.step.executors.choose import shared
+from mezzo.weights.halves import owner_of
+from mezzo.weights.views import Views, views_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -183,18 +186,33 @@ class MixedPrecision:
         """Return how many steps there were, how many were skipped, and how the loss scale moved; a host sync."""
         return self.engine.account.stats()
 
+    @torch.no_grad()
     def master_params(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
-        """Yield the tensors that one optimizer, or all, update: FP32 masters, or the parameters themselves.
+        """Yield the parameters that one optimizer, or all, update: FP32 tensors with the values of low ones.
 
-        After :meth:`unscale_` their gradients are FP32 and plain: for ``clip_grad_norm_`` in apex's manner.
+        After :meth:`unscale_` their gradients are FP32, plain, and the parameters' own: for ``clip_grad_norm_`` in
+        apex's manner. A value that a loop writes to one is stored when the loop goes on; to keep several at a time,
+        ``with amp.fp32(optimizer):``.
         """
-        return self.weights.updated(optimizer)
+        for param in list(self.weights.updated(optimizer)):
+            if (owner := owner_of(param, self.weights.halves())) is None:
+                yield param
+                continue
+            shown = nn.Parameter(owner.read(param), param.requires_grad)
+            shown.grad = None if param.grad is None else param.grad.to(torch.float32)
+            version = shown._version
+            try:
+                yield shown
+            finally:
+                if shown._version != version:
+                    owner.write(param, shown)
 
     # The loop -------------------------------------------------------------------------------------------
 
     def autocast(self) -> region.autocast:
         """Return the region to run the forward pass and the loss in."""
         self._require_open("autocast")
+        self.weights.settle()
         return self.weights.region()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -293,8 +311,7 @@ class MixedPrecision:
     def unscale_(self, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Make the gradients FP32 and unscaled now, so that they can be looked at or edited before ``step``.
 
-        Those of a parameter and of its master are one tensor then. Any edit on either side, in place or assigned, is
-        honoured by ``step``. An overflow that is found here skips the step, whatever is done to the gradients after.
+        Any edit, in place or assigned, is honoured by ``step``. An overflow that is found here skips the step, whatever is done to the gradients after.
 
         Args:
             optimizers: Whose gradients; all when omitted.
@@ -348,7 +365,7 @@ class MixedPrecision:
         return self.engine.step(chosen(optimizers, self.weights.optimizers), closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of models and masters, and forget unfinished accumulation windows.
+        """Clear all gradients, and forget unfinished accumulation windows.
 
         Args:
             set_to_none: Let go of them; otherwise they become zeros.
@@ -360,6 +377,17 @@ class MixedPrecision:
     @contextlib.contextmanager
     def fp32(self, optimizer: Optimizer) -> Iterator[None]:
         """Show FP32 weights in ``optimizer.param_groups``, and store them after: for edits too small for low weights.
+
+        Their gradients are FP32 as well, and plain after :meth:`unscale_`. A lookahead, a decay of weights by hand, or
+        the two steps of SAM belong in here: 1,000 times ``param.mul_(1 - 1e-4)`` change no BF16 weight outside.
+
+        Args:
+            optimizer: One of the session's.
+
+        Raises:
+            StateError: Inside of itself.
+
+        **Cost**: 4 bytes a parameter meanwhile, and 4 for a low gradient; two passes over the weights.
 
         Example:
             >>> import mezzo, torch
@@ -373,22 +401,13 @@ class MixedPrecision:
         """
         self._require_open("fp32")
         (optimizer,) = chosen(optimizer, self.weights.optimizers)
-        own = as_one_pass(optimizer)
-        kept = set() if own is None else set(own.stored(in_fp32=True))
-        groups = [list(group["params"]) for group in optimizer.param_groups]
-        wide = {
-            p: own.master_of(p).detach().clone() for params in groups for p in params if own is not None and p in kept
-        }
-        for group, params in zip(optimizer.param_groups, groups, strict=True):
-            group["params"][:] = [wide.get(param, param) for param in params]
+        views = views_of(optimizer) or Views(optimizer, self.weights.halves())
         try:
-            yield
+            with views.shown():
+                yield
         finally:
-            for group, params in zip(optimizer.param_groups, groups, strict=True):
-                group["params"][:] = params
-            for param, value in wide.items():
-                self.weights.write(param, value)
-            self.weights.settle()
+            if as_one_pass(optimizer) is not None:
+                views.leave()
 
     # State ----------------------------------------------------------------------------------------------
 
@@ -398,7 +417,7 @@ class MixedPrecision:
         Raises:
             StateError: Inside an accumulation window.
 
-        **Cost**: a copy of the FP32 values that are kept beside low weights, and a host sync.
+        **Cost**: a copy of the low halves of weights, and a host sync.
         """
         self._require_open("state_dict")
         return state.save(self.engine, self.policy)
@@ -418,7 +437,7 @@ class MixedPrecision:
         return Stateful(self.engine, self.policy)
 
     def close(self) -> None:
-        """Undo the preparation: FP32 weights with the masters' values, and the optimizers as they were built."""
+        """Undo the preparation: FP32 weights, no bit of which is lost, and the optimizers as they were built."""
         if not self._is_closed:
             self.engine.clear()
             self._undo.close()

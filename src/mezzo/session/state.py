@@ -16,7 +16,8 @@ from mezzo.scale import LossScale
 from mezzo.scale.state import VALUES, is_count
 from mezzo.scale.words import one_number
 from mezzo.session.stats import Stats
-from mezzo.tensors import described, overflows
+from mezzo.shards import sharded_as
+from mezzo.tensors import described, dtype_name
 
 if TYPE_CHECKING:
     from mezzo.session.engine import Engine
@@ -26,7 +27,7 @@ __all__ = ["VERSION", "check", "load", "load_checked", "require_between_steps", 
 logger = logging.getLogger(__name__)
 
 #: Of the form of a state; others are refused by their number.
-VERSION: Final = 3
+VERSION: Final = 4
 
 
 # Saving ---------------------------------------------------------------------------------------------------
@@ -54,8 +55,7 @@ def save(engine: Engine, policy: Policy, *, weights: bool = True) -> dict[str, A
     Args:
         engine: The session's.
         policy: The session's.
-        weights: Whether FP32 values that are kept beside low weights are part of it; else the models' own state dicts
-            have them.
+        weights: Whether the low halves of weights are part of it; the models' own state dicts have FP32 values.
 
     Raises:
         StateError: Inside an accumulation window.
@@ -68,13 +68,14 @@ def save(engine: Engine, policy: Policy, *, weights: bool = True) -> dict[str, A
     engine.commit()
     stored = engine.weights.stored() if weights else {}
     named = list(engine.weights.named_params())
+    rests = {name: sharded_as(stored[p].rest_of(p).clone(), p) for name, p in named if p in stored}
     return {
         "version": VERSION,
         "policy": str(policy),
         "parameters": {name: described(param) for name, param in named},
         "loss_scale": engine.scaler.state_dict(),
         "stats": engine.account.state_dict(),
-        "masters": {name: stored[p].master_of(p).detach().clone() for name, p in named if p in stored},
+        "remainders": rests,
     }
 
 
@@ -107,8 +108,10 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
     engine.clear()
     engine.broken = ""
     named = dict(engine.weights.named_params())
-    for name, value in state["masters"].items():
-        engine.weights.write(named[name], value)
+    stored = engine.weights.stored()
+    for name, rest in state["remainders"].items():
+        if (param := named[name]) in stored and state["parameters"][name].startswith(f"{dtype_name(param.dtype)} "):
+            stored[param].set_rest(param, rest)
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
         _load_scale(engine, _within(state["loss_scale"], policy.loss_scale))
     engine.account.load_state_dict(state["stats"], float(engine.scaler.state.scale))
@@ -146,7 +149,7 @@ def _by_name(kind: type) -> Callable[[Any], bool]:
 _FIELDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "policy": (_is_policy, "the text of a policy"),
     "parameters": (_by_name(str), "texts by name"),
-    "masters": (_by_name(Tensor), "tensors by name"),
+    "remainders": (_by_name(Tensor), "tensors by name"),
     **{f"loss_scale.{name}": field for name, field in VALUES.items()},
     **{
         f"stats.{field.name}": (is_count, "a count") if isinstance(field.default, int) else (_is_number, "a number")
@@ -204,23 +207,14 @@ def _damages(state: Mapping[str, Any]) -> Iterator[str]:
 
 def _differences(engine: Engine, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield each parameter that is another one, or whose weight would lose bits."""
-    before, mine, weights = state["parameters"], dict(engine.weights.named_params()), state["masters"]
-    stored = engine.weights.stored()
-    for name in dict.fromkeys((*before, *mine, *weights)):
+    before, mine, rests = state["parameters"], dict(engine.weights.named_params()), state["remainders"]
+    for name in dict.fromkeys((*before, *mine, *rests)):
         was = before.get(name, "missing")
         now = described(mine[name]) if name in mine else "missing"
         if was.partition(" ")[2] != now.partition(" ")[2] or name not in mine:
             yield f"parameter {name}: {was} → {now}"
-            continue
-        value = weights.get(name)
-        if value is None:
-            continue
-        if value.shape != mine[name].shape:
-            yield f"masters.{name} is {described(value)}, and the parameter {now}"
-        elif mine[name].dtype != torch.float32 and mine[name] not in stored:
-            yield f"parameter {name}: {was} with its FP32 value → {now} without"
-        elif overflows(value, mine[name].dtype):
-            yield f"parameter {name}: values beyond {torch.finfo(mine[name].dtype).max:g} → {now}"
+        elif name in rests and (rests[name].shape != mine[name].shape or rests[name].dtype != torch.int16):
+            yield f"remainders.{name} is {described(rests[name])}, and the parameter {now}"
 
 
 # Other systems --------------------------------------------------------------------------------------------

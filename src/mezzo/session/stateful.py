@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.errors import StateError, UnsupportedError, shown, some_of
-from mezzo.optim.optimizer import as_one_pass, one_pass
-from mezzo.optim.state import EXTRAS, WEIGHT_DTYPES
 from mezzo.policy import Policy
 from mezzo.session.state import check, load_checked, require_between_steps, save
 from mezzo.shards import placed
 from mezzo.tensors import described, local, overflows, tensors
+from mezzo.weights import Halves
 
 if TYPE_CHECKING:
     from mezzo.session.engine import Engine
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Stateful"]
 
 _NameOf: TypeAlias = Callable[[Tensor], str]
-#: What a parameter group is saved without: its parameters have names, and FP32 weights no other half.
-_NOT_SAVED: Final = ("params", "param_names", WEIGHT_DTYPES)
+#: What a parameter group is saved without: its parameters have names.
+_NOT_SAVED: Final = ("params", "param_names")
 
 
 class Stateful:
@@ -64,18 +63,11 @@ class Stateful:
         checkpoint is read into, so that one that turns out to be damaged leaves the session as it was.
         """
         engine, weights = self._engine, self._engine.weights
-        for own in one_pass(weights.optimizers):
-            own.settle_ties()
-        session, names = save(engine, self._policy), weights.names()
-        exact, model = session["masters"], dict[str, Any]()
-        for name, value in weights.named_state():
-            wide = exact.get(names.get(id(value), name))
-            if wide is None and isinstance(value, nn.Parameter):
-                wide = weights.value_of(value)
-            model[name] = wide if wide is not None else value.detach().clone() if isinstance(value, Tensor) else value
+        session, names, halves = save(engine, self._policy, weights=False), weights.names(), weights.halves()
+        require_between_steps(engine, "stateful().state_dict()")
+        model = {name: _exact(value, halves) for name, value in weights.named_state()}
         pairs = [_saved(optimizer, lambda tensor: names[id(tensor)]) for optimizer in weights.optimizers]
         session |= {
-            "masters": {},
             "parameters": {name: described(model[name]) for name, _ in weights.named_params()},
             "optimizers": [rest for _, rest in pairs],
         }
@@ -111,6 +103,14 @@ class Stateful:
         for optimizer, state, rest in triples:
             _give(optimizer, name_of, state, rest)
         load_checked(engine, self._policy, session)
+
+
+def _exact(value: Any, halves: list[Halves]) -> Any:
+    """Return a copy of what a state dict holds, in FP32 where it is stored low."""
+    if not isinstance(value, Tensor):
+        return value
+    owner = next((each for each in halves if value in each), None)
+    return value.detach().clone() if owner is None else owner.read(value)
 
 
 def _session_of(state: Any) -> Mapping[str, Any]:
@@ -159,7 +159,6 @@ def _saved(optimizer: Optimizer, name_of: _NameOf) -> tuple[dict[str, dict[str, 
     packed = optimizer.state_dict()
     pairs = list(zip(optimizer.param_groups, packed["param_groups"], strict=True))
     params = {i: param for mine, group in pairs for param, i in zip(mine["params"], group["params"], strict=True)}
-    halved = {id(param) for param in own.stored(in_fp32=True)} if (own := as_one_pass(optimizer)) is not None else set()
     found: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Any] = {"groups": [], "fresh": [], "values": {}}
     for mine, group in pairs:
@@ -170,7 +169,6 @@ def _saved(optimizer: Optimizer, name_of: _NameOf) -> tuple[dict[str, dict[str, 
         if not state and param.requires_grad:
             state = _first_state(optimizer, param)
             rest["fresh"].append(name)
-        state = {key: value for key, value in state.items() if key not in EXTRAS or id(param) not in halved}
         found[name] = {key: value.detach().clone() for key, value in state.items() if isinstance(value, Tensor)}
         rest["values"][name] = values = {key: value for key, value in state.items() if key not in found[name]}
         if nested := [key for key, value in values.items() if next(tensors(value), None) is not None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.errors import PolicyError, StateError
 from mezzo.optim.checks import Look
 from mezzo.optim.hypers import changes_nothing
-from mezzo.optim.masters import MasterWeights
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.observers import Judged
 from mezzo.session.window import Window, multiply
@@ -26,11 +25,12 @@ from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense
 from mezzo.step.passes import as_fused
 from mezzo.tensors import LOW
+from mezzo.weights.views import inner_optimizers, views_of
 
 if TYPE_CHECKING:
     from mezzo.session.weights import Weights
 
-__all__ = ["Writes", "check_numbers", "guarded", "inner_optimizers", "takes_flags"]
+__all__ = ["Writes", "check_numbers", "guarded", "takes_flags"]
 
 
 class Writes:
@@ -97,28 +97,30 @@ class Writes:
         optimizers: list[Optimizer],
         judged: Judged,
         *,
-        keeps: bool,
         by: Callable[..., Any] | None,
     ) -> None:
         """Update, or skip.
 
         Optimizers whose kernels can do it, mezzo's and torch's fused ones, unscale, clip and skip on the device. For
-        all others the gradients are multiplied in place before, and the host asks whether to skip: one sync for all.
+        all others the host asks whether to skip, one sync for all; gradients are multiplied on their way into FP32
+        views, and in place where weights are FP32.
 
         Args:
             windows: The gradients' windows.
             optimizers: Those that step.
             judged: The gradients, with the verdict.
-            keeps: Whether FP32 gradients stay with the models' parameters, as plain torch leaves them.
             by: Called in place of the one optimizer's step, if it is not skipped.
         """
-        verdict, weights = judged.verdict, self.weights
+        verdict = judged.verdict
         of_mezzo = one_pass(optimizers)
-        on_device = [each for each in optimizers if by is None and takes_flags(each, weights.masters_of(each))]
+        views = {each: found for each in optimizers if (found := views_of(each)) is not None}
+        on_device = [each for each in optimizers if by is None and takes_flags(each)]
         shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
         # Another optimizer would read the same gradients, and weights without masters take no FP32 ones.
         multiplying = [
-            each for each in on_device if each not in shared_by and (each in of_mezzo or not _narrows(each, weights))
+            each
+            for each in on_device
+            if each not in views and each not in shared_by and (each in of_mezzo or not _narrows(each))
         ]
         for own in of_mezzo:  # what one refuses is refused before another has stepped
             does_all = own in multiplying
@@ -126,14 +128,13 @@ class Writes:
             own.make_ready(verdict if does_all else verdict.applied(), keep=stays)
         skips = len(on_device) < len(optimizers) and bool(verdict.found_inf)
         stepping = [each for each in optimizers if not skips or each in on_device]
-        masters = {id(each): weights.masters[id(each)] for each in stepping if id(each) in weights.masters}
-        kept = [pair for each in masters.values() for pair in _wide_gradients(each)] if keeps else []
-        for each in masters.values():
-            each.take_edits()
-            each.gather(accumulate=False)
-        others = [each for each in stepping if each not in multiplying]
+        for each in stepping:
+            if each in views:
+                views[each].multiplier = None if verdict.is_one else verdict.multiplier
+                views[each].found_inf = verdict.found_inf if each in on_device else None
+        others = [each for each in stepping if each not in multiplying and each not in views]
         if others and not verdict.is_one:
-            params = {id(param): param for other in others for param in weights.updated(other)}
+            params = {id(param): param for other in others for param in self.weights.updated(other)}
             multiply(dense(list(params.values()))[1], verdict.multiplier)
             for window in windows:
                 if not set(window.optimizers).isdisjoint(others):
@@ -141,22 +142,16 @@ class Writes:
                     window.scale, window.found = None, verdict.found_inf
         for other in others:
             if other not in of_mezzo:
-                _narrow(weights.updated(other))
-        self._step_all(stepping, masters, judged, multiplying, on_device, by)
+                _narrow(self.weights.updated(other))
+        self._step_all(stepping, judged, multiplying, on_device, by)
         divided = [optimizer for optimizer in multiplying if optimizer not in of_mezzo]
         for window in windows if divided else ():  # torch's fused kernels leave gradients without the scale
             if not set(window.optimizers).isdisjoint(divided):
                 window.scale = None
-        for leaf, gradient in kept:
-            leaf.grad_dtype = None
-            leaf.grad = gradient
-        for each in masters.values() if keeps else ():
-            each.forget_taken()
 
     def _step_all(
         self,
         stepping: list[Optimizer],
-        masters: dict[int, MasterWeights],
         judged: Judged,
         multiplying: list[Optimizer],
         on_device: list[Optimizer],
@@ -171,17 +166,15 @@ class Writes:
                     _step(
                         optimizer, step, judged, multiplies=optimizer in multiplying, on_device=optimizer in on_device
                     )
-                if (held := masters.get(id(optimizer))) is not None and not held.has_hooks:
-                    self.weights.round(held)
-                    held.drop_gradients()
         except BaseException:
             if entered:
                 self.broken = f"{type(entered[-1]).__name__}.step()"
-            for held in masters.values() if not entered else ():
-                _give_back(held)
             raise
         finally:
             self.is_stepping = False
+            for each in stepping:
+                if (views := views_of(each)) is not None:
+                    views.multiplier = views.found_inf = None
 
 
 # Optimizers that nobody has told of ---------------------------------------------------------------------------
@@ -288,14 +281,10 @@ def _step(optimizer: Optimizer, step: Callable[..., Any], judged: Judged, *, mul
             del told.found_inf, told.grad_scale
 
 
-def takes_flags(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> bool:
+def takes_flags(optimizer: Optimizer) -> bool:
     """Whether an optimizer's kernels are told on the device to skip; a loaded state may have turned that off.
 
     Those of torch's fused SGD are once there are momentum buffers: what a skipped first step leaves was never written.
-
-    Args:
-        optimizer: The optimizer.
-        masters: What it updates in the place of a model's parameter, by parameter.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or _asks_for_scaler(type(optimizer).step):
         return False
@@ -303,12 +292,11 @@ def takes_flags(optimizer: Optimizer, masters: Mapping[Tensor, Tensor]) -> bool:
         return False
     if not isinstance(optimizer, torch.optim.SGD):
         return True
-    of = {id(master): param for param, master in masters.items()}
     return all(
-        optimizer.state.get(updated, {}).get("momentum_buffer") is not None
+        optimizer.state.get(param, {}).get("momentum_buffer") is not None
         for group in optimizer.param_groups
-        for updated in group["params"]
-        if group["momentum"] and (updated.grad is not None or of.get(id(updated), updated).grad is not None)
+        for param in group["params"]
+        if group["momentum"] and param.grad is not None
     )
 
 
@@ -318,17 +306,10 @@ def _asks_for_scaler(step: Callable[..., Any]) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 
 
-def _narrows(optimizer: Optimizer, weights: Weights) -> bool:
-    """Whether there are FP32 gradients of low weights that have no masters."""
-    if id(optimizer) in weights.masters or not weights.are_low:
-        return False
-    low = (leaf for leaf in weights.leaves(optimizer) if leaf.dtype in LOW)
-    return any(leaf.grad is not None and leaf.grad.dtype not in LOW for leaf in low)
-
-
-def _wide_gradients(masters: MasterWeights) -> list[tuple[Tensor, Tensor]]:
-    pairs = ((param, param.grad) for param in masters.masters())
-    return [(param, gradient) for param, gradient in pairs if gradient is not None and gradient.dtype not in LOW]
+def _narrows(optimizer: Optimizer) -> bool:
+    """Whether there are FP32 gradients of low weights, of which a policy keeps no FP32 values."""
+    low = (param for group in optimizer.param_groups for param in group["params"] if param.dtype in LOW)
+    return any(param.grad is not None and param.grad.dtype not in LOW for param in low)
 
 
 def _narrow(params: Any) -> None:
@@ -337,19 +318,6 @@ def _narrow(params: Any) -> None:
         if param.dtype in LOW and param.grad is not None and param.grad.dtype not in LOW:
             wide, param.grad, param.grad_dtype = param.grad, None, param.dtype
             param.grad = wide.to(param.dtype)
-
-
-def _give_back(masters: MasterWeights) -> None:
-    """Put gradients that masters have gathered back on their parameters."""
-    for param, master in masters.masters().items():
-        if master.grad is not None and param.grad is None:
-            param.grad_dtype = master.grad.dtype
-            param.grad, master.grad = master.grad, None
-
-
-def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one has as its attributes, as SAM wraps one."""
-    return [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
 
 
 def check_numbers(optimizers: Collection[Optimizer]) -> None:

@@ -56,11 +56,10 @@ class Window:
         self._left_scale: Tensor | None = None
         self._skipped: Tensor | None = None
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
-        self._known: tuple[Any, dict[int, tuple[Tensor, Tensor]]] = (None, {})
+        self._known: tuple[Any, dict[int, Tensor]] = (None, {})
         self._leaves: list[Tensor] = []
         self._aside: dict[Tensor, Tensor] = {}
         self._steps_aside = False
-        self._shown: list[tuple[Tensor, Tensor, Tensor]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -77,39 +76,30 @@ class Window:
     def leaves(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
         """Return the models' parameters that some of the optimizers update, or all of them; each once."""
         if optimizers is None or all(each in optimizers for each in self.optimizers):
-            self._pairs()
+            self._by_id()
             return self._leaves
         chosen = [each for each in self.optimizers if each in optimizers]
         return list({id(leaf): leaf for each in chosen for leaf in self.weights.leaves(each)}.values())
 
     def owns(self, leaf: Tensor) -> bool:
         """Whether a tensor is one of these parameters."""
-        return id(leaf) in self._pairs()
+        return id(leaf) in self._by_id()
 
     def ids(self) -> Iterable[int]:
         """Return the ``id`` of each of these parameters."""
-        return self._pairs()
+        return self._by_id()
 
-    def _pairs(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the parameters by ``id``, each with what an optimizer updates for it: its master, or itself."""
+    def _by_id(self) -> dict[int, Tensor]:
+        """Return the parameters by ``id``."""
         key = [list(map(id, group["params"])) for each in self.optimizers for group in each.param_groups]
         if self._known[0] != key:  # groups were added since
-            every = (
-                (leaf, updated)
-                for each in self.optimizers
-                for leaf, updated in zip(self.weights.leaves(each), self.weights.updated(each), strict=True)
-            )
-            self._known = key, {id(leaf): (leaf, updated) for leaf, updated in every}
-            self._leaves = [leaf for leaf, _ in self._known[1].values()]
+            self._known = key, {id(leaf): leaf for each in self.optimizers for leaf in self.weights.leaves(each)}
+            self._leaves = list(self._known[1].values())
         return self._known[1]
 
     def has_gradients(self) -> bool:
-        """Whether a step would find a gradient: one that a master shows, and its parameter has lost, was cleared."""
-        shown = {id(updated): gradient for _, updated, gradient in self._shown}
-        return any(
-            leaf.grad is not None or (updated.grad is not None and updated.grad is not shown.get(id(updated)))
-            for leaf, updated in self._pairs().values()
-        )
+        """Whether a step would find a gradient."""
+        return any(leaf.grad is not None for leaf in self.leaves())
 
     # A backward pass ------------------------------------------------------------------------------------
 
@@ -143,7 +133,6 @@ class Window:
     @torch.no_grad()
     def forget_cleared(self) -> None:
         """Forget what was found of gradients that were cleared to zeros since; decided on the device."""
-        self.give_back()
         if not self.passes or (self.found is None and not self.losses) or self._now() == self._marks:
             return
         _, gradients = dense(self.leaves())
@@ -163,7 +152,6 @@ class Window:
                 ones, which its buckets could not hold, wait beside it.
             leaves_zeros: Whether it wants a gradient of each parameter that has such a sum, zeros at least.
         """
-        self.give_back()
         leaves = self.leaves()
         there = [leaf for leaf in leaves if leaf.grad is not None]
         if not there:
@@ -261,6 +249,9 @@ class Window:
                 factor = back if to is None else to if back is None else to * back
                 assert factor is not None
                 multiply(gradients, factor)
+            for leaf in params:
+                if leaf.dtype in LOW:
+                    leaf.grad_dtype = None  # so that any may be assigned
         self.scale, self._marks = to, self._now()
 
     @property
@@ -274,46 +265,6 @@ class Window:
     def _now(self) -> list[tuple[int, int]]:
         return marks(with_gradients(self.leaves())[1])
 
-    # Masters that show them -----------------------------------------------------------------------------
-
-    def show(self) -> None:
-        """Have masters show the gradients of their parameters: one FP32 tensor on both."""
-        there = [pair for pair in self._pairs().values() if pair[1] is not pair[0] and pair[0].grad is not None]
-        _widen([leaf for leaf, _ in there])
-        self._shown = []
-        for leaf, updated in there:
-            if leaf.grad is not None:
-                updated.grad = leaf.grad
-                self._shown.append((leaf, updated, leaf.grad))
-                leaf.grad_dtype = None
-
-    def give_back(self) -> None:
-        """Take the masters' gradients back onto the parameters, edited or replaced on either side.
-
-        Raises:
-            StateError: A parameter and its master were given different gradients.
-        """
-        for leaf, updated, shown in self._shown:
-            ours, theirs = leaf.grad, updated.grad
-            if (
-                ours is not shown
-                and theirs is not shown
-                and ours is not theirs
-                and ours is not None
-                and theirs is not None
-            ):
-                if not torch.equal(ours, theirs):
-                    raise StateError(
-                        "a parameter and its master were given different gradients",
-                        where=self.weights.name_of(leaf),
-                        write="an edit of one of them",
-                    )
-            elif theirs is not shown and (ours is shown or ours is None):
-                leaf.grad = theirs
-        for _, updated, _ in self._shown:
-            updated.grad = None
-        self._shown = []
-
     # After a step ---------------------------------------------------------------------------------------
 
     def close(self, skipped: Tensor | None = None) -> None:
@@ -322,7 +273,6 @@ class Window:
         Args:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
-        self.give_back()
         self._skipped, self._left_scale = skipped, self.scale
         for leaf in self.leaves():
             if leaf.dtype in LOW and leaf.grad is None:
@@ -336,12 +286,10 @@ class Window:
 
     def clear(self) -> None:
         """Be as new, once the gradients were cleared."""
-        for leaf, updated in self._pairs().values():
-            if updated is not leaf:
-                updated.grad = None
+        for leaf in self.leaves():
             if leaf.dtype in LOW and leaf.grad is None:
                 leaf.grad_dtype = leaf.dtype
-        self._shown, self.left = [], {}
+        self.left = {}
         self.forget()
 
 

@@ -6,7 +6,7 @@ import copy
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -132,6 +132,32 @@ def _unfit(module: nn.Module, halves: Halves, state: Mapping[str, Any], prefix: 
             where=some_of(large),
             write="a policy in bfloat16, whose range is FP32's; or fp32_param=…, the names above",
         )
+
+
+class InFP32:
+    """A model whose parameters and buffers are read in FP32, for averages that read them one by one.
+
+    Args:
+        model: The model, or one around it.
+        halves: Own its FP32 values.
+    """
+
+    def __init__(self, model: nn.Module, halves: Sequence[Halves]) -> None:
+        self._model, self._halves = model, halves
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters' FP32 values."""
+        return map(self._read, self._model.parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield the buffers' FP32 values."""
+        return map(self._read, self._model.buffers())
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        return next((halves.read(tensor) for halves in self._halves if tensor in halves), tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 # Copies, pickles and casts --------------------------------------------------------------------------------

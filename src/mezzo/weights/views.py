@@ -126,7 +126,7 @@ class Views:
         for each in _family(optimizer):
             for key, state in each.state.items():  # Adagrad's is there already
                 if isinstance(key, Tensor) and owner_of(key, halves) is not None and isinstance(state, dict):
-                    state.update({name: _widened(value) for name, value in state.items()})
+                    state.update({name: widened(value) for name, value in state.items()})
             self._hook(each)
         vars(optimizer)["_mezzo_views"] = self
         self._undo.append(lambda: vars(optimizer).pop("_mezzo_views", None))
@@ -611,8 +611,8 @@ def _exchange(lists: Sequence[_Exchanged], place: int) -> None:
         each[0][:] = each[place]
 
 
-def _widened(value: Any) -> Any:
+def widened(value: Any) -> Any:
     """Return optimizer state in FP32, which is exact; LBFGS has lists of it."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in LOW else value
-    return list(map(_widened, value)) if type(value) is list else value
+    return list(map(widened, value)) if type(value) is list else value

@@ -16,10 +16,8 @@ from mezzo.numerics.moves import Move, count_moves
 from mezzo.numerics.recording.passes import Places
 from mezzo.numerics.recording.subject import Subject
 from mezzo.numerics.recording.tally import Tally, is_countable
-from mezzo.optim.keeper import Keeper
-from mezzo.optim.masters import MasterWeights, masters_of
-from mezzo.optim.optimizer import as_one_pass
 from mezzo.tensors import dtype_name
+from mezzo.weights import Halves
 
 __all__ = ["WeightWatch", "given_optimizers", "kept_by", "swallowed_of", "updated_by"]
 
@@ -47,11 +45,11 @@ class WeightWatch:
         self._gradients: dict[Tensor, Tensor] = {}
         self.has_gradients = False
 
-    def before(self, kept: Mapping[Tensor, Keeper], updated: Container[Tensor]) -> None:
+    def before(self, kept: Mapping[Tensor, Halves], updated: Container[Tensor]) -> None:
         """Count the weights that a step may move, and copy them.
 
         Args:
-            kept: What keeps the FP32 value of each low-precision parameter that has one.
+            kept: Who owns the FP32 value of each low-precision parameter that has one.
             updated: The parameters that the step is one of.
         """
         for param in self._subject.params:
@@ -89,7 +87,7 @@ class WeightWatch:
         if "weight_gradients" in self._kinds:
             self._put("weight_gradients", param, gradient.dtype, self._tally.count(gradient, factor))
 
-    def after(self, kept: Mapping[Tensor, Keeper]) -> None:
+    def after(self, kept: Mapping[Tensor, Halves]) -> None:
         """Count the updates of the weights that were copied, and let go of the copies."""
         moves = []
         for param, (before, dtype) in self._before.items():
@@ -121,8 +119,8 @@ def swallowed_of(numbers: Sequence[int], formats: Sequence[Format]) -> Swallowed
     )
 
 
-def _value(param: Tensor, kept: Mapping[Tensor, Keeper]) -> Tensor:
-    return (kept[param].master_of(param) if param in kept else param).detach()
+def _value(param: Tensor, kept: Mapping[Tensor, Halves]) -> Tensor:
+    return (kept[param].read(param) if param in kept else param).detach()
 
 
 # Optimizers ---------------------------------------------------------------------------------------------------
