@@ -188,7 +188,7 @@ class Bucket:
         hypers: The rule's hyper-parameters: 0-d float64 tensors on the device.
         step: 0-d int64 on the device: how many updates there were, this one included where an update runs.
         weights: The model's tensors.
-        extras: The optimizer's tensor beside each weight, or None where the storage has none.
+        extras: The tensor that lies beside each weight, or None where the storage has none.
         states: The rule's states of each weight, float32 or bfloat16, laid out as the weight is. In bfloat16 they
             are rounded at random: to nearest, a second moment could never shrink (0.999 of it rounds to itself).
         seed: For random rounding; ranks that hold different weights give different ones.
@@ -210,7 +210,7 @@ class Bucket:
     @property
     def random(self) -> bool:
         """Whether anything is rounded at random."""
-        return self.storage.random or any(s.dtype != torch.float32 for states in self.states for s in states)
+        return any(s.dtype != torch.float32 for states in self.states for s in states)
 
 
 class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
@@ -285,12 +285,13 @@ def updated(
         order: int32 element numbers, for the same.
 
     Returns:
-        Values as FP32 or int32, which a copy into the targets rounds no further.
+        Values as FP32 or int32, which a copy into the targets rounds no further; of a target that stays as it is the
+        target itself.
     """
     parts, states = tuple(targets[: len(targets) - len(rule.states)]), targets[len(targets) - len(rule.states) :]
     wide = tuple(state.to(torch.float32) for state in states)
     weight, new = rule.update(gradient.to(torch.float32) * multiplier, storage.read(parts), wide, scalars)
-    values = storage.write(weight, parts[0].dtype, lambda: noise(order, key))
+    values = parts if storage.write is None else storage.write(weight, parts[0].dtype)
     return *values, *(
         value if state.dtype == torch.float32 else stochastic(value, state.dtype, noise(order, key, slot))
         for slot, (state, value) in enumerate(zip(states, new, strict=True), start=1)

@@ -18,7 +18,7 @@ from mezzo.errors import NumericsError, PolicyError, shown
 from mezzo.step.rounding import SIGN, nearest, one_nan
 from mezzo.tensors import flat
 
-__all__ = ["decode", "encode", "halves", "joined", "judged_together"]
+__all__ = ["decode", "encode", "encode_into", "halves", "joined", "judged_together"]
 
 _SMALLEST_NORMAL_FP16: Final = 2.0**-14
 #: The largest |weight| that each format's high half can stand for; BF16's is just below the midpoint to 2^128.
@@ -94,9 +94,8 @@ def joined(high: Tensor, remainder: Tensor, dtype: torch.dtype) -> Tensor:
         # Nothing rounds to zero from below its own pattern: such a remainder is that of a weight set to zero since,
         # and the sum of patterns would be a NaN.
         own = torch.where(high.abs() > 0.0, remainder, remainder.clamp(0, 0x7FFF))
-        own = torch.where(
-            high.abs() <= _LARGEST[dtype], own, 0
-        )  # an infinity or NaN is the value, whatever is beside it
+        # An infinity or NaN is the value, whatever is beside it.
+        own = torch.where(high.abs() <= _LARGEST[dtype], own, 0)
         return (high.view(torch.int32) + own).view(torch.float32)
     size = high.abs()
     # Half a spacing is 2^12 FP32 spacings, but just below 2^-14 it is 2^13: FP32's halves there, and FP16's does not.
@@ -142,14 +141,34 @@ def encode(w: Tensor, dtype: torch.dtype, *, name: str | None = None) -> tuple[T
     _check(dtype in _LARGEST, f"split storage with a {dtype} high half", "encode(w, torch.bfloat16) or torch.float16")
     hi, lo = torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16)
     _refuse_overflow(w, dtype, name)
+    encode_into(w, hi, lo)
+    return hi, lo
+
+
+@torch.no_grad()
+def encode_into(w: Tensor, hi: Tensor, lo: Tensor) -> None:
+    """Store FP32 weights in halves that are there.
+
+    Args:
+        w: FP32. A finite weight beyond the range of ``hi`` becomes infinite.
+        hi: BF16 or FP16, of the same shape.
+        lo: int16, of the same shape.
+
+    Raises:
+        PolicyError: Something else.
+
+    **Cost**: 4 bytes a weight read and 4 written; a few MiB of scratch. No host sync.
+    """
+    write = "encode_into(w, *encode(w, torch.bfloat16))"
+    _check(_is(w, torch.float32), f"split storage of {_named(w)}", write)
+    _check_halves(hi, lo, write)
     for source, high_half, remainder_half in _blocks(w, hi, lo):
-        high, remainder = halves(one_nan(source), dtype)
-        if dtype == torch.bfloat16:  # torch's own cast does not keep the sign of a NaN
+        high, remainder = halves(one_nan(source), hi.dtype)
+        if hi.dtype == torch.bfloat16:  # torch's own cast does not keep the sign of a NaN
             high_half.view(torch.int16).copy_(high.view(torch.int32) >> 16)
         else:
             high_half.copy_(high)
         remainder_half.copy_(remainder)
-    return hi, lo
 
 
 @torch.no_grad()
@@ -168,9 +187,7 @@ def decode(hi: Tensor, lo: Tensor) -> Tensor:
 
     **Cost**: 4 bytes a weight read and 4 written; a few MiB of scratch. No host sync.
     """
-    write = "decode(*encode(w, torch.bfloat16))"
-    _check(_is(hi, *_LARGEST), f"split storage with {_named(hi)} as its high half", write)
-    _check(_is(lo, torch.int16), f"split storage with {_named(lo)} as its remainder", write)
+    _check_halves(hi, lo, "decode(*encode(w, torch.bfloat16))")
     w = torch.empty_like(hi, dtype=torch.float32)
     for high_half, remainder_half, target in _blocks(hi, lo, w):
         target.copy_(joined(_widened(high_half), remainder_half.int(), hi.dtype))
@@ -224,6 +241,11 @@ def _is(value: object, *dtypes: torch.dtype) -> bool:
 
 def _named(value: object) -> str:
     return f"a {value.dtype} tensor" if isinstance(value, Tensor) else shown(value)
+
+
+def _check_halves(hi: object, lo: object, write: str) -> None:
+    _check(_is(hi, *_LARGEST), f"split storage with {_named(hi)} as its high half", write)
+    _check(_is(lo, torch.int16), f"split storage with {_named(lo)} as its remainder", write)
 
 
 def _check(fits: bool, what: str, write: str) -> None:

@@ -69,6 +69,8 @@ class UpdateRule:
         **Cost**: no host sync; it can be captured in a CUDA graph. About 15 one-element kernels, or one where they are
         written together (:mod:`mezzo.step.executors.triton.shared`).
         """
+        if not self.numbers:
+            return step.new_empty(0, dtype=dtype)
         numbers = self.numbers_of({name: hypers[name].double() for name in self.hypers}, step.double())
         return torch.stack([numbers[name] for name in self.numbers]).to(dtype)
 

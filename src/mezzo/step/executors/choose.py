@@ -14,14 +14,14 @@ from torch import Tensor
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.emit import Pure
 from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.passes import Executor, NoKernel
+from mezzo.step.passes import Bucket, BucketUpdate, Executor, NoKernel, Verdict
 
 if TYPE_CHECKING:
     from mezzo.step.executors.cpp.launch import Cpp
     from mezzo.step.executors.triton.launch import Triton
     from mezzo.step.executors.triton.shared import Shared
 
-__all__ = ["executor_for", "has_triton", "portable", "shared"]
+__all__ = ["executor_for", "has_triton", "portable", "shared", "update_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,35 @@ def executor_for(device: torch.device) -> Executor:
     if device.type == "cpu":
         return _working("C++", torch.device("cpu"))
     return _working("Triton" if device.type == "cuda" and has_triton() else "torch.compile", device)
+
+
+def update_of(bucket: Bucket) -> BucketUpdate:
+    """Return pass 2 for a bucket by its device's executor, or by the one that needs no compiler.
+
+    The other one takes its place for good where a kernel cannot be built, now or for dtypes that a later step has.
+    """
+    return _Working(bucket)
+
+
+class _Working(BucketUpdate):
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        try:
+            self.update = executor_for(bucket.step.device).update_of(bucket)
+        except NoKernel as error:
+            self.update = portable(error).update_of(bucket)
+
+    def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        try:
+            return self.update.ready(gradients)
+        except NoKernel as error:
+            self.update = portable(error).update_of(self.bucket)
+            return self.update.ready(gradients)
+
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
+        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        self.update.write(gradients, verdict, step)
 
 
 def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]) -> Sequence[Tensor]:

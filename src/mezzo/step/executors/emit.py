@@ -133,7 +133,7 @@ def spelled(function: Pure, examples: Sequence[Tensor], names: Sequence[Word], w
         operation = str(node.target)
         if node.op == "placeholder":
             known[node] = next(given)
-            used |= {known[node]} if node.users else set()
+            used |= {known[node]} if any(each.op != "output" for each in node.users) else set()
         elif node.op == "output":
             results = [Result(known[each], each.meta["val"].dtype) for each in node.args[0]]
         elif operation == _STACK:
@@ -168,10 +168,10 @@ def update_name(rule: UpdateRule, storage: Storage) -> str:
 
 def written(
     rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect
-) -> tuple[list[str], Spelled]:
-    """Write the update of one element, with a line for each target to store.
+) -> tuple[list[str], list[str], Spelled]:
+    """Write the update of one element, with a line for each target to store: not for one that stays as it is.
 
-    What is not stored goes by the names of ``rule.numbers``, ``multiplier``, ``key`` and ``order``.
+    What is not in tensors goes by the names of ``rule.numbers``, ``multiplier``, ``key`` and ``order``.
 
     Args:
         rule: What to do.
@@ -180,7 +180,8 @@ def written(
         dialect: The language.
 
     Returns:
-        What the elements in memory are called: the gradient's, then the parts' and the states'; and the lines.
+        What the elements in memory are called: the gradient's, then the parts' and the states'; which of them are
+        stored; and the lines.
 
     Raises:
         UnsupportedError: The rule or the storage uses an operation that is not in the language's table.
@@ -196,12 +197,17 @@ def written(
 
     words = [*names, rule.numbers, "multiplier", "key", "order"]
     step_of = spelled(step, examples, words, f"the update rule {rule.name}", dialect)
+    stored = []
     for target, dtype, result in zip(names[1:], dtypes[1:], step_of.results, strict=True):
+        if result.word == target:
+            continue
+        stored.append(target)
+        step_of.used.add(result.word)  # another's element, where nothing is computed
         narrowed = dialect.narrowed.get(dtype, dialect.operations[_COPY]).format(
             result.word, dtype=dialect.types[dtype]
         )
         step_of.body.append(dialect.stored.format(target=target, value=narrowed))
-    return names, step_of
+    return names, stored, step_of
 
 
 def _expression(node: fx.Node, known: Mapping[fx.Node, Any], where: str, dialect: Dialect) -> str:

@@ -151,7 +151,8 @@ def write_elements(
     order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
     values = updated(rule, storage, gradient, targets, scalars, verdict.multiplier, key, order)
     for target, value in zip(targets, values, strict=True):
-        target.copy_(torch.where(verdict.found_inf, target, value) if predicated else value)
+        if value is not target:
+            target.copy_(torch.where(verdict.found_inf, target, value) if predicated else value)
 
 
 def _by_torch(rule: UpdateRule, hypers: Mapping[str, Tensor], step: Tensor) -> UpdateRule:
@@ -242,7 +243,8 @@ def _kernel(
         order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
         values = updated(rule, storage, gradient, targets, scalars, multiplier, key, order)
         for target, value in zip(targets, values, strict=True):
-            target.copy_(torch.where(found_inf, target, value))
+            if value is not target:
+                target.copy_(torch.where(found_inf, target, value))
 
     gradient, *targets = (torch.zeros(EXAMPLE, dtype=dtype, device=device) for dtype in dtypes)
     scalars, one = torch.ones(len(rule.numbers), device=device), torch.ones((), device=device)

@@ -219,20 +219,24 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     Raises:
         UnsupportedError: The rule or the storage uses an operation that is not in the table.
     """
-    names, step = written(rule, storage, dtypes, CPP)
-    types = ["const " * (not place) + _TYPES[dtype] for place, dtype in enumerate(dtypes)]
+    names, stored, step = written(rule, storage, dtypes, CPP)
+    types = ["const " * (name not in stored) + _TYPES[dtype] for name, dtype in zip(names, dtypes, strict=True)]
     places = ["addresses[tensor]", *(f"row[{place}]" for place in range(1, len(types)))]
     operands = list(zip(names, dtypes, strict=True))
     kinds = {**_TYPES, torch.float16: "float"}
     lines = [f"const {kinds[dtype]} {name} = {name}_row[i];" for name, dtype in operands if name in step.used]
-    rows = [_row(name, dtype, read=name in step.used, constant=name == names[0]) for name, dtype in operands]
-    halves = [f"narrow({name}_row, {name}_at + row, count);" for name, dtype in operands[1:] if dtype == torch.float16]
+    rows = [
+        _row(name, dtype, read=name in step.used, constant=name not in stored)
+        for name, dtype in operands
+        if name in step.used or name in stored
+    ]
+    low = [name for name, dtype in operands if dtype == torch.float16 and name in stored]
     return _headers(dtypes) + _UPDATE.format(
         columns=", ".join(f"{kind}* __restrict {name}_at" for kind, name in zip(types, names, strict=True)),
         numbers="\n    ".join(f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)),
         lines="\n            ".join([*lines, *step.body]),
         rows="\n        ".join(rows),
-        stores="\n        ".join(halves),
+        stores="\n        ".join(f"narrow({name}_row, {name}_at + row, count);" for name in low),
         row=ROW,
         width=len(types),
         pointers=", ".join(f"reinterpret_cast<{kind}*>({place})" for kind, place in zip(types, places, strict=True)),

@@ -202,8 +202,11 @@ class _TritonUpdate(TabledUpdate):
         if _is_capturing(self.device):
             self.kept.append((self.table, self.kernels))
         bucket, table = self.bucket, self.addresses.of(vectors)
-        hypers = [bucket.hypers[name] for name in bucket.rule.hypers]
-        (scalars,) = self.shared(_scalars, (bucket.rule,), [step, *hypers])
+        if bucket.rule.numbers:
+            hypers = [bucket.hypers[name] for name in bucket.rule.hypers]
+            (scalars,) = self.shared(_scalars, (bucket.rule,), [step, *hypers])
+        else:  # not worth a launch
+            scalars = bucket.rule.scalars({}, step)
         numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(bucket.seed)
         with source.on(self.device):
             for kernel, chunks in self.kernels:

@@ -192,14 +192,15 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     Raises:
         UnsupportedError: The rule or the storage uses an operation that is not in the table.
     """
-    names, step = written(rule, storage, dtypes, TRITON)
+    names, stored, step = written(rule, storage, dtypes, TRITON)
     name = update_name(rule, storage)
     lines = [f"{number} = tl.load(scalars + {place})" for place, number in enumerate(rule.numbers)]
     lines += [
         f"{each}_at = tl.multiple_of({each}_at + offsets, {dtype.itemsize} * VECTOR)"
         for each, dtype in zip(names, dtypes, strict=True)
+        if each in step.used or each in stored
     ]
-    lines += [f"{each} = tl.load({each}_at, mask=mask)" for each in names]
+    lines += [f"{each} = tl.load({each}_at, mask=mask)" for each in names if each in step.used]
     lines += step.body
     return _UPDATE.format(
         name=name,
