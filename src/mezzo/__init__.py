@@ -18,7 +18,6 @@ from mezzo.errors import (
     StateError,
     UnsupportedError,
 )
-from mezzo.optim.masters import MasterWeights
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.scale import LossScale
 from mezzo.session import MixedPrecision, Stats, Step, load, save
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttachedPrecision", "Captured", "Decision", "DistributedError", "Explanation", "LossScale", "MasterWeights",
-    "MezzoError", "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed",
+    "AttachedPrecision", "Captured", "Decision", "DistributedError", "Explanation", "LossScale", "MezzoError",
+    "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed",
     "StateError", "Stats", "Step", "UnsupportedError", "__version__", "attach", "autocast", "capture",
     "checkpoint_contexts", "explain", "formats", "fp32", "fully_shard", "load", "low", "numerics", "optim",
     "overflow", "prepare", "promote", "save",

@@ -1,7 +1,7 @@
-"""Optimizers that store each weight once and update everything in one pass, and FP32 masters around any others.
+"""Optimizers that update everything in one pass: torch's signatures, parameter groups and state dicts.
 
-Here belong what both have in common (``keeper``), torch's signatures, parameter groups and state dicts. What an update
-does to an element, how weights lie in memory and how kernels are launched is said in ``mezzo.step``.
+What an update does to an element, how weights lie in memory and how kernels are launched is said in ``mezzo.step``; who
+owns FP32 values of low parameters, and how torch's optimizers see them, in ``mezzo.weights``.
 """
 
 from mezzo.optim.classes import SGD, Adam, AdamW, Lion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,18 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError, message, nearest, raise_together, shown, some_of
-from mezzo.optim.state import EXTRAS, WEIGHT_DTYPES
-from mezzo.step.storage import storage
 from mezzo.step.update import RULES
 from mezzo.tensors import CASTABLE, described, dtype_name
 
-__all__ = [
-    "Look", "check_arguments", "check_group", "check_state", "check_unchanged", "in_host_memory", "in_words", "ordered",
-]  # fmt: skip
-
 _STATE_DTYPES: Final = ("float32", "bfloat16")
-#: Of the other halves that go with a weight of any low precision; a compensation has the weight's own.
-_ANY_WEIGHT: Final = (torch.int16, torch.float32)
 #: Hyper-parameters: the least they may be, and what to write.
 _LEAST: Final = {
     "lr": (0.0, "1e-3"),
@@ -135,11 +127,7 @@ def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
     if group["state_dtype"] not in _STATE_DTYPES:
         wrong = str(group["state_dtype"])
         yield PolicyError(f"unknown state_dtype {wrong!r}", why=nearest(wrong, _STATE_DTYPES))
-    try:
-        storage(group["master"], torch.bfloat16, rounding=group["rounding"])
-    except PolicyError as error:
-        yield error
-    yield from _wrong_weights(group.get("params"))
+    yield from wrong_weights(group.get("params"))
 
 
 def _is_number(value: Any, least: float, end: float) -> bool:
@@ -164,12 +152,22 @@ def in_host_memory(number: Tensor) -> float:
     return float(number.detach().double().reshape(()).numpy())
 
 
-def _wrong_weights(params: Any) -> Iterator[PolicyError]:
-    """Look for weights that no storage takes; those that are not trained may be anything, quantised for instance."""
+def wrong_weights(params: Any) -> Iterator[PolicyError]:
+    """Yield what stands against weights in dtypes that no storage takes.
+
+    Those that are not trained may be anything, quantised for instance.
+
+    Args:
+        params: A list of parameters, or of names with parameters; of anything else nothing is said.
+    """
     wrong = []
     for each in params if isinstance(params, (list, tuple)) else ():
         name, param = each if isinstance(each, tuple) else ("a parameter", each)
-        if isinstance(param, Tensor) and param.requires_grad and param.dtype not in CASTABLE:
+        if (
+            isinstance(param, Tensor)
+            and param.dtype not in CASTABLE
+            and (param.requires_grad or param.grad is not None)
+        ):
             wrong.append(f"{name} ({dtype_name(param.dtype)}, shape {tuple(param.shape)})")
     if wrong:
         yield PolicyError(
@@ -212,7 +210,7 @@ def check_state(state_dict: Mapping[str, Any], rule: str) -> None:
 
 
 def _malformed(state_dict: Mapping[str, Any], moments: Sequence[str]) -> Iterator[str]:
-    """Yield what no optimizer has written: containers, counts, moments and other halves of another kind."""
+    """Yield what no optimizer has written: containers, counts and moments of another kind."""
     state, groups = state_dict["state"], state_dict["param_groups"]
     yield from _no_mapping("state", state)
     yield from _no_list("param_groups", groups)
@@ -222,8 +220,7 @@ def _malformed(state_dict: Mapping[str, Any], moments: Sequence[str]) -> Iterato
         if not isinstance(group, Mapping):
             continue
         params = group.get("params")
-        for name, value in (("params", params), (WEIGHT_DTYPES, group.get(WEIGHT_DTYPES, ()))):
-            yield from _no_list(f"{at}.{name}", value, (int, str, type(None)))
+        yield from _no_list(f"{at}.params", params, (int, str))
         for index in params if isinstance(params, (list, tuple)) and isinstance(state, Mapping) else ():
             if isinstance(index, (int, str)) and index in state:
                 yield from _malformed_entry(state[index], f"state[{index!r}]", moments)
@@ -247,8 +244,7 @@ def _malformed_entry(entry: Any, at: str, moments: Sequence[str]) -> Iterator[st
         if name == "step" and not _is_count(value):
             yield f"{at}.step is {in_words(value)}, not a count"
         # torch's SGD has kept None for a momentum that is yet to come.
-        is_kept = name in EXTRAS or (name in moments and value is not None)
-        if is_kept and not _holds_numbers(value):
+        if name in moments and value is not None and not _holds_numbers(value):
             yield f"{at}.{name} is {in_words(value)}, not a dense tensor of real numbers"
 
 
@@ -273,38 +269,26 @@ def in_words(value: Any) -> str:
     return shown(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
 
 
-def check_unchanged(param: Tensor, state: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuse a parameter whose shape, device or dtype is not that of its state any more.
+def check_unchanged(param: Tensor, kept: Mapping[str, Tensor]) -> None:
+    """Refuse a parameter whose shape or device is not that of what belongs to it any more.
 
     Args:
         param: The parameter.
-        state: What the optimizer keeps for it.
-        names: The update rule's states.
+        kept: What belongs to it, by name.
 
     Raises:
-        StateError: With both. A cast is seen where it drops bits that the other half of the weight needs: to float32,
-            and of a compensated weight to any dtype.
+        StateError: With both.
     """
-    for name in (name for name in (*names, *EXTRAS) if name in state):
-        kept = state[name]
-        if kept.shape != param.shape:
+    for name, value in kept.items():
+        if value.shape != param.shape:
             raise StateError(
                 "a parameter was resized after the optimizer made its state",
-                where=f"{tuple(kept.shape)} → {tuple(param.shape)}, {name}",
+                where=f"{tuple(value.shape)} → {tuple(param.shape)}, {name}",
                 write="a new optimizer over the new parameters",
             )
-        if name in EXTRAS and (param.dtype == torch.float32 or kept.dtype not in (*_ANY_WEIGHT, param.dtype)):
-            raise StateError(
-                "a parameter was cast while the optimizer keeps the other half of its value",
-                where=f"shape {tuple(param.shape)}, now {dtype_name(param.dtype)}, and its {name}",
-                why="the FP32 value follows from both halves, and the cast took part of one",
-                write="model.to(the dtype it had), and then\n"
-                "held = optimizer.release(); model.float()\n"
-                "for param, value in held.items(): param.data.copy_(value)",
-            )
-        if kept.device != param.device:
+        if value.device != param.device:
             raise StateError(
                 "a parameter was moved after the optimizer made its state",
-                where=f"{kept.device} → {param.device}, shape {tuple(param.shape)}",
+                where=f"{value.device} → {param.device}, shape {tuple(param.shape)}",
                 write="model.to(device) before the optimizer is made, or optimizer.load_state_dict after it",
             )

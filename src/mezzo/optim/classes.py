@@ -8,11 +8,7 @@ from torch import Tensor
 
 from mezzo.optim.optimizer import OnePassOptimizer, Params
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion"]
-
-Master = Literal["split", "full"] | None
 StateDtype = Literal["float32", "bfloat16"]
-Rounding = Literal["nearest", "stochastic", "kahan"]
 
 
 class _TorchOnly(TypedDict, total=False):
@@ -36,19 +32,15 @@ class AdamW(OnePassOptimizer):
         weight_decay: Decoupled: weights shrink by ``lr · weight_decay``, whatever the gradient.
         amsgrad: Divide by the largest second moment so far.
         maximize: Climb instead of descend.
-        master: How FP32 values of low-precision parameters are kept: ``"split"`` (16 remainder bits beside the
-            parameter, 2 bytes), ``"full"`` (an FP32 copy, 4 bytes) or ``None`` (not at all).
         state_dtype: Of the running means: ``"float32"``, or ``"bfloat16"``, rounded stochastically.
-        rounding: Of low-precision parameters without a master: to the ``"nearest"`` value, ``"stochastic"`` to a
-            neighbour at random, or ``"kahan"``, which keeps what was dropped in 2 bytes more.
 
     Raises:
         PolicyError: A value that no update can work with, or an argument of torch's that chooses among its
             implementations (``fused``, ``foreach``, ``capturable``, ``differentiable``): there is one here.
 
-    **Cost**: bytes moved a parameter with ``"split"`` and BF16: 28 (20 with BF16 means). Bytes kept beside a
-    low-precision parameter and its gradient: 10 with ``"split"``, 12 with ``"full"``, 8 with ``None``; 4 less with
-    BF16 means. ``amsgrad`` keeps one mean more. No host sync on a GPU.
+    **Cost**: bytes moved a parameter that is stored in halves: 28, norm included (20 with BF16 means). Bytes kept: 14,
+    4 of them the two halves, which the model keeps, 2 the gradient, and 8 the means (4 in BF16). An FP32 parameter
+    takes 16. ``amsgrad`` keeps one mean more. No host sync on a GPU.
 
     Example:
         >>> import mezzo, torch
@@ -60,8 +52,8 @@ class AdamW(OnePassOptimizer):
         >>> amp.backward(loss)
         >>> bool(amp.step().skipped)
         False
-        >>> model.weight.dtype, optimizer.state[model.weight]["remainder"].dtype
-        (torch.bfloat16, torch.int16)
+        >>> model.weight.dtype, optimizer.state[model.weight]["exp_avg"].dtype
+        (torch.bfloat16, torch.float32)
 
     References:
         Loshchilov & Hutter, *Decoupled Weight Decay Regularization*, ICLR 2019.
@@ -79,14 +71,12 @@ class AdamW(OnePassOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        master: Master = "split",
         state_dtype: StateDtype = "float32",
-        rounding: Rounding = "nearest",
         **torch_only: Unpack[_TorchOnly],
     ) -> None:
         super().__init__(
             params, torch_only, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
-            maximize=maximize, master=master, state_dtype=state_dtype, rounding=rounding,
+            maximize=maximize, state_dtype=state_dtype,
         )  # fmt: skip
 
 
@@ -111,14 +101,12 @@ class Adam(AdamW):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        master: Master = "split",
         state_dtype: StateDtype = "float32",
-        rounding: Rounding = "nearest",
         **torch_only: Unpack[_TorchOnly],
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize,
-            master=master, state_dtype=state_dtype, rounding=rounding, **torch_only,
+            state_dtype=state_dtype, **torch_only,
         )  # fmt: skip
 
 
@@ -133,16 +121,13 @@ class SGD(OnePassOptimizer):
         weight_decay: Added to the gradient, times the weight.
         nesterov: Look ahead along the momentum.
         maximize: Climb instead of descend.
-        master: How FP32 values are kept, as in :class:`AdamW`; so are ``state_dtype`` and ``rounding``.
-        state_dtype: Of the momentum.
-        rounding: Of low-precision parameters without a master.
+        state_dtype: Of the momentum, as in :class:`AdamW`.
 
     Raises:
         PolicyError: As :class:`AdamW`, and ``nesterov`` without momentum or with dampening.
 
-    **Cost**: bytes moved a parameter with ``"split"`` and BF16: 20 with momentum, 12 without. Bytes kept beside a
-    low-precision parameter and its gradient: 6 with ``"split"``, 8 with ``"full"``, 4 with ``None``; 2 less with
-    BF16 momentum, 4 less without momentum. No host sync on a GPU.
+    **Cost**: bytes moved a parameter that is stored in halves: 20 with momentum, 12 without. Bytes kept: 10, 4 of them
+    the two halves, which the model keeps, 2 the gradient, and 4 the momentum (2 in BF16). No host sync on a GPU.
 
     References:
         Sutskever et al., *On the importance of initialization and momentum in deep learning*, ICML 2013.
@@ -160,14 +145,12 @@ class SGD(OnePassOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        master: Master = "split",
         state_dtype: StateDtype = "float32",
-        rounding: Rounding = "nearest",
         **torch_only: Unpack[_TorchOnly],
     ) -> None:
         super().__init__(
             params, torch_only, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-            nesterov=nesterov, maximize=maximize, master=master, state_dtype=state_dtype, rounding=rounding,
+            nesterov=nesterov, maximize=maximize, state_dtype=state_dtype,
         )  # fmt: skip
 
 
@@ -180,9 +163,7 @@ class Lion(OnePassOptimizer):
         betas: Interpolation for the direction, and decay of the momentum.
         weight_decay: Decoupled, as in :class:`AdamW`.
         maximize: Climb instead of descend.
-        master: How FP32 values are kept, as in :class:`AdamW`; so are ``state_dtype`` and ``rounding``.
-        state_dtype: Of the momentum.
-        rounding: Of low-precision parameters without a master.
+        state_dtype: Of the momentum, as in :class:`AdamW`.
 
     Raises:
         PolicyError: As :class:`AdamW`.
@@ -203,12 +184,10 @@ class Lion(OnePassOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        master: Master = "split",
         state_dtype: StateDtype = "float32",
-        rounding: Rounding = "nearest",
         **torch_only: Unpack[_TorchOnly],
     ) -> None:
         super().__init__(
             params, torch_only, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
-            master=master, state_dtype=state_dtype, rounding=rounding,
+            state_dtype=state_dtype,
         )  # fmt: skip

@@ -12,8 +12,6 @@ from mezzo.cast.model.sharding import flags_of_all
 from mezzo.optim.checks import check_group, in_host_memory
 from mezzo.tensors import is_distributed, local
 
-__all__ = ["Hypers", "changes_nothing"]
-
 
 def changes_nothing(groups: Iterable[Mapping[str, Any]], gradients: Iterable[Tensor]) -> bool:
     """Whether learning rates and gradients are all zero, as where ``torch.distributed.checkpoint`` has state made.

@@ -1,11 +1,11 @@
-"""The part that all of mezzo's optimizers share: parameter groups, buckets, and where weights have their other half."""
+"""The part that all of mezzo's optimizers share: parameter groups, buckets, and where the low halves of weights are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,21 +13,19 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from mezzo.errors import UnsupportedError
+from mezzo.errors import StateError, UnsupportedError, raise_together, some_of
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.checks import check_arguments, check_group, check_unchanged, ordered
-from mezzo.optim.halves import Group
+from mezzo.optim.checks import check_arguments, check_group, check_state, check_unchanged, ordered, wrong_weights
 from mezzo.optim.hypers import Hypers, changes_nothing
-from mezzo.optim.saving import SavedOptimizer
+from mezzo.optim.state import Group, restored, saved
 from mezzo.shards import locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
-from mezzo.step.storage import FULL
-from mezzo.step.update import UpdateRule
-from mezzo.tensors import local
-
-__all__ = ["Group", "OnePassOptimizer", "Params", "as_one_pass", "one_pass"]
+from mezzo.step.storage import PLAIN, SPLIT
+from mezzo.step.update import RULES, UpdateRule, rule
+from mezzo.tensors import LOW, described, dtype_name, local
+from mezzo.weights.halves import Halves, owner_of
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -52,6 +50,7 @@ class _Wanted:
         rule: The rule.
         params: The parameters.
         kinds: What each of them is.
+        replaced: How often the low halves of adopted models were given other memory until the buckets were built.
         shards: What this rank holds of each, once buckets were built; ``None`` where all are plain tensors.
         buckets: Those of them that are updated together, in the same order; ``None`` until they were built.
     """
@@ -59,12 +58,13 @@ class _Wanted:
     rule: UpdateRule
     params: list[Tensor]
     kinds: list[Any]
+    replaced: list[int]
     shards: list[Tensor] | None = None
     buckets: list[_Ready] | None = None
 
     def is_as(self, other: _Wanted) -> bool:
         """Whether the buckets that were built for another serve this one."""
-        alike = self.rule == other.rule and self.kinds == other.kinds
+        alike = self.rule == other.rule and self.kinds == other.kinds and self.replaced == other.replaced
         same = alike and all(map(is_, self.params, other.params))
         return same and (other.shards is None or all(map(is_, map(local, self.params), other.shards)))
 
@@ -79,7 +79,6 @@ class _Prepared:
         steps: The counts of updates before this step.
         counts: The counts after it.
         params: All that is updated.
-        with_masters: Those of them that have a full master.
     """
 
     verdict: Verdict | None
@@ -87,20 +86,24 @@ class _Prepared:
     steps: list[Tensor] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
-    with_masters: list[Tensor] = field(default_factory=list)
 
 
-class OnePassOptimizer(SavedOptimizer):
+class OnePassOptimizer(Optimizer):
     """An optimizer whose step reads and writes everything once, and never asks the host whether to skip.
 
-    :class:`mezzo.MixedPrecision` hands its verdict to :meth:`update`. ``torch.amp.GradScaler`` sets the attributes
-    ``found_inf`` and ``grad_scale`` for a step, as for torch's fused optimizers: 0-d tensors, whether to skip, and what
-    to divide gradients by. Gradients themselves are never written.
+    FP32 values of low parameters belong to their model: an optimizer that was adopted reads and writes both halves of
+    them in the same pass as everything else, and keeps nothing of them itself. :class:`mezzo.MixedPrecision` adopts it,
+    or :func:`mezzo.prepare` by ``prepared.adopt(optimizer)``.
+
+    A session hands its verdict to :meth:`update`. ``torch.amp.GradScaler`` sets the attributes ``found_inf`` and
+    ``grad_scale`` for a step, as for torch's fused optimizers: 0-d tensors, whether to skip, and what to divide
+    gradients by. Gradients themselves are never written.
 
     Attributes:
         updates: How many steps were taken or skipped since the optimizer was made.
     """
 
+    _rule: ClassVar[str]
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Params, torch_only: Mapping[str, Any], **defaults: Any) -> None:
@@ -110,20 +113,39 @@ class OnePassOptimizer(SavedOptimizer):
         super().__init__(ordered(params), defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer, here or on another machine."""
+        """Restore a copied or unpickled optimizer, here or on another machine. It is adopted by no model."""
         self._start()
         super().__setstate__(state)
-        self._edits.see(self._with_masters())
 
     def _start(self) -> None:
-        super()._start()
+        """Know nothing yet of what the state is for."""
+        self._halves: list[Halves] = []
+        self._ready: dict[int, _Wanted] = {}  # what was prepared for the state as it is, by the group's number
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
         self._prepared: _Prepared | None = None
         self._verdict: Verdict | None = None  # of the step under way
         self.updates = 0
 
+    def adopt(self, halves: Sequence[Halves]) -> None:
+        """Find the low halves of low parameters in these from now on, and in no others.
+
+        Args:
+            halves: Of the models whose parameters this optimizer updates. A parameter that they contain without a low
+                half (``O3``) is rounded to its own dtype after each update.
+        """
+        self._halves = list(halves)
+        self._ready.clear()
+
+    def leave(self) -> None:
+        """Serve no model any more: be as the optimizer was built, with its state."""
+        self.adopt(())
+
+    def rule_of(self, group: Group) -> UpdateRule:
+        """Return a group's update rule."""
+        return rule(self._rule, *(option for option in sorted(RULES[self._rule].options) if group[option]))
+
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters; see ``torch.optim.Optimizer.add_param_group``. In a session their state is made at once.
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``.
 
         Raises:
             PolicyError: A hyper-parameter that no update can work with; nothing was added.
@@ -132,15 +154,7 @@ class OnePassOptimizer(SavedOptimizer):
         params = param_group["params"]
         given = {**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))}
         check_group({**self.defaults, **given})
-        own = given.get("master", self.defaults["master"])
-        if (joined := self._joined) is not None and not joined.masters:
-            if "master" not in given and given.get("rounding", "nearest") == "nearest":
-                own = joined.own[0]
-            given["master"] = None
         super().add_param_group(given)
-        if joined is not None:
-            joined.own.append(own)
-        self._complete()
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -152,7 +166,7 @@ class OnePassOptimizer(SavedOptimizer):
         if set_to_none:
             super().zero_grad()
         else:
-            clear_to_zeros(param for _, param in self._pairs())
+            clear_to_zeros(self._params())
 
     @_disable_dynamo  # addresses and kernels of its own are nothing to trace: torch.compile breaks the graph here
     @torch.no_grad()
@@ -166,8 +180,9 @@ class OnePassOptimizer(SavedOptimizer):
             What the closure returned.
 
         Raises:
-            StateError: A parameter was resized, moved, or cast so that half of its value is lost, since its state
-                was made.
+            StateError: A low parameter of no adopted model; or one that was resized, or moved, since its state was
+                made.
+            PolicyError: A hyper-parameter that no update can work with, or a parameter in float64.
             UnsupportedError: A sparse gradient. Whatever is raised, nothing was updated.
         """
         loss = None
@@ -176,9 +191,8 @@ class OnePassOptimizer(SavedOptimizer):
                 loss = closure()
         if not self.state and changes_nothing(self.param_groups, self._gradients()):
             # torch.distributed.checkpoint steps so to have state made; counted, it would be a step of the training.
-            for number in range(len(self.param_groups)):
-                self._wanted(number)
-            self._make_state()
+            for (wanted, _), group in zip(self._wanted(), self.param_groups, strict=True):
+                self._give_state(group, wanted.params, wanted.rule)
             return loss
         prepared, self._prepared = self._prepared, None
         verdict, self._verdict = self._verdict, None
@@ -218,8 +232,7 @@ class OnePassOptimizer(SavedOptimizer):
         Args:
             verdict: Of the gradients. Without one, ``found_inf`` and ``grad_scale`` are those of another library.
         """
-        wanted = [self._wanted(number) for number in range(len(self.param_groups))]
-        self.take_edits()
+        wanted = self._wanted()
         of_groups = [(self._ready_of(number, group), its) for number, (group, its) in enumerate(wanted)]
         ready = [(each, gradients) for buckets, gradients in of_groups for each in buckets]
         prepared = _Prepared(verdict)
@@ -236,8 +249,6 @@ class OnePassOptimizer(SavedOptimizer):
                 readable = self._readable(each, gradients)
                 prepared.updates.append((each.update, readable, here, step))
                 prepared.params.extend(each.params)
-                if each.update.bucket.storage is FULL:
-                    prepared.with_masters.extend(each.params)
         return prepared
 
     def _write(self, prepared: _Prepared) -> None:
@@ -247,8 +258,6 @@ class OnePassOptimizer(SavedOptimizer):
         # Kernels write past autograd, whose version counters must tell the caches of casts, and graphs that saved a
         # weight, that it has changed.
         increment_version(prepared.params)
-        self._edits.see(prepared.with_masters)
-        self._awaiting.clear()
         if prepared.steps:
             torch._foreach_copy_(prepared.steps, prepared.counts)
         self.updates += 1
@@ -275,7 +284,10 @@ class OnePassOptimizer(SavedOptimizer):
             return ready.update.ready(gradients)
 
     def _gradients(self) -> Iterator[Tensor]:
-        return (param.grad for _, param in self._pairs() if param.grad is not None)
+        return (param.grad for param in self._params() if param.grad is not None)
+
+    def _params(self) -> Iterator[Tensor]:
+        return (param for group in self.param_groups for param in group["params"])
 
     def upload(self) -> None:
         """Bring hyper-parameters that changed over to the device, as a step does: for a replay of one. No host sync."""
@@ -284,12 +296,16 @@ class OnePassOptimizer(SavedOptimizer):
 
     # What a step needs, kept from one to the next ------------------------------------------------------
 
-    def _wanted(self, number: int) -> tuple[_Wanted, list[Tensor]]:
-        """Return what a group's step is about, as an earlier one was if its buckets serve this one, and the gradients.
+    def _wanted(self) -> list[tuple[_Wanted, list[Tensor]]]:
+        """Return what a step is about in each group, as an earlier one was if its buckets serve it, and the gradients.
 
         What no kernel could update is refused before any group is touched.
         """
-        group = self.param_groups[number]
+        for halves in self._halves:
+            halves.settle()
+        return [self._wanted_of(number, group) for number, group in enumerate(self.param_groups)]
+
+    def _wanted_of(self, number: int, group: Group) -> tuple[_Wanted, list[Tensor]]:
         params, gradients = with_gradients(group["params"])
         if not _DENSE.issuperset(map(_LAYOUT, gradients)):
             sparse = next(gradient for gradient in gradients if gradient.layout != torch.strided)
@@ -299,19 +315,41 @@ class OnePassOptimizer(SavedOptimizer):
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
-        wanted = _Wanted(self.rule_of(group), params, list(map(_KIND, params)))
+        wanted = _Wanted(self.rule_of(group), params, list(map(_KIND, params)), self._replaced())
         if (known := self._ready.get(number)) is not None and wanted.is_as(known):
             return known, gradients
+        raise_together(wrong_weights(params))
+        self._require_owners(params, f"{type(self).__name__}, group {number}")
         for param in params:
-            check_unchanged(param, self.state.get(param, {}), wanted.rule.states)
+            state = self.state.get(param, {})
+            check_unchanged(param, {name: state[name] for name in wanted.rule.states if name in state})
+            if (owner := owner_of(param, self._halves)) is not None:
+                check_unchanged(local(param), {"low half": owner.rest_of(param)})
         return wanted, gradients
+
+    def _replaced(self) -> list[int]:
+        return [halves.num_replaced for halves in self._halves]
+
+    def _require_owners(self, params: list[Tensor], where: str) -> None:
+        """Refuse low parameters that belong to no adopted model."""
+        low = (param for param in params if param.dtype in LOW)
+        if alone := [param for param in low if not any(param in halves for halves in self._halves)]:
+            dtype = dtype_name(alone[0].dtype)
+            raise StateError(
+                f"{dtype} weights without a remainder",
+                where=f"{where}: {some_of(list(map(described, alone)))}",
+                why=f"an update below half a unit in the last place of {dtype} is lost",
+                write="prepared = mezzo.prepare(model.float(), policy); prepared.adopt(optimizer)\n"
+                "or mezzo.MixedPrecision(model.float(), optimizer, policy)",
+            )
 
     def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
         """Return a group's buckets, built anew when other parameters have gradients."""
         if (buckets := wanted.buckets) is None:
             weights, buckets = locals_of(wanted.params), list(self._built(number, wanted.params, wanted.rule))
             shards = None if weights is wanted.params else weights
-            self._ready[number] = replace(wanted, shards=shards, buckets=buckets)
+            # Counted anew: to ask for a low half may have moved it to its weight's device.
+            self._ready[number] = replace(wanted, replaced=self._replaced(), shards=shards, buckets=buckets)
         for device in {each.update.bucket.step.device for each in buckets}:
             self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
         return buckets
@@ -319,24 +357,26 @@ class OnePassOptimizer(SavedOptimizer):
     def _built(self, number: int, params: list[Tensor], update_rule: UpdateRule) -> Iterator[_Ready]:
         group = self.param_groups[number]
         self._give_state(group, params, update_rule)
-        alike: dict[tuple[torch.device, torch.dtype, int, Hashable], list[Tensor]] = {}
-        is_random = group["state_dtype"] != "float32" or group["rounding"] == "stochastic"
+        alike: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}
         for param in params:
-            seeded = sharding(param) if is_random else None
-            kind = param.device, param.dtype, id(self.state[param]["step"]), seeded
-            alike.setdefault(kind, []).append(param)
-        for (device, *_), members in alike.items():
+            owner = owner_of(param, self._halves)
+            rest = None if owner is None else owner.rest_of(param)
+            seeded = sharding(param) if group["state_dtype"] != "float32" else None  # as which moments are rounded
+            kind = param.device, param.dtype, rest is None, id(self.state[param]["step"]), seeded
+            alike.setdefault(kind, []).append((param, rest))
+        for together in alike.values():
+            members, rests = [param for param, _ in together], [rest for _, rest in together]
+            device = members[0].device
             self._leave_others_behind(members)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
-            form = self._storage(group, members[0])
             kept = [self.state[param] for param in members]
             bucket = Bucket(
                 rule=update_rule,
-                storage=form,
+                storage=PLAIN if rests[0] is None else SPLIT,
                 hypers=hypers.tensors,
                 step=kept[0]["step"],
                 weights=locals_of(members),
-                extras=[local(state[form.extra]) if form.extra else None for state in kept],
+                extras=rests,
                 states=[tuple(local(state[name]) for name in update_rule.states) for state in kept],
                 # Copies of a shard are rounded alike at random, and two shards are not.
                 seed=number + (number_of_shard(members[0]) << 16),
@@ -346,19 +386,74 @@ class OnePassOptimizer(SavedOptimizer):
             except NoKernel as error:
                 yield _Ready(members, portable(error).update_of(bucket))
 
-    def _begin_anew(self, halves: Iterable[Tensor]) -> None:
-        super()._begin_anew(halves)
-        self._hypers.clear()
+    def _give_state(self, group: Group, params: list[Tensor], update_rule: UpdateRule) -> None:
+        """Make what parameters lack: a count that all new ones share, and zeros."""
+        fresh: dict[torch.device, Tensor] = {}
+        for param in params:
+            state = self.state[param]
+            missing = [name for name in update_rule.states if name not in state]
+            # Momentum that is turned on in mid-run begins as the gradient itself, as torch's does: at a count of one.
+            if "step" not in state or (missing and update_rule.name == "sgd"):
+                state["step"] = fresh.setdefault(param.device, torch.zeros((), dtype=torch.int64, device=param.device))
+            dtype = getattr(torch, group["state_dtype"])
+            for name in missing:
+                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
     def _leave_others_behind(self, members: list[Tensor]) -> None:
         """Give parameters that step without others of the same count a count of their own."""
         step = self.state[members[0]]["step"]
         together = {id(param) for param in members}
-        others = (param for _, param in self._pairs() if id(param) not in together)
+        others = (param for param in self._params() if id(param) not in together)
         if any(self.state.get(param, {}).get("step") is step for param in others):
             own = step.clone()
             for param in members:
                 self.state[param]["step"] = own
+
+    # State dicts -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizer of this name returns; FP32 values of weights are the model's to save.
+
+        ``step`` is a float64 tensor for each parameter, since float32 counts no further than 2^24; torch's optimizers
+        load it. Moments share memory with the optimizer's, as torch's do. Entries of ``optimizer.state`` that belong
+        to no parameter are saved as they are. NumPy's numbers among the options become Python's, which
+        ``torch.load(weights_only=True)`` reads.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        found = saved(self.param_groups, self.state)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, found)
+            found = found if replaced is None else replaced
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this optimizer's state, or that of torch's optimizer of this name.
+
+        ``Optimizer.load_state_dict`` would cast it to the parameters' dtypes. Here moments and counts keep their own;
+        ``state_dtype`` stays what this optimizer was made with. A parameter that the state says nothing of begins
+        anew. Hooks run as in ``torch.optim.Optimizer``: those before see a shallow copy of the whole state, and what
+        they return is loaded instead.
+
+        Raises:
+            StateError: State of another shape or rule; nothing was loaded.
+            ValueError: Other parameter groups, as torch says it.
+        """
+        # Hooks may delete from what they get; what is no mapping at all is refused after them.
+        given: Mapping[str, Any] = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        for ahead in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = ahead(self, given)  # type: ignore[arg-type]
+            given = given if replaced is None else replaced
+        check_state(given, self._rule)
+        state, groups = restored(given, self.param_groups, self.rule_of)
+        # torch's own: that of this class would forget what was adopted.
+        Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
+        self._ready.clear()
+        self._hypers.clear()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 def as_one_pass(optimizer: Optimizer) -> OnePassOptimizer | None:

@@ -1,127 +1,137 @@
-"""One parameter's state, between what executors use and what torch's state dicts hold."""
+"""What mezzo's optimizers save and load: torch's state dicts in form, with every tensor in its own dtype."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mezzo.errors import StateError
-from mezzo.shards import placed, sharded_as
-from mezzo.step.split import encode
-from mezzo.step.storage import Storage
+from mezzo.optim.checks import check_group
+from mezzo.shards import placed
 from mezzo.step.update import RULES, UpdateRule
-from mezzo.tensors import LOW, local
 
-__all__ = [
-    "EXTRAS",
-    "WEIGHT_DTYPES",
-    "held_state",
-    "merged_group",
-    "plain_group",
-    "plain_state",
-    "restored_state",
-    "share_counts",
-    "widened_state",
-]
+Group: TypeAlias = dict[str, Any]
 
-#: The other halves that weights can have.
-EXTRAS: Final = ("remainder", "master", "compensation")
-#: Where a saved group says of which dtypes its weights are: their other halves belong to those.
-WEIGHT_DTYPES: Final = "weight_dtypes"
-#: Options that say how weights and states lie in memory, which a loaded state does not change.
-STORING: Final = ("master", "rounding", "state_dtype")
+#: What a loaded state does not change of a group: its parameters, and how the moments lie in memory.
+_OWN: Final = ("params", "state_dtype")
 
 
-def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group as it is saved, its parameters apart: NumPy's numbers are Python's."""
-    return {name: _plain(value) for name, value in group.items() if name != "params"}
+def saved(groups: Sequence[Group], state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what a state dict of an optimizer holds, in torch's form.
+
+    Args:
+        groups: Its parameter groups.
+        state: What it keeps, by parameter; what belongs to none is saved as it is.
+    """
+    places: dict[int, int] = {}
+    packed = [
+        {name: _plain(value) for name, value in group.items() if name != "params"}
+        | {"params": [places.setdefault(id(param), len(places)) for param in group["params"]]}
+        for group in groups
+    ]
+    kept = {
+        places[id(key)] if isinstance(key, Tensor) else key: _exact(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+    }
+    return {"state": kept, "param_groups": packed}
+
+
+def restored(
+    given: Mapping[str, Any], groups: Sequence[Group], rule_of: Callable[[Group], UpdateRule]
+) -> tuple[dict[Any, Any], list[Group]]:
+    """Return the state and the parameter groups of an optimizer that continues a saved one.
+
+    Args:
+        given: A state dict, as :func:`saved` returns it, or torch's optimizer of the same name.
+        groups: The optimizer's parameter groups.
+        rule_of: Gives a group's update rule.
+
+    Raises:
+        StateError: State of another shape or rule.
+        ValueError: Other parameter groups, as torch says it.
+    """
+    _require_groups(groups, given["param_groups"])
+    continued: list[Group] = []
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    known = set()
+    for mine, theirs in zip(groups, given["param_groups"], strict=True):
+        group = {**mine, **theirs, **{name: mine[name] for name in _OWN}}
+        check_group({**group, "params": None})
+        continued.append(group)
+        known.update(theirs["params"])
+        for param, index in zip(mine["params"], theirs["params"], strict=True):
+            its, dtype = given["state"].get(index, {}), getattr(torch, group["state_dtype"])
+            if entry := _continued(its, param, rule_of(group), dtype):
+                state[param] = entry
+    _share_counts(state.values())
+    state.update((key, copy.deepcopy(value)) for key, value in given["state"].items() if key not in known)
+    return state, continued
+
+
+def _require_groups(mine: Sequence[Group], theirs: Sequence[Group]) -> None:
+    """Refuse other parameter groups, in torch's words, which programs look for."""
+    if len(mine) != len(theirs):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if any(len(a["params"]) != len(b["params"]) for a, b in zip(mine, theirs, strict=True)):
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
+        )
 
 
 def _plain(value: Any) -> Any:
+    """Return an option as it is saved: NumPy's numbers are Python's."""
     if isinstance(value, numpy.generic):
         return value.item()
     return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
 
 
-def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def _exact(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return state as it is saved: the count as a float64 tensor, which is exact to 2^53."""
-    plain = dict(state)
-    if isinstance(plain.get("step"), Tensor):
-        plain["step"] = plain["step"].to(torch.float64)
-    return plain
+    step = state.get("step")
+    return {**state, "step": step.to(torch.float64)} if isinstance(step, Tensor) else dict(state)
 
 
-def widened_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state with its low-precision tensors in FP32, which is exact; all else stays. LBFGS has lists of them."""
-    return {name: _widened(value) for name, value in state.items()}
-
-
-def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in LOW else value
-    return list(map(_widened, value)) if type(value) is list else value
-
-
-def restored_state(
-    saved: Mapping[str, Any],
-    present: Mapping[str, Any],
-    param: Tensor,
-    form: Storage,
-    update_rule: UpdateRule,
-    state_dtype: str,
-    weight_dtype: str | None = None,
+def _continued(
+    saved: Mapping[str, Any], param: Tensor, update_rule: UpdateRule, state_dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the state of a parameter that continues a saved one.
+    """Return the state of one parameter that continues a saved one.
 
     Args:
         saved: Of this optimizer, or of torch's of the same name.
-        present: What the parameter has now; its other half stays where ``saved`` has none.
         param: The parameter.
-        form: How its weight is stored.
         update_rule: What the state is for.
         state_dtype: Of the moments.
-        weight_dtype: Of the weight that a saved other half belongs to, where that is known.
 
     Raises:
-        StateError: Another shape, too few states, or the other half of another storage.
+        StateError: Another shape, or too few states.
     """
     moments = RULES[update_rule.name].states
     # torch's SGD has kept None for a momentum that is yet to come.
-    known = {name: value for name, value in saved.items() if name not in moments or isinstance(value, Tensor)}
-    saved = _usable(known, param, form, weight_dtype)
-    extras = [name for name in EXTRAS if name in saved]
-    if param.dtype != torch.float32 and extras and extras != [form.extra]:
-        raise StateError(
-            f"the saved weights are stored with a {extras[0]}, and these with {form.extra or 'none'}",
-            where=f"a parameter of shape {tuple(param.shape)} and {param.dtype}",
-            why="the FP32 values follow from both halves, which load at different times",
-            write="the master= and rounding= that the state was saved with",
-        )
+    saved = {name: value for name, value in saved.items() if name not in moments or isinstance(value, Tensor)}
     _require_whole(saved, update_rule, param)
 
-    def restored(name: str, value: Any) -> Any:
+    def of_this_run(name: str, value: Any) -> Any:
         if name == "step":
             return torch.as_tensor(value).to(param.device, torch.int64).reshape(()).clone()
-        if name in moments or name == form.extra:
-            _require_shape(name, value, param)
         if name in moments:
-            dtype = getattr(torch, state_dtype)
-            laid_out = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            if value.shape != param.shape:
+                raise StateError(
+                    f"the saved {name} belongs to another parameter",
+                    where=f"{tuple(value.shape)} → {tuple(param.shape)}",
+                    write="the same model and optimizer",
+                )
+            laid_out = torch.empty_like(param, dtype=state_dtype, memory_format=torch.preserve_format)
             return laid_out.copy_(placed(value, param))
-        if name == form.extra:
-            value = placed(value, param)
+        # A note of the user's.
         return value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
-    kept = [name for name in saved if name not in EXTRAS or name == form.extra]  # and notes of the user's
-    state = {name: restored(name, saved[name]) for name in kept}
-    if form.extra is not None and form.extra not in state and form.extra in present:
-        state[form.extra] = present[form.extra]
+    state = {name: of_this_run(name, value) for name, value in saved.items()}
     if "step" not in state and any(name in state for name in moments):
         # torch's SGD counts nothing: a momentum is there from its first step on. Other libraries' Lion is alike.
         state["step"] = torch.ones((), dtype=torch.int64, device=param.device)
@@ -147,29 +157,7 @@ def _require_whole(saved: Mapping[str, Any], update_rule: UpdateRule, param: Ten
         )
 
 
-def _usable(saved: Mapping[str, Any], param: Tensor, form: Storage, weight_dtype: str | None) -> dict[str, Any]:
-    """Leave out what torch has cast, or what belongs to a weight of another dtype; split what was saved whole."""
-    fits = weight_dtype in (None, str(param.dtype))
-    dtypes = {"master": torch.float32, **({"remainder": torch.int16, "compensation": param.dtype} if fits else {})}
-    usable = {n: value for n, value in saved.items() if n not in EXTRAS or value.dtype == dtypes.get(n)}
-    if "master" in usable and form.extra == "remainder":
-        _require_shape("master", usable["master"], param)
-        master = placed(usable.pop("master"), param)
-        _, remainder = encode(local(master), param.dtype)
-        usable["remainder"] = sharded_as(remainder, param)
-    return usable
-
-
-def merged_group(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], Sequence[str | None]]:
-    """Return a parameter group with saved options but its own way of storing, and the dtype of each saved weight."""
-    count, dtypes = len(saved["params"]), saved.get(WEIGHT_DTYPES, ())
-    own = {name: mine[name] for name in (*STORING, "params") if name in mine}
-    group = {**mine, **saved, **own}
-    group.pop(WEIGHT_DTYPES, None)
-    return group, dtypes if len(dtypes) == count else [None] * count
-
-
-def share_counts(states: Iterable[dict[str, Any]]) -> None:
+def _share_counts(states: Iterable[dict[str, Any]]) -> None:
     """Let parameters with equal counts share one, so that they are updated together again.
 
     Raises:
@@ -186,30 +174,3 @@ def share_counts(states: Iterable[dict[str, Any]]) -> None:
             )
         for state, count in zip(here, counts, strict=True):
             state["step"] = shared.setdefault((device, count), state["step"])
-
-
-def _require_shape(name: str, value: Tensor, param: Tensor) -> None:
-    if value.shape != param.shape:
-        raise StateError(
-            f"the saved {name} belongs to another parameter",
-            where=f"{tuple(value.shape)} → {tuple(param.shape)}",
-            write="the same model and optimizer",
-        )
-
-
-def held_state(optimizer: Optimizer, params: Mapping[Tensor, str]) -> list[str]:
-    """Name the parameters for which an optimizer holds floating state of the parameter's shape, and at least its dtype.
-
-    Args:
-        optimizer: The optimizer.
-        params: The names of the parameters in question.
-    """
-    return [
-        name
-        for param, name in params.items()
-        if any(
-            isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim() > 0
-            for value in optimizer.state.get(param, {}).values()
-            if param.dtype not in LOW or getattr(value, "dtype", None) == torch.float32
-        )
-    ]
