@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.cast.model.boundaries import has_forward
-from mezzo.cast.model.refusals import preparations_in
 from mezzo.cast.model.prepare import Prepared, with_pinned_classes
-from mezzo.cast.model.refusals import require_module, wanted_storage
+from mezzo.cast.model.refusals import preparations_in, require_module, wanted_storage
 from mezzo.cast.model.sharding import units
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.policy import Policy

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-from mezzo.hooks import OwnHook
 from mezzo.distributed.exchange import Ranks, average, broadcast_first
+from mezzo.hooks import OwnHook
 from mezzo.tensors import LOW
 from mezzo.weights import Halves
 

@@ -27,7 +27,6 @@ from mezzo.cast import Prepared
 from mezzo.cast.device import fast_format
 from mezzo.cast.model.boundary import runs_backward
 from mezzo.errors import StateError, not_switches, raise_together, some_of
-from mezzo.interrupts import uninterrupted
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.calls import Calls, rebound

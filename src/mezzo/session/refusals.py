@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, sgd
 
 from mezzo.cast import Prepared
-from mezzo.hooks import is_ours, owner_of
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
+from mezzo.hooks import is_ours, owner_of
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.optim.state import held_state
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
 
@@ -176,9 +175,7 @@ def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: 
     raise_together([*_of_models(models), *_of_optimizers(models, optimizers, policy, wide)])
 
 
-def check_optimizers(
-    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor]
-) -> None:
+def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor]) -> None:
     """Raise all that stands against optimizers that join a session.
 
     Args:
@@ -310,7 +307,10 @@ def _trains_low_alone(of: _Subject) -> MezzoError | None:
     low = [
         param
         for param in of.params
-        if param.dtype in LOW and param.requires_grad and param not in of.wide and not _is_ruled(of.names[param], of.policy)
+        if param.dtype in LOW
+        and param.requires_grad
+        and param not in of.wide
+        and not _is_ruled(of.names[param], of.policy)
     ]
     if not low:
         return None
@@ -337,7 +337,7 @@ def _holds_state(of: _Subject) -> MezzoError | None:
     if own is not None:  # whose moments keep their own dtype
         return None
     names = {param: name for param, name in of.names.items() if param.dtype == torch.float32 or param in of.wide}
-    held = held_state(of.optimizer, names)
+    held = _held_state(of.optimizer, names)
     if not held:
         return None
     return StateError(
@@ -346,6 +346,24 @@ def _holds_state(of: _Subject) -> MezzoError | None:
         why=f"{level} keeps no masters, and torch's optimizers keep state in the parameters' dtype",
         write=f"{cure}; or an optimizer that has not stepped yet",
     )
+
+
+def _held_state(optimizer: Optimizer, params: Mapping[Tensor, str]) -> list[str]:
+    """Name the parameters for which an optimizer holds floating state of the parameter's shape, and at least its dtype.
+
+    Args:
+        optimizer: The optimizer.
+        params: The names of the parameters in question.
+    """
+    return [
+        name
+        for param, name in params.items()
+        if any(
+            isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim() > 0
+            for value in optimizer.state.get(param, {}).values()
+            if param.dtype not in LOW or getattr(value, "dtype", None) == torch.float32
+        )
+    ]
 
 
 def _eps_is_zero(of: _Subject) -> MezzoError | None:

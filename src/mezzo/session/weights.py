@@ -127,7 +127,10 @@ class Weights:
 
     def has_grown(self) -> bool:
         """Whether optimizers were given further parameters since this was asked last."""
-        before, self._num_updated = self._num_updated, sum(len(g["params"]) for o in self.optimizers for g in o.param_groups)
+        before, self._num_updated = (
+            self._num_updated,
+            sum(len(g["params"]) for o in self.optimizers for g in o.param_groups),
+        )
         return self._num_updated != before
 
     def undo(self) -> None:

@@ -280,10 +280,13 @@ class Views:
             [(id(one), list(map(id, one))) for one in lists],
         )  # fmt: skip
         if self._planned[0] != key:
-            self._planned = key, [
-                _Part(members, lists, self._halves, self._views, multiplies=multiplies)
-                for members in _cut(params, goes_in_parts=goes_in_parts)
-            ]
+            self._planned = (
+                key,
+                [
+                    _Part(members, lists, self._halves, self._views, multiplies=multiplies)
+                    for members in _cut(params, goes_in_parts=goes_in_parts)
+                ],
+            )
         return self._planned[1]
 
     # Loading ------------------------------------------------------------------------------------------------
@@ -428,7 +431,9 @@ class _Part:
                 given.append(param)
         for (_, has_own), owned in kinds.items():
             self._together.append(_Together.of(owned, views, have_gradients=has_own))
-        self.pairs = [(param, view) for each in self._together for param, view in zip(each.params, each.views, strict=True)]
+        self.pairs = [
+            (param, view) for each in self._together for param, view in zip(each.params, each.views, strict=True)
+        ]
         self._given = [(param, views[param]) for param in given]
         self._params = [param for param, _ in self.pairs]
         self._versions: list[int] = []

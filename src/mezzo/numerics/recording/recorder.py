@@ -22,7 +22,6 @@ from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.recording.choices import Choices, LossScaleNow
 from mezzo.numerics.recording.sessions import SessionSide
 from mezzo.numerics.recording.step import PlainLoop, Recording
-from mezzo.optim.masters import MasterWeights
 from mezzo.session.observers import watching
 from mezzo.tensors import dtype_name
 
@@ -88,7 +87,7 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | MasterWeights | Iterable[Optimizer | MasterWeights] | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         every: int = 50,
         formats: Sequence[str | torch.dtype | Format] = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         *,
