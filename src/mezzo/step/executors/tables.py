@@ -175,6 +175,8 @@ def _layout(tensors: Sequence[Tensor]) -> tuple[object, ...]:
 class TabledUpdate(BucketUpdate):
     """Pass 2 for one bucket: a launch for each set of dtypes in it, which is one unless gradients mix them."""
 
+    rows: Rows
+
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.tensors = [tensor for index in range(len(bucket.weights)) for tensor in bucket.targets(index)]
