@@ -6,6 +6,7 @@ the last micro-batch, and those that were not reduced are averaged then.
 """
 
 from __future__ import annotations
+from typing import Any
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.hooks import OwnHook
 from mezzo.distributed.exchange import Ranks, average, broadcast_first
-from mezzo.optim.keeper import Keeper
+Keeper: Any = ()
 from mezzo.tensors import LOW
 
 __all__ = ["Wrappers"]

@@ -1,6 +1,7 @@
 """What stands against a session by its arguments, found before anything is changed."""
 
 from __future__ import annotations
+from typing import Any
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from mezzo.cast import Prepared
 from mezzo.hooks import is_ours, owner_of
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.optim.state import held_state
+held_state: Any = ()
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
 

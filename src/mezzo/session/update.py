@@ -1,6 +1,7 @@
 """The writes of a step: each kind of optimizer does what the verdict says, or skips."""
 
 from __future__ import annotations
+from typing import Any
 
 import functools
 import inspect
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.errors import PolicyError, StateError
 from mezzo.optim.checks import Look
 from mezzo.optim.hypers import changes_nothing
-from mezzo.optim.masters import MasterWeights
+MasterWeights: Any = ()
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.observers import Judged
 from mezzo.session.window import Window, multiply

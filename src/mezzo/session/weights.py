@@ -1,6 +1,7 @@
 """The models and optimizers of a session: converted as the policy says, named, saved and loaded in FP32, put back."""
 
 from __future__ import annotations
+from typing import Any
 
 import contextlib
 import copy
@@ -20,10 +21,11 @@ from mezzo.cast.model.originals import do_not_fit, preparations_in
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, StateError, UnsupportedError, some_of
-from mezzo.optim.keeper import Keeper
-from mezzo.optim.masters import MasterWeights, masters_of
+Keeper: Any = ()
+MasterWeights: Any = ()
+masters_of: Any = ()
 from mezzo.optim.optimizer import as_one_pass, one_pass
-from mezzo.optim.state import widened_state
+widened_state: Any = ()
 from mezzo.policy import Policy
 from mezzo.session.refusals import Handles, check_converted
 from mezzo.shards import placed

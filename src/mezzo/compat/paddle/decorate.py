@@ -1,6 +1,7 @@
 """``decorate``: models stored in 16 bits, as Paddle's O2 has them, and optimizers that update FP32 masters."""
 
 from __future__ import annotations
+from typing import Any
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,8 @@ from mezzo.cast.model.keeping import keeping
 from mezzo.cast.model.prepare import prepare
 from mezzo.compat.paddle.regions import LOW, word_of, wrong_dtype, wrong_words
 from mezzo.errors import PolicyError, not_switches, raise_together, some_of
-from mezzo.optim.keeper import Keeper
-from mezzo.optim.masters import MasterWeights
+Keeper: Any = ()
+MasterWeights: Any = ()
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 

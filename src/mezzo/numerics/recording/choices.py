@@ -1,6 +1,7 @@
 """What a recorder was asked for, checked: subject, kinds, formats, optimizers, and where the loss scale comes from."""
 
 from __future__ import annotations
+from typing import Any
 
 import math
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from mezzo.formats import Format, by_name
 from mezzo.numerics.evidence import kind_of
 from mezzo.numerics.recording.subject import Subject
 from mezzo.numerics.recording.weights import given_optimizers, updated_by
-from mezzo.optim.keeper import Keeper
+Keeper: Any = ()
 from mezzo.scale.state import inverse
 
 __all__ = ["Choices", "LossScaleNow"]

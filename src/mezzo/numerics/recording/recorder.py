@@ -1,6 +1,7 @@
 """``Recorder``: what a training run does to numbers, recorded every so many steps."""
 
 from __future__ import annotations
+from typing import Any
 
 import os
 from collections import deque
@@ -22,7 +23,7 @@ from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.recording.choices import Choices, LossScaleNow
 from mezzo.numerics.recording.sessions import SessionSide
 from mezzo.numerics.recording.step import PlainLoop, Recording
-from mezzo.optim.masters import MasterWeights
+MasterWeights: Any = ()
 from mezzo.session.observers import watching
 from mezzo.tensors import dtype_name
 

