@@ -156,6 +156,24 @@ def test_without_a_low_half_every_update_rounds_to_nearest():
         assert torch.equal(halves.read(weight), weight.float())
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_models_with_and_without_low_halves_share_an_optimizer(first):
+    rounded, exact, wide = parameters(), parameters(), parameters()
+    both = [rounded, exact]
+    optimizer, reference = optim.AdamW(both[first] + both[1 - first], lr=1e-3), optim.AdamW(wide, lr=1e-3)
+    without, halves = halved(rounded, torch.bfloat16), halved(exact, torch.bfloat16)
+    without.drop()
+    optimizer.adopt([without, halves])
+    for step in range(5):
+        give_gradients(rounded, step)
+        for one, two, three in zip(rounded, exact, wide, strict=True):
+            two.grad, three.grad = one.grad, one.grad.float()
+        optimizer.step()
+        reference.step()
+    assert ulps([halves.read(param) for param in exact], [param.detach() for param in wide]) <= 4
+    assert any(not torch.equal(one, two) for one, two in zip(rounded, exact, strict=True))
+
+
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_skipped_step_writes_nothing(dtype, state_dtype):

@@ -263,6 +263,16 @@ def check_set(kind, collection):
 # States of which a part is missing ----------------------------------------------------------------------
 
 
+def test_a_note_alone_is_no_history():
+    params = weights()
+    optimizer = optim.AdamW(params, lr=0.1)
+    lone = {i: {"tag": "mine"} for i, _ in enumerate(params)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": lone})
+    assert all(optimizer.state[param] == {"tag": "mine"} for param in params)
+    train(params, optimizer, 1)
+    assert all(int(optimizer.state[param]["step"]) == 1 for param in params)
+
+
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam])
 def test_moments_without_a_count_are_refused(kind):
     """Bias corrections follow from it; one that is guessed gives steps of another size."""
