@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -106,7 +106,12 @@ class PlainLoop:
         recording: What is told.
         choices: What the recorder was asked for.
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
+
+    Attributes:
+        guards: Whether its hooks of optimizers make these a session's: they look.
     """
+
+    guards: ClassVar[bool] = False
 
     def __init__(self, recording: Recording, choices: Choices, factor: Callable[[], Tensor | None]) -> None:
         self._weights, self._factor = recording.weights, factor
