@@ -1,4 +1,4 @@
-"""``paddle.decorate``: what is stored in which dtype, masters, FP32 gradients, state dicts, and what is refused."""
+"""``paddle.decorate``: what is stored in which dtype, FP32 values, FP32 gradients, state dicts, and what is refused."""
 
 import copy
 import itertools
@@ -113,12 +113,12 @@ def test_it_returns_what_it_was_given(level):
     assert {p.dtype for each in (one, two, alone, *both, model) for p in each.parameters()} == {dtype}
 
 
-# Masters -------------------------------------------------------------------------------------------------
+# FP32 values ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("master_weight", [None, True, False])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_masters_take_what_would_round_away(dtype, master_weight):
+def test_fp32_values_take_what_would_round_away(dtype, master_weight):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -253,7 +253,7 @@ def test_sums_of_micro_batches_with_and_without_master_grad(dtype):
         for value in (1024.0, 0.25, 0.25, 0.25, 0.25):
             model(torch.full((1, 1), value)).sum().backward()
         optimizer.step()
-        sums[master_grad] = -optimizer.param_groups[0]["params"][0].item()
+        sums[master_grad] = -model.state_dict()["weight"].item()
     assert sums == {True: 1025.0, False: 1024.0}
 
 
@@ -268,10 +268,10 @@ def test_the_gradients_are_unscaled_for_users_who_clip_them():
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert norm.item() == pytest.approx(8**0.5)
-    before = optimizer.param_groups[0]["params"][0].detach().clone()
+    before = model.state_dict()["weight"]
     scaler.step(optimizer)
     scaler.update()
-    moved = before - optimizer.param_groups[0]["params"][0].detach()
+    moved = before - model.state_dict()["weight"]
     torch.testing.assert_close(moved, torch.full((2, 3), 0.1 / 8**0.5))
 
 
@@ -286,35 +286,35 @@ def test_save_dtype(save_dtype, optimizer):
     before = copy.deepcopy(model.state_dict())
     made = None if optimizer is None else OPTIMIZERS[optimizer](model.parameters())
     paddle.decorate(model, made, level="O2", save_dtype=save_dtype)
-    kind = None if save_dtype is None else getattr(torch, str(save_dtype).removeprefix("torch."))
+    kind = torch.float32 if save_dtype is None else getattr(torch, str(save_dtype).removeprefix("torch."))
     state = model.state_dict()
     assert state["1.num_batches_tracked"].dtype == torch.int64
     floats = {key: value for key, value in state.items() if value.is_floating_point()}
-    if kind is None:
-        assert {value.dtype for value in floats.values()} == {torch.float16, torch.float32}
-        return
     assert {value.dtype for value in floats.values()} == {kind}
     assert {value.dtype for value in model[0].state_dict().values()} == {kind}
     assert stored(model[0]) == {torch.float16}
+    shown = model.state_dict(keep_vars=True)
+    assert all(shown[key] is param for key, param in model.named_parameters())
     for key, value in floats.items():
         exact = before[key] if made is not None else before[key].half() if key[0] != "1" else before[key]
         assert torch.equal(value, exact.to(kind)), key
 
 
-def test_fp32_state_dicts_hold_the_masters_and_load_with_every_bit():
+@pytest.mark.parametrize("save_dtype", ["float32", "float64", None])
+def test_state_dicts_load_with_every_bit(save_dtype):
     runs = []
     for resumes in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        paddle.decorate(model, optimizer, level="O2", save_dtype="float32")
+        paddle.decorate(model, optimizer, level="O2", save_dtype=save_dtype)
         scaler = paddle.GradScaler(incr_every_n_steps=2)
         for number in range(10):
             if number == 5 and resumes:
                 saved = model.state_dict(), optimizer.state_dict(), scaler.state_dict()
                 model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
                 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-                paddle.decorate(model, optimizer, level="O2", save_dtype="float32")
+                paddle.decorate(model, optimizer, level="O2", save_dtype=save_dtype)
                 scaler = paddle.GradScaler()
                 for each, state in zip((model, optimizer, scaler), saved, strict=True):
                     each.load_state_dict(state)
@@ -329,14 +329,16 @@ def test_fp32_state_dicts_hold_the_masters_and_load_with_every_bit():
     assert runs[0][1] == runs[1][1]
 
 
-def test_copies_of_a_decorated_model_are_low_and_save_as_it_does():
+@pytest.mark.parametrize("save_dtype", ["float16", "float32"])
+def test_copies_and_pickles_of_a_decorated_model_are_plain_fp32_models(save_dtype, tmp_path):
     model, optimizer = pair()
-    paddle.decorate(model, optimizer, level="O2", save_dtype="float32")
-    copied = copy.deepcopy(model)
-    assert stored(copied) == {torch.float16}
-    for name, value in copied.state_dict().items():
-        assert value.dtype == torch.float32
-        assert torch.equal(value, model.get_parameter(name).float())
+    before = copy.deepcopy(model.state_dict())
+    paddle.decorate(model, optimizer, level="O2", save_dtype=save_dtype)
+    torch.save(model, tmp_path / "model.pt")
+    for copied in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert stored(copied) == {torch.float32}
+        for name, value in copied.state_dict().items():
+            assert torch.equal(value, before[name])
 
 
 # Refusals ------------------------------------------------------------------------------------------------

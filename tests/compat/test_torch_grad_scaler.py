@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import mezzo
 from mezzo.compat.torch import GradScaler
-from mezzo.optim.masters import MasterWeights
 
 from ..support.tables import thinned
 from .beside_torch import MEZZO, OPTIMIZERS, SCALERS, batch, both, loss_of, network, weights
@@ -56,22 +56,21 @@ def test_a_fused_sgd_whose_first_step_is_skipped_begins_as_if_it_were_not():
     assert scales[1] == "512.0"
 
 
-def low_loss(model, number):
-    return model(batch(number).bfloat16()).float().square().mean() * (torch.inf if number == 0 else 1.0)
-
-
-def test_a_fused_sgd_over_masters_whose_first_step_is_skipped_begins_as_if_it_were_not():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_fused_sgd_over_halves_whose_first_step_is_skipped_begins_as_if_it_were_not(dtype):
     found = {}
     for make in (OPTIMIZERS["sgd fused"], OPTIMIZERS["momentum"]):
-        model = network().bfloat16()
+        model = network()
+        prepared = mezzo.prepare(model, f"O2,dtype={dtype}")
         optimizer, scaler = make(model.parameters()), GradScaler("cpu", init_scale=2.0**10)
-        masters = MasterWeights(optimizer)
+        prepared.adopt(optimizer)
         for number in range(3):
-            scaler.scale(low_loss(model, number)).backward()
+            loss = model(batch(number)).float().square().mean() * (torch.inf if number == 0 else 1.0)
+            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        found[make] = [master.detach() for master in masters.masters().values()]
+        found[make] = [*model.state_dict().values()]
     for one, other in zip(*found.values(), strict=True):
         torch.testing.assert_close(one, other)
 

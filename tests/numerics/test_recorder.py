@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo import MasterWeights, MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
+from mezzo import MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
 from mezzo.numerics import KINDS, ExponentHistogram, Recorder, exponent_histogram, read_evidence, swallowed
 from mezzo.numerics.evidence_file import FILE, PARTIAL
 
@@ -84,11 +84,11 @@ SESSIONS = {
     "O1 FP16": ("O1,dtype=float16,loss_scale=dynamic(init=1024)", adamw),
     "O1 BF16, fused": ("O1,dtype=bfloat16", lambda model: adamw(model, fused=True)),
     "O1 FP16, constant 1000": ("O1,dtype=float16,loss_scale=constant(1000)", lambda m: adamw(m, fused=True)),
-    "O2 FP16, masters": ("O2,dtype=float16,loss_scale=dynamic(init=1024)", adamw),
+    "O2 FP16, views": ("O2,dtype=float16,loss_scale=dynamic(init=1024)", adamw),
     "O2 FP16, halves": (
         "O2,dtype=float16,loss_scale=dynamic(init=1024)", lambda m: mezzo.optim.AdamW(m.parameters(), lr=1e-2)
     ),
-    "O2 BF16, full": ("O2,dtype=bfloat16", lambda m: mezzo.optim.AdamW(m.parameters(), lr=1e-2, master="full")),
+    "O2 BF16, SGD": ("O2,dtype=bfloat16", lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9)),
     "O3 BF16": ("O3,dtype=bfloat16", lambda m: mezzo.optim.SGD(m.parameters(), lr=1e-2)),
 }  # fmt: skip
 
@@ -104,6 +104,12 @@ def backward(amp, model, x, weight=1.0):
     with amp.autocast():
         loss = model(x).float().square().mean() * weight
     amp.backward(loss)
+
+
+def fp32_values(amp, model):
+    """Return copies of what a model's weights are in FP32; without low halves what they hold."""
+    stored = amp.engine.weights.stored()
+    return [stored[p].read(p) if p in stored else p.detach().clone() for p in model.parameters()]
 
 
 # Plain loops ------------------------------------------------------------------------------------------------
@@ -226,26 +232,33 @@ def test_a_loss_scale_may_be_a_number(given):
     assert recorder.evidence.steps[0].loss_scales == (3.0,)
 
 
-def test_masters_and_halves_outside_of_sessions_have_updates_in_fp32():
-    for make in (
-        lambda model: MasterWeights(adamw(model)),
-        lambda model: mezzo.optim.AdamW(model.parameters(), lr=1e-5),
-        lambda model: mezzo.optim.AdamW(model.parameters(), lr=1e-5, master="full"),
-    ):
-        model = net(lambda: nn.Linear(6, 3)).bfloat16()
-        optimizer = make(model)
-        keeper = optimizer
-        with Recorder(model, optimizer, every=1) as recorder:
-            for x in batches(2):
-                before = keeper.master_of(model.weight).clone() if recorder.evidence.steps else None
-                model(x.bfloat16()).float().square().mean().backward()
-                optimizer.step()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS, mezzo.optim.AdamW])
+def test_weights_in_halves_have_updates_in_fp32_without_a_session(kind, dtype):
+    """The FP32 values are those of a state dict, which torch itself makes of them."""
+    model = net(lambda: nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3)))
+    model[1].weight.requires_grad_(False)
+    prepared = mezzo.prepare(model, f"O2,dtype={dtype}")
+    optimizer = kind(model.parameters(), lr=1e-2 if kind is torch.optim.LBFGS else 1e-5)  # which stops below
+    prepared.adopt(optimizer)
+    with Recorder(model, optimizer, every=1) as recorder:
+        for x in batches(2):
+
+            def closure(x=x):
                 optimizer.zero_grad()
-                recorder.step()
-        after = keeper.master_of(model.weight)
-        assert after.dtype == torch.float32
-        assert recorder.histogram("updates", name="weight").numbers == by_hand(after - before)
-        assert recorder.histogram("weights", name="weight").numbers == by_hand(before)
+                loss = model(x).float().square().mean()
+                loss.backward()
+                return loss
+
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            optimizer.step(closure)
+            recorder.step()
+    after = model.state_dict()
+    updates = {name: after[name] - before[name] for name in after if name != "1.weight"}
+    assert all(update.count_nonzero() for update in updates.values())
+    assert held(recorder.evidence, "updates", step=2) == {name: by_hand(update) for name, update in updates.items()}
+    assert held(recorder.evidence, "weights", step=2) == {name: by_hand(value) for name, value in before.items()}
+    assert {each.dtype for each in recorder.evidence.tensors("weights", step=2)} == {"float32"}
 
 
 # Sessions ---------------------------------------------------------------------------------------------------
@@ -258,17 +271,14 @@ def test_a_session_tells_of_its_steps_by_itself(name):
     x, y = batches(2)
     backward(plain, twin, x)
     backward(plain, twin, y)
-    with torch.no_grad():
-        before = [amp.engine.weights.stored()[p].master_of(p).clone() if p in amp.engine.weights.stored()
-                  else p.detach().clone() for p in model.parameters()]  # fmt: skip
+    before = fp32_values(amp, model)
     with Recorder(model, optimizer) as recorder:
         backward(amp, model, x)
         backward(amp, model, y)
         amp.step()
         amp.zero_grad()
         recorder.step()  # told already
-    after = [amp.engine.weights.stored()[p].master_of(p) if p in amp.engine.weights.stored() else p.detach()
-             for p in model.parameters()]  # fmt: skip
+    after = fp32_values(amp, model)
     plain.unscale_()
     names = [n for n, _ in model.named_parameters()]
     evidence = recorder.evidence
@@ -285,7 +295,7 @@ def test_a_session_tells_of_its_steps_by_itself(name):
 
 
 def test_unscaled_gradients_edits_of_them_and_penalties_are_seen_as_the_optimizer_gets_them():
-    model, optimizer, amp = session("O2 FP16, masters")
+    model, optimizer, amp = session("O2 FP16, views")
     with Recorder(model, optimizer) as recorder:
         x = batches(1)[0].requires_grad_()
         with amp.autocast():

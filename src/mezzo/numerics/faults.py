@@ -259,7 +259,7 @@ def stopped(evidence: Evidence, lost: Mapping[str, SwallowedUpdates]) -> Iterato
             what=f"{share_text(unmoved, whole)} of the weights with a gradient did not move.",
             where=f"{worst}: {share_text(still[worst], 1)}; of {len(low)} weights {len(still)} lose over a tenth",
             why=f"They are stored in {dtype}: an update of less than half the gap to the next number rounds away.",
-            write=f'policy="O2,dtype={low[worst]}", which keeps FP32 masters; or rounding="stochastic" of mezzo.optim',
+            write=f'policy="O2,dtype={low[worst]}", which keeps FP32 masters',
         )
 
 

@@ -20,7 +20,7 @@ from mezzo.policy import Policy
 from mezzo.session.refusals import Handles
 from mezzo.tensors import LOW
 from mezzo.weights import Halves
-from mezzo.weights.views import ReadsHalves, adopt, widened
+from mezzo.weights.views import adopt, widened
 
 __all__ = ["Weights", "handles_of"]
 
@@ -109,11 +109,8 @@ class Weights:
 
     def adopt(self, optimizers: list[Optimizer]) -> None:
         """Let optimizers update FP32 values of what is stored low."""
-        halves = self.halves()
-        has_rests = any(each.has_rest(tensor) for each in halves for tensor in each)
         for optimizer in optimizers:
-            if has_rests or isinstance(optimizer, ReadsHalves):
-                self._undo.callback(adopt(optimizer, halves))
+            self._undo.callback(adopt(optimizer, self.halves()))
         self.has_grown()
 
     def know(self, optimizers: list[Optimizer]) -> None:

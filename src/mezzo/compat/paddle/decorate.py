@@ -1,23 +1,25 @@
-"""``decorate``: models stored in 16 bits, as Paddle's O2 has them, and optimizers that update FP32 masters."""
+"""``decorate``: models stored in 16 bits, as Paddle's O2 has them, and optimizers that update FP32 values."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.cast.model.keeping import keeping
 from mezzo.cast.model.prepare import prepare
 from mezzo.compat.paddle.regions import LOW, word_of, wrong_dtype, wrong_words
 from mezzo.errors import PolicyError, not_switches, raise_together, some_of
-from mezzo.optim.keeper import Keeper
-from mezzo.optim.masters import MasterWeights
-from mezzo.optim.optimizer import as_one_pass
+from mezzo.hooks import OwnHook
 from mezzo.policy import Policy
+from mezzo.weights import Halves
+from mezzo.weights.models import named_in
+from mezzo.weights.views import adopt
 
 __all__ = ["decorate"]
 
@@ -36,7 +38,7 @@ def decorate(
     master_grad: bool = False,
     excluded_layers: Any = None,
 ) -> Any:
-    """Store models in 16 bits, and let optimizers update FP32 masters of their weights; O1 changes nothing.
+    """Store models in 16 bits, and let optimizers update the FP32 values of their weights; O1 changes nothing.
 
     The models compute as the :func:`auto_cast` around them says, and by themselves in ``dtype``, whatever the dtype of
     their inputs. Optimizers step by their own ``step()`` or by a :class:`GradScaler`. Batch norm stays FP32, and in
@@ -45,12 +47,12 @@ def decorate(
     Args:
         models: A model, or a list of models.
         optimizers: An optimizer over their parameters, or a list of them; torch's, mezzo's or any other. Without, the
-            models have no masters, as in Paddle.
+            models have no FP32 values, as in Paddle.
         level: ``"O1"`` or ``"O2"``.
         dtype: ``"float16"`` or ``"bfloat16"``.
-        master_weight: False keeps no FP32 masters; what such an optimizer adds to a weight may round away.
+        master_weight: False keeps no FP32 values; what such an optimizer adds to a weight may round away.
         save_dtype: What floating tensors of ``state_dict()`` are: ``"float16"``, ``"bfloat16"``, ``"float32"`` or
-            ``"float64"``; the models' own dtypes when omitted. In FP32 they are the masters, which load with every bit.
+            ``"float64"``; FP32 when omitted, in which they load with every bit. Copies are plain FP32 models.
         master_grad: Whether gradients are FP32 from the first backward pass on: several are then summed in FP32.
         excluded_layers: Layers to store in FP32, with all inside them: a module, a class, or a list of both.
 
@@ -59,8 +61,8 @@ def decorate(
 
     Raises:
         PolicyError: Every wrong argument, with what to write.
-        MezzoError: A model that cannot be stored low, or an optimizer that has masters. Whatever is raised, models and
-            optimizers are as they were.
+        MezzoError: A model that cannot be stored low, or an optimizer that cannot see FP32: see
+            :class:`mezzo.weights.views.Views`. Whatever is raised, models and optimizers are as they were.
 
     **Cost**: as :func:`mezzo.prepare`; the models' own memory for a moment.
 
@@ -86,78 +88,38 @@ def decorate(
         low = LOW[word_of(dtype)]
         kept = keeping(given, _listed(excluded_layers), _NORMS if low == torch.float16 else (), name="excluded_layers")
         policy = Policy.O2(low, output_dtype=None, loss_scale=None, rules=kept)
-        keepers = _stored(given, made if master_weight is not False else [], policy, sums_wide=master_grad)
-        for model in given if save_dtype is not None else ():
-            hook = _Saved(keepers, _SAVED[word_of(save_dtype)])
-            for module in model.modules():
-                module.register_state_dict_post_hook(hook)
-                module.register_load_state_dict_pre_hook(hook.load)
+        owners = _stored(given, made, policy, keeps_fp32=bool(made) and master_weight is not False)
+        for halves in owners if master_grad else ():
+            for tensor in halves:
+                if isinstance(tensor, nn.Parameter) and halves.has_rest(tensor):
+                    tensor.grad_dtype = torch.float32
+        saved = torch.float32 if save_dtype is None else _SAVED[word_of(save_dtype)]
+        for module in {module for model in given for module in model.modules()} if saved != torch.float32 else ():
+            module.register_state_dict_post_hook(OwnHook(partial(_save_in, saved)))
     return models if optimizers is None else (models, optimizers)
 
 
-def _stored(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, *, sums_wide: bool) -> list[Keeper]:
-    """Store models low; return what keeps the FP32 values of their weights."""
-    keepers: list[Keeper] = []
+def _stored(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, *, keeps_fp32: bool) -> list[Halves]:
+    """Store models low; return what owns the FP32 values of their weights."""
     with contextlib.ExitStack() as undo:
-        handles = []
+        owners: list[Halves] = []
         for model in models:
-            handles.append(prepare(model, policy))
-            undo.callback(handles[-1].remove)
-        originals = {tensor: value for handle in handles for tensor, value in handle.originals().items()}
+            handle = prepare(model, policy)
+            undo.callback(handle.remove)
+            owners.append(handle.halves)
+            if not keeps_fp32:
+                handle.halves.drop()
         for optimizer in optimizers:
-            if (own := as_one_pass(optimizer)) is not None:
-                own.adopt(originals, lambda param: f"a parameter of shape {tuple(param.shape)}")
-                undo.callback(own.leave)
-                keepers.append(own)
-            else:
-                masters = MasterWeights(optimizer, grad_dtype="float32" if sums_wide else "param", originals=originals)
-                undo.callback(masters.remove)
-                keepers.append(masters)
-        for handle in handles:
-            handle.release_originals()
+            undo.callback(adopt(optimizer, owners))
         undo.pop_all()
-    for param in (param for keeper in keepers if sums_wide for param in keeper.stored()):
-        param.grad_dtype = torch.float32
-    return keepers
+    return owners
 
 
-class _Saved:
-    """Saves and loads a model in a dtype of the user's: in FP32 the values that are kept, with every bit.
-
-    Args:
-        keepers: Of the models' weights.
-        dtype: What floating tensors of a state dict are.
-    """
-
-    def __init__(self, keepers: list[Keeper], dtype: torch.dtype) -> None:
-        self._keepers, self._dtype = keepers, dtype
-
-    def __reduce__(self) -> Any:
-        return type(self), ([], self._dtype)  # a copied model has no optimizer that would keep its values
-
-    def _kept(self) -> dict[Tensor, Keeper]:
-        return {param: keeper for keeper in self._keepers for param in keeper.stored(in_fp32=True)}
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Write a module's own tensors in the dtype: a hook."""
-        kept = self._kept()
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or not tensor.is_floating_point() or (key := prefix + name) not in state:
-                continue
-            if (keeper := kept.get(tensor)) is not None:
-                keeper.take_edits([tensor])
-                state[key] = keeper.master_of(tensor).detach()
-            state[key] = state[key].to(self._dtype)
-
-    @torch.no_grad()
-    def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-        """Give FP32 values to what keeps them: a hook."""
-        kept = self._kept()
-        for name, tensor in module._parameters.items():
-            value = state.get(prefix + name)
-            if tensor in kept and isinstance(value, Tensor) and value.shape == tensor.shape:
-                kept[tensor].write(tensor, value if value.dtype == tensor.dtype else value.float())
-                state[prefix + name] = tensor.detach().clone()
+def _save_in(dtype: torch.dtype, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Write a module's own floating tensors in a dtype: a hook; ``keep_vars=True`` shows tensors."""
+    for key, tensor in named_in(module, prefix):
+        if tensor.is_floating_point() and state.get(key, tensor) is not tensor:
+            state[key] = state[key].to(dtype)
 
 
 def _foreign(models: list[Any], optimizers: list[Any]) -> Iterator[PolicyError]:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, UnsupportedError, raise_together, shown, some_of
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.masters import masters_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
@@ -28,6 +27,7 @@ from mezzo.session.weights import Weights
 from mezzo.session.window import Window
 from mezzo.step.executors.choose import shared
 from mezzo.tensors import described, moved
+from mezzo.weights.views import views_of
 
 __all__ = ["GradScaler"]
 
@@ -116,11 +116,10 @@ class GradScaler(EngineScaler):
             what = f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
             raise PolicyError(what, write="scaler.step(optimizer), for one after the other")
         engine = self._engine
-        known = engine is not None and optimizer in engine.weights.optimizers
-        if engine is not None and known and engine.weights.masters.get(id(optimizer)) is masters_of(optimizer):
+        if engine is not None and optimizer in engine.weights.optimizers:
             return engine
         with uninterrupted():
-            if engine is None or known:  # masters have come since
+            if engine is None:
                 engine = Engine(Weights([], [], Policy.O0(), {}), self.loss_scale, Ranks.of())
                 engine.waits = True
             # Those of earlier iterations may be gone.
@@ -134,18 +133,19 @@ class GradScaler(EngineScaler):
         return next(window for window in windows if optimizer in window.optimizers)
 
     def _open(self, optimizer: Optimizer, *, again: bool = True) -> None:
-        window, masters = self._window(optimizer), self._engine_of(optimizer).weights.masters_of(optimizer)
+        window = self._window(optimizer)
         if self._given is None or window.passes or not window.has_gradients():
             return
         if again or not window.has_left_alone():
-            if not takes_flags(optimizer, masters):
+            if not takes_flags(optimizer):
                 self._refuse_fp16(optimizer)
             window.take(self._given)
             self._seen[optimizer] = False
 
     def _refuse_fp16(self, optimizer: Optimizer) -> None:
-        weights, own = self._engine_of(optimizer).weights, as_one_pass(optimizer)
-        if not weights.are_low or weights.masters_of(optimizer) or (own is not None and own.keeps_masters):
+        # Views multiply gradients on their way into FP32, and mezzo's kernels read FP32 ones.
+        can = views_of(optimizer) is not None or as_one_pass(optimizer) is not None
+        if can or not self._engine_of(optimizer).weights.are_low:
             return
         low = [
             f"group {number}, parameter {place} ({described(param.grad)})"

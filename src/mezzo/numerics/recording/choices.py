@@ -16,7 +16,6 @@ from mezzo.formats import Format, by_name
 from mezzo.numerics.evidence import kind_of
 from mezzo.numerics.recording.subject import Subject
 from mezzo.numerics.recording.weights import given_optimizers, updated_by
-from mezzo.optim.keeper import Keeper
 from mezzo.scale.state import inverse
 
 __all__ = ["Choices", "LossScaleNow"]
@@ -28,14 +27,14 @@ class Choices:
 
     Attributes:
         subject: What is watched.
-        optimizers: The optimizers, each with what keeps FP32 values of its parameters.
+        optimizers: The optimizers.
         every: Steps from one recorded step to the next.
         formats: The storage formats that updates are rounded to.
         kinds: What is recorded.
     """
 
     subject: Subject
-    optimizers: Sequence[tuple[Optimizer, Keeper | None]]
+    optimizers: Sequence[Optimizer]
     every: int
     formats: Sequence[Format]
     kinds: Sequence[str]
@@ -67,9 +66,7 @@ class Choices:
             problems.append(PolicyError("there is nothing to record", why="kinds is empty", write='kinds=("weights",)'))
         if subject is not None:
             own = set(subject.model.parameters())
-            problems += (
-                _foreign(each, subject) for each, keeper in optimizers if own.isdisjoint(updated_by(each, keeper))
-            )
+            problems += (_foreign(each, subject) for each in optimizers if own.isdisjoint(updated_by(each)))
         raise_together(problems)
         return cls(
             subject=subject,

@@ -44,8 +44,8 @@ class Recorder:
 
     Args:
         model: The model. Functions that use parameters directly are not seen, nor is what torch compiles.
-        optimizer: What updates it, a :class:`mezzo.MasterWeights` around one, or several. In a session it may be left
-            out; in a loop without one there are then no updates, and weights are those that :meth:`step` finds.
+        optimizer: What updates it, or several. In a session it may be left out; in a loop without one there are then
+            no updates, and weights are those that :meth:`step` finds.
         every: Steps from one recorded step to the next. Where two optimizers take turns, an odd number, or only one of
             them is recorded.
         formats: The storage formats that updates are rounded to.

@@ -9,6 +9,7 @@ from torch import Tensor
 from mezzo.errors import PolicyError
 from mezzo.numerics.recording.choices import Choices, LossScaleNow
 from mezzo.numerics.recording.step import Recording
+from mezzo.numerics.recording.weights import updated_by
 from mezzo.policy import Policy
 from mezzo.scale.state import inverse
 from mezzo.session.observers import Judged, Watched
@@ -78,7 +79,7 @@ class SessionSide:
         if recording is None:
             return
         if is_first:
-            recording.weights.before(engine.weights.stored(), self._moved)
+            recording.weights.before(self._moved)
         recording.weights.keep(self._moved)
         factor = None if judged.scale is None else inverse(judged.scale)
         for param, gradient in zip(judged.params, judged.gradients, strict=True):
@@ -91,18 +92,13 @@ class SessionSide:
         if not is_ours:
             return
         if self.recording is not None:
-            self.recording.weights.after(engine.weights.stored())
+            self.recording.weights.after()
         is_scaled = engine.weights.policy.loss_scale.mode != "none"
         self._advance([step.scale] if is_scaled else [], [step.skipped])
 
     def _updated(self, engine: Watched) -> set[Tensor]:
         """Return the model's parameters that a session's optimizers update, of those that were chosen."""
-        chosen = {id(p) for o, _ in self._choices.optimizers for group in o.param_groups for p in group["params"]}
-        weights = engine.weights
-        pairs = (
-            (leaf, of)
-            for optimizer in weights.optimizers
-            for leaf, of in zip(weights.leaves(optimizer), weights.updated(optimizer), strict=True)
-        )
         own = set(self._choices.subject.model.parameters())
-        return {leaf for leaf, of in pairs if leaf in own and (not chosen or id(of) in chosen)}
+        updated = {param for param in engine.weights.updated() if param in own}
+        chosen = [updated_by(each) for each in self._choices.optimizers]
+        return updated.intersection(set().union(*chosen)) if chosen else updated

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from mezzo.numerics.recording.choices import Choices
 from mezzo.numerics.recording.passes import PassWatch, Places
 from mezzo.numerics.recording.subject import unseen
 from mezzo.numerics.recording.tally import Tally
-from mezzo.numerics.recording.weights import WeightWatch, kept_by, swallowed_of, updated_by
-from mezzo.optim.keeper import Keeper
+from mezzo.numerics.recording.weights import WeightWatch, swallowed_of, updated_by
 
 __all__ = ["PlainLoop", "Recording"]
 
@@ -108,7 +106,12 @@ class PlainLoop:
         recording: What is told.
         choices: What the recorder was asked for.
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
+
+    Attributes:
+        guards: Whether its hooks of optimizers make these a session's: they look.
     """
+
+    guards: ClassVar[bool] = False
 
     def __init__(self, recording: Recording, choices: Choices, factor: Callable[[], Tensor | None]) -> None:
         self._weights, self._factor = recording.weights, factor
@@ -120,10 +123,10 @@ class PlainLoop:
             for param in choices.subject.params
             if param.requires_grad
         ]
-        for optimizer, keeper in choices.optimizers:
+        for optimizer in choices.optimizers:
             self._handles += (
-                optimizer.register_step_pre_hook(partial(self._before, keeper)),
-                optimizer.register_step_post_hook(partial(self._after, keeper)),
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_step_post_hook(self._after),
             )
 
     def remove(self) -> None:
@@ -143,7 +146,7 @@ class PlainLoop:
             self._weights.gradient(param, param.grad, self._factor())
 
     @torch.no_grad()
-    def _before(self, keeper: Keeper | None, optimizer: Optimizer, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._has_stepped = True
         if isinstance(getattr(optimizer, "grad_scale", None), Tensor) and self._factor() is None:
             raise PolicyError(
@@ -155,8 +158,8 @@ class PlainLoop:
         found_inf = getattr(optimizer, "found_inf", None)  # torch's scaler tells it so to fused optimizers
         if isinstance(found_inf, Tensor):
             self._flags.append(found_inf.detach().reshape(()).clone())
-        self._weights.before(kept_by([keeper]), updated_by(optimizer, keeper))
+        self._weights.before(updated_by(optimizer))
 
     @torch.no_grad()
-    def _after(self, keeper: Keeper | None, *_: Any) -> None:
-        self._weights.after(kept_by([keeper]))
+    def _after(self, *_: Any) -> None:
+        self._weights.after()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from mezzo.numerics.recording.passes import Places
 from mezzo.numerics.recording.subject import Subject
 from mezzo.numerics.recording.tally import Tally, is_countable
 from mezzo.tensors import dtype_name
-from mezzo.weights import Halves
+from mezzo.weights.halves import owner_of
+from mezzo.weights.models import halves_in
 
-__all__ = ["WeightWatch", "given_optimizers", "kept_by", "swallowed_of", "updated_by"]
+__all__ = ["WeightWatch", "given_optimizers", "swallowed_of", "updated_by"]
 
 
 class WeightWatch:
@@ -45,21 +46,18 @@ class WeightWatch:
         self._gradients: dict[Tensor, Tensor] = {}
         self.has_gradients = False
 
-    def before(self, kept: Mapping[Tensor, Halves], updated: Container[Tensor]) -> None:
+    def before(self, updated: Container[Tensor]) -> None:
         """Count the weights that a step may move, and copy them.
 
         Args:
-            kept: Who owns the FP32 value of each low-precision parameter that has one.
             updated: The parameters that the step is one of.
         """
-        for param in self._subject.params:
-            if not param.requires_grad or param not in updated or not is_countable(param):
-                continue
-            value = _value(param, kept)
+        moving = (param for param in self._subject.params if param.requires_grad and param in updated)
+        for param, value in self._values(filter(is_countable, moving)):
             if "weights" in self._kinds:
                 self._put("weights", param, value.dtype, self._tally.count(value))
             if "updates" in self._kinds:
-                self._before[param] = value.to(torch.float32, copy=True), value.dtype
+                self._before[param] = value.to(torch.float32, copy=value.dtype == param.dtype), value.dtype
 
     def keep(self, moved: Container[Tensor]) -> None:
         """Let go of the copies of parameters that the step is not one of after all."""
@@ -67,9 +65,10 @@ class WeightWatch:
 
     def rest(self) -> None:
         """Count the weights that no step has moved."""
-        for param, place in self._subject.params.items():
-            if "weights" in self._kinds and ("weights", *place) not in self._places and is_countable(param):
-                self._put("weights", param, param.dtype, self._tally.count(param))
+        places = self._subject.params if "weights" in self._kinds else {}
+        others = [param for param, place in places.items() if ("weights", *place) not in self._places]
+        for param, value in self._values(filter(is_countable, others)):
+            self._put("weights", param, value.dtype, self._tally.count(value))
 
     def gradient(self, param: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
         """Count a gradient, instead of an earlier one of the same parameter.
@@ -87,11 +86,12 @@ class WeightWatch:
         if "weight_gradients" in self._kinds:
             self._put("weight_gradients", param, gradient.dtype, self._tally.count(gradient, factor))
 
-    def after(self, kept: Mapping[Tensor, Halves]) -> None:
+    def after(self) -> None:
         """Count the updates of the weights that were copied, and let go of the copies."""
         moves = []
-        for param, (before, dtype) in self._before.items():
-            update = _value(param, kept).float() - before
+        for param, value in self._values(self._before):
+            before, dtype = self._before[param]
+            update = value.float() - before
             row = self._tally.count(update)
             self._put("updates", param, dtype, row)
             gradient = self._gradients.pop(param, None)
@@ -102,6 +102,13 @@ class WeightWatch:
         self._before.clear()
         for device in dict.fromkeys(move.update.device for move in moves):
             count_moves([move for move in moves if move.update.device == device], self._formats)
+
+    def _values(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters, each with its FP32 value if it is stored in two halves, and else with what it holds."""
+        owners = [*dict.fromkeys(each for module in self._subject.model.modules() for each in halves_in(module))]
+        for param in params:
+            owner = owner_of(param, owners)
+            yield param, param.detach() if owner is None else owner.read(param)
 
     def _put(self, kind: str, param: Tensor, dtype: torch.dtype, row: int) -> None:
         self._places[kind, *self._subject.params[param]] = dtype_name(dtype), [row]
@@ -119,41 +126,30 @@ def swallowed_of(numbers: Sequence[int], formats: Sequence[Format]) -> Swallowed
     )
 
 
-def _value(param: Tensor, kept: Mapping[Tensor, Halves]) -> Tensor:
-    return (kept[param].read(param) if param in kept else param).detach()
-
-
 # Optimizers ---------------------------------------------------------------------------------------------------
 
 
-def given_optimizers(given: Any) -> list[tuple[Optimizer, Keeper | None]]:
-    """Return the optimizers that a recorder was given, each with what keeps FP32 values of its parameters.
+def given_optimizers(given: Any) -> list[Optimizer]:
+    """Return the optimizers that a recorder was given.
 
     Args:
-        given: An optimizer, one with masters around it, several of either, or ``None``.
+        given: An optimizer, several, or ``None``.
 
     Raises:
         PolicyError: Anything else.
     """
     if given is None:
         return []
-    several = [given] if isinstance(given, Optimizer | MasterWeights) or not isinstance(given, Iterable) else [*given]
-    found = [each.optimizer if isinstance(each, MasterWeights) else each for each in several]
+    found = [given] if isinstance(given, Optimizer) or not isinstance(given, Iterable) else [*given]
     wrong = [type(each).__name__ for each in found if not isinstance(each, Optimizer)] or ["an empty list"][: not found]
     if wrong:
         raise PolicyError(
             f"a recorder takes a torch.optim.Optimizer, not {wrong[0]}",
             write="Recorder(model, optimizer), and of a torch.amp.GradScaler loss_scale=scaler",
         )
-    return [(each, masters_of(each) or as_one_pass(each)) for each in found]
+    return found
 
 
-def kept_by(keepers: Iterable[Keeper | None]) -> dict[Tensor, Keeper]:
-    """Return the low-precision parameters, each with the keeper of its FP32 value."""
-    return {param: keeper for keeper in keepers if keeper is not None for param in keeper.stored()}
-
-
-def updated_by(optimizer: Optimizer, keeper: Keeper | None) -> set[Tensor]:
-    """Return the parameters of a model that an optimizer updates, itself or through their masters."""
-    own = {param for group in optimizer.param_groups for param in group["params"]}
-    return own if keeper is None else own | set(keeper.stored())
+def updated_by(optimizer: Optimizer) -> set[Tensor]:
+    """Return the parameters that an optimizer updates."""
+    return {param for group in optimizer.param_groups for param in group["params"]}
