@@ -96,7 +96,7 @@ class Halves:
         Raises:
             NumericsError: A finite value beyond the range of its dtype; nothing was changed.
         """
-        if lost := [t for t, dtype in dtypes.items() if t.dtype != dtype and overflows(local(t.detach()), dtype)]:
+        if lost := [t for t, dtype in dtypes.items() if t.dtype != dtype and is_beyond(local(t.detach()), dtype)]:
             raise _beyond(lost[0], dtypes[lost[0]])
         known = {t: held for other in _LIVE for t, held in other._held.items() if t in dtypes}
         with judged_together():  # they have been
@@ -215,7 +215,7 @@ class Halves:
         if value.dtype == held.low and held.rest is not None:
             value = torch.where(tensor == value, self.read(tensor), value.to(torch.float32))
         value = value.to(torch.float32)
-        if overflows(local(value), held.low):
+        if is_beyond(local(value), held.low):
             raise _beyond(value, held.low)
         if held.rest is None:
             local(tensor.data).copy_(local(value))
