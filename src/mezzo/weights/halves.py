@@ -6,16 +6,20 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.errors import NumericsError, StateError
 from mezzo.shards import placed, sharded_as
 from mezzo.step.split import decode, encode, encode_into, judged_together
 from mezzo.tensors import described, dtype_name, is_distributed, local, overflows
+
+#: A storage, which is not kept alive, and where in it.
+_Memory: TypeAlias = tuple[StorageWeakRef, int]
 
 _DTYPE: Final = attrgetter("dtype")
 #: All that live, since models may share a tensor.
@@ -31,14 +35,14 @@ class _Held:
         low: The dtype that it has.
         rest: int16, of a DTensor of this rank's part: the low half; ``None`` where the high half is the value.
         version: Of a buffer: how often it had been written when the rest was made. A rest belongs to what was encoded.
-        home: Where the high half lies.
+        home: The memory where the high half lies as a rule; ``None`` before it is stored.
         rest_at_home: What belongs to it, while the tensor has been given other memory.
     """
 
     before: torch.dtype
     low: torch.dtype
     rest: Tensor | None
-    home: int
+    home: _Memory | None = None
     version: int | None = None
     rest_at_home: Tensor | None = None
 
@@ -107,10 +111,10 @@ class Halves:
                 wide = local(tensor.detach()).to(torch.float32)
                 high, rest = encode(wide, dtype)
                 # Known before it is stored: remove() gives back what was interrupted.
-                self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, home=0)
+                self._held[tensor] = held = _Held(tensor.dtype, dtype, rest)
                 if tensor.dtype != dtype:
                     give(tensor, high)
-                held.home = local(tensor).data_ptr()
+                held.home = _memory_of(tensor)
                 if not isinstance(tensor, nn.Parameter):
                     held.version = tensor._version
         self._note()
@@ -144,7 +148,7 @@ class Halves:
             held = self._held.pop(old)
             if held.rest is not None:
                 held.rest = local(placed(held.rest, new)).clone()
-            held.home = local(new).data_ptr()
+            held.home = _memory_of(new)
             self._held[new] = held
         self._note()
 
@@ -166,9 +170,11 @@ class Halves:
     def rest_of(self, tensor: Tensor) -> Tensor:
         """Return the low half of a tensor, int16, of a DTensor of this rank's part: for what writes both halves."""
         held, here = self._held[tensor], local(tensor)
+        if held.rest_at_home is not None:
+            self.settle()
         assert held.rest is not None, "asked of what has_rest()"
         if held.rest.device != here.device:  # model.to(device)
-            held.rest = held.rest.to(here.device)
+            held.rest, held.home = held.rest.to(here.device), _memory_of(tensor)
             self.num_replaced += 1
         if held.version is not None and held.version != tensor._version:
             held.rest.zero_()
@@ -254,10 +260,16 @@ class Halves:
                     held.rest_at_home = held.rest_at_home if held.rest_at_home is not None else held.rest
                     held.rest = rest
                 give(tensor, high)
-            elif held.rest_at_home is not None and local(tensor).data_ptr() == held.home:
+            elif held.rest_at_home is not None and _memory_of(tensor) == held.home:
                 held.rest, held.rest_at_home = held.rest_at_home, None
         self._are_away = any(held.rest_at_home is not None for held in self._held.values())
         self.num_replaced += 1
+
+
+def _memory_of(tensor: Tensor) -> _Memory:
+    """Return what no other memory equals as long as this is kept: an address that is free is given to the next."""
+    here = local(tensor)
+    return StorageWeakRef(here.untyped_storage()), here.storage_offset()  # type: ignore[no-untyped-call]
 
 
 def owner_of(tensor: Tensor, among: Sequence[Halves]) -> Halves | None:

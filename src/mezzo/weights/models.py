@@ -211,6 +211,10 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
                 "FP32 model; .to(device) alone may be called",
             )
     moved: nn.Module = type(module)._apply(module, change, recurse)
+    for _, tensor in named_in(module):
+        for halves in owners:
+            if halves.has_rest(tensor):
+                halves.rest_of(tensor)  # which moves with it
     return moved
 
 
