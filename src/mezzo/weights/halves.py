@@ -6,16 +6,20 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.errors import NumericsError, StateError
 from mezzo.shards import placed, sharded_as
-from mezzo.step.split import decode, encode, encode_into, judged_together
+from mezzo.step.split import decode, encode_into, refuse_beyond
 from mezzo.tensors import described, dtype_name, is_distributed, local, overflows
+
+#: A storage, which is not kept alive, and where in it.
+_Memory: TypeAlias = tuple[StorageWeakRef, int]
 
 _DTYPE: Final = attrgetter("dtype")
 #: All that live, since models may share a tensor.
@@ -31,14 +35,14 @@ class _Held:
         low: The dtype that it has.
         rest: int16, of a DTensor of this rank's part: the low half; ``None`` where the high half is the value.
         version: Of a buffer: how often it had been written when the rest was made. A rest belongs to what was encoded.
-        home: Where the high half lies.
+        home: The memory where the high half lies as a rule; ``None`` before it is stored.
         rest_at_home: What belongs to it, while the tensor has been given other memory.
     """
 
     before: torch.dtype
     low: torch.dtype
     rest: Tensor | None
-    home: int
+    home: _Memory | None = None
     version: int | None = None
     rest_at_home: Tensor | None = None
 
@@ -96,23 +100,22 @@ class Halves:
         Raises:
             NumericsError: A finite value beyond the range of its dtype; nothing was changed.
         """
-        if lost := [t for t, dtype in dtypes.items() if t.dtype != dtype and is_beyond(local(t.detach()), dtype)]:
-            raise _beyond(lost[0], dtypes[lost[0]])
+        for tensor, dtype in dtypes.items():
+            if tensor.dtype != dtype:
+                refuse_beyond(local(tensor.detach()), dtype)
         known = {t: held for other in _LIVE for t, held in other._held.items() if t in dtypes}
-        with judged_together():  # they have been
-            for tensor, dtype in dtypes.items():
-                if tensor in known:  # of two models that share it, either may be asked
-                    self._held[tensor] = known[tensor]
-                    continue
-                wide = local(tensor.detach()).to(torch.float32)
-                high, rest = encode(wide, dtype)
-                # Known before it is stored: remove() gives back what was interrupted.
-                self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, home=0)
-                if tensor.dtype != dtype:
-                    give(tensor, high)
-                held.home = local(tensor).data_ptr()
-                if not isinstance(tensor, nn.Parameter):
-                    held.version = tensor._version
+        for tensor, dtype in dtypes.items():
+            if tensor in known:  # of two models that share it, either may be asked
+                self._held[tensor] = known[tensor]
+                continue
+            high, rest = _encoded(tensor, dtype)
+            # Known before it is stored: remove() gives back what was interrupted.
+            self._held[tensor] = held = _Held(tensor.dtype, dtype, rest)
+            if tensor.dtype != dtype:
+                give(tensor, high)
+            held.home = _memory_of(tensor)
+            if not isinstance(tensor, nn.Parameter):
+                held.version = tensor._version
         self._note()
 
     @torch.no_grad()
@@ -144,7 +147,7 @@ class Halves:
             held = self._held.pop(old)
             if held.rest is not None:
                 held.rest = local(placed(held.rest, new)).clone()
-            held.home = local(new).data_ptr()
+            held.home = _memory_of(new)
             self._held[new] = held
         self._note()
 
@@ -166,9 +169,11 @@ class Halves:
     def rest_of(self, tensor: Tensor) -> Tensor:
         """Return the low half of a tensor, int16, of a DTensor of this rank's part: for what writes both halves."""
         held, here = self._held[tensor], local(tensor)
+        if held.rest_at_home is not None:
+            self.settle()
         assert held.rest is not None, "asked of what has_rest()"
         if held.rest.device != here.device:  # model.to(device)
-            held.rest = held.rest.to(here.device)
+            held.rest, held.home = held.rest.to(here.device), _memory_of(tensor)
             self.num_replaced += 1
         if held.version is not None and held.version != tensor._version:
             held.rest.zero_()
@@ -215,8 +220,7 @@ class Halves:
         if value.dtype == held.low and held.rest is not None:
             value = torch.where(tensor == value, self.read(tensor), value.to(torch.float32))
         value = value.to(torch.float32)
-        if is_beyond(local(value), held.low):
-            raise _beyond(value, held.low)
+        refuse_beyond(local(value), held.low)
         if held.rest is None:
             local(tensor.data).copy_(local(value))
         else:
@@ -249,15 +253,21 @@ class Halves:
     def _settle(self) -> None:
         for tensor, held in self._held.items():
             if tensor.dtype != held.low:
-                high, rest = encode(local(tensor.detach()).to(torch.float32), held.low)
+                high, rest = _encoded(tensor, held.low)
                 if held.rest is not None:
                     held.rest_at_home = held.rest_at_home if held.rest_at_home is not None else held.rest
                     held.rest = rest
                 give(tensor, high)
-            elif held.rest_at_home is not None and local(tensor).data_ptr() == held.home:
+            elif held.rest_at_home is not None and _memory_of(tensor) == held.home:
                 held.rest, held.rest_at_home = held.rest_at_home, None
         self._are_away = any(held.rest_at_home is not None for held in self._held.values())
         self.num_replaced += 1
+
+
+def _memory_of(tensor: Tensor) -> _Memory:
+    """Return what no other memory equals as long as this is kept: an address that is free is given to the next."""
+    here = local(tensor)
+    return StorageWeakRef(here.untyped_storage()), here.storage_offset()  # type: ignore[no-untyped-call]
 
 
 def owner_of(tensor: Tensor, among: Sequence[Halves]) -> Halves | None:
@@ -289,11 +299,9 @@ def give_back(tensor: Any, data: Tensor) -> None:
         tensor.grad = None if gradient is None else gradient.to(data.dtype)
 
 
-def _beyond(value: Tensor, dtype: torch.dtype) -> NumericsError:
-    largest = value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    return NumericsError(
-        f"a weight is beyond the range of {dtype_name(dtype)}",
-        where=f"{described(value)}, largest {largest:.6g}",
-        why=f"beyond {torch.finfo(dtype).max:.8g} the low-precision weight would be infinite",
-        write="policy.keep_fp32(params=[…]), the text fp32_param=…; or bfloat16, whose range is FP32's",
-    )
+def _encoded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the halves of what a tensor holds; what is too large becomes infinite."""
+    wide = local(tensor.detach()).to(torch.float32)
+    high, rest = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
+    encode_into(wide, high, rest)
+    return high, rest

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import MezzoError, NumericsError, StateError, raise_together, some_of
 from mezzo.hooks import is_ours
+from mezzo.step.split import is_beyond
 from mezzo.tensors import dtype_name, local
 from mezzo.weights.halves import Halves
 
@@ -211,6 +212,10 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
                 "FP32 model; .to(device) alone may be called",
             )
     moved: nn.Module = type(module)._apply(module, change, recurse)
+    for _, tensor in named_in(module):
+        for halves in owners:
+            if halves.has_rest(tensor):
+                halves.rest_of(tensor)  # which moves with it
     return moved
 
 

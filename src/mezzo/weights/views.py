@@ -110,8 +110,8 @@ class Views:
             beside ``param_groups``, in something else than a list.
         StateError: It was adopted already.
 
-    **Cost**: 14 bytes read or written a parameter before a step and 8 after it. Memory during the step: 8 bytes for each
-    parameter of a part of 2²⁰ elements on CPUs and 2²⁴ on others; of optimizers that do not go in parts, of all.
+    **Cost**: 14 bytes read or written a parameter before a step and 8 after it. Memory during the step: 8 bytes for
+    each parameter of a part of 2²⁰ elements on CPUs and 2²⁴ on others; of optimizers that do not go in parts, of all.
     No host sync.
     """
 
@@ -280,8 +280,8 @@ class Views:
         gradients = list(map(_GRADIENT, params))
         kinds = [None if each is None else (each.dtype, each.layout) for each in gradients]
         key = (
-            goes_in_parts, multiplies, kinds, list(map(_TRAINS, params)), [halves.num_replaced for halves in self._halves],
-            [(id(one), list(map(id, one))) for one in lists],
+            goes_in_parts, multiplies, kinds, list(map(_TRAINS, params)),
+            [halves.num_replaced for halves in self._halves], [(id(one), list(map(id, one))) for one in lists],
         )  # fmt: skip
         if self._planned[0] != key:
             self._planned = (
@@ -465,7 +465,8 @@ class _Part:
         self._before = []
         for param in self._wide:
             gradient = param.grad
-            assert gradient is not None and multiplier is not None, "as above"
+            assert gradient is not None, "as above"
+            assert multiplier is not None, "a part is made for whether there is one"
             param.grad = gradient * moved(multiplier, gradient.device)
             self._before.append((param, gradient, param.grad))
         self._versions = versions(self._params)
@@ -478,7 +479,7 @@ class _Part:
             StateError: The optimizer has written parameters themselves, which it keeps beside ``param_groups``.
         """
         written = versions(self._params) != self._versions
-        is_here = all([each.store(found_inf, keeps_memory=keeps_memory) for each in self._together])
+        are_here = [each.store(found_inf, keeps_memory=keeps_memory) for each in self._together]
         for param, view in self._given:
             if view.grad is None:
                 param.grad = None
@@ -493,7 +494,7 @@ class _Part:
                 why="it keeps a list of its own, made when it was built",
                 write="an optimizer that reads param_groups in each step, or mezzo.optim",
             )
-        return is_here
+        return all(are_here)
 
 
 def _cut(params: list[Tensor], *, goes_in_parts: bool) -> list[list[Tensor]]:
