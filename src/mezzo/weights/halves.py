@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mezzo.errors import NumericsError, StateError
+from mezzo.errors import StateError
 from mezzo.shards import placed, sharded_as
 from mezzo.step.split import decode, encode_into, refuse_beyond
-from mezzo.tensors import described, dtype_name, is_distributed, local, overflows
+from mezzo.tensors import LOW, described, is_distributed, local
 
 #: A storage, which is not kept alive, and where in it.
 _Memory: TypeAlias = tuple[StorageWeakRef, int]
@@ -201,8 +201,8 @@ class Halves:
 
         Args:
             tensor: The tensor.
-            value: Of its shape; a DTensor, or whole, for a DTensor. In FP32 it is kept whole. In the tensor's own dtype
-                it leaves the FP32 value of each element that holds it already.
+            value: Of its shape; a DTensor, or whole, for a DTensor. In FP32 it is kept whole. In a low dtype it leaves
+                the FP32 value of each element that rounds to it already.
             copies: Whether the tensor is about to be copied onto itself, as ``load_state_dict`` does.
 
         Raises:
@@ -217,8 +217,10 @@ class Halves:
             )
         self.settle()
         held, value = self._held[tensor], placed(value.detach().to(tensor.device), tensor)
-        if value.dtype == held.low and held.rest is not None:
-            value = torch.where(tensor == value, self.read(tensor), value.to(torch.float32))
+        if value.dtype in LOW and held.rest is not None:
+            exact = self.read(tensor)
+            is_same = tensor == value if value.dtype == held.low else exact.to(value.dtype) == value
+            value = torch.where(is_same, exact, value.to(torch.float32))
         value = value.to(torch.float32)
         refuse_beyond(local(value), held.low)
         if held.rest is None:
@@ -267,7 +269,7 @@ class Halves:
 def _memory_of(tensor: Tensor) -> _Memory:
     """Return what no other memory equals as long as this is kept: an address that is free is given to the next."""
     here = local(tensor)
-    return StorageWeakRef(here.untyped_storage()), here.storage_offset()  # type: ignore[no-untyped-call]
+    return StorageWeakRef(here.untyped_storage()), int(here.storage_offset())  # type: ignore[no-untyped-call]
 
 
 def owner_of(tensor: Tensor, among: Sequence[Halves]) -> Halves | None:

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
@@ -244,14 +245,14 @@ class Views:
 
         return evaluate
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _take(self, part: _Part) -> None:
         self._open = part
         part.take(self.multiplier, self.found_inf)
         _exchange(part.lists, 2)
         self._rekey(part.pairs)
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _close(self) -> None:
         """Store what the views hold, and put the parameters back."""
         part, self._open = self._open, None

@@ -133,8 +133,10 @@ class Prepared:
         try:
             self._carry_out()
             if waits:
-                vars(model)["_mezzo_prepared"] = self
-                self._undo.callback(vars(model).pop, "_mezzo_prepared", None)
+                for module in model.modules():
+                    handles = vars(module).setdefault("_mezzo_prepared", [])
+                    handles.append(self)
+                    self._undo.callback(_forget, module, handles, self)
         except BaseException:
             self.remove()
             raise
@@ -237,6 +239,7 @@ class Prepared:
             )
         sharding.reshard(sharding.units(self.model))
         self.follow()
+        self.halves.settle()
         raise_together(changes_since(self.model, self.policy, self._storage))
 
     def follow(self) -> None:
@@ -302,6 +305,12 @@ class Prepared:
         self._widened.clear()
         if is_sharded:
             sharding.refresh(self.model)
+
+
+def _forget(module: nn.Module, handles: list[Prepared], mine: Prepared) -> None:
+    handles.remove(mine)
+    if not handles:
+        vars(module).pop("_mezzo_prepared", None)
 
 
 def with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:
