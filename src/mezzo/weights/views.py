@@ -103,6 +103,7 @@ class Views:
         optimizer: The optimizer.
         multiplier: What gradients are multiplied by on their way, 0-d; ``None`` for 1. The parameters' own stay.
         found_inf: 0-d bool, for an optimizer whose kernels are told it: whether nothing is to be written.
+        keeps_memory: Whether the views keep their memory between steps: a recorded graph has their addresses.
 
     Raises:
         UnsupportedError: ``differentiable=True``, ``ZeroRedundancyOptimizer``, or one that keeps parameters of its own
@@ -119,6 +120,7 @@ class Views:
         self.optimizer, self._halves = optimizer, list(halves)
         self.multiplier: Tensor | None = None
         self.found_inf: Tensor | None = None
+        self.keeps_memory = False
         self._views: dict[Tensor, nn.Parameter] = {}
         self._planned: tuple[Any, list[_Part]] = (None, [])
         self._open: _Part | None = None
@@ -179,6 +181,11 @@ class Views:
         """Leave the optimizer as it was built, over the model's parameters, with its state."""
         while self._undo:
             self._undo.pop()()
+
+    @property
+    def parts(self) -> list[Any]:
+        """What was FP32 one after the other in the last step: whoever holds these holds the views' memory."""
+        return self._planned[1]
 
     @property
     def is_open(self) -> bool:
@@ -257,7 +264,7 @@ class Views:
             return
         _exchange(part.lists, 1)
         self._rekey((view, param) for param, view in part.pairs)
-        if not part.store(self.found_inf):
+        if not part.store(self.found_inf, keeps_memory=self.keeps_memory):
             self._planned = (None, [])
 
     def _rekey(self, pairs: Any) -> None:
@@ -380,7 +387,7 @@ class _Together:
         self.exchange.widen(raw, multiplier, found_inf)
         deque(map(setattr, self.views, repeat("grad"), self.gradients), 0)
 
-    def store(self, found_inf: Tensor | None) -> bool:
+    def store(self, found_inf: Tensor | None, *, keeps_memory: bool) -> bool:
         """Store what the views hold, and let go of their memory; false where one of them was given other memory."""
         shown = list(map(local, self.views))
         self.exchange.store(shown, found_inf)
@@ -389,7 +396,8 @@ class _Together:
             if view.grad is None:  # SAM clears gradients before it asks its closure again
                 param.grad = None
         is_here = list(map(Tensor.data_ptr, shown)) == list(map(Tensor.data_ptr, self.values))
-        self.memory[0].resize_(0)
+        if not keeps_memory:
+            self.memory[0].resize_(0)
         return is_here
 
 
@@ -467,14 +475,14 @@ class _Part:
         self._versions = versions(self._params)
 
     @torch.no_grad()
-    def store(self, found_inf: Tensor | None) -> bool:
+    def store(self, found_inf: Tensor | None, *, keeps_memory: bool) -> bool:
         """Store what the views hold; false where one of them was given other memory.
 
         Raises:
             StateError: The optimizer has written parameters themselves, which it keeps beside ``param_groups``.
         """
         written = versions(self._params) != self._versions
-        is_here = all([each.store(found_inf) for each in self._together])
+        is_here = all([each.store(found_inf, keeps_memory=keeps_memory) for each in self._together])
         for param, view in self._given:
             if view.grad is None:
                 param.grad = None
