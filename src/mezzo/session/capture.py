@@ -27,6 +27,7 @@ from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.tables import uploaded_once
 from mezzo.tensors import addresses, described, tensors
+from mezzo.weights.views import views_of
 
 __all__ = ["Captured", "CudaGraph", "capture"]
 
@@ -73,7 +74,8 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
             session; what the graph holds has changed.
         RuntimeError: Torch's, from the third or fourth call: a line of ``fn`` waits for the device.
 
-    **Cost**: the graph keeps the memory of one step's activations and gradients. A call: the copies of the batch, one
+    **Cost**: the graph keeps the memory of one step's activations and gradients, and with torch's optimizers over low
+    weights that of their FP32 views, 8 bytes a parameter. A call: the copies of the batch, one
     launch, some one-element kernels; no host sync.
 
     Example:
@@ -109,12 +111,14 @@ class _Recorded(Generic[R]):
         outcomes: What each replay tells the account, with its numbers as one vector.
         scale: Where the graph reads the loss scale's state, and leaves the next one.
         holds: What the graph has of the session: see :func:`_held`.
+        memory: What else the graph writes: that of FP32 views, which a step without the graph may have others of.
     """
 
     output: R
     outcomes: list[tuple[StepOutcome, Tensor]]
     scale: Any
     holds: dict[str, Any]
+    memory: list[Any]
 
 
 class Captured(Generic[R]):
@@ -136,6 +140,8 @@ class Captured(Generic[R]):
             optimizers: list[Any] = amp.engine.weights.optimizers
             for optimizer in optimizers:
                 optimizer._warned_capturable_if_run_uncaptured = True  # as its first steps are
+                if (views := views_of(optimizer)) is not None:
+                    views.keeps_memory = True
 
     def __repr__(self) -> str:
         return f"Captured({getattr(self._fn, '__qualname__', repr(self._fn))})"
@@ -230,7 +236,9 @@ class Captured(Generic[R]):
             raise
         finally:
             engine.account.kept = None
-        return _Recorded(output=output, outcomes=outcomes, scale=scale, holds=_held(engine))
+        views = filter(None, map(views_of, engine.weights.optimizers))
+        memory = [part for each in views for part in each.parts]
+        return _Recorded(output=output, outcomes=outcomes, scale=scale, holds=_held(engine), memory=memory)
 
     def _upload(self) -> None:
         """Bring over the hyper-parameters that have changed on the host since the last step. No sync."""
