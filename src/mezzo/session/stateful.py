@@ -31,9 +31,9 @@ _NOT_SAVED: Final = ("params", "param_names")
 class Stateful:
     """Model, optimizers and session, as ``torch.distributed.checkpoint`` takes them.
 
-    Its state is the same whatever the policy and the number of ranks: FP32 weights and
-    the optimizers' state by the names of parameters, as plain tensors or DTensors. So it loads with as many ranks, bit
-    for bit, with more or fewer, sharded or not, and under another policy that stands for the same weights.
+    Its state is the same whatever the policy and the number of ranks: FP32 weights and the optimizers' state by the
+    names of parameters, as plain tensors or DTensors. So it loads with as many ranks, bit for bit, with more or fewer,
+    sharded or not, and under another policy that stands for the same weights.
 
     Args:
         engine: The session's.
@@ -170,7 +170,7 @@ def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, di
                     f"{type(optimizer).__name__} keeps tensors in nested containers",
                     where=f"{name}: {some_of(nested)}",
                     why="there may be another number of them where they are loaded",
-                    write="mezzo.save and mezzo.load of the state dicts of model, optimizer and session, in one process",
+                    write="mezzo.save and mezzo.load of the state dicts of model, optimizer and session: one process",
                 )
     return found, rest
 
