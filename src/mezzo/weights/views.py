@@ -184,6 +184,11 @@ class Views:
             self._undo.pop()()
 
     @property
+    def parts(self) -> list[Any]:
+        """What was FP32 one after the other in the last step: whoever holds these holds the views' memory."""
+        return self._planned[1]
+
+    @property
     def is_open(self) -> bool:
         """Whether the views stand in the places of parameters now."""
         return self._open is not None
