@@ -108,7 +108,7 @@ class Prepared:
 
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
         require_module(model)
-        self.asked, self.in_session = policy, False
+        self.asked, self.in_session, self._is_removed = policy, False, False
         policy = with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
         self.casts = WeightCasts()
@@ -229,7 +229,7 @@ class Prepared:
             StateError: Another session has it; it was removed; its tensors were cast or replaced, or hold gradients.
         """
         kind = type(self.model).__name__
-        if not self._hooks:
+        if self._is_removed:
             raise StateError("the preparation was removed", where=kind, write="mezzo.prepare(model, policy) again")
         if self.in_session:
             raise StateError(
@@ -287,6 +287,7 @@ class Prepared:
                 write="amp.close(), then prepared.remove()",
             )
         self.follow()
+        self._is_removed = True
         self._undo.close()
         for hook in self._hooks:
             hook.remove()
