@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.errors import NumericsError, StateError
 from mezzo.shards import placed, sharded_as
@@ -30,17 +31,18 @@ class _Held:
         before: The dtype that it had.
         low: The dtype that it has.
         rest: int16, of a DTensor of this rank's part: the low half; ``None`` where the high half is the value.
+        memory: Where the high half lies.
         version: Of a buffer: how often it had been written when the rest was made. A rest belongs to what was encoded.
-        home: Where the high half lies.
-        rest_at_home: What belongs to it, while the tensor has been given other memory.
+        left: Where it has lain before the tensor was given other memory, and the rest that belongs to what lies there:
+            as long as a program keeps that.
     """
 
     before: torch.dtype
     low: torch.dtype
     rest: Tensor | None
-    home: int
+    memory: StorageWeakRef
     version: int | None = None
-    rest_at_home: Tensor | None = None
+    left: list[tuple[StorageWeakRef, Tensor]] = field(default_factory=list)
 
 
 class Halves:
@@ -107,10 +109,10 @@ class Halves:
                 wide = local(tensor.detach()).to(torch.float32)
                 high, rest = encode(wide, dtype)
                 # Known before it is stored: remove() gives back what was interrupted.
-                self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, home=0)
+                self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, _memory(tensor))
                 if tensor.dtype != dtype:
                     give(tensor, high)
-                held.home = local(tensor).data_ptr()
+                    held.memory = _memory(tensor)
                 if not isinstance(tensor, nn.Parameter):
                     held.version = tensor._version
         self._note()
@@ -129,7 +131,7 @@ class Halves:
     def drop(self) -> None:
         """Give up the low halves: from now on what a tensor holds is its value."""
         for held in self._held.values():
-            held.rest = held.rest_at_home = None
+            held.rest, held.left = None, []
         self.num_replaced += 1
 
     def move(self, to: Mapping[Tensor, Tensor]) -> None:
@@ -144,7 +146,7 @@ class Halves:
             held = self._held.pop(old)
             if held.rest is not None:
                 held.rest = local(placed(held.rest, new)).clone()
-            held.home = local(new).data_ptr()
+            held.memory = _memory(new)
             self._held[new] = held
         self._note()
 
@@ -230,7 +232,7 @@ class Halves:
         """Put a saved low half beside what a tensor holds now; a DTensor's lies as the tensor, or is whole."""
         held, rest = self._held[tensor], placed(rest.to(tensor.device), tensor)
         self.rest_of(tensor).copy_(local(rest))
-        held.rest_at_home = None
+        held.left = []
         if held.version is not None:
             held.version = tensor._version
 
@@ -251,13 +253,26 @@ class Halves:
             if tensor.dtype != held.low:
                 high, rest = encode(local(tensor.detach()).to(torch.float32), held.low)
                 if held.rest is not None:
-                    held.rest_at_home = held.rest_at_home if held.rest_at_home is not None else held.rest
+                    held.left.append((held.memory, held.rest))
                     held.rest = rest
                 give(tensor, high)
-            elif held.rest_at_home is not None and local(tensor).data_ptr() == held.home:
-                held.rest, held.rest_at_home = held.rest_at_home, None
-        self._are_away = any(held.rest_at_home is not None for held in self._held.values())
+                held.memory = _memory(tensor)
+            elif held.left and held.rest is not None and (now := _memory(tensor)) != held.memory:
+                if (rest_there := next((rest for memory, rest in held.left if memory == now), None)) is not None:
+                    held.left.append((held.memory, held.rest))
+                    held.memory, held.rest = now, rest_there
+            held.left = [
+                each
+                for each in held.left
+                if each[0] != held.memory and not each[0].expired()  # type: ignore[no-untyped-call]
+            ]
+        self._are_away = any(held.left for held in self._held.values())
         self.num_replaced += 1
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    """Return what knows a tensor's memory, and does not keep it: another one may get its address, once it is freed."""
+    return StorageWeakRef(local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def owner_of(tensor: Tensor, among: Sequence[Halves]) -> Halves | None:
