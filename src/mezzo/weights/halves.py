@@ -257,10 +257,10 @@ class Halves:
                     held.rest = rest
                 give(tensor, high)
                 held.memory = _memory(tensor)
-            elif held.left and held.rest is not None and (now := _memory(tensor)) != held.memory:
-                if (rest_there := next((rest for memory, rest in held.left if memory == now), None)) is not None:
-                    held.left.append((held.memory, held.rest))
-                    held.memory, held.rest = now, rest_there
+            elif held.left and held.rest is not None:
+                now, before = _memory(tensor), (held.memory, held.rest)
+                held.memory, held.rest = next((each for each in held.left if each[0] == now), before)
+                held.left.append(before)
             held.left = [
                 each
                 for each in held.left
