@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
@@ -34,17 +34,18 @@ class _Held:
         before: The dtype that it had.
         low: The dtype that it has.
         rest: int16, of a DTensor of this rank's part: the low half; ``None`` where the high half is the value.
+        memory: Where the high half lies.
         version: Of a buffer: how often it had been written when the rest was made. A rest belongs to what was encoded.
-        home: The memory where the high half lies as a rule; ``None`` before it is stored.
-        rest_at_home: What belongs to it, while the tensor has been given other memory.
+        left: Where it has lain before the tensor was given other memory, and the rest that belongs to what lies there:
+            as long as a program keeps that.
     """
 
     before: torch.dtype
     low: torch.dtype
     rest: Tensor | None
-    home: _Memory | None = None
+    memory: _Memory | None = None
     version: int | None = None
-    rest_at_home: Tensor | None = None
+    left: list[tuple[_Memory | None, Tensor]] = field(default_factory=list)
 
 
 class Halves:
@@ -113,7 +114,7 @@ class Halves:
             self._held[tensor] = held = _Held(tensor.dtype, dtype, rest)
             if tensor.dtype != dtype:
                 give(tensor, high)
-            held.home = _memory_of(tensor)
+            held.memory = _memory_of(tensor)
             if not isinstance(tensor, nn.Parameter):
                 held.version = tensor._version
         self._note()
@@ -132,7 +133,7 @@ class Halves:
     def drop(self) -> None:
         """Give up the low halves: from now on what a tensor holds is its value."""
         for held in self._held.values():
-            held.rest = held.rest_at_home = None
+            held.rest, held.left = None, []
         self.num_replaced += 1
 
     def move(self, to: Mapping[Tensor, Tensor]) -> None:
@@ -147,7 +148,7 @@ class Halves:
             held = self._held.pop(old)
             if held.rest is not None:
                 held.rest = local(placed(held.rest, new)).clone()
-            held.home = _memory_of(new)
+            held.memory = _memory_of(new)
             self._held[new] = held
         self._note()
 
@@ -236,7 +237,7 @@ class Halves:
         """Put a saved low half beside what a tensor holds now; a DTensor's lies as the tensor, or is whole."""
         held, rest = self._held[tensor], placed(rest.to(tensor.device), tensor)
         self.rest_of(tensor).copy_(local(rest))
-        held.rest_at_home = None
+        held.left = []
         if held.version is not None:
             held.version = tensor._version
 
@@ -257,12 +258,20 @@ class Halves:
             if tensor.dtype != held.low:
                 high, rest = _encoded(tensor, held.low)
                 if held.rest is not None:
-                    held.rest_at_home = held.rest_at_home if held.rest_at_home is not None else held.rest
+                    held.left.append((held.memory, held.rest))
                     held.rest = rest
                 give(tensor, high)
-            elif held.rest_at_home is not None and _memory_of(tensor) == held.home:
-                held.rest, held.rest_at_home = held.rest_at_home, None
-        self._are_away = any(held.rest_at_home is not None for held in self._held.values())
+                held.memory = _memory_of(tensor)
+            elif held.left and held.rest is not None:
+                now, before = _memory_of(tensor), (held.memory, held.rest)
+                held.memory, held.rest = next((each for each in held.left if each[0] == now), before)
+                held.left.append(before)
+            held.left = [
+                each
+                for each in held.left
+                if each[0] != held.memory and not each[0][0].expired()  # type: ignore[no-untyped-call]
+            ]
+        self._are_away = any(held.left for held in self._held.values())
         self.num_replaced += 1
 
 

@@ -169,12 +169,14 @@ class Views:
                 self._end_loading()
 
         for name, value in (("step", step), ("load_state_dict", load_state_dict)):
-            method = MethodType(value, optimizer)
+            method, before = MethodType(value, optimizer), vars(optimizer).get(name)  # as a program has bound it
             setattr(optimizer, name, method)
 
-            def put_back(name: str = name, method: MethodType = method) -> None:
+            def put_back(name: str = name, method: MethodType = method, before: Any = before) -> None:
                 if vars(optimizer).get(name) is method:
                     delattr(optimizer, name)
+                    if before is not None:
+                        setattr(optimizer, name, before)
 
             self._undo.append(put_back)
 
