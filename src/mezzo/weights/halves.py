@@ -19,7 +19,7 @@ from mezzo.step.split import decode, encode, encode_into, judged_together
 from mezzo.tensors import described, dtype_name, is_distributed, local, overflows
 
 #: A storage, which is not kept alive, and where in it.
-_Memory: TypeAlias = tuple[StorageWeakRef, int]
+_Memory: TypeAlias = tuple[StorageWeakRef, int | torch.SymInt]
 
 _DTYPE: Final = attrgetter("dtype")
 #: All that live, since models may share a tensor.
@@ -34,6 +34,7 @@ class _Held:
         before: The dtype that it had.
         low: The dtype that it has.
         rest: int16, of a DTensor of this rank's part: the low half; ``None`` where the high half is the value.
+        memory_before: The memory that it had.
         version: Of a buffer: how often it had been written when the rest was made. A rest belongs to what was encoded.
         home: The memory where the high half lies as a rule; ``None`` before it is stored.
         rest_at_home: What belongs to it, while the tensor has been given other memory.
@@ -42,6 +43,7 @@ class _Held:
     before: torch.dtype
     low: torch.dtype
     rest: Tensor | None
+    memory_before: _Memory
     home: _Memory | None = None
     version: int | None = None
     rest_at_home: Tensor | None = None
@@ -111,7 +113,7 @@ class Halves:
                 wide = local(tensor.detach()).to(torch.float32)
                 high, rest = encode(wide, dtype)
                 # Known before it is stored: remove() gives back what was interrupted.
-                self._held[tensor] = held = _Held(tensor.dtype, dtype, rest)
+                self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, _memory_of(tensor))
                 if tensor.dtype != dtype:
                     give(tensor, high)
                 held.home = _memory_of(tensor)
@@ -180,6 +182,15 @@ class Halves:
             held.rest.zero_()
             held.version = tensor._version
         return held.rest
+
+    def memories(self) -> set[StorageWeakRef]:
+        """Return what identifies the memory of all tensors here, now and before they were stored."""
+        return {
+            memory[0]
+            for held in self._held.values()
+            for memory in (held.home, held.memory_before)
+            if memory is not None
+        }
 
     @torch.no_grad()
     def read(self, tensor: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
                 write="amp.close() (or prepared.remove()), which gives FP32 weights; copy.deepcopy(model) is a plain "
                 "FP32 model; .to(device) alone may be called",
             )
-    moved: nn.Module = type(module)._apply(module, change, recurse)
+    moved: nn.Module = type(module)._apply(module, change, recurse)  # type: ignore[no-untyped-call]
     for _, tensor in named_in(module):
         for halves in owners:
             if halves.has_rest(tensor):
