@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mezzo.errors import NumericsError, StateError
+from mezzo.errors import StateError
 from mezzo.shards import placed, sharded_as
-from mezzo.step.split import decode, encode, encode_into, judged_together
-from mezzo.tensors import described, dtype_name, is_distributed, local, overflows
+from mezzo.step.split import decode, encode_into, refuse_beyond
+from mezzo.tensors import described, is_distributed, local
 
 #: A storage, which is not kept alive, and where in it.
 _Memory: TypeAlias = tuple[StorageWeakRef, int | torch.SymInt]
@@ -102,23 +102,22 @@ class Halves:
         Raises:
             NumericsError: A finite value beyond the range of its dtype; nothing was changed.
         """
-        if lost := [t for t, dtype in dtypes.items() if t.dtype != dtype and overflows(local(t.detach()), dtype)]:
-            raise _beyond(lost[0], dtypes[lost[0]])
+        for tensor, dtype in dtypes.items():
+            if tensor.dtype != dtype:
+                refuse_beyond(local(tensor.detach()), dtype)
         known = {t: held for other in _LIVE for t, held in other._held.items() if t in dtypes}
-        with judged_together():  # they have been
-            for tensor, dtype in dtypes.items():
-                if tensor in known:  # of two models that share it, either may be asked
-                    self._held[tensor] = known[tensor]
-                    continue
-                wide = local(tensor.detach()).to(torch.float32)
-                high, rest = encode(wide, dtype)
-                # Known before it is stored: remove() gives back what was interrupted.
-                self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, _memory_of(tensor))
-                if tensor.dtype != dtype:
-                    give(tensor, high)
-                held.home = _memory_of(tensor)
-                if not isinstance(tensor, nn.Parameter):
-                    held.version = tensor._version
+        for tensor, dtype in dtypes.items():
+            if tensor in known:  # of two models that share it, either may be asked
+                self._held[tensor] = known[tensor]
+                continue
+            high, rest = _encoded(tensor, dtype)
+            # Known before it is stored: remove() gives back what was interrupted.
+            self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, _memory_of(tensor))
+            if tensor.dtype != dtype:
+                give(tensor, high)
+            held.home = _memory_of(tensor)
+            if not isinstance(tensor, nn.Parameter):
+                held.version = tensor._version
         self._note()
 
     @torch.no_grad()
@@ -232,8 +231,7 @@ class Halves:
         if value.dtype == held.low and held.rest is not None:
             value = torch.where(tensor == value, self.read(tensor), value.to(torch.float32))
         value = value.to(torch.float32)
-        if overflows(local(value), held.low):
-            raise _beyond(value, held.low)
+        refuse_beyond(local(value), held.low)
         if held.rest is None:
             local(tensor.data).copy_(local(value))
         else:
@@ -266,7 +264,7 @@ class Halves:
     def _settle(self) -> None:
         for tensor, held in self._held.items():
             if tensor.dtype != held.low:
-                high, rest = encode(local(tensor.detach()).to(torch.float32), held.low)
+                high, rest = _encoded(tensor, held.low)
                 if held.rest is not None:
                     held.rest_at_home = held.rest_at_home if held.rest_at_home is not None else held.rest
                     held.rest = rest
@@ -312,11 +310,9 @@ def give_back(tensor: Any, data: Tensor) -> None:
         tensor.grad = None if gradient is None else gradient.to(data.dtype)
 
 
-def _beyond(value: Tensor, dtype: torch.dtype) -> NumericsError:
-    largest = value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    return NumericsError(
-        f"a weight is beyond the range of {dtype_name(dtype)}",
-        where=f"{described(value)}, largest {largest:.6g}",
-        why=f"beyond {torch.finfo(dtype).max:.8g} the low-precision weight would be infinite",
-        write="policy.keep_fp32(params=[…]), the text fp32_param=…; or bfloat16, whose range is FP32's",
-    )
+def _encoded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the halves of what a tensor holds; what is too large becomes infinite."""
+    wide = local(tensor.detach()).to(torch.float32)
+    high, rest = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
+    encode_into(wide, high, rest)
+    return high, rest

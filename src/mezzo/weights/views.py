@@ -104,6 +104,7 @@ class Views:
         optimizer: The optimizer.
         multiplier: What gradients are multiplied by on their way, 0-d; ``None`` for 1. The parameters' own stay.
         found_inf: 0-d bool, for an optimizer whose kernels are told it: whether nothing is to be written.
+        keeps_memory: Whether views keep their memory after the step: a captured graph finds them where they were.
 
     Raises:
         UnsupportedError: ``differentiable=True``, ``ZeroRedundancyOptimizer``, or one that keeps parameters of its own
@@ -120,6 +121,7 @@ class Views:
         self.optimizer, self._halves = optimizer, list(halves)
         self.multiplier: Tensor | None = None
         self.found_inf: Tensor | None = None
+        self.keeps_memory = False
         self._views: dict[Tensor, nn.Parameter] = {}
         self._planned: tuple[Any, list[_Part]] = (None, [])
         self._open: _Part | None = None
@@ -258,7 +260,7 @@ class Views:
             return
         _exchange(part.lists, 1)
         self._rekey((view, param) for param, view in part.pairs)
-        if not part.store(self.found_inf):
+        if not part.store(self.found_inf, keeps_memory=self.keeps_memory):
             self._planned = (None, [])
 
     def _rekey(self, pairs: Any) -> None:
@@ -377,12 +379,13 @@ class _Together:
     def take(self, multiplier: Tensor | None, found_inf: Tensor | None) -> None:
         """Give the views memory, and write it."""
         storage, size = self.memory
-        storage.resize_(size)
+        if storage.nbytes() != size:
+            storage.resize_(size)
         raw = [local(placed(param.grad, param)) for param in self.params] if self.gradients else None
         self.exchange.widen(raw, multiplier, found_inf)
         deque(map(setattr, self.views, repeat("grad"), self.gradients), 0)
 
-    def store(self, found_inf: Tensor | None) -> bool:
+    def store(self, found_inf: Tensor | None, *, keeps_memory: bool) -> bool:
         """Store what the views hold, and let go of their memory; false where one of them was given other memory."""
         shown = list(map(local, self.views))
         self.exchange.store(shown, found_inf)
@@ -391,7 +394,8 @@ class _Together:
             if view.grad is None:  # SAM clears gradients before it asks its closure again
                 param.grad = None
         is_here = list(map(Tensor.data_ptr, shown)) == list(map(Tensor.data_ptr, self.values))
-        self.memory[0].resize_(0)
+        if not keeps_memory:
+            self.memory[0].resize_(0)
         return is_here
 
 
@@ -470,14 +474,14 @@ class _Part:
         self._versions = versions(self._params)
 
     @torch.no_grad()
-    def store(self, found_inf: Tensor | None) -> bool:
+    def store(self, found_inf: Tensor | None, *, keeps_memory: bool) -> bool:
         """Store what the views hold; false where one of them was given other memory.
 
         Raises:
             StateError: The optimizer has written parameters themselves, which it keeps beside ``param_groups``.
         """
         written = versions(self._params) != self._versions
-        are_here = [each.store(found_inf) for each in self._together]
+        are_here = [each.store(found_inf, keeps_memory=keeps_memory) for each in self._together]
         for param, view in self._given:
             if view.grad is None:
                 param.grad = None
