@@ -251,11 +251,11 @@ def test_the_own_memory_has_its_value_again_at_once():
 def test_memory_that_comes_to_lie_where_the_own_was_is_another(monkeypatch):
     memory = bytearray(2 * 4096)  # torch frees what was there, and gives that memory to the next one that asks
 
-    def encode_there(values, dtype):
-        high, rest = encode(values, dtype)
+    def encode_there(tensor, dtype):
+        high, rest = encode(tensor.detach().float(), dtype)
         return torch.frombuffer(memory, dtype=dtype).copy_(high), rest
 
-    monkeypatch.setattr("mezzo.weights.halves.encode", encode_there)
+    monkeypatch.setattr("mezzo.weights.halves._encoded", encode_there)
     weight, halves = stored(numbers(BF16), BF16)
     values = numbers(BF16, seed=3)
     weight.data = values.clone()

@@ -283,25 +283,22 @@ def assert_is_average(averaged, values):
     assert (averaged.double() - wanted).abs().max() <= 2.0**-22 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("style", ["attach", "five lines"])
-def test_averaged_models_average_fp32_values(style):
+def test_averaged_models_average_fp32_values_under_attach():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    make = mezzo.attach if style == "attach" else mezzo.MixedPrecision
-    amp = make(model, optimizer, "O2,dtype=bfloat16,emulate=true,loss_scale=none")
+    amp = mezzo.attach(model, optimizer, "O2,dtype=bfloat16,emulate=true,loss_scale=none")
     try:
         averaged, seen = AveragedModel(model), []
         assert_holds(averaged.module, tensors_of(model))
         for number in range(4):
-            loss = model(number)
-            loss.backward() if style == "attach" else amp.backward(loss)
-            optimizer.step() if style == "attach" else amp.step()
-            optimizer.zero_grad() if style == "attach" else amp.zero_grad()
+            model(number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
             averaged.update_parameters(model)
             seen.append(tensors_of(model)["third.weight"])
         assert_is_average(averaged.module.third.weight.detach(), seen)
     finally:
-        amp.detach() if style == "attach" else amp.close()
+        amp.detach()
 
 
 def test_averages_by_state_dict_are_averages_of_fp32_values():

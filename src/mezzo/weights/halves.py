@@ -19,7 +19,7 @@ from mezzo.step.split import decode, encode_into, refuse_beyond
 from mezzo.tensors import LOW, described, is_distributed, local
 
 #: A storage, which is not kept alive, and where in it.
-_Memory: TypeAlias = tuple[StorageWeakRef, int]
+_Memory: TypeAlias = tuple[StorageWeakRef, int | torch.SymInt]
 
 _DTYPE: Final = attrgetter("dtype")
 #: All that live, since models may share a tensor.
@@ -35,6 +35,7 @@ class _Held:
         low: The dtype that it has.
         rest: int16, of a DTensor of this rank's part: the low half; ``None`` where the high half is the value.
         memory: Where the high half lies.
+        memory_before: The memory that it had.
         version: Of a buffer: how often it had been written when the rest was made. A rest belongs to what was encoded.
         left: Where it has lain before the tensor was given other memory, and the rest that belongs to what lies there:
             as long as a program keeps that.
@@ -43,6 +44,7 @@ class _Held:
     before: torch.dtype
     low: torch.dtype
     rest: Tensor | None
+    memory_before: _Memory
     memory: _Memory | None = None
     version: int | None = None
     left: list[tuple[_Memory | None, Tensor]] = field(default_factory=list)
@@ -111,7 +113,7 @@ class Halves:
                 continue
             high, rest = _encoded(tensor, dtype)
             # Known before it is stored: remove() gives back what was interrupted.
-            self._held[tensor] = held = _Held(tensor.dtype, dtype, rest)
+            self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, _memory_of(tensor))
             if tensor.dtype != dtype:
                 give(tensor, high)
             held.memory = _memory_of(tensor)
@@ -174,12 +176,21 @@ class Halves:
             self.settle()
         assert held.rest is not None, "asked of what has_rest()"
         if held.rest.device != here.device:  # model.to(device)
-            held.rest, held.home = held.rest.to(here.device), _memory_of(tensor)
+            held.rest, held.memory = held.rest.to(here.device), _memory_of(tensor)
             self.num_replaced += 1
         if held.version is not None and held.version != tensor._version:
             held.rest.zero_()
             held.version = tensor._version
         return held.rest
+
+    def memories(self) -> set[StorageWeakRef]:
+        """Return what identifies the memory of all tensors here, now and before they were stored."""
+        return {
+            memory[0]
+            for held in self._held.values()
+            for memory in (held.home, held.memory_before)
+            if memory is not None
+        }
 
     @torch.no_grad()
     def read(self, tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, StateError, UnsupportedError, raise_together, some_of
@@ -283,7 +284,7 @@ class Views:
         """Return what is to be FP32 one after the other, as in the last step where nothing else has changed."""
         for halves in self._halves:
             halves.settle()
-        lists, multiplies = _lists_of(self.optimizer), self.multiplier is not None
+        lists, multiplies = _lists_of(self.optimizer, self._halves), self.multiplier is not None
         params = list({id(each): each for one in lists for each in one if isinstance(each, Tensor)}.values())
         gradients = list(map(_GRADIENT, params))
         kinds = [None if each is None else (each.dtype, each.layout) for each in gradients]
@@ -292,6 +293,7 @@ class Views:
             [halves.num_replaced for halves in self._halves], [(id(one), list(map(id, one))) for one in lists],
         )  # fmt: skip
         if self._planned[0] != key:
+            _refuse_alone(params, self._halves)
             self._planned = (
                 key,
                 [
@@ -307,7 +309,7 @@ class Views:
         """Show views without memory: torch casts state to the dtype of what stands in ``param_groups``."""
         if self._loading:
             return
-        lists = _lists_of(self.optimizer)
+        lists = _lists_of(self.optimizer, self._halves)
         params = {id(each): each for one in lists for each in one if isinstance(each, Tensor)}.values()
         empty = {
             id(param): (param, nn.Parameter(torch.empty(0, device=param.device), param.requires_grad))
@@ -547,7 +549,7 @@ def _lying_as(shard: Tensor, whole: Any) -> Any:
 
 def _refused(optimizer: Optimizer, halves: Sequence[Halves]) -> Iterator[MezzoError]:
     """Yield what stands against showing views to an optimizer."""
-    kind = type(optimizer).__name__
+    kind, memories = type(optimizer).__name__, set().union(*(each.memories() for each in halves))
     if any(views_of(each) is not None for each in _family(optimizer)):
         yield StateError("the optimizer was adopted already", where=kind, write="session.close() first")
     for each in _family(optimizer):
@@ -568,9 +570,9 @@ def _refused(optimizer: Optimizer, halves: Sequence[Halves]) -> Iterator[MezzoEr
         own = [
             key
             for key, value in vars(each).items()
-            if key not in ("param_groups", "state", "defaults") and type(value) in (tuple, dict, set)
+            if key not in ("param_groups", "state", "defaults")
             for part in tensors(list(value) if isinstance(value, set) else value)
-            if owner_of(part, halves) is not None
+            if (not _is_exchanged(value, halves) if owner_of(part, halves) is not None else _lies_in(part, memories))
         ]
         if own:
             yield UnsupportedError(
@@ -616,13 +618,26 @@ def _family(optimizer: Optimizer) -> list[Optimizer]:
     return found
 
 
-def _lists_of(optimizer: Optimizer) -> list[list[Any]]:
+def _lists_of(optimizer: Optimizer, halves: Sequence[Halves]) -> list[list[Any]]:
     """Return the lists of parameters that an optimizer has: of its groups, and its own, as LBFGS has one."""
     found: dict[int, list[Any]] = {}
     for each in _family(optimizer):
-        own = [v for v in vars(each).values() if type(v) is list and v and isinstance(v[0], Tensor)]
+        own = [value for value in vars(each).values() if _is_exchanged(value, halves)]
         found.update((id(params), params) for params in (*(group["params"] for group in each.param_groups), *own))
     return [*found.values()]
+
+
+def _lies_in(tensor: Tensor, memories: Set[StorageWeakRef]) -> bool:
+    """Whether a tensor has one of these memories, as ``parameter.data`` has that of its parameter."""
+    here = local(tensor)
+    return here.layout == torch.strided and StorageWeakRef(here.untyped_storage()) in memories  # type: ignore[no-untyped-call]
+
+
+def _is_exchanged(value: Any, halves: Sequence[Halves]) -> bool:
+    """Whether views stand in an optimizer's attribute while it steps: other lists of tensors are its own."""
+    return type(value) is list and any(
+        isinstance(each, Tensor) and owner_of(each, halves) is not None for each in value
+    )
 
 
 def _exchange(lists: Sequence[_Exchanged], place: int) -> None:
