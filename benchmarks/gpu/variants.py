@@ -17,7 +17,8 @@ import mezzo.step.executors.triton.source as source_of
 from mezzo.bench.shapes import shapes
 from mezzo.bench.timing import Behind, copying, spread
 from mezzo.step.passes import Bucket, Verdict
-from mezzo.step.storage import storage
+from mezzo.step.split import encode
+from mezzo.step.storage import SPLIT
 from mezzo.step.update import rule
 
 from .plan import Plan
@@ -62,22 +63,20 @@ VARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of weights: storage, dtypes, and the bytes a parameter that pass 2 moves."""
+    """A kind of weights: dtypes, and the bytes a parameter that pass 2 moves."""
 
-    master: str
     low: torch.dtype
     moments: torch.dtype
     moved: int
 
     def __str__(self) -> str:
-        return f"{self.master} {str(self.low)[6:]}, moments {str(self.moments)[6:]}"
+        return f"halves {str(self.low)[6:]}, moments {str(self.moments)[6:]}"
 
 
 CASES = (
-    Case("split", BF16, FP32, 26),
-    Case("split", FP16, FP32, 26),
-    Case("split", BF16, BF16, 18),
-    Case("full", BF16, FP32, 28),
+    Case(BF16, FP32, 26),
+    Case(FP16, FP32, 26),
+    Case(BF16, BF16, 18),
 )
 
 
@@ -99,14 +98,13 @@ class _Weights:
     def __init__(self, case: Case, sizes: list[tuple[int, ...]], plan: Plan) -> None:
         self.case, self.plan, device = case, plan, plan.device
         torch.manual_seed(0)
-        form = storage(case.master, case.low)
-        made = [form.make(torch.randn(size, device=device) * 0.02, case.low, None) for size in sizes]
+        made = [encode(torch.randn(size, device=device) * 0.02, case.low) for size in sizes]
         update = rule("adamw")
         self.gradients = [torch.randn(size, device=device).to(case.low) for size in sizes]
         self.count = sum(gradient.numel() for gradient in self.gradients)
         self.bucket = Bucket(
             rule=update,
-            storage=form,
+            storage=SPLIT,
             hypers={name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in HYPERS.items()},
             step=torch.ones((), dtype=torch.int64, device=device),
             weights=[weight for weight, _ in made],

@@ -58,20 +58,14 @@ class Checkpoints(Loop):
         self.subject.load(saved, order)
         oracle = oracle.copy().loaded(begun)
         if config != self.checkpoint[0]:
-            self.continue_under_another_policy(oracle, begun, self.subject.read(saved)["model"])
+            self.continue_under_another_policy(oracle, begun)
         self.oracle = oracle
 
-    def continue_under_another_policy(self, oracle, begun, model):
+    def continue_under_another_policy(self, oracle, begun):
         for name, weight in oracle.weights.items():
-            kept = array(model[name])  # while it is attached, a model saves FP32 values of all weights
-            assert weight.form != "loose" or np.array_equal(weight.round(kept), weight.low)
             weight.dtype, weight.form = begun.weights[name].dtype, begun.weights[name].form
-            if weight.form == "loose":  # no optimizer: the policy rounds it
-                weight.exact = weight.low = weight.round(kept)
-                continue
             exact = self.subject.exact(name)
-            # Split storage keeps FP16 weights below 2^-16 to within 2^-40.
-            assert (np.abs(exact - weight.exact) <= (2.0**-40 if weight.form == "split" else 0.0)).all(), name
+            assert (np.abs(exact - weight.exact) <= weight.grid).all(), name
             weight.exact, weight.low = exact, weight.round(exact)
         before, now = oracle.scale, begun.scale
         if (before.mode, before.now if before.mode == "constant" else 0) != (
@@ -90,9 +84,7 @@ class Checkpoints(Loop):
         old, config = self.oracle, self.config
         for name, weight in old.weights.items():
             value = array(self.subject.param(name))
-            if weight.form == "loose":  # which is given back as it was before
-                value = weight.round(value)
-            assert np.array_equal(value, weight.taken_over()), f"{name} after close(): {value} was {weight.exact}"
+            assert np.array_equal(value, weight.exact), f"{name} after close(): {value} was {weight.exact}"
         self.subject.begin(config if same and config.level != "O3" else under(config, level))
         self.oracle = self.subject.oracle().continuing(old)
         self.checkpoint = None

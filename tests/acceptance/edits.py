@@ -1,4 +1,4 @@
-"""What users do between two calls of the session: weights, masters and gradients edited, layers frozen and added."""
+"""What users do between two calls of the session: weights and gradients edited, layers frozen and added."""
 
 import numpy as np
 import torch
@@ -28,10 +28,8 @@ class Edits(Loop):
     @rule(name=names, how=hows, way=st.sampled_from(["in place", "in data", "other data"]))
     def edit_weight(self, name, how, way):
         weight, param = self.oracle.weights[name], self.subject.param(name)
-        assume(weight.pending != "exact")
-        # Documented: .data inside an open window is not seen, nor by a master that stands beside its weight.
-        assume(way == "in place" or not self.window_calls())
-        assume(way != "in data" or weight.form != "master")
+        # Documented: .data inside an open window is not seen by the casts of FP32 weights.
+        assume(way == "in place" or weight.form == "halves" or not self.window_calls())
         apply, numbers = EDITS[how]
         if way == "in place":
             with torch.no_grad():
@@ -47,7 +45,6 @@ class Edits(Loop):
         """A weight is read anew where it was written between two uses in one region."""
         assume(self.driver.reads_anew)
         weight, param = self.oracle.weights[name], self.subject.param(name)
-        assume(weight.pending != "exact")
         with self.driver.region():
             self.outputs(widths)
             with torch.no_grad():
@@ -55,28 +52,51 @@ class Edits(Loop):
             weight.edit(rounded(EDITS[how][1](weight.low), weight.dtype))
             self.outputs(widths)
 
-    @rule(name=names, how=hows)
-    def edit_master(self, name, how):
-        weight = self.oracle.weights[name]
-        assume(self.driver.is_session)  # without one there is no master_params()
-        assume(weight.form == "master" and weight.pending != "low")
-        masters = {id(master) for master in self.driver.master_params()}
-        master = self.subject.updated(name)
-        assert id(master) in masters
+    @rule(name=names)
+    def swap_weight(self, name):
+        """An average of weights in FP32 memory stands in for a forward pass, and the weight comes back to the bit."""
+        weight, param = self.oracle.weights[name], self.subject.param(name)
+        assume(weight.form == "halves" and not self.window_calls())
+        backup = param.data
+        param.data = torch.full(param.shape, 0.7)
+        low, weight.low = weight.low, weight.round(np.full(param.shape, np.float32(0.7)))
+        with self.driver.region():
+            self.outputs((1.0, 1.0))
+        param.data, weight.low = backup, low
+        with self.driver.region():
+            self.outputs((1.0, 1.0))
+
+    @rule(number=st.integers(0, 1), how=hows, in_a_loop=st.booleans())
+    def edit_in_fp32(self, number, how, in_a_loop):
+        """What a program writes to FP32 values, as the session shows them, is stored."""
+        assume(self.driver.is_session)
+        number %= len(self.oracle.groups)
+        group, optimizer = self.oracle.groups[number], self.subject.optimizers[number]
         with torch.no_grad():
-            EDITS[how][0](master)
-        weight.exact, weight.pending = rounded(EDITS[how][1](weight.exact), "float32"), "exact"
+            if in_a_loop:
+                for master in self.amp.master_params(optimizer):
+                    EDITS[how][0](master)
+            else:
+                with self.amp.fp32(optimizer):
+                    for param in (param for options in optimizer.param_groups for param in options["params"]):
+                        assert param.dtype == torch.float32 or self.config.level == "O3"
+                        EDITS[how][0](param)
+        for name in group.members:
+            weight = self.oracle.weights[name]
+            arithmetic = "float32" if weight.keeps_all else weight.dtype
+            expected, exact = rounded(EDITS[how][1](weight.exact), arithmetic), self.subject.exact(name)
+            assert (np.abs(exact - expected) <= weight.grid).all(), f"{name}: {exact} for {expected}"
+            weight.exact, weight.low = exact, weight.round(exact)
 
     # Gradients -----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.oracle.is_open)
-    @rule(name=names, how=st.sampled_from(["half", "zero", "inf", "assign", "drop"]), of_master=st.booleans())
-    def edit_gradient(self, name, how, of_master):
+    @rule(name=names, how=st.sampled_from(["half", "zero", "inf", "assign", "drop"]))
+    def edit_gradient(self, name, how):
         group = self.oracle.owner(name)
         assume(group is not None and group.window is not None and name in group.gradients)
-        holder = self.subject.updated(name) if of_master else self.subject.param(name)
+        holder = self.subject.param(name)
         assume(holder.grad is not None)
-        assume(not of_master or (how not in ("assign", "drop") and name not in group.window.assigned))
         group.touch()
         if how in ("assign", "drop"):
             group.window.assigned.add(name)
@@ -150,24 +170,9 @@ class Edits(Loop):
     @rule(number=st.integers(0, 1))
     def add_group(self, number):
         assume(self.subject.param("late.weight").grad is None)
-        # Without a session nobody keeps the FP32 values of weights that no optimizer has.
-        assume(self.driver.is_session or self.config.level != "O2")
         number %= len(self.oracle.groups)
         self.subject.add_late(number)
         self.oracle.add("late.weight", number, *self.config.stored("late.weight"))
-        if self.config.level == "O2":
-            self.goes_on_from_what_it_was(self.oracle.weights["late.weight"])
-
-    def goes_on_from_what_it_was(self, weight):
-        """A weight that no optimizer updated had an FP32 value before the session."""
-        before = self.subject.before
-        expected = np.where(rounded(before, weight.dtype) == weight.low, before, weight.low)
-        self.amp.state_dict()  # as the next backward pass does, it hands that over
-        self.oracle.commit()
-        exact = self.subject.exact("late.weight")
-        error = 2.0**-40 if weight.form == "split" and weight.dtype == "float16" else 0.0
-        assert (np.abs(exact - expected) <= error).all(), f"late.weight: {exact} for {expected}"
-        weight.exact, weight.low = exact, weight.round(exact)
 
 
 def _product(output, weight):

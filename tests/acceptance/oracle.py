@@ -77,15 +77,15 @@ class Weight:
 
     Attributes:
         dtype: Of the model's tensor.
-        form: ``plain``; ``split``; ``master`` and ``torch`` for torch's optimizers with and without masters; ``loose``
-            for what no optimizer updates.
-        exact: What the optimizer knows of it.
+        form: ``plain``; ``halves`` for low ones with FP32 values; ``torch`` for low ones without, which one of torch's
+            optimizers updates in their own arithmetic.
+        exact: Its FP32 value.
         low: What the model computes with.
         states: The optimizer's moments; zeros where it has not made them yet.
         count: Updates so far.
         trains: ``requires_grad``.
-        pending: ``"low"`` or ``"exact"``: edited, and the other half follows at the next step. ``"remainder"``: edited
-            beside the remainder of another value, which takes the exact one at most half a spacing away.
+        pending: Which elements were edited beside the remainder of another value, which takes the exact one at most
+            half a spacing away.
     """
 
     dtype: str
@@ -95,34 +95,32 @@ class Weight:
     states: dict = field(default_factory=dict)
     count: int = 0
     trains: bool = True
-    pending: str | None = None
+    pending: np.ndarray | None = None
 
     @property
     def keeps_all(self):
         """Whether FP32 values are kept beside low-precision weights."""
-        return self.dtype == "float32" or self.form in ("split", "master")
+        return self.dtype == "float32" or self.form == "halves"
+
+    @property
+    def grid(self):
+        """How far from an FP32 value what is stored of it may be."""
+        return 2.0**-40 if self.form == "halves" and self.dtype == "float16" else 0.0
 
     def edit(self, low):
-        """Somebody wrote the model's tensor."""
-        if self.form == "master":
-            self.pending = "low"
-        elif self.form == "split":
-            self.pending = "remainder"
-        else:  # what compensates for rounding stays where there is any
-            self.exact = rounded(low + (self.exact - self.low), "float32")
+        """Somebody wrote the model's tensor: where its bits are the same, so is the value."""
+        if self.form == "halves":
+            changed = (low != self.low) | (np.signbit(low) != np.signbit(self.low))
+            self.pending = changed if self.pending is None else self.pending | changed
+        else:
+            self.exact = low
         self.low = low
 
     def round(self, exact):
         """What the model computes with, for an exact value."""
-        if self.form == "split" and self.dtype == "bfloat16":
+        if self.form == "halves" and self.dtype == "bfloat16":
             return rounded(exact, "bfloat16", away=True)
         return rounded(exact, self.dtype)
-
-    def taken_over(self):
-        """The exact value after an edit of the model's: where it still rounds to that, it stays."""
-        if self.pending != "low":
-            return self.exact
-        return np.where(self.round(self.exact) == self.low, self.exact, self.low)
 
 
 @dataclass
@@ -294,17 +292,8 @@ class Oracle:
         group.members.append(name)
         group.lr[name] = LR
 
-    def take_over_masters(self):
-        """A loop of the user's own reads masters that were edited, in its next forward pass."""
-        for weight in self.weights.values():
-            if weight.pending == "exact":
-                weight.low, weight.pending = weight.round(weight.exact), None
-
     def settle(self):
-        """Whatever the session looks at all weights for: edits are taken over, and the scale moves if it is to."""
-        self.take_over_masters()
-        for weight in self.weights.values():
-            weight.exact, weight.pending = weight.taken_over(), None
+        """Whatever the session saves or loads its state for: the scale moves if it is to."""
         self.commit()
 
     def loaded(self, present):
@@ -373,7 +362,7 @@ class Oracle:
                 if self.clip is not None:
                     # The norm's own sum and root, the quotient, and the product with 1/scale: each rounds once more.
                     near = near * Near(min(1.0, self.clip / (norm + 1e-6)), 16 * 2.0**-24, arithmetic)
-                old = Near(weight.taken_over(), 0.0, arithmetic)
+                old = Near(weight.exact, 0.0, arithmetic)
                 found[name] = RULES[group.rule](old, near, weight, group.lr[name])
         return found
 

@@ -84,9 +84,9 @@ class Config:
         """The dtype of a parameter, and how its exact value is kept."""
         if self.level in ("O0", "O1") or (self.pinned and name == "second.weight"):
             return "float32", "plain"
-        if self.library != "mezzo":
-            return self.dtype, "master" if self.level == "O2" else "torch"
-        return self.dtype, "split" if self.level == "O2" else "plain"
+        if self.level == "O2":
+            return self.dtype, "halves"
+        return self.dtype, "plain" if self.library == "mezzo" else "torch"
 
     def computes(self, name):
         """The dtype of a layer's arithmetic."""
@@ -135,7 +135,7 @@ class Subject:
             self.add_late(late)
 
     def begin(self, config):
-        self.config, self.before = config, array(self.model.late.weight)
+        self.config = config
         self.driver = DRIVERS[config.style](self.model, self.optimizers, config)
         self.amp = self.driver.amp
 
@@ -144,7 +144,6 @@ class Subject:
         weights = {}
         for name, param in self.model.named_parameters():
             dtype, form = self.config.stored(name)
-            form = form if self.owner(name) is not None else "loose"
             weights[name] = Weight(dtype, form, self.exact(name), array(param), trains=param.requires_grad)
         groups = [Group(list(each), self.config.rule, dict.fromkeys(each, LR)) for each in self.members]
         return Oracle(weights, groups, self.driver.scale(self.config), self.config.clip, self.driver.contract)
@@ -161,39 +160,25 @@ class Subject:
     def owner(self, name):
         return next((o for o, each in zip(self.optimizers, self.members, strict=True) if name in each), None)
 
-    def updated(self, name):
-        """The tensor that the optimizer updates: the parameter, or its master."""
-        optimizer = self.owner(name)
-        names = next(each for each in self.members if name in each)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        return dict(zip(names, params, strict=True))[name]
-
     def exact(self, name):
-        optimizer = self.owner(name)
-        if optimizer is None:
-            return array(self.param(name))
-        if self.config.library == "mezzo":
-            return array(optimizer.master_of(self.param(name)))
-        return array(self.updated(name))
+        """The FP32 value, as the model's own state dict has it."""
+        return array(self.model.get_submodule(name.partition(".")[0]).state_dict()["weight"])
 
     def states(self, name):
         """The moments there are, and the count of updates, None where nobody counts."""
         if (optimizer := self.owner(name)) is None:
             return {}, None
-        state = optimizer.state.get(self.updated(name), {})
+        state = optimizer.state.get(self.param(name), {})
         moments = {key: array(state[key]) for key in STATES[self.config.rule] if state.get(key) is not None}
         return moments, int(state["step"]) if "step" in state else None
 
-    def bits(self, without=()):
-        """Everything there is to see, to the bit, but for some weights; looking changes nothing."""
-        seen = []
+    def bits(self):
+        """Everything there is to see, to the bit; looking changes nothing."""
+        seen, saved = [], self.model.state_dict()
         for name, param in self.model.named_parameters():
-            if name in without:
-                continue
-            tensors = [param, param.grad]
-            if self.owner(name) is not None:
-                held = self.updated(name)
-                tensors += [held, held.grad, *dict(self.owner(name).state.get(held, {})).values()]
+            tensors = [param, param.grad, saved[name]]
+            if (optimizer := self.owner(name)) is not None:
+                tensors += dict(optimizer.state.get(param, {})).values()
             seen.append([param.requires_grad, *map(raw, tensors)])
         groups = [
             {k: v for k, v in group.items() if k != "params"} for o in self.optimizers for group in o.param_groups
@@ -218,8 +203,6 @@ class Subject:
         parts += [(str(number), optimizer) for number, optimizer in enumerate(self.optimizers)]
         for name, part in (parts[number] for number in order if number < len(parts)):
             part.load_state_dict(states[name])
-        if (late := states["model"]["late.weight"]).dtype == torch.float32:
-            self.before = array(late)
 
 
 def array(tensor):

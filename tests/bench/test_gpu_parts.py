@@ -214,10 +214,10 @@ def test_a_report_of_pytest_is_summed_up(gpu):
 
 def test_variants_change_what_they_name(gpu):
     variants, source_of = gpu("variants"), importlib.import_module("mezzo.step.executors.triton.source")
-    from mezzo.step.storage import storage
+    from mezzo.step.storage import SPLIT
     from mezzo.step.update import rule
 
-    kind = rule("adamw"), storage("split", torch.bfloat16), (*[torch.bfloat16] * 2, torch.int16, *[torch.float32] * 2)
+    kind = rule("adamw"), SPLIT, (*[torch.bfloat16] * 2, torch.int16, *[torch.float32] * 2)
     plain = source_of.update_source(*kind)
     for change, hint in ((variants.wide, "16 if VECTOR > 1"), (variants.streamed, 'eviction_policy="evict_first"')):
         assert plain.count(hint) == 0 < change(plain).count(hint)

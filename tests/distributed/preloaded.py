@@ -16,11 +16,15 @@ import mezzo.distributed
 import mezzo.numerics
 import mezzo.optim
 import mezzo.session
+import mezzo.weights
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):  # their kernels: one takes a fifth of a second to write
-    weight = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+    weight, halves = torch.nn.Parameter(torch.ones(8)), mezzo.weights.Halves()
+    if dtype != torch.float32:
+        halves.store({weight: dtype})
     weight.grad = torch.ones_like(weight)
     for optimizer in (mezzo.optim.AdamW([weight]), mezzo.optim.SGD([weight], lr=0.1, momentum=0.9)):
+        optimizer.adopt([halves])
         optimizer.step()
 
 gc.collect()

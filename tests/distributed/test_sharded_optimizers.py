@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from mezzo import optim
 from mezzo.optim import optimizer as optimizer_file
+from mezzo.shards import placed
 from mezzo.step.executors.portable import Portable
+from mezzo.weights import Halves
 
 from .ranks import on_ranks
 
@@ -26,7 +28,7 @@ RULES = {
     "sgd": (optim.SGD, {"lr": 0.1}),
     "lion": (optim.Lion, {"lr": 0.01}),
 }
-STORED = [(FP32, {}), (BF16, {}), (FP16, {})]
+STORED = [FP32, BF16, FP16]
 SAVED = STORED[:2]
 
 
@@ -43,14 +45,22 @@ def shard(full, mesh, placements):
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def params_of(dtype, mesh, placements=None):
+def halved(params, dtype, optimizer):
+    halves = Halves()
+    if dtype != FP32:
+        halves.store(dict.fromkeys(params, dtype))
+    optimizer.adopt([halves])
+    return halves
+
+
+def params_of(mesh, placements=None):
     """The same parameters twice: as DTensors, the last one plain, and whole."""
-    whole = [nn.Parameter(numbers(shape, seed).to(dtype)) for seed, (shape, _) in enumerate(SHARDED)]
+    whole = [nn.Parameter(numbers(shape, seed)) for seed, (shape, _) in enumerate(SHARDED)]
     sharded = [
         nn.Parameter(shard(param.detach().clone(), mesh, placements if placements and param.dim() else [placement]))
         for param, (_, placement) in zip(whole, SHARDED, strict=True)
     ]
-    plain = nn.Parameter(numbers((3,), 9).to(dtype))
+    plain = nn.Parameter(numbers((3,), 9))
     return [*sharded, plain], [*whole, nn.Parameter(plain.detach().clone())]
 
 
@@ -74,7 +84,7 @@ def same(have, want, ulps):
     return torch.allclose(have, want, rtol=ulps * eps, atol=ulps * 2**-23)
 
 
-def differences(sharded, whole, optimizer, other, ulps=0):
+def differences(sharded, whole, optimizer, other, halves, of_other, ulps=0):
     """Name what of some sharded parameters and their state is not the shard of what it should be."""
     found = []
     for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
@@ -84,7 +94,7 @@ def differences(sharded, whole, optimizer, other, ulps=0):
             found.append((number, sorted(state), sorted(wanted)))
             continue
         pairs |= {name: (state[name], wanted[name]) for name in state}
-        pairs["master_of"] = optimizer.master_of(mine), other.master_of(theirs)
+        pairs["value"] = halves.read(mine), of_other.read(theirs)
         for name, (have, want) in pairs.items():
             if isinstance(mine, DTensor) and name != "step":
                 if not isinstance(have, DTensor) or have.placements != mine.placements or have.shape != want.shape:
@@ -102,25 +112,27 @@ def updates(executor, cases):
         optimizer_file.executor_for = lambda device: Portable()
     # torch's own kernel for the CPU rounds the last few elements of a vector otherwise than the others.
     ulps = 2 if executor == "portable" else 0
-    for rule, (dtype, stored) in cases:
+    for rule, dtype in cases:
         kind, options = RULES[rule]
-        sharded, whole = params_of(dtype, mesh)
-        optimizer, other = (kind(params, **options, **stored) for params in (sharded, whole))
+        sharded, whole = params_of(mesh)
+        optimizer, other = (kind(params, **options) for params in (sharded, whole))
+        owners = halved(sharded, dtype, optimizer), halved(whole, dtype, other)
         for step in range(4):
             for params, each in ((sharded, optimizer), (whole, other)):
                 give_gradients(params, step, without=[1, 3] if step == 2 else ())
                 if step == 3:
                     each.param_groups[0]["lr"] *= 0.5
                 each.step()
-        found += [(rule, dtype, stored, *each) for each in differences(sharded, whole, optimizer, other, ulps)]
+        found += [(rule, dtype, *each) for each in differences(sharded, whole, optimizer, other, *owners, ulps)]
     return found
 
 
 def lying_otherwise():
     """Gradients need not lie as their weights do: sums over ranks that nobody has taken, copies of all, plain ones."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded, whole = params_of(BF16, mesh)
+    sharded, whole = params_of(mesh)
     optimizer, other = (optim.AdamW(params, lr=0.02) for params in (sharded, whole))
+    owners = halved(sharded, BF16, optimizer), halved(whole, BF16, other)
     give_gradients(whole, 1)
     other.step()
     for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
@@ -132,7 +144,7 @@ def lying_otherwise():
         else:
             mine.grad = gradient
     optimizer.step()
-    return differences(sharded, whole, optimizer, other)
+    return differences(sharded, whole, optimizer, other, *owners)
 
 
 def only_counted_together():
@@ -148,7 +160,7 @@ def only_counted_together():
 
 
 ALL = list(itertools.product(RULES, STORED))
-SOME = [(rule, stored) for rule, stored in ALL if rule == "adamw" or stored[0] == BF16]
+SOME = [(rule, dtype) for rule, dtype in ALL if rule == "adamw" or dtype == BF16]
 
 
 def some_updates():
@@ -173,14 +185,15 @@ def of_two_dims():
     """Weights in every pair of placements, on 2 × 2 ranks."""
     mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")), []
     for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Replicate()]):
-        full = numbers((5, 6), 0).to(BF16)
+        full = numbers((5, 6), 0)
         mine, theirs = nn.Parameter(shard(full.clone(), mesh, placements)), nn.Parameter(full.clone())
         optimizer, other = optim.AdamW([mine], lr=0.02), optim.AdamW([theirs], lr=0.02)
+        owners = halved([mine], BF16, optimizer), halved([theirs], BF16, other)
         for step in range(3):
             for param, each in ((mine, optimizer), (theirs, other)):
                 give_gradients([param], step)
                 each.step()
-        found += [(placements, *each) for each in differences([mine], [theirs], optimizer, other)]
+        found += [(placements, *each) for each in differences([mine], [theirs], optimizer, other, *owners)]
     return found
 
 
@@ -188,9 +201,10 @@ def rounded_at_random():
     """Equal values everywhere, so that only random bits can make a difference."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     layouts = [Replicate(), Shard(0)], [Replicate(), Replicate()], [Shard(0), Replicate()], [Shard(0), Shard(0)]
-    params = [nn.Parameter(shard(torch.ones(4, 64, dtype=BF16), mesh, layout)) for layout in layouts]
-    params.append(nn.Parameter(torch.ones(4, 64, dtype=BF16)))
+    params = [nn.Parameter(shard(torch.ones(4, 64), mesh, layout)) for layout in layouts]
+    params.append(nn.Parameter(torch.ones(4, 64)))
     optimizer = optim.AdamW(params, lr=1e-3, weight_decay=0.0, state_dtype="bfloat16")
+    halved(params, BF16, optimizer)
     for _ in range(3):
         for param in params:
             param.grad = torch.full_like(param, 0.3)
@@ -216,67 +230,63 @@ def test_on_two_dims_of_ranks_and_copies_of_a_shard_are_rounded_alike_at_random_
 # What is kept, and what is given --------------------------------------------------------------------------
 
 
-def trained(dtype, mesh, stored, placements=None):
-    sharded, whole = params_of(dtype, mesh, placements)
-    optimizer, other = (optim.AdamW(params, lr=0.02, **stored) for params in (sharded, whole))
+def trained(dtype, mesh):
+    sharded, whole = params_of(mesh)
+    optimizer, other = (optim.AdamW(params, lr=0.02) for params in (sharded, whole))
+    owners = halved(sharded, dtype, optimizer), halved(whole, dtype, other)
     for step in range(2):
         for params, each in ((sharded, optimizer), (whole, other)):
             give_gradients(params, step)
             each.step()
-    return sharded, whole, optimizer, other
+    return sharded, whole, optimizer, other, *owners
 
 
 def loaded():
     """State of one process loads into shards, of shards into shards that lie otherwise, and into one process."""
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
-    for dtype, stored in SAVED:
-        sharded, whole, optimizer, other = trained(dtype, mesh, stored)
+    for dtype in SAVED:
+        sharded, whole, optimizer, other, halves, of_whole = trained(dtype, mesh)
         for placements in ([Shard(0)], [Replicate()], None):
-            mine, _ = params_of(dtype, mesh, placements)
-            again = optim.AdamW(mine, lr=0.02, **stored)
-            for saved, params in ((other.state_dict(), whole), (optimizer.state_dict(), sharded)):
-                again.load_state_dict(copy.deepcopy(saved))
-                with torch.no_grad():
+            mine, _ = params_of(mesh, placements)
+            again = optim.AdamW(mine, lr=0.02)
+            own = halved(mine, dtype, again)
+            for saved, params, owner in ((other, whole, of_whole), (optimizer, sharded, halves)):
+                again.load_state_dict(copy.deepcopy(saved.state_dict()))
+                with torch.no_grad():  # values come with the model
                     for one, of in zip(mine, params, strict=True):
-                        if isinstance(one, DTensor):
-                            of = of.full_tensor() if isinstance(of, DTensor) else of
-                            of = shard(of, mesh, one.placements)
-                        one.copy_(of)
-                found += [(dtype, stored, placements, *each) for each in differences(mine, whole, again, other)]
-        back = optim.AdamW(copy.deepcopy(whole), lr=0.02, **stored)
+                        value = owner.read(of)
+                        if one in own:
+                            own.write(one, value.full_tensor() if isinstance(value, DTensor) else value)
+                        else:
+                            one.copy_(placed(value, one))
+                found += [(dtype, placements, *each) for each in differences(mine, whole, again, other, own, of_whole)]
+        back = optim.AdamW(copy.deepcopy(whole), lr=0.02)
         back.load_state_dict(optimizer.state_dict())
         for one, of in zip(back.param_groups[0]["params"], whole, strict=True):
             for name, value in other.state[of].items():
                 if bits(back.state[one][name]) != bits(value):
-                    found.append((dtype, stored, "back", name))
+                    found.append((dtype, "back", name))
     return found
 
 
 def written():
     """FP32 values that are written are kept whole, also where the weight is edited, cast, or written by its user."""
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
-    for dtype, stored in SAVED[1:]:
-        sharded, whole, optimizer, other = trained(dtype, mesh, stored)
-        for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
-            value = numbers(theirs.shape, number + 20)
-            for wide in (value, value.to(dtype), theirs.detach().clone()):
-                if optimizer.stored():
-                    as_it_lies = shard(wide, mesh, mine.placements) if isinstance(mine, DTensor) else wide
-                    for given in (wide, as_it_lies):
-                        optimizer.write(mine, given)
-                        other.write(theirs, wide)
-        with torch.no_grad():
-            for param in (*sharded, *whole):
-                param.clamp_(-0.25, 0.25)
-        for params, each in ((sharded, optimizer), (whole, other)):
-            give_gradients(params, 5)
-            each.step()
-        found += [(dtype, stored, *each) for each in differences(sharded, whole, optimizer, other)]
-        held, want = optimizer.release(), other.release()
-        for mine, theirs in zip(sharded, whole, strict=True):
-            if (mine in held) != (theirs in want):
-                found.append((dtype, stored, "released"))
-    return found
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded, whole, optimizer, other, halves, of_whole = trained(BF16, mesh)
+    for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
+        value = numbers(theirs.shape, number + 20)
+        for wide in (value, value.to(BF16), theirs.detach().clone()):
+            as_it_lies = shard(wide, mesh, mine.placements) if isinstance(mine, DTensor) else wide
+            for given in (wide, as_it_lies):
+                halves.write(mine, given)
+                of_whole.write(theirs, wide)
+    with torch.no_grad():
+        for param in (*sharded, *whole):
+            param.clamp_(-0.25, 0.25)
+    for params, each in ((sharded, optimizer), (whole, other)):
+        give_gradients(params, 5)
+        each.step()
+    return differences(sharded, whole, optimizer, other, halves, of_whole)
 
 
 def loaded_and_written():
@@ -291,7 +301,7 @@ def test_states_load_however_weights_lie_and_values_are_written_and_edited_as_in
 def moved():
     """A shard that lies elsewhere since the last step is found again: as after torch's FSDP has padded it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded, whole, optimizer, other = trained(BF16, mesh, {})
+    sharded, whole, optimizer, other, *owners = trained(BF16, mesh)
     before = [param._local_tensor for param in sharded[:-1]]
     for param in sharded[:-1]:
         param._local_tensor = param._local_tensor.clone()
@@ -300,4 +310,4 @@ def moved():
         give_gradients(params, 7)
         each.step()
     stale = [bits(mine) != bits(copied) for mine, copied in zip(before, kept, strict=True)]
-    return differences(sharded, whole, optimizer, other), any(stale)
+    return differences(sharded, whole, optimizer, other, *owners), any(stale)

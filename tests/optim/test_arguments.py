@@ -9,9 +9,11 @@ from torch import nn
 from mezzo import optim
 from mezzo.errors import PolicyError
 
+from .halved import halved
+
 EVERY = [optim.AdamW, optim.Adam, optim.SGD, optim.Lion]
 TORCHS = [(optim.AdamW, torch.optim.AdamW), (optim.Adam, torch.optim.Adam), (optim.SGD, torch.optim.SGD)]
-OWN = {"master": "full", "state_dtype": "bfloat16"}
+OWN = {"state_dtype": "bfloat16"}
 
 
 def parameter():
@@ -40,7 +42,7 @@ def test_torch_s_arguments_are_taken_or_refused_by_name(mine, theirs):
 @pytest.mark.parametrize("kind", EVERY)
 def test_every_argument_arrives_where_groups_have_it(kind):
     names = set(arguments(kind)) - {"params"}
-    assert {"lr", "weight_decay", "maximize", "master", "state_dtype", "rounding"} < names
+    assert {"lr", "weight_decay", "maximize", "state_dtype"} < names
     assert set(kind(parameter()).defaults) == names
     optimizer = kind(parameter(), lr=0.25, weight_decay=0.5, maximize=True, **OWN)
     (group,) = optimizer.param_groups
@@ -58,19 +60,23 @@ def test_everything_wrong_is_said_at_once_and_misspellings_get_the_nearest_name(
 @pytest.mark.parametrize(
     "make, expected",
     [
-        (lambda p, **o: optim.SGD(p, **o), {"split": 2, "full": 4, None: 0}),
-        (lambda p, **o: optim.SGD(p, momentum=0.9, **o), {"split": 6, "full": 8, None: 4}),
-        (lambda p, **o: optim.SGD(p, momentum=0.9, state_dtype="bfloat16", **o), {"split": 4, "full": 6, None: 2}),
-        (lambda p, **o: optim.Lion(p, **o), {"split": 6, "full": 8, None: 4}),
-        (lambda p, **o: optim.AdamW(p, amsgrad=True, **o), {"split": 14, "full": 16, None: 12}),
-        (lambda p, **o: optim.AdamW(p, amsgrad=True, state_dtype="bfloat16", **o), {"split": 8, "full": 10, None: 6}),
+        (lambda p: optim.SGD(p), 0),
+        (lambda p: optim.SGD(p, momentum=0.9), 4),
+        (lambda p: optim.SGD(p, momentum=0.9, state_dtype="bfloat16"), 2),
+        (lambda p: optim.Lion(p), 4),
+        (lambda p: optim.AdamW(p), 8),
+        (lambda p: optim.AdamW(p, state_dtype="bfloat16"), 4),
+        (lambda p: optim.AdamW(p, amsgrad=True), 12),
+        (lambda p: optim.AdamW(p, amsgrad=True, state_dtype="bfloat16"), 6),
     ],
 )
-def test_bytes_kept_beside_a_parameter(make, expected):
-    for master, num_bytes in expected.items():
-        (weight,) = parameter()
-        optimizer = make([weight], master=master)
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        kept = [value for name, value in optimizer.state[weight].items() if name != "step"]
-        assert sum(tensor.nbytes for tensor in kept) == num_bytes * weight.numel()
+def test_bytes_kept_of_a_parameter(make, expected):
+    """Beside two halves and a gradient of 2 bytes each, which are the model's: 14 with AdamW, 10 with BF16 moments."""
+    weight = nn.Parameter(torch.randn(1000))
+    optimizer = make([weight])
+    halves = halved([weight], torch.bfloat16, optimizer)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kept = [value for name, value in optimizer.state[weight].items() if name != "step"]
+    assert sum(tensor.nbytes for tensor in kept) == expected * weight.numel()
+    assert weight.nbytes + halves.rest_of(weight).nbytes == 4 * weight.numel()

@@ -1,4 +1,4 @@
-"""Training that goes on: state loaded from other storages, through torch's optimizers, copies, edited weights."""
+"""Training that goes on: state that knows nothing of how weights are stored, copies, edited and swapped weights."""
 
 import copy
 import io
@@ -9,74 +9,85 @@ import torch
 from torch import nn
 
 from mezzo import optim
+from mezzo.weights.models import show_fp32
 
-from .test_optim import parameters, train
+from .halved import halved
+from .test_optim import parameters, train, ulps
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_full_masters_load_into_split_weights_without_losing_a_bit(dtype):
-    params = parameters(dtype)
-    full = optim.AdamW(params, master="full")
-    train(params, full, range(3))
-    others = [nn.Parameter(param.detach().clone()) for param in params]
-    split = optim.AdamW(others, master="split")
-    split.load_state_dict(full.state_dict())
-    assert split.param_groups[0]["master"] == "split"
-    for one, other in zip(params, others, strict=True):
-        atol = 0 if dtype == torch.bfloat16 else 2.0**-40
-        torch.testing.assert_close(split.master_of(other), full.master_of(one), rtol=0, atol=atol)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("master", ["split", "full"])
-def test_there_and_back_through_torch_s_optimizer_nothing_stale_is_kept(dtype, master):
-    """torch casts what it does not know to the parameter's dtype, and does not keep it up to date."""
-    params = parameters(dtype)
-    mine = optim.AdamW(params, lr=0.1, master=master)
-    train(params, mine, range(2))
-    theirs = torch.optim.AdamW(params, lr=0.1)
+def copies(params):
+    return [nn.Parameter(param.detach().clone()) for param in params]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_there_and_back_through_torch_s_optimizer_over_fp32_weights(dtype):
+    params, others = parameters(), parameters()
+    mine, reference = optim.AdamW(params, lr=0.1), torch.optim.AdamW(others, lr=0.1)
+    halves = halved(params, dtype, mine)
+    train(params, mine, range(2), dtype=FP32)
+    wide = [nn.Parameter(halves.read(param)) for param in params]
+    theirs = torch.optim.AdamW(wide, lr=0.1)
     theirs.load_state_dict(mine.state_dict())
-    train(params, theirs, range(2, 4))
-    again = optim.AdamW(params, lr=0.1, master=master)
+    train(wide, theirs, range(2, 4))
+    again = optim.AdamW(params, lr=0.1)
+    again.adopt([halves])
     again.load_state_dict(theirs.state_dict())
-    before = [param.detach().clone() for param in params]
-    for group in again.param_groups:
-        group["lr"] = 0.0
-    train(params, again, range(4, 5))
-    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
-    assert all(torch.equal(again.master_of(p), p.float()) for p in params)
+    for param, value in zip(params, wide, strict=True):
+        halves.write(param, value.detach())
+    train(params, again, range(4, 6), dtype=FP32)
+    train(others, reference, range(6))
+    assert ulps([halves.read(param) for param in params], [param.detach() for param in others]) <= 32
 
 
 def test_a_state_that_does_not_fit_is_left_as_it_is():
-    params = parameters(torch.bfloat16)
+    params = parameters()
     optimizer = optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
     train(params, optimizer, range(2))
     saved = optimizer.state_dict()
     before = copy.deepcopy(saved)
     with pytest.raises(ValueError, match="different number of parameter groups"):
-        optim.AdamW(parameters(torch.bfloat16)).load_state_dict(saved)
+        optim.AdamW(parameters()).load_state_dict(saved)
     assert saved["param_groups"] == before["param_groups"]
 
 
-def test_a_state_of_fp32_weights_has_torch_s_options_and_ours_alone():
-    (group,) = optim.AdamW(parameters()).state_dict()["param_groups"]
-    assert set(group) == {*optim.AdamW(parameters()).param_groups[0]}
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_a_state_has_torch_s_entries_and_options_and_the_dtype_of_moments(dtype):
+    params, others = parameters(), parameters()
+    mine, theirs = optim.AdamW(params), torch.optim.AdamW(others)
+    halved(params, dtype, mine)
+    train(params, mine, range(1))
+    train(others, theirs, range(1))
+    found, expected = mine.state_dict(), theirs.state_dict()
+    for entry, of_torch in zip(found["state"].values(), expected["state"].values(), strict=True):
+        assert entry.keys() == of_torch.keys()
+    (group,), (of_torch,) = found["param_groups"], expected["param_groups"]
+    refused = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+    assert group.keys() == of_torch.keys() - refused | {"state_dtype"}
 
 
-def test_a_remainder_of_another_dtype_is_not_taken_for_one():
-    params = parameters(torch.bfloat16)
+@pytest.mark.parametrize("stored", [FP16, FP32])
+def test_a_state_loads_however_the_weights_are_stored(stored):
+    params = parameters()
     optimizer = optim.AdamW(params)
+    halved(params, BF16, optimizer)
     train(params, optimizer, range(2))
-    halves = [nn.Parameter(param.detach().half()) for param in params]
-    other = optim.AdamW(halves)
+    others = parameters()
+    other = optim.AdamW(others)
+    halved(others, stored, other)
     other.load_state_dict(optimizer.state_dict())
-    assert all("exp_avg" in other.state[param] and "remainder" not in other.state[param] for param in halves)
+    for one, two in zip(params, others, strict=True):
+        assert other.state[two]["exp_avg"].dtype == FP32
+        for name, value in optimizer.state[one].items():
+            assert torch.equal(other.state[two][name], value)
+    train(others, other, range(2, 4))
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.Lion])
 def test_copies_go_on_as_the_original_would(kind, way):
-    params = parameters(torch.bfloat16)
+    params = parameters()
     optimizer = kind(params, lr=0.1)
     train(params, optimizer, range(2))
     if way == "deepcopy":
@@ -88,30 +99,82 @@ def test_copies_go_on_as_the_original_would(kind, way):
         torch.save((params, optimizer), file)
         file.seek(0)
         copied, twin = torch.load(file, weights_only=False)
-    reference = [nn.Parameter(param.detach().clone()) for param in params]
-    loaded = kind(reference, lr=0.1)
-    loaded.load_state_dict(optimizer.state_dict())
     train(copied, twin, range(2, 5))
-    train(reference, loaded, range(2, 5))
-    for one, other in zip(copied, reference, strict=True):
-        assert torch.equal(twin.master_of(one), loaded.master_of(other))
+    train(params, optimizer, range(2, 5))
+    for one, other in zip(copied, params, strict=True):
+        assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_full_masters_take_over_edits_of_the_weights(dtype):
-    params = parameters(dtype)
-    optimizer = optim.SGD(params, lr=0.1, master="full")
+def test_a_copy_of_a_model_and_its_optimizer_is_plain_fp32_and_goes_on_as_the_original_would():
+    model = nn.ParameterList(parameters())
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    halves = halved(list(model.parameters()), BF16, optimizer)
+    show_fp32(model, halves)
+    train([*model], optimizer, range(2))
+    copied, twin = copy.deepcopy((model, optimizer))
+    assert {param.dtype for param in copied} == {FP32}
+    for step in range(2, 5):
+        train([*model], optimizer, [step])
+        for param, low in zip(copied, model, strict=True):
+            param.grad = low.grad.float()
+        twin.step()
+    for one, other in zip(copied, model, strict=True):
+        assert torch.equal(one, halves.read(other))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_edits_of_weights_are_seen_whatever_made_them(dtype):
+    params = parameters()
+    optimizer = optim.SGD(params, lr=0.1)
+    halves = halved(params, dtype, optimizer)
     train(params, optimizer, range(2))
-    before = [optimizer.master_of(param) for param in params]
+    before = [halves.read(param) for param in params]
     with torch.no_grad():
-        for param in params:
-            param.view(-1)[:1] = 3.0
-    params[-1].data = torch.full_like(params[-1], 2.0)
+        params[0].view(-1)[:1] = 3.0
+    params[1].data.view(-1)[:1] = 3.0
+    params[2].data = torch.full_like(params[2], 2.0)
     for param in params:
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    for param, master in zip(params[:-1], before, strict=False):
+    spacing = torch.finfo(dtype).eps
+    for param, old in zip(params[:2], before[:2], strict=True):
         assert param.view(-1)[0] == 3
-        assert optimizer.master_of(param).view(-1)[0] == 3
-        assert torch.equal(optimizer.master_of(param).view(-1)[1:], master.view(-1)[1:])  # not a bit of the others lost
-    assert (optimizer.master_of(params[-1]) == 2).all()
+        assert abs(halves.read(param).view(-1)[0].item() - 3) <= spacing
+        assert torch.equal(halves.read(param).view(-1)[1:], old.view(-1)[1:])  # not a bit of the others lost
+    assert (params[2] == 2).all()
+    assert torch.equal(halves.read(params[3]), before[3])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_weights_swapped_for_an_evaluation_and_back_train_as_if_nothing_had_been(dtype):
+    """``param.data = average``, in FP32 as averages are, and a step in between: it updates the average."""
+    params, others = parameters(), parameters()
+    optimizers = [optim.AdamW(each, lr=0.1) for each in (params, others)]
+    halves, of_others = (halved(each, dtype, its) for each, its in zip((params, others), optimizers, strict=True))
+    train(params, optimizers[0], range(3))
+    train(others, optimizers[1], range(3))
+    backup = [param.data for param in params]
+    for param in params:
+        param.data = torch.zeros(param.shape)
+        param.grad = None
+    optimizers[0].step()
+    assert {param.dtype for param in params} == {dtype}  # so that the model computes
+    assert not any(param.any() for param in params)
+    for param, data in zip(params, backup, strict=True):
+        param.data = data
+    train(params, optimizers[0], range(3, 6))
+    train(others, optimizers[1], range(3, 6))
+    for one, other in zip(params, others, strict=True):
+        assert torch.equal(halves.read(one), of_others.read(other))
+
+
+def test_a_swapped_weight_is_what_a_step_updates():
+    weight = nn.Parameter(torch.tensor([1.0, 0.1]))
+    optimizer = optim.SGD([weight], lr=0.5)
+    halves = halved([weight], BF16, optimizer)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    weight.data = torch.tensor([4.0, 0.3])
+    weight.grad = torch.tensor([1.0, 2.0])
+    optimizer.step()
+    assert torch.equal(halves.read(weight), torch.tensor([4.0, 0.3]) - 0.5 * torch.tensor([1.0, 2.0]))

@@ -13,6 +13,8 @@ from mezzo.errors import StateError
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Portable
 
+from .halved import halved
+
 SHAPES = ((5, 7), (3,), (4, 2, 3), ())
 PAIRS = {
     "adamw": (optim.AdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -89,39 +91,48 @@ def test_state_goes_to_torch_and_back_in_mid_run(pair):
     assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 32
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("master", ["split", "full", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_resuming_is_bit_exact(dtype, master, state_dtype):
-    params = parameters(dtype)
-    optimizer = optim.AdamW(params, lr=1e-2, master=master, state_dtype=state_dtype)
+def test_resuming_is_bit_exact(dtype, state_dtype):
+    params, others = parameters(), parameters(seed=1)
+    optimizer, resumed = (optim.AdamW(each, lr=1e-2, state_dtype=state_dtype) for each in (params, others))
+    halves, restored = halved(params, dtype, optimizer), halved(others, dtype, resumed)
     train(params, optimizer, range(5))
-    copies = [nn.Parameter(param.detach().clone()) for param in params]
-    resumed = optim.AdamW(copies, lr=1e-2, master=master, state_dtype=state_dtype)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():  # weights come with the model
+        for param, other in zip(params, others, strict=True):
+            other.copy_(param)
+            if other in restored:
+                restored.set_rest(other, halves.rest_of(param))
     train(params, optimizer, range(5, 15))
-    train(copies, resumed, range(5, 15))
-    for one, other in zip(params, copies, strict=True):
+    train(others, resumed, range(5, 15))
+    for one, other in zip(params, others, strict=True):
         assert torch.equal(one, other)
-        assert torch.equal(optimizer.master_of(one), resumed.master_of(other))
+        assert torch.equal(halves.read(one), restored.read(other))
 
 
-def test_split_is_full_bit_for_bit_in_bfloat16():
-    one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    split, full = optim.AdamW(one, lr=1e-2), optim.AdamW(other, lr=1e-2, master="full")
-    train(one, split, range(50))
-    train(other, full, range(50))
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam, optim.SGD, optim.Lion])
+def test_halves_are_fp32_weights_bit_for_bit_in_bfloat16(kind):
+    one, other = parameters(), parameters()
+    low, wide = kind(one, lr=1e-2), kind(other, lr=1e-2)
+    halves = halved(one, torch.bfloat16, low)
+    for step in range(50):
+        give_gradients(one, step)
+        for param, same in zip(one, other, strict=True):
+            same.grad = param.grad.float()
+        low.step()
+        wide.step()
     for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(split.master_of(a), full.master_of(b))
+        assert torch.equal(halves.read(a), b)
 
 
 def test_a_hundred_small_updates_move_a_bfloat16_weight_of_one():
     """torch's AdamW leaves it at exactly 1.0 here."""
     weights = {}
     for name, make in (("torch", torch.optim.AdamW), ("mezzo", optim.AdamW)):
-        weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        weight = nn.Parameter(torch.ones(4))
         optimizer = make([weight], lr=1e-3, weight_decay=0.0)
+        halved([weight], torch.bfloat16, *([optimizer] if name == "mezzo" else []))
         for _ in range(100):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
@@ -130,37 +141,64 @@ def test_a_hundred_small_updates_move_a_bfloat16_weight_of_one():
     assert weights["mezzo"] == pytest.approx(0.9, abs=2**-8)
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-def test_roundings_without_a_master_follow_fp32(rounding):
-    low, wide = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4096))
-    optimizer = optim.SGD([low], lr=1e-4, master=None, rounding=rounding)
-    reference = optim.SGD([wide], lr=1e-4)
-    for _ in range(200):
-        low.grad, wide.grad = torch.ones_like(low), torch.ones_like(wide)
+def test_without_a_low_half_every_update_rounds_to_nearest():
+    """As ``O3`` asks for."""
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = optim.SGD([weight], lr=2**-7)
+    halves = halved([weight], torch.bfloat16, optimizer)
+    weight.grad = torch.tensor([0.0, 0.2, 0.3, 1.0], dtype=torch.bfloat16)
+    optimizer.step()  # in halves, which are let go of then
+    halves.drop()
+    for _ in range(3):
+        start = weight.detach().float()
+        optimizer.step()
+        assert torch.equal(weight, (start - 2**-7 * weight.grad.float()).bfloat16())
+        assert torch.equal(halves.read(weight), weight.float())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_models_with_and_without_low_halves_share_an_optimizer(first):
+    rounded, exact, wide = parameters(), parameters(), parameters()
+    both = [rounded, exact]
+    optimizer, reference = optim.AdamW(both[first] + both[1 - first], lr=1e-3), optim.AdamW(wide, lr=1e-3)
+    without, halves = halved(rounded, torch.bfloat16), halved(exact, torch.bfloat16)
+    without.drop()
+    optimizer.adopt([without, halves])
+    for step in range(5):
+        give_gradients(rounded, step)
+        for one, two, three in zip(rounded, exact, wide, strict=True):
+            two.grad, three.grad = one.grad, one.grad.float()
         optimizer.step()
         reference.step()
-    assert low.float().mean().item() == pytest.approx(wide.mean().item(), abs=1e-3)
+    assert ulps([halves.read(param) for param in exact], [param.detach() for param in wide]) <= 4
+    assert any(not torch.equal(one, two) for one, two in zip(rounded, exact, strict=True))
 
 
-@pytest.mark.parametrize("master", ["split", "full", None])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_skipped_step_writes_nothing(dtype, master):
-    params = parameters(dtype)
-    optimizer = optim.AdamW(params, lr=1e-2, master=master)
+def test_a_skipped_step_writes_nothing(dtype, state_dtype):
+    params = parameters()
+    optimizer = optim.AdamW(params, lr=1e-2, state_dtype=state_dtype)
+    halves = halved(params, dtype, optimizer)
+
+    def facts():
+        rests = [halves.rest_of(param) for param in halves]
+        return copy.deepcopy(([p.detach() for p in params], rests, optimizer.state_dict()["state"]))
+
     train(params, optimizer, range(3))
-    before = copy.deepcopy(([p.detach() for p in params], optimizer.state_dict()["state"]))
+    before = facts()
     give_gradients(params, 7)
     params[0].grad.fill_(math.inf)
     optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(8.0)
     optimizer.step()
-    after = ([p.detach() for p in params], optimizer.state_dict()["state"])
-    for one, other in zip(*(torch.utils._pytree.tree_leaves(x) for x in (before, after)), strict=True):
+    for one, other in zip(*(torch.utils._pytree.tree_leaves(x) for x in (before, facts())), strict=True):
         assert torch.equal(one, other)
 
 
 def test_gradients_are_divided_on_the_way_and_never_written():
-    one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    one, other = parameters(), parameters()
     scaled, plain = optim.AdamW(one, lr=1e-2), optim.AdamW(other, lr=1e-2)
+    halves, of_plain = halved(one, torch.bfloat16, scaled), halved(other, torch.bfloat16, plain)
     for step in range(5):
         give_gradients(one, step, scale=1024.0)
         give_gradients(other, step)
@@ -169,17 +207,17 @@ def test_gradients_are_divided_on_the_way_and_never_written():
         scaled.step()
         plain.step()
         assert all(torch.equal(param.grad, gradient) for param, gradient in zip(one, before, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert all(torch.equal(halves.read(a), of_plain.read(b)) for a, b in zip(one, other, strict=True))
 
 
 def test_fp32_gradients_of_low_precision_parameters():
     """As micro-batches leave them when they are summed in FP32."""
-    one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    train(one, optim.AdamW(one, lr=1e-2), range(5), dtype=torch.float32)
-    wide = [nn.Parameter(param.detach().float()) for param in other]
-    train(wide, optim.AdamW(wide, lr=1e-2), range(5))
-    for low, exact in zip(one, wide, strict=True):
-        torch.testing.assert_close(low.detach().float(), exact.detach(), rtol=2**-8, atol=2**-8)
+    one, other = parameters(), parameters()
+    optimizer = optim.AdamW(one, lr=1e-2)
+    halves = halved(one, torch.bfloat16, optimizer)
+    train(one, optimizer, range(5), dtype=torch.float32)
+    train(other, optim.AdamW(other, lr=1e-2), range(5))
+    assert all(torch.equal(halves.read(a), b) for a, b in zip(one, other, strict=True))
 
 
 def test_groups_schedules_and_parameters_added_later():
@@ -237,44 +275,30 @@ def test_it_follows_torchs_grad_scaler():
     assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 16
 
 
-@pytest.mark.parametrize("master, state_dtype, expected",
-                         [("split", "float32", 10), ("split", "bfloat16", 6), ("full", "float32", 12),
-                          (None, "float32", 8)])  # fmt: skip
-def test_bytes_kept_beside_a_parameter(master, state_dtype, expected):
-    """With 2 bytes of weight and 2 of gradient: 14 with a split master, 10 with BF16 moments."""
-    weight = nn.Parameter(torch.randn(1000, dtype=torch.bfloat16))
-    optimizer = optim.AdamW([weight], master=master, state_dtype=state_dtype)
-    weight.grad = torch.randn_like(weight)
-    optimizer.step()
-    kept = [v for k, v in optimizer.state[weight].items() if k != "step"]
-    assert sum(tensor.nbytes for tensor in kept) == expected * weight.numel()
-
-
 def test_nan_weights_stay_nan_in_what_the_forward_pass_sees():
-    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    weight = nn.Parameter(torch.ones(3))
     optimizer = optim.SGD([weight], lr=1.0)
+    halves = halved([weight], torch.bfloat16, optimizer)
     weight.grad = torch.tensor([math.nan, 1.0, 0.0], dtype=torch.bfloat16)
     optimizer.step()
     assert torch.equal(weight.isnan(), torch.tensor([True, False, False]))
+    assert torch.equal(halves.read(weight).isnan(), weight.isnan())
 
 
 def test_states_that_do_not_belong_here():
-    params = parameters(torch.bfloat16)
+    params = parameters()
     optimizer = optim.AdamW(params)
     train(params, optimizer, range(2))
     before = copy.deepcopy(optimizer.state_dict())
-    other = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in params]
+    other = [nn.Parameter(torch.ones(2)) for _ in params]
     foreign = optim.AdamW(other)
     train(other, foreign, range(1))
     with pytest.raises(StateError, match="belongs to another parameter"):
         optimizer.load_state_dict(foreign.state_dict())
-    full = optim.AdamW([nn.Parameter(p.detach().clone()) for p in params], master="full")
-    with pytest.raises(StateError, match="stored with a remainder, and these with master"):
-        full.load_state_dict(before)
-    halved = copy.deepcopy(before)
-    del halved["state"][0]["exp_avg_sq"]
-    with pytest.raises(StateError, match=r"no exp_avg_sq(.|\n)*step 2 of a parameter(.|\n)*has exp_avg, remainder"):
-        optimizer.load_state_dict(halved)
+    short = copy.deepcopy(before)
+    del short["state"][0]["exp_avg_sq"]
+    with pytest.raises(StateError, match=r"no exp_avg_sq(.|\n)*step 2 of a parameter(.|\n)*has exp_avg\n"):
+        optimizer.load_state_dict(short)
     with pytest.raises(StateError, match="no optimizer's state: state and param_groups missing"):
         optimizer.load_state_dict({})
     adam = torch.optim.Adam(parameters(), weight_decay=0.1)
@@ -293,12 +317,11 @@ def test_import_is_lazy():
 
 
 @pytest.mark.parametrize("executor", [Portable(), Cpp()], ids=["portable", "cpp"])
-@pytest.mark.parametrize("master", ["split", "full"])
-def test_autograd_knows_that_weights_were_written(monkeypatch, executor, master):
+def test_autograd_knows_that_weights_were_written(monkeypatch, executor):
     """Or casts kept for the next forward pass, and graphs that saved a weight, would go on with the old one."""
     monkeypatch.setattr("mezzo.optim.optimizer.executor_for", lambda *_: executor)
     model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
-    optimizer = mezzo.optim.SGD(model.parameters(), lr=1.0, master=master)
+    optimizer = mezzo.optim.SGD(model.parameters(), lr=1.0)
     before = model.weight._version
     with mezzo.autocast("O1,dtype=bfloat16,emulate=true,low=tanh"):
         first = model(x)

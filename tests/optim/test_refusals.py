@@ -12,21 +12,16 @@ from torch import nn
 from mezzo import MixedPrecision, optim
 from mezzo.errors import NumericsError, PolicyError, StateError, UnsupportedError
 
+from .halved import halved
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EVERY = [optim.AdamW, optim.Adam, optim.SGD, optim.Lion]
-STORED = [
-    {"master": "split"},
-    {"master": "full"},
-    {"master": None},
-    {"master": None, "rounding": "stochastic"},
-    {"master": None, "rounding": "kahan"},
-]
 
 
-def network(dtype=FP32):
+def network():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def give_gradients(model, seed):
@@ -57,9 +52,16 @@ def assert_same(one, two):
 @pytest.mark.parametrize("kind", EVERY)
 def test_dtypes_may_be_mixed_in_one_group(kind):
     """Each is updated as it would be by an optimizer of its own, but for last bits: short ones go through one call."""
-    together = [nn.Parameter(torch.linspace(-1, 1, 7).to(dtype)) for dtype in (FP32, BF16, FP16, FP32, BF16)]
+    dtypes = [FP32, BF16, FP16, FP32, BF16]
+    together = [nn.Parameter(torch.linspace(-1, 1, 7)) for _ in dtypes]
     alone = copy.deepcopy(together)
     one, others = kind(together, lr=0.01), [kind([param], lr=0.01) for param in alone]
+    owners = [
+        [halved([param], dtype) for param, dtype in zip(params, dtypes, strict=True)] for params in (together, alone)
+    ]
+    one.adopt(owners[0])
+    for other, halves in zip(others, owners[1], strict=True):
+        other.adopt([halves])
     for step in range(3):
         for params in (together, alone):
             for number, param in enumerate(params):
@@ -67,10 +69,52 @@ def test_dtypes_may_be_mixed_in_one_group(kind):
         one.step()
         for other in others:
             other.step()
-    for param, own, other in zip(together, alone, others, strict=True):
-        assert param.dtype == own.dtype
-        torch.testing.assert_close(one.master_of(param), other.master_of(own), rtol=2**-21, atol=2**-24)
+    for param, own, dtype, mine, its in zip(together, alone, dtypes, *owners, strict=True):
+        assert param.dtype == own.dtype == dtype
+        torch.testing.assert_close(mine.read(param), its.read(own), rtol=2**-21, atol=2**-24)
         assert not torch.equal(param, torch.linspace(-1, 1, 7).to(param.dtype))
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_low_weights_of_no_model_are_refused_before_anything_is_made(kind, dtype):
+    owned, alone, idle = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(3))
+    optimizer = kind([{"params": [owned]}, {"params": [alone, idle]}], lr=0.01)
+    halved([owned], dtype, optimizer)
+    alone.data, idle.data = alone.data.to(dtype), idle.data.to(dtype)
+    owned.grad, alone.grad = torch.ones_like(owned), torch.ones_like(alone)
+    before = copy.deepcopy((owned.detach(), alone.detach()))
+    with pytest.raises(StateError) as caught:
+        optimizer.step()
+    assert str(caught.value) == (
+        f"{str(dtype)[6:]} weights without a remainder\n"
+        f"  where  {kind.__name__}, group 1: {str(dtype)[6:]} [7]\n"
+        f"  why    an update below half a unit in the last place of {str(dtype)[6:]} is lost\n"
+        "  write  prepared = mezzo.prepare(model.float(), policy); prepared.adopt(optimizer)\n"
+        "         or mezzo.MixedPrecision(model.float(), optimizer, policy)"
+    )
+    assert not optimizer.state
+    assert_same(before, (owned, alone))
+    alone.grad = None  # without a gradient it is not looked at
+    optimizer.step()
+    assert not torch.equal(before[0], owned)
+
+
+def test_an_optimizer_that_was_left_serves_no_model():
+    weight = nn.Parameter(torch.linspace(-1, 1, 7))
+    optimizer = optim.AdamW([weight], lr=0.01)
+    halves = halved([weight], BF16, optimizer)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    value, moments = halves.read(weight), copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.leave()
+    with pytest.raises(StateError, match="bfloat16 weights without a remainder"):
+        optimizer.step()
+    halves.remove()
+    assert torch.equal(weight, value)
+    assert_same(moments, optimizer.state_dict()["state"])
+    optimizer.step()
+    assert int(optimizer.state[weight]["step"]) == 2
 
 
 def test_a_session_mixes_dtypes_in_one_group_too():
@@ -115,7 +159,19 @@ def test_weights_that_are_not_trained_may_be_anything():
     optimizer.step()
     assert trained[0] < 1
     assert all(param.eq(1).all() for param in frozen)
-    assert optimizer.release() == {}
+    assert list(optimizer.state) == [trained]
+
+
+def test_weights_that_became_float64_are_refused_by_a_step():
+    model = network()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer)
+    model[2].double()
+    give_gradients(model, 0)
+    before = snapshot(model, optimizer)
+    with pytest.raises(PolicyError, match=r"weights in a format(.|\n)*float64, shape \(2, 8\)"):
+        optimizer.step()
+    assert_same(before, snapshot(model, optimizer))
 
 
 @pytest.mark.parametrize("policy", ["O0", "O1,emulate=true", "O2,emulate=true", "O2,dtype=bfloat16,emulate=true"])
@@ -153,10 +209,8 @@ REFUSED = [
     (optim.AdamW, {"eps": math.inf}, "eps is inf(.|\n)*why    it is a finite number from 0\n  write  eps=1e-8"),
     (optim.AdamW, {"weight_decay": NAN}, "weight_decay is nan"),
     (optim.AdamW, {"maximize": torch.ones(2)}, "maximize is a tensor(.|\n)*it is on or off\n  write  maximize=True"),
-    (optim.AdamW, {"master": "half"}, "unknown master 'half'"),
+    (optim.AdamW, {"master": "full"}, "AdamW has no argument 'master'"),
     (optim.AdamW, {"state_dtype": "float16"}, "unknown state_dtype 'float16'"),
-    (optim.AdamW, {"rounding": "kahan"}, 'rounding="kahan" beside master="split"'),
-    (optim.AdamW, {"master": None, "rounding": "up"}, "unknown rounding 'up'"),
     (optim.SGD, {"dampening": NAN}, "dampening is nan(.|\n)*why    it is a finite number\n  write  dampening=0\\.0"),
     (optim.SGD, {"nesterov": True}, "nesterov needs momentum and no dampening"),
     (optim.SGD, {"differentiable": True}, "SGD takes no differentiable=True\n(.|\n)*; torch.optim's where it is True"),
@@ -192,76 +246,32 @@ def test_what_a_group_must_not_say_is_refused_wherever_it_is_said(kind, options,
 
 
 @pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("options", STORED[:2])
-def test_a_resized_weight_is_refused_whether_or_not_the_rule_keeps_a_state(kind, options):
-    model = network(BF16)
-    optimizer = kind(model.parameters(), lr=0.01, **options)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_resized_weight_is_refused(kind, dtype):
+    model = network()
+    optimizer = kind(model.parameters(), lr=0.01)
+    halves = halved(list(model.parameters()), dtype, optimizer)
     train(model, optimizer)
-    model[2].weight.data = torch.ones(3, 8, dtype=BF16)
-    before = snapshot(model, optimizer)
+    model[2].weight.data = torch.ones(3, 8, dtype=dtype)
     give_gradients(model, 0)
-    with pytest.raises(StateError, match=r"resized after(.|\n)*\(2, 8\) → \(3, 8\), (exp_avg|remainder|master)"):
+    before = snapshot(model, optimizer)
+    if kind is optim.SGD and dtype == FP32:  # which keeps nothing of that shape
+        optimizer.step()
+        return
+    with pytest.raises(StateError, match=r"resized after(.|\n)*\(2, 8\) → \(3, 8\), (exp_avg|low half)"):
         optimizer.step()
     assert_same(before, snapshot(model, optimizer))
+    assert dtype == FP32 or halves.rest_of(model[2].weight).shape == (2, 8)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("options", [STORED[0], STORED[1], STORED[4]])
-def test_a_cast_to_float32_loses_half_of_a_weight_and_is_refused(dtype, options):
-    """The way out that the error names keeps every bit."""
-    model = network(dtype)
-    optimizer = optim.AdamW(model.parameters(), lr=0.01, **options)
-    train(model, optimizer)
-    exact = [optimizer.master_of(param) for param in model.parameters()]
-    model.float()
-    assert not all(map(torch.equal, exact, model.parameters()))
-    before = snapshot(model, optimizer)
-    give_gradients(model, 0)
-    with pytest.raises(
-        StateError, match=r"was cast while(.|\n)*now float32, and its (remainder|master|comp)"
-    ) as caught:
-        optimizer.step()
-    assert_same(before, snapshot(model, optimizer))
-
-    first, *rest = str(caught.value).partition("write  ")[2].splitlines()
-    assert first == "model.to(the dtype it had), and then"
-    model.to(dtype)
-    exec("\n".join(line.strip() for line in rest), {"optimizer": optimizer, "model": model})
-    assert all(map(torch.equal, exact, model.parameters()))
-    train(model, optimizer)
-
-
-def test_a_cast_there_and_back_keeps_every_bit():
-    """An evaluation in FP32, between two steps."""
-    model, other = network(BF16), network(BF16)
-    optimizer, same = (optim.AdamW(each.parameters(), lr=0.01) for each in (model, other))
-    train(model, optimizer)
-    train(other, same)
-    model.float().bfloat16()
-    train(model, optimizer, range(3, 6))
-    train(other, same, range(3, 6))
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(optimizer.master_of(one), same.master_of(two))
-
-
-def test_a_compensation_belongs_to_one_dtype():
-    model = network(FP16)
-    optimizer = optim.SGD(model.parameters(), lr=0.01, master=None, rounding="kahan")
-    train(model, optimizer)
-    model.bfloat16()
-    give_gradients(model, 0)
-    with pytest.raises(StateError, match=r"was cast while(.|\n)*now bfloat16, and its compensation"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("name", ["exp_avg", "remainder"])
-def test_a_moved_weight_is_refused(name):
+def test_a_moved_weight_is_refused():
     """Without a second device, by a state that lies elsewhere."""
-    model = network(BF16)
+    model = network()
     optimizer = optim.AdamW(model.parameters())
+    halved(list(model.parameters()), BF16, optimizer)
     train(model, optimizer)
     state = optimizer.state[model[2].weight]
-    state[name] = state[name].to("meta")
+    state["exp_avg"] = state["exp_avg"].to("meta")
     model[0].bias.grad = torch.ones_like(model[0].bias)  # other gradients than before: state is looked at again
     model[2].weight.grad = torch.ones_like(model[2].weight)
     with pytest.raises(StateError, match=r"moved after(.|\n)*meta → cpu, shape \(2, 8\)"):
@@ -291,14 +301,15 @@ def test_sparse_gradients_are_refused_in_a_session_too(policy):
 
 @pytest.mark.parametrize("dtype", [FP64, FP32, FP16, torch.float8_e5m2])
 def test_gradients_of_another_dtype_are_read_as_their_fp32_value(dtype):
-    one, other = (nn.Parameter(torch.linspace(-1, 1, 50).bfloat16()) for _ in range(2))
+    one, other = (nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2))
     optimizers = [optim.AdamW([param], lr=0.01) for param in (one, other)]
+    halves = halved([one, other], BF16, *optimizers)
     gradient = torch.linspace(-3, 1, 50, dtype=FP64).to(dtype)
     one.grad_dtype, other.grad_dtype = dtype, FP32
     one.grad, other.grad = gradient, gradient.float()
     for optimizer in optimizers:
         optimizer.step()
-    assert torch.equal(*(each.master_of(param) for each, param in zip(optimizers, (one, other), strict=True)))
+    assert torch.equal(halves.read(one), halves.read(other))
 
 
 # Values -------------------------------------------------------------------------------------------------
@@ -306,42 +317,43 @@ def test_gradients_of_another_dtype_are_read_as_their_fp32_value(dtype):
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_weight_that_is_nan_stays_so_and_no_other_becomes_so(kind):
-    stored = STORED if kind is optim.AdamW else STORED[:1]  # a storage knows no rule, and a kernel takes its time
-    for options, dtype, num in itertools.product(stored, [FP32, BF16, FP16], [5, 40_000]):
-        check_nan(kind, dtype, options, num)
+    for dtype, num in itertools.product([FP32, BF16, FP16], [5, 40_000]):
+        check_nan(kind, dtype, num)
 
 
-def check_nan(kind, dtype, options, num):
-    weight = nn.Parameter(torch.ones(num, dtype=dtype))
+def check_nan(kind, dtype, num):
+    weight = nn.Parameter(torch.ones(num))
     with torch.no_grad():
         weight[1], weight[3] = math.nan, -math.nan
-    optimizer = kind([weight], lr=0.1, **options)
+    optimizer = kind([weight], lr=0.1)
+    halves = halved([weight], dtype, optimizer)
     for _ in range(3):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     expected = torch.arange(num).eq(1) | torch.arange(num).eq(3)
     assert torch.equal(weight.isnan(), expected)
-    assert torch.equal(optimizer.master_of(weight).isnan(), expected)
+    assert torch.equal(halves.read(weight).isnan(), expected)
 
 
 @pytest.mark.parametrize("policy", ["O2,emulate=true", "O2,dtype=bfloat16,emulate=true"])
 def test_a_session_shows_the_forward_pass_every_nan(policy):
     """Rounded as they stand, 0x7FFFFFFF would be −0 in BF16, and 0x7F800001 infinity."""
-    for master, pattern in itertools.product(["split", "full"], [0x7FFF_FFFF, -1, 0x7F80_0001, 0x7FC0_0000]):
-        check_visible_nan(policy, master, pattern)
+    for pattern in (0x7FFF_FFFF, -1, 0x7F80_0001, 0x7FC0_0000):
+        check_visible_nan(policy, pattern)
 
 
-def check_visible_nan(policy, master, pattern):
+def check_visible_nan(policy, pattern):
     model = network()
     with torch.no_grad():
         model[2].weight.view(torch.int32)[1, 2] = pattern
-    optimizer = optim.AdamW(model.parameters(), master=master)
-    MixedPrecision(model, optimizer, policy)
+    optimizer = optim.AdamW(model.parameters())
+    amp = MixedPrecision(model, optimizer, policy)
     assert model[2].weight.isnan().nonzero().tolist() == [[1, 2]]
-    assert optimizer.master_of(model[2].weight).isnan().nonzero().tolist() == [[1, 2]]
+    assert model.state_dict()["2.weight"].isnan().nonzero().tolist() == [[1, 2]]
+    amp.close()
 
 
-@pytest.mark.parametrize("value", [65504.01, -65519.0, 65520.0, -1e30])
+@pytest.mark.parametrize("value", [65520.0, -1e30])
 def test_a_weight_beyond_float16_is_named_and_nothing_is_changed(value):
     model = network()
     with torch.no_grad():
@@ -360,37 +372,9 @@ def test_the_largest_of_float16_and_what_was_infinite_before_are_kept(value):
     model = network()
     with torch.no_grad():
         model[2].weight[1, 1] = value
-    optimizer = optim.AdamW(model.parameters())
-    MixedPrecision(model, optimizer, "O2,emulate=true")
-    assert model[2].weight[1, 1] == optimizer.master_of(model[2].weight)[1, 1] == value
-
-
-@pytest.mark.parametrize("value", [3e5, -3e5])
-def test_a_value_that_is_written_later_is_checked_too(value):
-    model = network(FP16)
-    optimizer = optim.AdamW(model.parameters())
-    train(model, optimizer)
-    before = snapshot(model, optimizer)
-    with pytest.raises(NumericsError, match="too large for split storage in float16"):
-        optimizer.write(model[2].weight, torch.full((2, 8), value))
-    assert_same(before, snapshot(model, optimizer))
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
-def test_masters_that_a_policy_asks_for_and_an_optimizer_is_told_to_do_without(rounding):
-    model = network()
-    optimizer = optim.AdamW(model.parameters(), master=None, rounding=rounding)
-    with pytest.raises(PolicyError, match=r'O2 keeps FP32 masters(.|\n)*write  AdamW\(…, master="split"\)'):
-        MixedPrecision(model, optimizer, "O2,emulate=true")
-    assert all(param.dtype == FP32 for param in model.parameters())
-
-
-@pytest.mark.parametrize("options", STORED)
-def test_fp32_weights_need_no_other_half_whatever_is_asked_for(options):
-    model = network()
-    optimizer = optim.SGD(model.parameters(), lr=0.01, **options)
-    train(model, optimizer)
-    assert {name for state in optimizer.state.values() for name in state} == {"step"}
+    amp = MixedPrecision(model, optim.AdamW(model.parameters()), "O2,emulate=true")
+    assert model[2].weight[1, 1] == model.state_dict()["2.weight"][1, 1] == value
+    amp.close()
 
 
 def test_nothing_at_all_changes_if_the_last_group_has_a_sparse_gradient():

@@ -15,6 +15,9 @@ from mezzo.optim import optimizer as optimizer_module
 from mezzo.step import passes
 from mezzo.step.executors import choose, portable, tables
 from mezzo.step.executors.cpp import launch as cpp
+from mezzo.weights.halves import owner_of
+
+from .halved import halved
 
 KINDS = {
     "AdamW": mezzo.optim.AdamW,
@@ -25,8 +28,9 @@ KINDS = {
 
 
 def optimizer_of(kind, dtype=torch.float32, length=20):
-    params = [Parameter(torch.linspace(-1, 1, length).to(dtype)) for _ in range(2)]
+    params = [Parameter(torch.linspace(-1, 1, length)) for _ in range(2)]
     optimizer = KINDS[kind]([{"params": [params[0]]}, {"params": [params[1]]}], lr=0.01)
+    halved(params, dtype, optimizer)
     gradients(params, 0)
     optimizer.step()
     return params, optimizer
@@ -38,7 +42,8 @@ def gradients(params, number):
 
 
 def facts(params, optimizer):
-    return copy.deepcopy([[param.detach() for param in params], optimizer.state_dict()["state"]])
+    rests = [owner.rest_of(param) for param in params if (owner := owner_of(param, optimizer._halves)) is not None]
+    return copy.deepcopy([[param.detach() for param in params], rests, optimizer.state_dict()["state"]])
 
 
 def same(one, other):

@@ -106,9 +106,7 @@ def train_plainly(model, optimizer, number, *, spoilt=False, micro_batches=1, ed
 
 def weights(amp):
     """The values that optimizers update, exactly."""
-    saved = amp.state_dict()["masters"]
-    named = amp.weights.named_params()
-    return [saved[name].clone() if name in saved else param.detach().clone() for name, param in named]
+    return [value.detach().clone() for model in amp.weights.models for value in model.state_dict().values()]
 
 
 def facts(model, *optimizers, amp=None):

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import mezzo
-from mezzo import MixedPrecision, UnsupportedError, optim
+from mezzo import MixedPrecision, NumericsError, optim
 
 from ..support.tables import thinned
 
-POLICIES = [f"{level},dtype={dtype},emulate=true" for level in ("O2", "O3") for dtype in ("float16", "bfloat16")]
+POLICIES = [f"O2,dtype={dtype},emulate=true" for dtype in ("float16", "bfloat16")]
 LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 MAKE = {
     "torch": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4),
@@ -105,23 +105,10 @@ def test_a_handle_keeps_them_from_session_to_session(policy, bits):
     assert bits(frozen_part(model)) == before
 
 
-def test_what_rounding_left_whole_takes_no_more_memory():
-    model = net()
-    with torch.no_grad():
-        model.backbone[0].weight.copy_(model.backbone[0].weight.bfloat16())
-    handle = mezzo.prepare(model, POLICIES[1])
-    amp = MixedPrecision(handle, MAKE["torch"](model.head.parameters()))
-    whole, rounded = model.backbone[0].weight, model.backbone[3].weight
-    assert handle.originals()[whole].data_ptr() == whole.data_ptr()
-    assert handle.originals()[rounded].dtype == torch.float32
-    assert model.head.weight not in handle.originals()
-    amp.close()
-
-
 @pytest.mark.parametrize("way", ["in place", "through .data", "other data"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_element_that_is_written_counts_as_it_is_then(policy, way):
-    """A momentum encoder, for one, is written by the program itself."""
+def test_an_element_that_is_written_counts_to_half_a_spacing(policy, way):
+    """A momentum encoder, for one, is written by the program itself; all other elements keep every bit."""
     model = net()
     weight, before = model.backbone[0].weight, model.backbone[0].weight.detach().clone()
     amp, step = own_loop(model, MAKE["torch"](model.head.parameters()), policy)
@@ -133,14 +120,13 @@ def test_an_element_that_is_written_counts_as_it_is_then(policy, way):
             weight.data[0] += 1
         else:
             weight.data = torch.cat([weight[:1] + 1, weight[1:]])
-    written = weight[0].detach().float()
-    assert not torch.equal(written, before[0])
-    for found in (model.state_dict()["backbone.0.weight"], copy.deepcopy(model).backbone[0].weight):
-        assert torch.equal(found[0], written)
-        assert torch.equal(found[1:], before[1:])
+    written, half = weight[0].detach().float(), torch.finfo(weight.dtype).eps / 2
+    assert ((written - before[0]) > 0.9).all()
+    kept = [model.state_dict()["backbone.0.weight"], copy.deepcopy(model).backbone[0].weight.detach()]
     amp.detach()
-    assert torch.equal(weight[0], written)
-    assert torch.equal(weight[1:], before[1:])
+    for found in (*kept, weight.detach()):
+        assert ((found[0] - written).abs() <= half * written.abs()).all()
+        assert torch.equal(found[1:], before[1:])
 
 
 @pytest.mark.parametrize("begin", [five_lines, own_loop])
@@ -171,7 +157,7 @@ def test_values_that_do_not_fit_are_refused_while_they_load(bits):
     large, before = model.state_dict(), bits(model.state_dict())
     large = {name: value.clone().float() for name, value in large.items()}
     large["backbone.0.weight"][0, 0] = 1e5
-    with pytest.raises(UnsupportedError, match=r"values do not fit float16\n  where  weight"):
+    with pytest.raises(NumericsError, match=r"beyond the range of the model's dtype\n  where  weight"):
         model.backbone[0].load_state_dict({"weight": large["backbone.0.weight"], "bias": large["backbone.0.bias"]})
     assert bits(model.state_dict()) == before
     amp.close()
@@ -208,7 +194,7 @@ def test_a_layer_that_thaws_goes_on_from_the_weights_that_it_had(policy, make, b
 
 
 @pytest.mark.parametrize("make", MAKE)
-@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_layer_that_thaws_may_close_before_its_first_step(policy, make, bits):
     model = net()
     before = bits(frozen_part(model))
@@ -223,7 +209,7 @@ def test_a_layer_that_thaws_may_close_before_its_first_step(policy, make, bits):
 
 
 @pytest.mark.parametrize("make", MAKE)
-@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_optimizer_that_comes_later_takes_them_over_whole(policy, make):
     model = net()
     before = model.backbone[3].weight.detach().clone()
@@ -231,8 +217,7 @@ def test_an_optimizer_that_comes_later_takes_them_over_whole(policy, make):
     step(0)
     model.backbone[3].requires_grad_(True)
     amp.add(later := MAKE[make](model.backbone[3].parameters()))
-    (held,) = [p for p in amp.state_dict()["masters"].items() if p[0] == "backbone.3.weight"]
-    assert torch.equal(held[1], before)
+    assert torch.equal(model.state_dict()["backbone.3.weight"], before)
     assert len(later.param_groups) == 1
 
 
@@ -268,7 +253,7 @@ def test_parts_that_take_turns_move_in_their_own_turns_only(policy, make, begin)
     assert all(param.dtype == torch.float32 and param.isfinite().all() for param in model.parameters())
 
 
-@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_checkpoint_for_any_policy_holds_them_whole(policy, bits):
     """``amp.stateful()``, into a session under O1, and back into one under O2."""
     model, fp32, again = net(), net(seed=1), net(seed=2)

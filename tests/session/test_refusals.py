@@ -135,16 +135,6 @@ def inside_of_a_wrapper():
     return model.module, sgd(model)
 
 
-def twice():
-    model = network()
-    return model, torch.optim.SGD([*model.parameters(), model[0].weight], lr=0.1)
-
-
-def pair():
-    model = network()
-    return model, [sgd(model), sgd(model)]
-
-
 def prepared(change, policy=BF16):
     model = network()
     handle = mezzo.prepare(model, policy)
@@ -175,10 +165,6 @@ def with_gradients(model, handle):
         param.grad = torch.zeros_like(param)
 
 
-def amsgrad_and_halves(params):
-    return mezzo.optim.AdamW(params, lr=0.1)
-
-
 #: By name: model and optimizer, policy, options, the error, and words that it has.
 BEGINNINGS = {
     "a level that there is not": (built, "O7", {}, PolicyError, "unknown level 'O7'"),
@@ -201,23 +187,13 @@ BEGINNINGS = {
     "an optimizer of another session's": (in_session, "O1", {}, StateError, "belongs to a session", "close()"),
     "parameters of others": (lambda: (network(), built()[1]), "O1", {}, PolicyError, "that are not the models'",
                              "SGD: "),
-    "a parameter twice under masters": (twice, "O2", {}, PolicyError, "stands twice in one optimizer"),
-    "two optimizers under masters": (pair, "O2,dtype=bfloat16", {}, PolicyError, "can have only one master each",
-                                     'Policy.O1("bfloat16")'),
-    "masters that the optimizer is not to keep": (lambda: of(lambda m: None, lambda m: mezzo.optim.AdamW(
-        m.parameters(), master=None)), "O2", {}, PolicyError, "is told to keep none", 'master="split"',
-        'Policy.O3("float16")'),
     "a kernel that moves nothing": (lambda: of(lambda m: None, partial(sgd, fused=True)), O3[1], {}, UnsupportedError,
                                     "leaves most torch.bfloat16 weights on CPUs as they are", "fused=False"),
     "low weights without masters": (lambda: of(nn.Module.half), "O1", {}, UnsupportedError,
-                                    "float16 weights would be trained without masters", "model.float(), and no rule",
+                                    "float16 weights would be trained without masters", "model.float(); or",
                                     "Policy.O2("),
     "BF16 weights without masters": (lambda: of(nn.Module.bfloat16), "O0", {}, UnsupportedError,
                                      "bfloat16 weights would be trained without masters", "O2,dtype=bfloat16"),
-    "low weights by a rule": (built, f"{BF16},low_param=3.weight", {}, UnsupportedError,
-                                "bfloat16 weights would be trained without masters", "3.weight"),
-    "halves that have no place": (lambda: trained(amsgrad_and_halves, network().bfloat16()), O3[1], {}, StateError,
-                                  "the other half of weights", "optimizer.release()", "Policy.O2("),
     "FP32 state for low weights": (lambda: trained(torch.optim.AdamW), O3[1], {}, StateError, "holds FP32 state",
                                    "Policy.O2("),
     "an eps that FP16 has not": (lambda: built(torch.optim.AdamW), O3[0], {}, UnsupportedError,
@@ -494,8 +470,6 @@ CALLS = {
     "one that is added twice": (plain, lambda m, o, amp: amp.add(o), StateError, "belongs to a session", "SGD"),
     "one of others that is added": (lambda: with_others(plain), lambda m, o, amp, other, its: amp.add(its), PolicyError,
                                     "parameters that are not the models'"),
-    "one that is added to share masters": (lambda: with_later(plain, O2), lambda m, o, amp, later: amp.add(later),
-                                           PolicyError, "can have only one master each", 'Policy.O1("float16")'),
     "what is no optimizer, added": (plain, lambda m, o, amp: amp.add("adamw"), PolicyError, KIND),
     # States
     "saving in a window": (opened, lambda m, o, amp: amp.state_dict(), StateError, *WINDOW),
@@ -571,12 +545,13 @@ STATES = {
     "other parameters": (changed(parameters={"else": "float32 [3]"}), O2, ANOTHER,
                          "parameter else: float32 [3] → missing", "parameter 0.weight: missing → float16 [16, 8]"),
     "other shapes": (changed(parameters=all_of("float32 [1, 2]")), O2, ANOTHER, "float32 [1, 2] → float16 [16, 8]"),
-    "a value of no parameter": (changed(masters=lambda old: {**old, "else": torch.ones(3)}), FP16, ANOTHER, "else"),
-    "a value of another shape": (changed(masters=all_of(torch.ones(1))), O2, ANOTHER, "0.weight is float32 [1]"),
-    "a value that has no place": (changed(masters=lambda _: {"0.bias": torch.ones(16)}), O3[1], ANOTHER,
-                                  "parameter 0.bias: bfloat16 [16] with its FP32 value → "),
-    "a word for a value": (changed(masters=all_of("one")), O2, DAMAGED, "not tensors by name"),
-    "values beyond FP16": (changed(masters=lambda old: {k: v + 1e6 for k, v in old.items()}), O2, ANOTHER, "65504"),
+    "a remainder of no parameter": (changed(remainders=lambda old: {**old, "else": torch.ones(3).short()}), FP16, ANOTHER,
+                                    "else"),
+    "a remainder of another shape": (changed(remainders=all_of(torch.ones(1).short())), O2, ANOTHER,
+                                     "remainders.0.weight is int16 [1]"),
+    "a remainder of another dtype": (changed(remainders=lambda old: {k: v.float() for k, v in old.items()}), O2, ANOTHER,
+                                     "is float32"),
+    "a word for a remainder": (changed(remainders=all_of("one")), O2, DAMAGED, "not tensors by name"),
     "a GradScaler's scale below zero": (lambda _: {**SCALER, "scale": -8.0}, O2, "scale cannot be -8.0"),
     "a GradScaler's word for a count": (lambda _: {**SCALER, "_growth_tracker": "no"}, O2, "clean_steps cannot be"),
 }  # fmt: skip

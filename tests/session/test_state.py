@@ -209,7 +209,7 @@ def test_a_scale_that_counts_from_below_zero_is_saved_and_loaded():
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
-def test_masters_are_saved_by_name():
+def test_remainders_are_saved_by_name():
     def of(order):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         params = [p for number in order for p in model[number].parameters()]
@@ -219,7 +219,7 @@ def test_masters_are_saved_by_name():
     again.load_state_dict(model.state_dict())
     fresh.load_state_dict(amp.state_dict())
     assert_same(model.state_dict(), again.state_dict())
-    assert_same(amp.state_dict()["masters"], fresh.state_dict()["masters"])
+    assert_same(amp.state_dict()["remainders"], fresh.state_dict()["remainders"])
 
 
 @pytest.mark.parametrize("policy", LOW[2:])

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mezzo.errors import NumericsError, PolicyError
-from mezzo.step.split import decode, encode
-from mezzo.step.storage import SPLIT, storage
+from mezzo.step.split import decode, encode, encode_into
 from mezzo.step.update import rule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -23,11 +22,10 @@ REFUSED = [
     (lambda: decode(LOW, torch.ones(3, dtype=torch.int16)), r"\(2,\) and \(3,\)"),
     (lambda: encode(torch.tensor([1e6, math.inf]), FP16, name="scale"),
      r"largest 1e\+06(?s:.*)keep_fp32\(params=\['scale'\]\), or bfloat16"),
-    (lambda: SPLIT.make(torch.tensor([1e5]), FP16, "head.weight"), r"head\.weight"),
-    (lambda: storage("spilt", BF16), "unknown master 'spilt'(?s:.*)did you mean 'split'"),
-    (lambda: storage(None, BF16, rounding="kahn"), "unknown rounding 'kahn'(?s:.*)'kahan'"),
-    (lambda: storage("full", BF16, rounding="stochastic"), r'beside master="full"(?s:.*)write  master=None'),
-    (lambda: storage("split", torch.float64), r"weights of torch\.float64"),
+    (lambda: encode_into(TWO.double(), LOW, REST), r"torch\.float64 tensor"),
+    (lambda: encode_into(TWO, TWO, REST), r"a torch\.float32 tensor as its high half"),
+    (lambda: encode_into(TWO, LOW, REST.int()), r"torch\.int32 tensor as its remain"),
+    (lambda: encode_into(torch.ones(3), LOW, REST), r"\(3,\) and \(2,\)"),
     (lambda: rule("adamv"), "unknown update rule 'adamv'(?s:.*)did you mean 'adam"),
     (lambda: rule("adamw", "amsgrod"), "unknown option 'amsgrod' of adamw(?s:.*)'amsgrad'"),
     (lambda: rule("lion", "amsgrad"), "unknown option 'amsgrad' of lion"),

@@ -3,11 +3,14 @@
 import math
 import struct
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mezzo import NumericsError
-from mezzo.step.split import decode, encode, halves, joined
+from mezzo.step.split import decode, encode, encode_into, halves, joined
 from mezzo.step.storage import SPLIT
 from mezzo.tensors import flat
 
@@ -67,6 +70,76 @@ def check_float16(w):
     assert torch.equal(decode(*encode(back, FP16)).view(torch.int32), back.view(torch.int32))  # nothing drifts
 
 
+#: Remainders at the ends of every range that there is, beside them, and in between.
+REMAINDERS = sorted({s * (1 << k) + d for k in (0, 1, 8, 12, 13, 14, 15) for s in (-1, 1) for d in (-1, 0, 1)} | {0})
+REMAINDERS = [each for each in REMAINDERS if -0x8000 <= each <= 0x7FFF]
+
+
+def test_every_bfloat16_pattern_beside_any_remainder_is_a_sum_of_integers():
+    high = np.repeat(np.arange(-0x8000, 0x8000), len(REMAINDERS))
+    low = np.tile(np.array(REMAINDERS), 1 << 16)
+    exponent_and_digits = high & 0x7FFF
+    own = np.where(exponent_and_digits == 0, low.clip(0, 0x7FFF), low)  # nothing rounds to zero from below it
+    own = np.where(exponent_and_digits >= 0x7F80, 0, own)  # an infinity or NaN is the value
+    read = decode(torch.from_numpy(high).short().view(BF16), torch.from_numpy(low).short())
+    found, expected = read.view(torch.int32).numpy().astype(np.int64), (high << 16) + own
+    is_nan = exponent_and_digits > 0x7F80
+    assert (found == expected)[~is_nan].all()
+    assert read.isnan().numpy()[is_nan].all()
+
+
+def test_every_float16_pattern_beside_any_remainder_is_near_and_so_is_a_zero_from_outside():
+    high = torch.arange(-0x8000, 0x8000).short().view(FP16)
+    for low in REMAINDERS:
+        read = decode(high, torch.full_like(high, low, dtype=torch.int16))
+        wide, finite = high.double(), high.isfinite()
+        half_a_spacing = torch.maximum(wide.abs() * 2.0**-11, torch.tensor(2.0**-25, dtype=torch.float64))
+        assert ((read.double() - wide).abs() <= half_a_spacing)[finite].all()
+        torch.testing.assert_close(read[~finite], high[~finite].float(), **SAME_BITS)
+        assert (decode(torch.zeros(1, dtype=BF16), torch.tensor([low], dtype=torch.int16)).abs() < 5e-41).all()
+
+
+@given(patterns=st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=50))
+@settings(max_examples=200, deadline=None)
+def test_any_fp32_pattern_goes_through_halves(patterns):
+    w = of_bits(*patterns)
+    for dtype in LOW:
+        hi, lo = torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16)
+        encode_into(w, hi, lo)
+        for value, back in zip(w.tolist(), decode(hi, lo).tolist(), strict=True):
+            check_value(value, back, dtype)
+        again = decode(hi, lo), torch.empty_like(hi), torch.empty_like(lo)
+        encode_into(*again)
+        assert torch.equal(decode(*again[1:]).isnan(), w.isnan())
+        assert torch.equal(decode(*again[1:]).nan_to_num(7), decode(hi, lo).nan_to_num(7))
+
+
+def check_value(value, back, dtype):
+    if math.isnan(value):
+        assert math.isnan(back)
+    elif abs(value) >= (65520 if dtype == FP16 else of_bits(FIRST_REFUSED).item()):
+        assert back == math.copysign(math.inf, value)
+    else:
+        assert abs(back - value) <= (0 if dtype == BF16 or abs(value) >= 2.0**-16 else 2.0**-40)
+        assert math.copysign(1, back) == math.copysign(1, value)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "with gaps", "scalar", "empty", "many blocks"])
+def test_halves_that_are_there_take_other_values(layout, dtype):
+    w = LAYOUTS[layout]()
+    hi, lo = encode(torch.zeros_like(w), dtype)
+    before = hi.data_ptr(), lo.data_ptr()
+    encode_into(w, hi, lo)
+    assert (hi.data_ptr(), lo.data_ptr()) == before
+    assert all(same.equal(other) for same, other in zip((hi, lo), encode(w, dtype), strict=True))
+
+
+def test_no_value_is_asked_of_the_device():
+    with torch.device("meta"):
+        encode_into(torch.zeros(5), torch.zeros(5, dtype=BF16), torch.zeros(5, dtype=torch.int16))
+
+
 def test_float16_keeps_its_bound_in_every_binade():
     for exponent in range(-149, 16):
         check_binade(exponent)
@@ -75,9 +148,9 @@ def test_float16_keeps_its_bound_in_every_binade():
 def test_float16_keeps_its_bound_at_every_pattern_and_at_the_midpoints_to_both_neighbours():
     """Just below 2^-14 patterns differ by up to 2^13: 6.1008e-05 was read as 6.1020e-05."""
     patterns = torch.arange(0, 0x7C00, dtype=torch.int16).view(torch.float16).float()
-    middles = (patterns[1:] + patterns[:-1]) / 2
-    near = [middles.view(torch.int32).add(step).view(torch.float32) for step in (-1, 1)]
-    w = torch.cat([patterns, middles, *near, torch.tensor([6.1008e-05])])
+    of_interest = torch.cat([patterns, (patterns[1:] + patterns[:-1]) / 2, torch.tensor([6.1008e-05])])
+    near = [of_interest.view(torch.int32).add(step).clamp(min=0).view(torch.float32) for step in range(-3, 4)]
+    w = torch.cat(near).clamp(max=65504)
     check_float16(torch.cat([w, -w]))
 
 

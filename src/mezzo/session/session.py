@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from mezzo.cast import Prepared, region
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, raise_together
-from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.session import state
@@ -401,12 +400,13 @@ class MixedPrecision:
         """
         self._require_open("fp32")
         (optimizer,) = chosen(optimizer, self.weights.optimizers)
-        views = views_of(optimizer) or Views(optimizer, self.weights.halves())
+        adopted = views_of(optimizer)
+        views = Views(optimizer, self.weights.halves()) if adopted is None else adopted
         try:
             with views.shown():
                 yield
         finally:
-            if as_one_pass(optimizer) is not None:
+            if adopted is None:  # mezzo's own reads halves by itself
                 views.leave()
 
     # State ----------------------------------------------------------------------------------------------

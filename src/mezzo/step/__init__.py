@@ -2,7 +2,8 @@
 
 ``update`` holds the rules as pure functions of an element, ``storage`` how a weight is kept (``split``: as a
 low-precision value and 16 remainder bits; ``rounding``: without them), ``passes`` the two passes of a step that join
-these, and ``executors`` what carries the passes out.
+these, ``exchange`` what shows halves as FP32 tensors to code that knows no halves, and ``executors`` what carries all
+of it out.
 
 Knows nothing of policies' op rules, regions or loss scales' rules; it is handed gradients and a multiplier.
 """

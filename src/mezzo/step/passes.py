@@ -293,6 +293,6 @@ def updated(
     weight, new = rule.update(gradient.to(torch.float32) * multiplier, storage.read(parts), wide, scalars)
     values = parts if storage.write is None else storage.write(weight, parts[0].dtype)
     return *values, *(
-        value if state.dtype == torch.float32 else stochastic(value, state.dtype, noise(order, key, slot))
+        value if state.dtype == torch.float32 else stochastic(value, noise(order, key, slot))
         for slot, (state, value) in enumerate(zip(states, new, strict=True), start=1)
     )

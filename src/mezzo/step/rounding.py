@@ -53,27 +53,23 @@ def nearest(w: Tensor, dtype: torch.dtype) -> Tensor:
     return (rounded | (bits & SIGN)).view(torch.float32)
 
 
-def stochastic(w: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Round FP32 values to one of their two neighbours, at random, so that the mean is the value.
+def stochastic(w: Tensor, bits: Tensor) -> Tensor:
+    """Round FP32 values to one of their two neighbours in BF16, at random, so that the mean is exactly the value.
 
     Args:
         w: FP32, any shape.
-        dtype: ``torch.bfloat16`` or ``torch.float16``.
         bits: int32 of the same shape: random in their low 16 bits.
 
     Returns:
-        As :func:`nearest`. The mean is exact in BF16; in FP16 to within 2⁻¹³ of a spacing below 2⁻¹⁴.
+        FP32 values that a cast to BF16 keeps.
 
     Example:
         >>> eighths = torch.arange(8, dtype=torch.int32) << 13  # every eighth of 2^16
-        >>> stochastic(torch.full((8,), 1 + 2**-9), torch.bfloat16, eighths)
+        >>> stochastic(torch.full((8,), 1 + 2**-9), eighths)
         tensor([1.0000, 1.0000, 1.0000, 1.0000, 1.0000, 1.0000, 1.0078, 1.0078])
     """
-    if dtype == torch.bfloat16:
-        pattern = one_nan(w).view(torch.int32)
-        return ((pattern + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
-    spacing = _fp16_power(w.view(torch.int32)) * 2.0**-10
-    return torch.floor(w / spacing + (bits & 0x1FFF).to(torch.float32) * 2.0**-13) * spacing
+    pattern = one_nan(w).view(torch.int32)
+    return ((pattern + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
 
 
 def noise(index: Tensor, key: Tensor, slot: int = 0) -> Tensor:

@@ -7,8 +7,6 @@ The high half *is* the weight that the forward pass reads; the remainder is the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Final
 
 import torch
@@ -18,7 +16,7 @@ from mezzo.errors import NumericsError, PolicyError, shown
 from mezzo.step.rounding import SIGN, nearest, one_nan
 from mezzo.tensors import flat
 
-__all__ = ["decode", "encode", "encode_into", "halves", "joined", "judged_together"]
+__all__ = ["decode", "encode", "encode_into", "halves", "is_beyond", "joined", "refuse_beyond"]
 
 _SMALLEST_NORMAL_FP16: Final = 2.0**-14
 #: The largest |weight| that each format's high half can stand for; BF16's is just below the midpoint to 2^128.
@@ -27,24 +25,6 @@ _LARGEST: Final = {torch.float16: 65504.0, torch.bfloat16: (2.0 - 2.0**-8 - 2.0*
 #: Elements handled at a time: on the CPU so that temporaries stay within a cache, on others within a fraction of a GiB.
 _CPU_BLOCK: Final = 1 << 18
 _DEVICE_BLOCK: Final = 1 << 26
-
-#: How many values of each weight were too large, until :func:`judged_together` ends.
-_WAITING: Final[ContextVar[list[Tensor] | None]] = ContextVar("waiting", default=None)
-
-
-@contextmanager
-def judged_together() -> Iterator[list[Tensor]]:
-    """Let :func:`encode` refuse nothing meanwhile, so that the host waits once for many weights.
-
-    Yields:
-        For each weight that was stored how many of its values were too large, 0-d on its device.
-    """
-    counts: list[Tensor] = []
-    token = _WAITING.set(counts)
-    try:
-        yield counts
-    finally:
-        _WAITING.reset(token)
 
 
 def halves(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -126,8 +106,7 @@ def encode(w: Tensor, dtype: torch.dtype, *, name: str | None = None) -> tuple[T
         NumericsError: A finite weight that ``dtype`` would round to infinity (FP16: beyond 65504).
         PolicyError: ``w`` is something else, or another ``dtype``.
 
-    **Cost**: 4 bytes a weight read twice and 4 written; a few MiB of scratch. One host sync, for the refusal, or one
-    for many weights: :func:`judged_together`.
+    **Cost**: 4 bytes a weight read twice and 4 written; a few MiB of scratch. One host sync, for the refusal.
 
     Example:
         >>> import torch
@@ -140,7 +119,7 @@ def encode(w: Tensor, dtype: torch.dtype, *, name: str | None = None) -> tuple[T
     _check(_is(w, torch.float32), f"split storage of {_named(w)}", "encode(w.float(), torch.bfloat16)")
     _check(dtype in _LARGEST, f"split storage with a {dtype} high half", "encode(w, torch.bfloat16) or torch.float16")
     hi, lo = torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16)
-    _refuse_overflow(w, dtype, name)
+    refuse_beyond(w, dtype, name)
     encode_into(w, hi, lo)
     return hi, lo
 
@@ -218,21 +197,37 @@ def _widened(hi: Tensor) -> Tensor:
     return one_nan(signed.view(torch.float32))
 
 
-def _refuse_overflow(w: Tensor, dtype: torch.dtype, name: str | None) -> None:
-    limit = _LARGEST[dtype]
-    sizes = (block.abs() for (block,) in _blocks(w))
-    found = torch.stack([((size > limit) & (size < torch.inf)).sum() for size in sizes]).sum()
-    if (waiting := _WAITING.get()) is not None:
-        waiting.append(found)
-        return
-    if count := int(found):
+def is_beyond(w: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a finite weight is beyond what halves in a low dtype hold (FP16: 65504); a host sync."""
+    return bool(_count_beyond(w, dtype))
+
+
+def refuse_beyond(w: Tensor, dtype: torch.dtype, name: str | None = None) -> None:
+    """Refuse weights of which :func:`is_beyond` is true.
+
+    Args:
+        w: The weights, of any floating dtype.
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        name: The parameter's name, for the error.
+
+    Raises:
+        NumericsError: With how many there are.
+    """
+    if count := int(_count_beyond(w, dtype)):
         finite = w.masked_fill(~w.isfinite(), 0)
         raise NumericsError(
-            f"{count} of {w.numel()} weights are too large for split storage in {dtype}".replace("torch.", ""),
+            f"{count} of {w.numel()} weights are beyond the range of {dtype}".replace("torch.", ""),
             where=f"{name or 'a tensor'}, shape {tuple(w.shape)}, largest {finite.abs().max().item():.6g}",
-            why=f"beyond {limit:.8g} the low-precision weight would be infinite",
-            write=f"policy.keep_fp32(params=[{name or '…'!r}]), or bfloat16, whose range is FP32's",
+            why=f"beyond {_LARGEST[dtype]:.8g} the low-precision weight would be infinite",
+            write=f"policy.keep_fp32(params=[{name or '…'!r}]), the text fp32_param={name or '…'}; or bfloat16, whose "
+            "range is FP32's",
         )
+
+
+def _count_beyond(w: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = _LARGEST[dtype]
+    sizes = (block.detach().abs() for (block,) in _blocks(w))
+    return torch.stack([((size > limit) & (size < torch.inf)).sum() for size in sizes]).sum()
 
 
 def _is(value: object, *dtypes: torch.dtype) -> bool:

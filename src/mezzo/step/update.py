@@ -41,7 +41,8 @@ class UpdateRule:
         numbers_of: From hyper-parameters and the count of this step (1 for the first), all 0-d float64, to the
             numbers. Once per step.
         apply: From gradient, weight and states (one shape, one dtype) and those numbers to the new weight and
-            states. Pure, element-wise, without a branch on values.
+            states. Pure, element-wise, without a branch on values. An FP32 state that it returns as it came is not
+            written.
         native: torch's own kernel for the same, on the CPU, or None.
         numbers: Names of what ``numbers_of`` makes and ``apply`` reads.
     """

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.errors import NumericsError, StateError
 from mezzo.shards import placed, sharded_as
-from mezzo.step.split import decode, encode, encode_into, judged_together
+from mezzo.step.split import decode, encode_into, refuse_beyond
 from mezzo.tensors import described, dtype_name, is_distributed, local, overflows
+
+#: A storage, which is not kept alive, and where in it.
+_Memory: TypeAlias = tuple[StorageWeakRef, int]
 
 _DTYPE: Final = attrgetter("dtype")
 #: All that live, since models may share a tensor.
@@ -31,8 +34,8 @@ class _Held:
         before: The dtype that it had.
         low: The dtype that it has.
         rest: int16, of a DTensor of this rank's part: the low half; ``None`` where the high half is the value.
-        memory: Where the high half lies.
         version: Of a buffer: how often it had been written when the rest was made. A rest belongs to what was encoded.
+        home: The memory where the high half that the rest belongs to lies; ``None`` before it is stored.
         left: Where it has lain before the tensor was given other memory, and the rest that belongs to what lies there:
             as long as a program keeps that.
     """
@@ -40,9 +43,9 @@ class _Held:
     before: torch.dtype
     low: torch.dtype
     rest: Tensor | None
-    memory: StorageWeakRef
+    home: _Memory | None = None
     version: int | None = None
-    left: list[tuple[StorageWeakRef, Tensor]] = field(default_factory=list)
+    left: list[tuple[_Memory | None, Tensor]] = field(default_factory=list)
 
 
 class Halves:
@@ -98,23 +101,22 @@ class Halves:
         Raises:
             NumericsError: A finite value beyond the range of its dtype; nothing was changed.
         """
-        if lost := [t for t, dtype in dtypes.items() if t.dtype != dtype and overflows(local(t.detach()), dtype)]:
-            raise _beyond(lost[0], dtypes[lost[0]])
+        for tensor, dtype in dtypes.items():
+            if tensor.dtype != dtype:
+                refuse_beyond(local(tensor.detach()), dtype)
         known = {t: held for other in _LIVE for t, held in other._held.items() if t in dtypes}
-        with judged_together():  # they have been
-            for tensor, dtype in dtypes.items():
-                if tensor in known:  # of two models that share it, either may be asked
-                    self._held[tensor] = known[tensor]
-                    continue
-                wide = local(tensor.detach()).to(torch.float32)
-                high, rest = encode(wide, dtype)
-                # Known before it is stored: remove() gives back what was interrupted.
-                self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, _memory(tensor))
-                if tensor.dtype != dtype:
-                    give(tensor, high)
-                    held.memory = _memory(tensor)
-                if not isinstance(tensor, nn.Parameter):
-                    held.version = tensor._version
+        for tensor, dtype in dtypes.items():
+            if tensor in known:  # of two models that share it, either may be asked
+                self._held[tensor] = known[tensor]
+                continue
+            high, rest = _encoded(tensor, dtype)
+            # Known before it is stored: remove() gives back what was interrupted.
+            self._held[tensor] = held = _Held(tensor.dtype, dtype, rest)
+            if tensor.dtype != dtype:
+                give(tensor, high)
+            held.home = _memory_of(tensor)
+            if not isinstance(tensor, nn.Parameter):
+                held.version = tensor._version
         self._note()
 
     @torch.no_grad()
@@ -146,7 +148,7 @@ class Halves:
             held = self._held.pop(old)
             if held.rest is not None:
                 held.rest = local(placed(held.rest, new)).clone()
-            held.memory = _memory(new)
+            held.home = _memory_of(new)
             self._held[new] = held
         self._note()
 
@@ -168,9 +170,11 @@ class Halves:
     def rest_of(self, tensor: Tensor) -> Tensor:
         """Return the low half of a tensor, int16, of a DTensor of this rank's part: for what writes both halves."""
         held, here = self._held[tensor], local(tensor)
+        if held.left:
+            self.settle()
         assert held.rest is not None, "asked of what has_rest()"
         if held.rest.device != here.device:  # model.to(device)
-            held.rest = held.rest.to(here.device)
+            held.rest, held.home = held.rest.to(here.device), _memory_of(tensor)
             self.num_replaced += 1
         if held.version is not None and held.version != tensor._version:
             held.rest.zero_()
@@ -217,8 +221,7 @@ class Halves:
         if value.dtype == held.low and held.rest is not None:
             value = torch.where(tensor == value, self.read(tensor), value.to(torch.float32))
         value = value.to(torch.float32)
-        if overflows(local(value), held.low):
-            raise _beyond(value, held.low)
+        refuse_beyond(local(value), held.low)
         if held.rest is None:
             local(tensor.data).copy_(local(value))
         else:
@@ -251,28 +254,29 @@ class Halves:
     def _settle(self) -> None:
         for tensor, held in self._held.items():
             if tensor.dtype != held.low:
-                high, rest = encode(local(tensor.detach()).to(torch.float32), held.low)
+                high, rest = _encoded(tensor, held.low)
                 if held.rest is not None:
-                    held.left.append((held.memory, held.rest))
+                    held.left.append((held.home, held.rest))
                     held.rest = rest
                 give(tensor, high)
-                held.memory = _memory(tensor)
+                held.home = _memory_of(tensor)
             elif held.left and held.rest is not None:
-                now, before = _memory(tensor), (held.memory, held.rest)
-                held.memory, held.rest = next((each for each in held.left if each[0] == now), before)
+                now, before = _memory_of(tensor), (held.home, held.rest)
+                held.home, held.rest = next((each for each in held.left if each[0] == now), before)
                 held.left.append(before)
-            held.left = [
-                each
-                for each in held.left
-                if each[0] != held.memory and not each[0].expired()  # type: ignore[no-untyped-call]
-            ]
+            held.left = [each for each in held.left if each[0] != held.home and _lives(each[0])]
         self._are_away = any(held.left for held in self._held.values())
         self.num_replaced += 1
 
 
-def _memory(tensor: Tensor) -> StorageWeakRef:
-    """Return what knows a tensor's memory, and does not keep it: another one may get its address, once it is freed."""
-    return StorageWeakRef(local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+def _memory_of(tensor: Tensor) -> _Memory:
+    """Return what no other memory equals as long as this is kept: an address that is free is given to the next."""
+    here = local(tensor)
+    return StorageWeakRef(here.untyped_storage()), here.storage_offset()  # type: ignore[no-untyped-call]
+
+
+def _lives(memory: _Memory | None) -> bool:
+    return memory is not None and not bool(memory[0].expired())  # type: ignore[no-untyped-call]
 
 
 def owner_of(tensor: Tensor, among: Sequence[Halves]) -> Halves | None:
@@ -304,11 +308,9 @@ def give_back(tensor: Any, data: Tensor) -> None:
         tensor.grad = None if gradient is None else gradient.to(data.dtype)
 
 
-def _beyond(value: Tensor, dtype: torch.dtype) -> NumericsError:
-    largest = value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    return NumericsError(
-        f"a weight is beyond the range of {dtype_name(dtype)}",
-        where=f"{described(value)}, largest {largest:.6g}",
-        why=f"beyond {torch.finfo(dtype).max:.8g} the low-precision weight would be infinite",
-        write="policy.keep_fp32(params=[…]), the text fp32_param=…; or bfloat16, whose range is FP32's",
-    )
+def _encoded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the halves of what a tensor holds; what is too large becomes infinite."""
+    wide = local(tensor.detach()).to(torch.float32)
+    high, rest = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
+    encode_into(wide, high, rest)
+    return high, rest

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from mezzo.errors import MezzoError, NumericsError, StateError, raise_together, some_of
 from mezzo.hooks import is_ours
-from mezzo.tensors import dtype_name, local, overflows
+from mezzo.step.split import is_beyond
+from mezzo.tensors import dtype_name, local
 from mezzo.weights.halves import Halves
 
 _HOOKS: Final = (
@@ -124,7 +125,7 @@ def _unfit(module: nn.Module, halves: Halves, state: Mapping[str, Any], prefix: 
                 continue
             if value.shape != tensor.shape:
                 shapes.append(f"{key}: {list(value.shape)} → {list(tensor.shape)}")
-            elif value.is_floating_point() and overflows(local(value), tensor.dtype):
+            elif value.is_floating_point() and is_beyond(local(value), tensor.dtype):
                 large.append(f"{key} → {dtype_name(tensor.dtype)}")
     if shapes:
         yield StateError("the state dict is that of another model", where=some_of(shapes), write="the same model")
@@ -213,6 +214,10 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
                 "FP32 model; .to(device) alone may be called",
             )
     moved: nn.Module = type(module)._apply(module, change, recurse)
+    for _, tensor in named_in(module):
+        for halves in owners:
+            if halves.has_rest(tensor):
+                halves.rest_of(tensor)  # which moves with it
     return moved
 
 

@@ -103,14 +103,15 @@ class Views:
         optimizer: The optimizer.
         multiplier: What gradients are multiplied by on their way, 0-d; ``None`` for 1. The parameters' own stay.
         found_inf: 0-d bool, for an optimizer whose kernels are told it: whether nothing is to be written.
+        keeps_memory: Whether views keep their memory after the step: a captured graph finds them where they were.
 
     Raises:
         UnsupportedError: ``differentiable=True``, ``ZeroRedundancyOptimizer``, or one that keeps parameters of its own
             beside ``param_groups``, in something else than a list.
         StateError: It was adopted already.
 
-    **Cost**: 14 bytes read or written a parameter before a step and 8 after it. Memory during the step: 8 bytes for each
-    parameter of a part of 2²⁰ elements on CPUs and 2²⁴ on others; of optimizers that do not go in parts, of all.
+    **Cost**: 14 bytes read or written a parameter before a step and 8 after it. Memory during the step: 8 bytes for
+    each parameter of a part of 2²⁰ elements on CPUs and 2²⁴ on others; of optimizers that do not go in parts, of all.
     No host sync.
     """
 
@@ -119,6 +120,7 @@ class Views:
         self.optimizer, self._halves = optimizer, list(halves)
         self.multiplier: Tensor | None = None
         self.found_inf: Tensor | None = None
+        self.keeps_memory = False
         self._views: dict[Tensor, nn.Parameter] = {}
         self._planned: tuple[Any, list[_Part]] = (None, [])
         self._open: _Part | None = None
@@ -259,7 +261,7 @@ class Views:
             return
         _exchange(part.lists, 1)
         self._rekey((view, param) for param, view in part.pairs)
-        if not part.store(self.found_inf):
+        if not part.store(self.found_inf, keeps_memory=self.keeps_memory):
             self._planned = (None, [])
 
     def _rekey(self, pairs: Any) -> None:
@@ -280,8 +282,8 @@ class Views:
         gradients = list(map(_GRADIENT, params))
         kinds = [None if each is None else (each.dtype, each.layout) for each in gradients]
         key = (
-            goes_in_parts, multiplies, kinds, list(map(_TRAINS, params)), [halves.num_replaced for halves in self._halves],
-            [(id(one), list(map(id, one))) for one in lists],
+            goes_in_parts, multiplies, kinds, list(map(_TRAINS, params)),
+            [halves.num_replaced for halves in self._halves], [(id(one), list(map(id, one))) for one in lists],
         )  # fmt: skip
         if self._planned[0] != key:
             self._planned = (
@@ -377,12 +379,13 @@ class _Together:
     def take(self, multiplier: Tensor | None, found_inf: Tensor | None) -> None:
         """Give the views memory, and write it."""
         storage, size = self.memory
-        storage.resize_(size)
+        if storage.nbytes() != size:
+            storage.resize_(size)
         raw = [local(placed(param.grad, param)) for param in self.params] if self.gradients else None
         self.exchange.widen(raw, multiplier, found_inf)
         deque(map(setattr, self.views, repeat("grad"), self.gradients), 0)
 
-    def store(self, found_inf: Tensor | None) -> bool:
+    def store(self, found_inf: Tensor | None, *, keeps_memory: bool) -> bool:
         """Store what the views hold, and let go of their memory; false where one of them was given other memory."""
         shown = list(map(local, self.views))
         self.exchange.store(shown, found_inf)
@@ -391,7 +394,8 @@ class _Together:
             if view.grad is None:  # SAM clears gradients before it asks its closure again
                 param.grad = None
         is_here = list(map(Tensor.data_ptr, shown)) == list(map(Tensor.data_ptr, self.values))
-        self.memory[0].resize_(0)
+        if not keeps_memory:
+            self.memory[0].resize_(0)
         return is_here
 
 
@@ -463,20 +467,21 @@ class _Part:
         self._before = []
         for param in self._wide:
             gradient = param.grad
-            assert gradient is not None and multiplier is not None, "as above"
+            assert gradient is not None, "as above"
+            assert multiplier is not None, "a part is made for whether there is one"
             param.grad = gradient * moved(multiplier, gradient.device)
             self._before.append((param, gradient, param.grad))
         self._versions = versions(self._params)
 
     @torch.no_grad()
-    def store(self, found_inf: Tensor | None) -> bool:
+    def store(self, found_inf: Tensor | None, *, keeps_memory: bool) -> bool:
         """Store what the views hold; false where one of them was given other memory.
 
         Raises:
             StateError: The optimizer has written parameters themselves, which it keeps beside ``param_groups``.
         """
         written = versions(self._params) != self._versions
-        is_here = all([each.store(found_inf) for each in self._together])
+        are_here = [each.store(found_inf, keeps_memory=keeps_memory) for each in self._together]
         for param, view in self._given:
             if view.grad is None:
                 param.grad = None
@@ -491,7 +496,7 @@ class _Part:
                 why="it keeps a list of its own, made when it was built",
                 write="an optimizer that reads param_groups in each step, or mezzo.optim",
             )
-        return is_here
+        return all(are_here)
 
 
 def _cut(params: list[Tensor], *, goes_in_parts: bool) -> list[list[Tensor]]:

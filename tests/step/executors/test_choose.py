@@ -6,13 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from mezzo import UnsupportedError, optim
+from mezzo import UnsupportedError
 from mezzo.step.executors import choose
-from mezzo.step.executors.choose import executor_for
+from mezzo.step.executors.choose import executor_for, update_of
 from mezzo.step.executors.cpp import build
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.executors.triton import launch as triton
+from mezzo.step.passes import judge
+from mezzo.step.storage import PLAIN
+
+from .test_contract import bucket_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
@@ -45,12 +49,11 @@ def test_without_a_compiler_for_kernels_weights_are_updated_block_by_block(monke
     assert "where  linux, no-such-compiler" in record.getMessage()
     assert "apt install g++" in record.getMessage()
 
-    weight = torch.nn.Parameter(torch.ones(200_000, dtype=torch.bfloat16))
-    optimizer = optim.SGD([weight], lr=1.0)
-    weight.grad = torch.full_like(weight, 0.5)
-    optimizer.step()
-    assert (weight == 0.5).all()
-    assert optimizer.state[weight]["remainder"].dtype == torch.int16
+    bucket = bucket_of("sgd", PLAIN, torch.bfloat16, weights=[torch.ones(200_000)])
+    for name, value in {"lr": 1.0, "weight_decay": 0.0}.items():
+        bucket.hypers[name].fill_(value)
+    update_of(bucket)([torch.full((200_000,), 0.5)], judge(torch.ones(1), None))
+    assert (bucket.weights[0] == 0.5).all()
 
 
 def refuse(*_, **__):

@@ -24,7 +24,7 @@ from mezzo.step.executors.emit import update_name
 from mezzo.step.executors.triton import launch, shared
 from mezzo.step.executors.triton import launch as tables
 from mezzo.step.executors.triton import source as source_of
-from mezzo.step.storage import FULL, KAHAN, PLAIN, SPLIT, STOCHASTIC
+from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import rule
 
 from ...support.tables import thinned
@@ -86,12 +86,10 @@ UPDATES = {
     "adamw split bf16, moments": ("adamw", SPLIT, (BF16, BF16, INT16, BF16, BF16), 72),
     "adamw split fp16, moments": ("adamw", SPLIT, (FP16, FP16, INT16, BF16, BF16), 72),
     "adamw split bf16, fp32 gradients": ("adamw", SPLIT, (FP32, BF16, INT16, FP32, FP32), 48),
-    "adamw full bf16": ("adamw", FULL, (BF16, BF16, FP32, FP32, FP32), 48),
     "adamw fp32": ("adamw", PLAIN, (FP32, FP32, FP32, FP32), 40),
-    "adamw kahan": ("adamw", KAHAN, (BF16, BF16, BF16, FP32, FP32), 48),
     "sgd split bf16": ("sgd", SPLIT, (BF16, BF16, INT16), 48),
     "lion split bf16": ("lion", SPLIT, (BF16, BF16, INT16, FP32), 32),
-    "lion stochastic": ("lion", STOCHASTIC, (BF16, BF16, BF16), 48),
+    "lion plain, moments": ("lion", PLAIN, (BF16, BF16, BF16), 48),
 }
 MOST_USED = ["adamw split bf16", "adamw split bf16, moments", "adamw fp32"]
 

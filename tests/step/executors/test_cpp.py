@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
+from mezzo.step.exchange import STORE, WIDEN
 from mezzo.step.executors.cpp import build
 from mezzo.step.executors.cpp import launch as cpp
 from mezzo.step.executors.cpp import source as cpp_source
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Portable
 from mezzo.step.passes import judge
-from mezzo.step.storage import FULL, SPLIT
+from mezzo.step.storage import PLAIN, READ, SPLIT
 from mezzo.step.update import rule
 
 from .test_contract import BF16, FP16, FP32, advance, bucket_of, gradients_of, same_bits, take, tensors_of
@@ -73,7 +74,7 @@ def test_what_is_too_large_for_float16_is_infinite(compiler):
 def test_the_number_of_threads_changes_no_bit(gradient, monkeypatch):
     monkeypatch.setattr(cpp, "WORTH_A_THREAD", 100)
     shapes, before = [(50_000,), (3, 5), (17_000,)], torch.get_num_threads()
-    mine, theirs = (bucket_of("adamw", "split", FP16, shapes, state_dtype=BF16) for _ in range(2))
+    mine, theirs = (bucket_of("adamw", SPLIT, FP16, shapes, state_dtype=BF16) for _ in range(2))
     found = []
     try:
         for bucket, threads in ((mine, 1), (theirs, 2)):
@@ -101,7 +102,7 @@ def test_threads_are_torch_s_and_as_many_as_are_worth_waking():
 
 def test_nothing_is_asked_of_a_tensor():
     """Not even on the CPU, where asking costs little: the flag is read by the kernel."""
-    executor, bucket = Cpp(), bucket_of("adamw", "split", BF16)
+    executor, bucket = Cpp(), bucket_of("adamw", SPLIT, BF16)
     update = executor.update_of(bucket)
     take(executor, bucket, update, gradients_of(bucket, 2, BF16))  # traces, compiles and makes tables
     for number in range(2):
@@ -126,7 +127,7 @@ def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch, coun
         return build.CppKernel(lambda *args: calls.append(kind) or kernel._function(*args))
 
     monkeypatch.setattr(cpp, "built", counted)
-    executor, bucket = Cpp(), bucket_of("adamw", "split", BF16, [(20,)] * count)
+    executor, bucket = Cpp(), bucket_of("adamw", SPLIT, BF16, [(20,)] * count)
     update = executor.update_of(bucket)
     for number in range(2):
         take(executor, bucket, update, gradients_of(bucket, number, BF16))
@@ -134,7 +135,7 @@ def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch, coun
 
 
 def test_tables_follow_tensors_that_were_given_other_memory():
-    bucket, executor = bucket_of("sgd", "full", BF16, [(20,), (3,)]), Cpp()
+    bucket, executor = bucket_of("sgd", SPLIT, BF16, [(20,), (3,)]), Cpp()
     update = executor.update_of(bucket)
     gradients = [torch.ones_like(weight) for weight in bucket.weights]
     for _ in range(2):
@@ -155,7 +156,7 @@ def test_old_tables_of_norms_are_forgotten():
 
 
 def test_two_threads_of_python_may_step_at_once():
-    buckets = [bucket_of("adamw", "split", BF16, [(200_000,)]) for _ in range(2)]
+    buckets = [bucket_of("adamw", SPLIT, BF16, [(200_000,)]) for _ in range(2)]
     executor = Cpp()
     verdicts = []
     for bucket in buckets:
@@ -175,14 +176,14 @@ def test_what_is_wrong_is_told_before_anything_is_updated(monkeypatch):
     def refuse(source):
         raise UnsupportedError("no space")
 
-    bucket = bucket_of("lion", "split", BF16)
+    bucket = bucket_of("lion", SPLIT, BF16)
     monkeypatch.setattr(cpp, "built", refuse)
     with pytest.raises(UnsupportedError, match="no space"):
         Cpp().update_of(bucket)  # which a step does for all buckets first
 
 
 def test_a_negative_view_is_read_as_what_it_is():
-    bucket, executor = bucket_of("sgd", "split", FP32, [(300,)]), Cpp()
+    bucket, executor = bucket_of("sgd", PLAIN, FP32, [(300,)]), Cpp()
     before = bucket.weights[0].clone()
     gradient = torch._neg_view(torch.ones(300))
     assert gradient.is_neg()
@@ -209,7 +210,7 @@ def test_tensors_without_memory_are_refused():
 @pytest.mark.parametrize("executor", [Cpp(), Portable()], ids=["cpp", "portable"])
 def test_a_weight_that_was_turned_round_keeps_its_own_momentum(executor):
     """At the same address, of the same shape: only its strides differ."""
-    bucket = bucket_of("sgd momentum", None, FP32, [(300, 300)])
+    bucket = bucket_of("sgd momentum", PLAIN, FP32, [(300, 300)])
     theirs = [bucket.weights[0].clone(), torch.zeros(300, 300)]
     update = executor.update_of(bucket)
     for number in range(2):
@@ -223,7 +224,7 @@ def test_a_weight_that_was_turned_round_keeps_its_own_momentum(executor):
 
 
 def test_no_weights_at_all():
-    bucket = bucket_of("adamw", "split", BF16, [])
+    bucket = bucket_of("adamw", SPLIT, BF16, [])
     Cpp().update_of(bucket)([], judge(torch.ones(1), torch.tensor(1.0)))
 
 
@@ -233,11 +234,19 @@ def test_a_float64_bound_does_not_change_what_kernels_read():
     assert verdict.multiplier == pytest.approx(0.5)
 
 
-def test_full_masters_do_not_read_the_weight_they_round():
+def test_what_is_not_written_is_not_stored_and_what_is_not_used_is_not_read():
     for dtype in (FP16, BF16):
-        source = cpp_source.update_source(rule("adamw"), FULL, (dtype, dtype, FP32, FP32, FP32))
-        assert "part0_row[i] = " in source
-        assert "= part0_row[i];" not in source
-        assert ("narrow(part0_row" in source) is (dtype == FP16)
-    split = cpp_source.update_source(rule("adamw"), SPLIT, (FP16, FP16, torch.int16, FP32, FP32))
-    assert "widen(part0_at + row, part0_row, count)" in split
+        read = cpp_source.update_source(WIDEN, READ, (dtype, dtype, torch.int16, FP32, FP32))
+        assert "= part0_row[i];" in read
+        assert "part0_row[i] = " not in read
+        assert "part1_row[i] = " not in read
+        assert "narrow(part0_row" not in read
+        assert "= value_state_row[i];" not in read
+        stored = cpp_source.update_source(STORE, SPLIT, (FP32, dtype, torch.int16))
+        assert "= part0_row[i];" not in stored
+        assert "widen(part0_at" not in stored
+        assert "part0_row[i] = " in stored
+        assert ("narrow(part0_row" in stored) is (dtype == FP16)
+    both = cpp_source.update_source(rule("adamw"), SPLIT, (FP16, FP16, torch.int16, FP32, FP32))
+    assert "widen(part0_at + row, part0_row, count)" in both
+    assert "narrow(part0_row, part0_at + row, count)" in both

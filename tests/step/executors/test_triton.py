@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from mezzo import UnsupportedError
 from mezzo.optim import optimizer
+from mezzo.step.exchange import STORE, WIDEN
 from mezzo.step.executors import choose, emit
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
@@ -24,7 +26,7 @@ from mezzo.step.executors.triton import launch as tables
 from mezzo.step.executors.triton import source as source_of
 from mezzo.step.executors.triton.launch import Triton
 from mezzo.step.passes import judge
-from mezzo.step.storage import FULL, KAHAN, PLAIN, SPLIT, STOCHASTIC
+from mezzo.step.storage import PLAIN, READ, SPLIT
 from mezzo.step.update import rule
 
 from .test_contract import (
@@ -89,7 +91,7 @@ def uploads(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 9])
 def test_launches_do_not_depend_on_the_number_of_tensors(device, launches, count):
-    bucket, executor = made(device, "adamw", "split", BF16, [(20,)] * count), Triton()
+    bucket, executor = made(device, "adamw", SPLIT, BF16, [(20,)] * count), Triton()
     update = executor.update_of(bucket)
     step(executor, bucket, update, on(device, gradients_of(bucket, 0, BF16)))
     assert launches == ["squares", "roots", "scalars", "adamw_split"]
@@ -112,7 +114,7 @@ class Wrapped(torch.Tensor):
 
 
 def test_tensors_without_memory_are_refused_before_any_launch(device, launches):
-    bucket, executor = made(device, "adamw", "split", BF16, [(20,), (20,)]), Triton()
+    bucket, executor = made(device, "adamw", SPLIT, BF16, [(20,), (20,)]), Triton()
     update = executor.update_of(bucket)
     gradients = [gradients_of(bucket, 0, BF16)[0].to(device), Wrapped(torch.ones(20, dtype=BF16, device=device))]
     verdict = judge(torch.ones(2, device=device), torch.ones((), device=device))
@@ -139,7 +141,7 @@ class Kernels(TorchDispatchMode):
 def test_torch_s_operations_around_them_do_not_either(device):
     counts = []
     for number in (1, 6):
-        bucket, executor = made(device, "adamw", "split", BF16, [(20,)] * number, state_dtype=BF16), Triton()
+        bucket, executor = made(device, "adamw", SPLIT, BF16, [(20,)] * number, state_dtype=BF16), Triton()
         update = executor.update_of(bucket)
         gradients = on(device, gradients_of(bucket, 0, BF16))
         step(executor, bucket, update, gradients)
@@ -152,7 +154,7 @@ def test_torch_s_operations_around_them_do_not_either(device):
 
 
 def test_addresses_are_uploaded_when_they_have_changed(device, uploads):
-    bucket, executor = made(device, "adamw", "split", BF16, SHAPES), Triton()
+    bucket, executor = made(device, "adamw", SPLIT, BF16, SHAPES), Triton()
     update = executor.update_of(bucket)
     gradients = on(device, gradients_of(bucket, 0, BF16))
     step(executor, bucket, update, gradients)
@@ -168,7 +170,7 @@ def test_addresses_are_uploaded_when_they_have_changed(device, uploads):
         weight.data = weight.data.clone()
     uploads.clear()
     step(executor, bucket, update, gradients)
-    assert len(uploads) == 2  # rows and chunks
+    assert len(uploads) == 1  # the rows: chunks stay what they are
     assert not any(same_bits([one], [other]) for one, other in zip(before, bucket.weights, strict=True))
 
 
@@ -184,7 +186,7 @@ def test_old_tables_of_norms_are_forgotten(device):
 def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypatch, uploads):
     """As if captured: uploads are recorded, and the tables that a graph will read are kept."""
     monkeypatch.setattr(tables, "RESERVE", 4)
-    bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
+    bucket, executor = bucket_of("adamw", SPLIT, BF16, [(20,), (3, 5)]), Triton()
     update = executor.update_of(bucket)
     gradients = gradients_of(bucket, 0, BF16)
     take(executor, bucket, update, gradients)
@@ -220,7 +222,7 @@ def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypat
 @pytest.mark.usefixtures("interpreted")
 def test_buckets_of_any_dtype_find_their_gradients_in_the_table_of_pass_1(uploads):
     executor = Triton()
-    buckets = [bucket_of("adamw", "split", dtype, [(20,), (3, 5)]) for dtype in (BF16, FP16)]
+    buckets = [bucket_of("adamw", SPLIT, dtype, [(20,), (3, 5)]) for dtype in (BF16, FP16)]
     theirs = [moved(bucket, "cpu") for bucket in buckets]
     updates = [executor.update_of(bucket) for bucket in buckets]
     kept = []
@@ -252,7 +254,7 @@ def alike_steps(executor, bucket, update, count):
 def test_the_reserve_is_filled_again_by_an_uncaptured_step(monkeypatch):
     """Five alike steps in a graph, after one rehearsal of them; then a second graph, after another one."""
     monkeypatch.setattr(tables, "RESERVE", 6)
-    bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
+    bucket, executor = bucket_of("adamw", SPLIT, BF16, [(20,), (3, 5)]), Triton()
     update, theirs = executor.update_of(bucket), moved(bucket, "cpu")
     for capturing in (False, True, False, True):
         monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
@@ -278,14 +280,14 @@ def test_the_reserve_is_bounded(device):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("master, rounding", [("split", "nearest"), (None, "stochastic")])
+@pytest.mark.parametrize("kept", [SPLIT, PLAIN], ids=lambda kept: kept.name)
 @pytest.mark.parametrize("default", ["meta", torch.bfloat16, torch.float64], ids=str)
-def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding):
+def test_torch_s_defaults_change_nothing(monkeypatch, default, kept):
     """Not a default device, on which no table could be pinned; and not a default dtype."""
     gaps = torch.zeros(6, 10, dtype=BF16)[:, :5]  # updated by torch's operations
     shapes = [(2500,), (3, 5)]
-    mine = bucket_of("lion", master, BF16, shapes, state_dtype=BF16, rounding=rounding)
-    extra = torch.zeros(6, 5, dtype=torch.int16) if master == "split" else None
+    mine = bucket_of("lion", kept, BF16, shapes, state_dtype=BF16)
+    extra = torch.zeros(6, 5, dtype=torch.int16) if kept.extra else None
     mine = dataclasses.replace(
         mine,
         weights=[*mine.weights, gaps],
@@ -317,7 +319,7 @@ def test_torch_s_defaults_change_nothing(monkeypatch, default, master, rounding)
 
 @pytest.mark.usefixtures("interpreted")
 def test_tables_of_other_tensors_cannot_be_made_while_a_graph_is_captured(monkeypatch):
-    bucket, executor = bucket_of("adamw", "split", BF16, [(20,), (3, 5)]), Triton()
+    bucket, executor = bucket_of("adamw", SPLIT, BF16, [(20,), (3, 5)]), Triton()
     update = executor.update_of(bucket)
     gradients = gradients_of(bucket, 0, BF16)
     verdict = take(executor, bucket, update, gradients)
@@ -340,7 +342,7 @@ class Net(torch.nn.Module):
 
 def test_an_optimizer_takes_a_launch_for_each_group(device, launches, monkeypatch):
     torch.manual_seed(0)
-    nets = [Net().to(device, BF16) for _ in range(2)]
+    nets = [Net().to(device) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     kinds = []
     for net, executor in zip(nets, (Triton, Portable), strict=True):
@@ -349,27 +351,35 @@ def test_an_optimizer_takes_a_launch_for_each_group(device, launches, monkeypatc
         kinds.append(mezzo.optim.AdamW(groups, lr=0.1, state_dtype="bfloat16"))
         for number in range(3):
             for seed, param in enumerate(net.parameters()):
-                param.grad = random(param.shape, 10 * number + seed).to(device, BF16)
+                param.grad = random(param.shape, 10 * number + seed).to(device)
             with Ieee():
                 kinds[-1].step()
-    assert launches == ["scalars", "adamw_split"] * 2 * 3
+    assert launches == ["scalars", "adamw_plain"] * 2 * 3
     assert same_bits(nets[0].state_dict().values(), nets[1].state_dict().values())
     saved = [kind.state_dict()["state"] for kind in kinds]
     for one, other in zip(saved[0].values(), saved[1].values(), strict=True):
         assert same_bits(one.values(), other.values())
-        assert one["remainder"].dtype == torch.int16
 
 
 # Source ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [SPLIT, FULL, PLAIN, STOCHASTIC, KAHAN], ids=lambda kept: kept.name)
+@pytest.mark.parametrize("kept, stores", [(SPLIT, 2), (PLAIN, 1), (READ, 0)], ids=lambda kept: str(kept))
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_every_storage_can_be_written_in_triton(kept, dtype):
-    parts = kept.parts(*kept.make(torch.ones(2), dtype, None))
-    source = source_of.update_source(rule("lion"), kept, (dtype, *(part.dtype for part in parts), FP32))
+def test_every_storage_can_be_written_in_triton(kept, stores, dtype):
+    source = source_of.update_source(rule("lion"), kept, (dtype, dtype, *[torch.int16] * kept.extra, FP32))
     compile(source, "", "exec")
-    assert source.count("tl.store(") == len(parts) + 1
+    assert source.count("tl.store(") == stores + 1
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_what_is_not_used_is_not_loaded(dtype):
+    widening = source_of.update_source(WIDEN, READ, (dtype, dtype, torch.int16, FP32, FP32))
+    assert re.findall(r"(\w+) = tl.load\(\1_at", widening) == ["gradient", "part0", "part1"]
+    assert re.findall(r"tl.store\((\w+)_at", widening) == ["value_state", "gradient_state"]
+    storing = source_of.update_source(STORE, SPLIT, (FP32, dtype, torch.int16))
+    assert re.findall(r"(\w+) = tl.load\(\1_at", storing) == ["gradient"]
+    assert re.findall(r"tl.store\((\w+)_at", storing) == ["part0", "part1"]
 
 
 def test_kernels_are_named_for_profilers():
@@ -399,13 +409,11 @@ def native(kernel, arguments, **constants):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Triton's compiler for Linux")
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_hopper_code_that_rounds_at_random_keeps_subnormals(dtype, tmp_path, monkeypatch):
+def test_hopper_code_that_rounds_at_random_keeps_subnormals(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    source = source_of.update_source(rule("sgd"), STOCHASTIC, (dtype, dtype))
-    code = native(source_of.jitted(source, "sgd_stochastic"), UPDATED, BLOCK=tables.BLOCK)
-    assert dtype == BF16 or "cvt.rmi.f32.f32" in code
+    source = source_of.update_source(rule("lion"), PLAIN, (BF16, BF16, BF16))
+    code = native(source_of.jitted(source, "lion_plain"), UPDATED, BLOCK=tables.BLOCK)
     assert not any(each in code for each in ("fma.", "mad.f", "approx", ".ftz", "div.full"))
 
 
@@ -545,7 +553,7 @@ def no_syncs():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("state", [FP32, BF16])
 def test_a_step_makes_no_host_sync(no_syncs, state):
-    bucket, executor = made("cuda", "adamw", "split", BF16, SHAPES, state_dtype=state), Triton()
+    bucket, executor = made("cuda", "adamw", SPLIT, BF16, SHAPES, state_dtype=state), Triton()
     update, inverse = executor.update_of(bucket), torch.tensor(1 / 1024, device="cuda")
     sets = [on("cuda", gradients_of(bucket, number, BF16)) for number in range(4)]  # each lies elsewhere
     for number in (0, 0, 1, 2, 3):
@@ -561,7 +569,7 @@ def test_a_step_makes_no_host_sync(no_syncs, state):
 def test_the_profiler_counts_the_same_kernels_for_one_tensor_and_for_many():
     counts = []
     for number in (1, 200):
-        bucket, executor = made("cuda", "adamw", "split", BF16, [(3000,)] * number), Triton()
+        bucket, executor = made("cuda", "adamw", SPLIT, BF16, [(3000,)] * number), Triton()
         update, gradients = executor.update_of(bucket), on("cuda", gradients_of(bucket, 0, BF16))
         step(executor, bucket, update, gradients)
         verdict = judge(executor.norms(gradients), torch.ones((), device="cuda"))
@@ -580,7 +588,7 @@ def test_the_profiler_counts_the_same_kernels_for_one_tensor_and_for_many():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("where", ["as before", "elsewhere"])
 def test_a_captured_step_replays_what_the_eager_one_does(where):
-    mine = made("cuda", "adamw", "split", BF16, SHAPES, state_dtype=BF16)
+    mine = made("cuda", "adamw", SPLIT, BF16, SHAPES, state_dtype=BF16)
     theirs, executor, inverse = moved(mine, "cuda"), Triton(), torch.tensor(1 / 1024, device="cuda")
     updates = executor.update_of(mine), executor.update_of(theirs)
 

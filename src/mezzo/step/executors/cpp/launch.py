@@ -105,6 +105,9 @@ class _CppUpdate(TabledUpdate):
             for lengths in [rows.table[places, 0]]
         ]
 
+    def follow_addresses(self, rows: Rows) -> None:
+        """See :class:`.tables.TabledUpdate`. Each launch takes the rows as they are."""
+
     def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
         """See :class:`.tables.TabledUpdate`."""
         scalars, places = self.bucket.rule.scalars(self.bucket.hypers, step), as_table(addresses(vectors))

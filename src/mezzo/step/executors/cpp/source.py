@@ -42,7 +42,6 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.div.Tensor": "{0} / {1}",
         "aten.sqrt.default": "__builtin_sqrtf({0})",
         "aten.abs.default": "__builtin_fabsf({0})",
-        "aten.floor.default": "__builtin_floorf({0})",
         "aten.round.default": "__builtin_rintf({0})",
         "aten.sign.default": "float({0} > 0) - float({0} < 0)",
         "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",

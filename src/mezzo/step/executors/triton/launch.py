@@ -183,10 +183,9 @@ class _TritonUpdate(TabledUpdate):
 
     def follow(self, rows: Rows) -> None:
         """See :class:`..tables.TabledUpdate`."""
-        refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
-        _release([self.table, *(chunks for _, chunks in self.kernels)])
+        self.follow_addresses(rows)
+        _release([chunks for _, chunks in self.kernels])
         rule, storage, name = self.bucket.rule, self.bucket.storage, update_name(self.bucket.rule, self.bucket.storage)
-        self.table = _uploaded(rows.table, self.device)
         self.kernels = [
             (
                 source.Launch(
@@ -196,6 +195,12 @@ class _TritonUpdate(TabledUpdate):
             )
             for dtypes, places in rows.alike.items()
         ]
+
+    def follow_addresses(self, rows: Rows) -> None:
+        """See :class:`..tables.TabledUpdate`."""
+        refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
+        _release([self.table])
+        self.table = _uploaded(rows.table, self.device)
 
     def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
         """See :class:`..tables.TabledUpdate`."""

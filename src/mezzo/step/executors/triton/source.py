@@ -51,7 +51,6 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.div.Tensor": "tl.div_rn({0}, {1})",
         "aten.sqrt.default": "tl.sqrt_rn({0})",
         "aten.abs.default": "tl.abs({0})",
-        "aten.floor.default": "tl.floor({0})",
         # Below 2^23, adding it to |x| rounds to an integer, ties to even; from there on every value is one.
         "aten.round.default": (
             "tl.where(tl.abs({0}) < 8388608.0, (((tl.abs({0}) + 8388608.0) - 8388608.0).to(tl.int32, bitcast=True)"

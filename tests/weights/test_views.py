@@ -1,0 +1,676 @@
+"""FP32 views of low weights: closures, checkpoints, hooks, schedulers, groups that change, edits by little, memory."""
+
+import copy
+import io
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mezzo
+from mezzo import MixedPrecision, StateError, UnsupportedError, prepare
+from mezzo.weights import views
+from mezzo.weights.views import views_of
+
+from .runs import ByHand, Ours, assert_equal, assert_same_states, both
+from .values import BF16, FP16, LOW, Net, kept, low_of, same
+
+STYLES = ["five lines", "attach", "adopt"]
+
+each_dtype = pytest.mark.parametrize("dtype", LOW, ids=str)
+each_style = pytest.mark.parametrize("style", STYLES)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
+
+
+def adopted(make=adamw, dtype=BF16, seed=0):
+    run = Ours(Net(seed), make, dtype, "adopt")
+    return run.model, run.optimizer, run.prepared
+
+
+def params_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+# Closures and wrappers --------------------------------------------------------------------------------------
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5)
+
+
+def lbfgs_with_search(model):
+    return torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+
+class SAM(torch.optim.Optimizer):
+    """As its best known implementation has it: it climbs, asks the closure again, and returns before it steps."""
+
+    def __init__(self, params, rho=0.05):
+        super().__init__(params, {"rho": rho})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = torch.enable_grad()(closure)()
+        shared = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in shared]).norm()
+        for p in shared:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad * (0.05 / norm))
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        for p in shared:
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+        return loss
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps an optimizer, and every third time draws its weights half-way back to slow ones in its state."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr=0.05, foreach=False)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.base_optimizer.step(closure)
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            if self.count % 3 == 0:
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+        return loss
+
+
+CLOSURES = {
+    "LBFGS": lbfgs,
+    "LBFGS, wolfe": lbfgs_with_search,
+    "SAM": lambda model: SAM(list(model.parameters())),
+    "Lookahead": lambda model: Lookahead(list(model.parameters())),
+    "AdamW": adamw,
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("name", CLOSURES)
+@pytest.mark.parametrize("style", ["five lines", "adopt"])
+def test_closures_see_low_weights_and_optimizers_fp32(dtype, name, style):
+    with both(Net(), CLOSURES[name], dtype, style) as (ours, by_hand):
+        for number in range(5):
+
+            def closure(number=number):
+                """The gradients of the model as it is stored now, in the masters."""
+                by_hand.store()
+                for _, master in by_hand.pairs:
+                    master.grad = None
+                (by_hand.model(number) * by_hand.scale).backward()
+                for param, master in by_hand.pairs:
+                    if param.grad is not None:
+                        master.grad, param.grad = param.grad.float() / by_hand.scale, None
+                return by_hand.model(number).detach()
+
+            def evaluated(number=number):
+                assert {p.dtype for p in ours.model.parameters()} == {dtype}
+                assert params_of(ours.optimizer) == list(ours.model.parameters())
+                if style == "adopt":
+                    ours.optimizer.zero_grad()
+                    loss = ours.model(number)
+                    loss.backward()
+                else:
+                    ours.amp.zero_grad()
+                    with ours.amp.autocast():
+                        loss = ours.model(number)
+                    ours.amp.backward(loss)
+                return loss
+
+            step = ours.optimizer.step if style == "adopt" else lambda closure: ours.amp.step(closure=closure)
+            step(evaluated)
+            by_hand.optimizer.step(closure)
+            by_hand.store()
+            for (label, param), (low, master) in zip(ours.model.named_parameters(), by_hand.pairs, strict=True):
+                assert torch.equal(ours.read(param), master), label
+                assert torch.equal(param, low), label
+
+
+def test_an_inner_optimizer_keeps_its_state_under_the_models_parameters():
+    model, optimizer, _ = adopted(CLOSURES["SAM"])
+
+    def closure():
+        loss = model(0)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert list(optimizer.state) == trained
+    assert list(optimizer.base_optimizer.state) == trained
+    assert all(state["momentum_buffer"].dtype == torch.float32 for state in optimizer.base_optimizer.state.values())
+
+
+# Sparse gradients -------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.table = nn.Embedding(20, 4, sparse=True)
+
+    def forward(self, number):
+        return (self.table(torch.tensor([number, 3, 3, number + 5])).float() * torch.arange(1.0, 5.0)).sum()
+
+
+@each_dtype
+@each_style
+def test_sparse_gradients_update_their_rows_in_fp32(dtype, style):
+    with both(Words(), lambda model: torch.optim.SparseAdam(model.parameters(), lr=0.05), dtype, style) as runs:
+        for number in range(5):
+            for each in runs:
+                each.step(number)
+            assert_equal(*runs)
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------
+
+RESUMED = {
+    "AdamW": adamw,
+    "AdamW, fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, fused=True),
+    "SGD": sgd,
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+    "Rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.01),
+    "LBFGS": None,
+    "mezzo": lambda model: mezzo.optim.AdamW(model.parameters(), lr=0.05),
+}
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@each_dtype
+@each_style
+@pytest.mark.parametrize("name", [name for name, make in RESUMED.items() if make])
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(dtype, style, name):
+    first = Ours(Net(), RESUMED[name], dtype, style)
+    try:
+        for number in range(3):
+            first.step(number)
+        session = [] if style == "adopt" else [first.amp]
+        states = through_a_file([each.state_dict() for each in (first.model, first.optimizer, *session)])
+        for number in range(3, 8):
+            first.step(number)
+    finally:
+        first.end()
+    second = Ours(Net(seed=1), RESUMED[name], dtype, style)
+    try:
+        session = [] if style == "adopt" else [second.amp]
+        for part, state in zip((second.model, second.optimizer, *session), states, strict=True):
+            part.load_state_dict(state)
+        for number in range(3, 8):
+            second.step(number)
+        assert all(
+            same(first.read(one), second.read(two))
+            for one, two in zip(first.model.parameters(), second.model.parameters(), strict=True)
+        )
+        assert_same_states(first.optimizer, second.optimizer)
+    finally:
+        second.end()
+
+
+def test_the_state_of_an_fp32_run_is_loaded_whole_and_goes_on_there():
+    plain = Net()
+    theirs = adamw(plain)
+    plain(0).backward()
+    theirs.step()
+    model, optimizer, _ = adopted()
+    state = through_a_file(theirs.state_dict())
+    optimizer.load_state_dict(state)
+    assert_same_states(optimizer, theirs)
+    assert params_of(optimizer) == list(model.parameters())
+    assert list(optimizer.state) == [p for p in model.parameters() if p.requires_grad]
+    back = adamw(Net())
+    back.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_same_states(back, theirs)
+
+
+def test_a_load_that_raises_leaves_groups_and_state_as_they_were():
+    model, optimizer, _ = adopted()
+    model(0).backward()
+    optimizer.step()
+    before, keys = through_a_file(optimizer.state_dict()), list(optimizer.state)
+    wrong = copy.deepcopy(before)
+    wrong["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="size of optimizer's group"):  # torch's own words
+        optimizer.load_state_dict(wrong)
+    assert params_of(optimizer) == list(model.parameters())
+    assert all(one is two for one, two in zip(optimizer.state, keys, strict=True))
+    optimizer.load_state_dict(before)
+    optimizer.step()
+    assert params_of(optimizer) == list(model.parameters())
+
+
+def test_a_program_s_own_hooks_of_loading_are_asked():
+    _, optimizer, _ = adopted()
+    asked = []
+    optimizer.register_load_state_dict_pre_hook(lambda *_: asked.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: asked.append("after"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert asked == ["before", "after"]
+
+
+def test_a_model_and_optimizer_saved_by_torch_distributed_checkpoint_s_names_hold_fp32():
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer, _ = adopted()
+    for number in range(2):
+        model(number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = through_a_file(get_state_dict(model, optimizer))
+    other, theirs, _ = adopted(seed=1)
+    set_state_dict(other, theirs, model_state_dict=saved[0], optim_state_dict=saved[1])
+    for each, own in ((model, optimizer), (other, theirs)):
+        each(2).backward()
+        own.step()
+    assert all(
+        same(one, two) for one, two in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+    assert_same_states(optimizer, theirs)
+
+
+# What stands in param_groups --------------------------------------------------------------------------------
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.seen = [(p.dtype, p.grad is None or p.grad.dtype) for p in params_of(self)]
+        raise ArithmeticError("in the middle")
+
+
+def test_a_step_that_raises_leaves_groups_and_state_as_they_were():
+    model = Net()
+    optimizer = Broken(model.parameters(), lr=0.05, momentum=0.9)
+    prepared = prepare(model, "O2,dtype=bfloat16")
+    prepared.adopt(optimizer)
+    model(0).backward()
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    assert params_of(optimizer) == list(model.parameters())
+    assert list(optimizer.state) == [p for p in model.parameters() if p.requires_grad]
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
+    assert not views_of(optimizer).is_open
+
+
+def test_hooks_of_a_program_see_the_models_parameters_before_and_after_a_step():
+    model = Net()
+    optimizer, seen = adamw(model), []
+
+    def look(one, *_):
+        owned = [p is q for p, q in zip(params_of(one), model.parameters(), strict=True)]
+        seen.append((all(owned), {p.dtype for p in params_of(one)}))
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    prepare(model, "O2,dtype=bfloat16").adopt(optimizer)
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    for number in range(2):
+        model(number).backward()
+        optimizer.step()
+    assert seen == [(True, {BF16})] * 8
+
+
+def test_a_hook_before_the_step_may_edit_gradients():
+    runs = []
+    for converts in (False, True):
+        model = Net()
+        optimizer = adamw(model)
+        if converts:
+            prepare(model, "O2,dtype=bfloat16").adopt(optimizer)
+        optimizer.register_step_pre_hook(lambda one, *_: [p.grad.zero_() for p in params_of(one) if p.grad is not None])
+        model(0).backward()
+        optimizer.step()
+        runs.append(model.state_dict())
+    assert all(same(one, two) for one, two in zip(*(run.values() for run in runs), strict=True))
+
+
+@pytest.mark.parametrize("early", [True, False])
+@each_style
+def test_schedulers_made_before_and_after_adoption_move_the_rate(early, style):
+    model, made = Net(), []
+
+    def make(model):
+        optimizer = adamw(model)
+        made.append(lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if early else None)
+        return optimizer
+
+    with both(model, make, BF16, style) as (ours, by_hand):
+        schedulers = made if early else [lr_scheduler.StepLR(each.optimizer, 2, gamma=0.5) for each in (ours, by_hand)]
+        for number in range(5):
+            for each, scheduler in zip((ours, by_hand), schedulers, strict=True):
+                each.step(number)
+                scheduler.step()  # warns where it does not see the step before
+            assert_equal(ours, by_hand)
+        assert ours.optimizer.param_groups[0]["lr"] == by_hand.optimizer.param_groups[0]["lr"] == 0.05 * 0.25
+
+
+@each_dtype
+@each_style
+def test_parameters_that_join_and_thaw_late_train_from_their_fp32_values(dtype, style):
+    def make(model):
+        model.third.requires_grad_(False)
+        return torch.optim.AdamW([*model.first.parameters(), *model.third.parameters()], lr=0.05, foreach=False)
+
+    with both(Net(), make, dtype, style) as (ours, by_hand):
+        for number in range(6):
+            if number == 2:
+                for model in (ours.model, by_hand.model, by_hand.masters):
+                    model.third.requires_grad_(True)
+            if number == 4:
+                for each, model in ((ours, ours.model), (by_hand, by_hand.masters)):
+                    model.frozen.requires_grad_(True)
+                    each.optimizer.add_param_group({"params": list(model.frozen.parameters()), "lr": 0.01})
+                by_hand.model.frozen.requires_grad_(True)
+            for each in (ours, by_hand):
+                each.step(number)
+            assert_equal(ours, by_hand)
+
+
+@each_style
+def test_freezing_through_param_groups_reaches_the_model(style):
+    with both(Net(), adamw, BF16, style) as (ours, by_hand):
+        for number in range(4):
+            for param in params_of(ours.optimizer)[:2]:
+                param.requires_grad_(number % 2 == 0)
+            for param in params_of(by_hand.optimizer)[:2]:
+                param.grad = None
+            for param, _ in by_hand.pairs[:2]:
+                param.requires_grad_(number % 2 == 0)
+            for each in (ours, by_hand):
+                each.step(number)
+            assert_equal(ours, by_hand)
+
+
+def test_gradients_that_become_zeros_are_stepped_with_as_zeros():
+    model, optimizer, prepared = adopted(sgd)
+    by_hand = ByHand(Net(), sgd, BF16)
+    model(0).backward()
+    optimizer.step()
+    by_hand.step(0)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    for _, master in by_hand.pairs:
+        master.grad = None if master.grad is None else torch.zeros_like(master)
+    optimizer.step()
+    by_hand.optimizer.step()
+    for param, (_, master) in zip(model.parameters(), by_hand.pairs, strict=True):
+        assert same(prepared.halves.read(param), master.detach())
+
+
+def test_a_left_optimizer_is_as_it_was_built_with_its_state():
+    model, optimizer, prepared = adopted()
+    plain = vars(adamw(Net())).keys()
+    model(0).backward()
+    optimizer.step()
+    prepared.remove()
+    assert vars(optimizer).keys() - plain <= {"_opt_called"}
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert params_of(optimizer) == list(model.parameters())
+    twin = Net()
+    twin.load_state_dict(model.state_dict())
+    theirs = adamw(twin)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, own in ((model, optimizer), (twin, theirs)):
+        own.zero_grad()
+        each(1).backward()
+        own.step()
+    assert all(same(one, two) for one, two in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+
+
+# Edits by little --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [adamw, lambda model: mezzo.optim.AdamW(model.parameters())], ids=["torch", "mezzo"])
+def test_a_thousand_edits_by_little_within_fp32(make):
+    model = Net()
+    wanted = [p.detach().double() for p in model.parameters()]
+    optimizer = make(model)
+    amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
+    for _ in range(1000):
+        with amp.fp32(optimizer), torch.no_grad():
+            for param in params_of(optimizer):
+                param.mul_(1 - 1e-4)
+    assert params_of(optimizer) == list(model.parameters())
+    (halves,) = amp.weights.halves()
+    for param, before in zip(model.parameters(), wanted, strict=True):
+        after = before * (1 - 1e-4) ** 1000
+        assert (halves.read(param).double() - after).abs().max() <= 1000 * 2.0**-24 * after.abs().max()
+
+
+def test_gradients_within_fp32_are_fp32_and_plain():
+    with both(Net(), adamw, FP16) as (ours, by_hand):
+        with ours.amp.autocast():
+            loss = ours.model(0)
+        ours.amp.backward(loss)
+        ours.amp.unscale_()
+        by_hand.optimizer.step = lambda: None
+        by_hand.step(0)
+        with ours.amp.fp32(ours.optimizer):
+            for param, (_, master) in zip(params_of(ours.optimizer), by_hand.pairs, strict=True):
+                assert param.dtype == torch.float32
+                assert torch.equal(param, master)
+                assert (param.grad is None) == (master.grad is None)
+                assert param.grad is None or torch.equal(param.grad, master.grad)
+
+
+def test_what_raises_within_fp32_is_stored_all_the_same():
+    model = Net()
+    optimizer = adamw(model)
+    amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
+
+    def edit():
+        with amp.fp32(optimizer), torch.no_grad():
+            params_of(optimizer)[0].fill_(1.0001)
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        edit()
+    assert params_of(optimizer) == list(model.parameters())
+    assert torch.equal(model.state_dict()["first.weight"], torch.full((5, 7), 1.0001))
+
+
+# Memory -----------------------------------------------------------------------------------------------------
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of all memory that lives, as of each operation: what was given, and what operations make."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.living, self.peak = {}, 0
+        for tensor in tensors:
+            self.know(tensor)
+
+    def know(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.living:
+            self.living[storage._cdata] = weakref.ref(storage)
+
+    def bytes(self):
+        return sum(storage.nbytes() for ref in self.living.values() if (storage := ref()) is not None)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves((args, kwargs, out)):
+            if isinstance(each, torch.Tensor):
+                self.know(each)
+        self.peak = max(self.peak, self.bytes())
+        return out
+
+
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(32, 32)) for _ in range(32))
+
+    def forward(self):
+        return sum(p.float().square().sum() for p in self.layers)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fourteen_bytes_a_parameter_are_kept_and_at_most_eighteen_needed_within_a_step(fused, monkeypatch):
+    monkeypatch.setitem(views._PART, "cpu", 4 * 1024)
+    model = Many()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=False)
+    prepared = prepare(model, "O2,dtype=bfloat16")
+    prepared.adopt(optimizer)
+    count = sum(p.numel() for p in model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+    state = [v for each in optimizer.state.values() for v in each.values()]
+    kept_now = [
+        *(p.detach() for p in model.parameters()), *map(prepared.halves.rest_of, model.parameters()),
+        *(p.grad for p in model.parameters()), *state,
+    ]  # fmt: skip
+    counted = Storages(kept_now)
+    assert counted.bytes() == 14 * count + 4 * len(optimizer.state)  # and the counts of steps
+    views_now = views_of(optimizer)._views.values()
+    assert sum({v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in views_now}.values()) == 0
+    with counted:
+        optimizer.step()
+    assert 14 * count < counted.peak <= 18 * count
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+
+class KeepsATuple(torch.optim.SGD):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.own = tuple(params_of(self))
+
+
+class KeepsADict(torch.optim.SGD):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.own = dict(enumerate(params_of(self)))
+
+
+REFUSED = {
+    "differentiable": (lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True), "differentiable=True"),
+    "a tuple of its own": (lambda params: KeepsATuple(params, lr=0.1), "own beside param_groups\n.*KeepsATuple: own"),
+    "a dict of its own": (lambda params: KeepsADict(params, lr=0.1), "own beside param_groups\n.*KeepsADict: own"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("wraps", [False, True])
+def test_optimizers_that_cannot_see_views_are_refused_and_left_alone(case, wraps):
+    make, words = REFUSED[case]
+    model = Net()
+    optimizer = make(model.parameters())
+    if wraps:
+        outer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer.base_optimizer, optimizer = optimizer, outer
+    before = vars(optimizer).keys()
+    prepared = prepare(model, "O2,dtype=bfloat16")
+    with pytest.raises(UnsupportedError, match=words):
+        prepared.adopt(optimizer)
+    assert vars(optimizer).keys() == before
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(UnsupportedError, match=words):
+        MixedPrecision(prepared, optimizer, "O2,dtype=bfloat16")
+
+
+def test_an_optimizer_that_shards_by_itself_is_refused(alone):
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, which it imports
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(
+            [p for p in model.parameters() if p.requires_grad], optimizer_class=torch.optim.SGD, lr=0.1
+        )
+    prepared = prepare(model, "O2,dtype=bfloat16")
+    with pytest.raises(UnsupportedError, match="ZeroRedundancyOptimizer"):
+        prepared.adopt(optimizer)
+
+
+@pytest.mark.parametrize("alias", [lambda p: p.data, lambda p: p.detach()], ids=["data", "detach"])
+def test_an_optimizer_that_writes_the_models_parameters_by_a_list_of_its_own_is_refused_after_its_step(alias):
+    class OfItsOwn(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+            self.own = list(self.param_groups[0]["params"])
+            self.aliases = [alias(p) for p in self.own]
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for each in self.aliases:
+                each.sub_(0.5)
+
+    model = Net()
+    optimizer = OfItsOwn(list(model.parameters()))
+    prepare(model, "O2,dtype=bfloat16").adopt(optimizer)
+    model(0).backward()
+    with pytest.raises(StateError, match="wrote parameters of the model"):
+        optimizer.step()
+
+
+def test_an_optimizer_is_adopted_once():
+    model, optimizer, prepared = adopted()
+    with pytest.raises(StateError, match="adopted already"):
+        prepared.adopt(optimizer)
+    model(0).backward()
+    optimizer.step()
+    prepared.remove()
+    again = prepare(model, "O2,dtype=bfloat16")
+    again.adopt(optimizer)
+
+
+@pytest.mark.parametrize("style", ["five lines", "attach"])
+def test_low_weights_that_no_halves_keep_are_refused(style):
+    model = Net().bfloat16()
+    start = MixedPrecision if style == "five lines" else mezzo.attach
+    with pytest.raises(StateError, match="low weights without a remainder"):
+        start(model, adamw(model), "O1,dtype=bfloat16")
+
+
+def test_blocks_of_fp32_do_not_nest_and_hold_no_step():
+    model = Net()
+    optimizer = adamw(model)
+    amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
+    with amp.fp32(optimizer), pytest.raises(StateError, match="inside of itself"), amp.fp32(optimizer):
+        pass
+    with amp.autocast():
+        loss = model(0)
+    amp.backward(loss)
+    with amp.fp32(optimizer), pytest.raises(StateError):
+        amp.step()
+    assert params_of(optimizer) == list(model.parameters())
+    assert torch.equal(model.first.weight, low_of(Net().first.weight, BF16))
+    amp.step()
+    assert not torch.equal(model.first.weight, low_of(Net().first.weight, BF16))
+    assert kept(model.first.weight.float(), BF16).isfinite().all()
