@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 import mezzo
-from mezzo import LossScale, MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
+from mezzo import LossScale, MixedPrecision, NumericsError, Policy, PolicyError, StateError, UnsupportedError
 
 from ..support.tables import thinned
 from .loops import (
