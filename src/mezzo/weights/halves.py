@@ -278,7 +278,6 @@ class Halves:
                 held.memory, held.rest = next((each for each in held.left if each[0] == now), before)
                 held.left.append(before)
             held.left = [each for each in held.left if each[0] != held.memory and _lives(each[0])]
-            ]
         self._are_away = any(held.left for held in self._held.values())
         self.num_replaced += 1
 
