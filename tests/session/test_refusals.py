@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 import mezzo
-from mezzo import LossScale, MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
+from mezzo import LossScale, MixedPrecision, NumericsError, Policy, PolicyError, StateError, UnsupportedError
 
 from ..support.tables import thinned
 from .loops import (
@@ -469,7 +469,8 @@ CALLS = {
         {"0.weight": torch.full((16, 8), 1e6)}, strict=False), NumericsError, "beyond the range of the model's dtype",
         "0.weight"),
     "a state dict of other shapes": (ready, lambda m, o, amp: m.load_state_dict(
-        {**m.state_dict(), "3.bias": torch.zeros(5)}), StateError, "the state dict is that of another model", "[5] → [3]"),
+        {**m.state_dict(), "3.bias": torch.zeros(5)}), StateError, "the state dict is that of another model",
+                                    "[5] → [3]"),
 }  # fmt: skip
 
 
@@ -531,12 +532,12 @@ STATES = {
     "other parameters": (changed(parameters={"else": "float32 [3]"}), O2, ANOTHER,
                          "parameter else: float32 [3] → missing", "parameter 0.weight: missing → float16 [16, 8]"),
     "other shapes": (changed(parameters=all_of("float32 [1, 2]")), O2, ANOTHER, "float32 [1, 2] → float16 [16, 8]"),
-    "a remainder of no parameter": (changed(remainders=lambda old: {**old, "else": torch.ones(3).short()}), FP16, ANOTHER,
-                                    "else"),
+    "a remainder of no parameter": (changed(remainders=lambda old: {**old, "else": torch.ones(3).short()}), FP16,
+                                    ANOTHER, "else"),
     "a remainder of another shape": (changed(remainders=all_of(torch.ones(1).short())), O2, ANOTHER,
                                      "remainders.0.weight is int16 [1]"),
-    "a remainder of another dtype": (changed(remainders=lambda old: {k: v.float() for k, v in old.items()}), O2, ANOTHER,
-                                     "is float32"),
+    "a remainder of another dtype": (changed(remainders=lambda old: {k: v.float() for k, v in old.items()}), O2,
+                                     ANOTHER, "is float32"),
     "a word for a remainder": (changed(remainders=all_of("one")), O2, DAMAGED, "not tensors by name"),
     "a GradScaler's scale below zero": (lambda _: {**SCALER, "scale": -8.0}, O2, "scale cannot be -8.0"),
     "a GradScaler's word for a count": (lambda _: {**SCALER, "_growth_tracker": "no"}, O2, "clean_steps cannot be"),

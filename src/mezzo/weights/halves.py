@@ -172,7 +172,7 @@ class Halves:
     def rest_of(self, tensor: Tensor) -> Tensor:
         """Return the low half of a tensor, int16, of a DTensor of this rank's part: for what writes both halves."""
         held, here = self._held[tensor], local(tensor)
-        if held.rest_at_home is not None:
+        if held.left:
             self.settle()
         assert held.rest is not None, "asked of what has_rest()"
         if held.rest.device != here.device:  # model.to(device)
@@ -188,7 +188,7 @@ class Halves:
         return {
             memory[0]
             for held in self._held.values()
-            for memory in (held.home, held.memory_before)
+            for memory in (held.memory, held.memory_before)
             if memory is not None
         }
 
@@ -277,11 +277,7 @@ class Halves:
                 now, before = _memory_of(tensor), (held.memory, held.rest)
                 held.memory, held.rest = next((each for each in held.left if each[0] == now), before)
                 held.left.append(before)
-            held.left = [
-                each
-                for each in held.left
-                if each[0] != held.memory and not each[0][0].expired()  # type: ignore[no-untyped-call]
-            ]
+            held.left = [each for each in held.left if each[0] != held.memory and _lives(each[0])]
         self._are_away = any(held.left for held in self._held.values())
         self.num_replaced += 1
 
@@ -290,6 +286,10 @@ def _memory_of(tensor: Tensor) -> _Memory:
     """Return what no other memory equals as long as this is kept: an address that is free is given to the next."""
     here = local(tensor)
     return StorageWeakRef(here.untyped_storage()), int(here.storage_offset())  # type: ignore[no-untyped-call]
+
+
+def _lives(memory: _Memory | None) -> bool:
+    return memory is not None and not bool(memory[0].expired())  # type: ignore[no-untyped-call]
 
 
 def owner_of(tensor: Tensor, among: Sequence[Halves]) -> Halves | None:
