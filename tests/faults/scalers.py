@@ -153,12 +153,5 @@ FAULTS: tuple[Fault, ...] = (
             _FAULTS_OF_TORCH + "test_a_scale_of_the_users_own_counts_besides_as_in_torch",
             "gradients would stay that much too large",
         ),
-        (
-            "update: low weights get FP32 gradients",
-            "id(optimizer) in weights.masters or not weights.are_low",
-            "True",
-            _FAULTS_OF_TORCH + "test_low_weights_whose_kernels_unscale_by_themselves_are_clipped_in_fp32",
-            "fused kernels would fail, or read memory that is not theirs",
-        ),
     ),
 )
