@@ -354,7 +354,7 @@ def test_where_kernels_unscale_fp16_gradients_in_fp32_they_may():
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize(
-    ("policy", "optimizer_of"),
+    "policy, optimizer_of",
     [
         ("O2,dtype=float16", mezzo.optim.SGD),
         ("O2,dtype=float16", torch.optim.SGD),

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: as many go on bit for bit, more or fewer with equal masters, moments and counters."""
+"""Checkpoints of several ranks: as many go on bit for bit, more or fewer with equal weights, moments and counters."""
 
 import hashlib
 import itertools
@@ -77,7 +77,7 @@ def digest(*values):
 
 
 def state(amp):
-    """Return a session's state in one word: masters, moments, counters and scales."""
+    """Return a session's state in one word: FP32 weights, moments, counters and scales."""
     found = amp.stateful().state_dict()
     session = found["session"][0]
     stats = {name: value for name, value in session["stats"].items() if name != "ranks"}
@@ -190,11 +190,10 @@ def test_the_state_of_another_model_is_refused_on_all_ranks_and_nothing_loaded(t
     assert on_ranks(2, other_models, tmp_path) == [wanted] * 2
 
 
-def by_torch(folder):
-    """Go through torch's own state dicts of models and optimizers, the session's beside them."""
-    found = []
-    for world, name in (("two", "adamw"), ("two", "split"), ("ddp", "split")):
-        policy = POLICIES[0]
+def by_torch(kinds, folder):
+    """Go through torch's own state dicts of models and optimizers, without the session."""
+    wrong = []
+    for world, policy, name in kinds:
         sessions = []
         for seed in range(2):
             model, amp = session(world, policy, name, seed)
@@ -206,13 +205,28 @@ def by_torch(folder):
         checkpoint.load(read, checkpoint_id=folder / f"{world}{policy}{name}")
         moments = {"model_state_dict": read["model"], "optim_state_dict": read["optimizer"]}
         set_state_dict(other, same.engine.weights.optimizers[0], **moments)
-        same.load_state_dict(amp.state_dict())
-        train(model, amp, range(3, 5))
-        train(other, same, range(3, 5))
-        found.append(state(amp) == state(same))
-    return found
+        for what in ("loaded", "went on"):
+            wrong += [(what, world, policy, name)] * (kept(amp) != kept(same))
+            train(model, amp, range(3, 5))
+            train(other, same, range(3, 5))
+    return wrong
 
 
-@pytest.mark.slow
-def test_torch_s_own_state_dicts_go_through_a_checkpoint_too(tmp_path):
-    assert on_ranks(2, by_torch, tmp_path) == [[True] * 3] * 2
+def kept(amp):
+    """Return FP32 weights and the optimizer's state in one word."""
+    found = amp.stateful().state_dict()
+    return digest(found["model"], found["optimizers"])
+
+
+@pytest.mark.parametrize(
+    "worlds, policies, names",
+    [
+        (["one", "ddp", "two"], POLICIES[:1], ["fused"]),
+        pytest.param(["one", "ddp", "two"], POLICIES[:2], list(OPTIMIZERS), marks=pytest.mark.slow),
+    ],
+    ids=["few", "all"],
+)
+def test_torch_s_own_state_dicts_go_through_a_checkpoint_too(worlds, policies, names, tmp_path):
+    for count, alike in by_ranks(worlds):
+        kinds = list(itertools.product(alike, policies, names))
+        assert on_ranks(count, by_torch, kinds, tmp_path, timeout=300) == [[]] * count

@@ -10,7 +10,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import mezzo
-from mezzo import Policy, PolicyError, StateError, UnsupportedError
+from mezzo import Policy, PolicyError, UnsupportedError
 from mezzo.explanation import explain
 
 POLICIES = ["O0", "O1,dtype=bfloat16,emulate=false", "O2,dtype=float16,emulate=true", "O3,dtype=bfloat16,emulate=true"]
@@ -206,11 +206,13 @@ def test_a_model_that_cannot_be_copied():
 
 def test_a_prepared_model(two_layers):
     model, x = two_layers
-    handle = mezzo.prepare(model, "O2,dtype=bfloat16,emulate=true")
-    with pytest.raises(StateError, match="the model is prepared already"):
-        explain(model, x, "O1")
-    handle.remove()
-    assert explain(model, x, "O0").rows
+    plain = explain(model, x, "O1")
+    mezzo.prepare(model, "O2,dtype=bfloat16,emulate=true")
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    assert explain(model, x, "O1").rows == plain.rows  # of its copy, which is a plain FP32 model
+    for name, param in model.named_parameters():
+        assert param.dtype == torch.bfloat16
+        assert torch.equal(param, before[name])
 
 
 def test_scripted_and_meta_models():

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mezzo
-from mezzo.errors import NumericsError
+from mezzo.errors import NumericsError, StateError
 from mezzo.tensors import dtype_name, tensors
+from mezzo.weights import encode
 
 from ..support.products import Products
 
@@ -286,13 +287,146 @@ class Manual(Module):
 
 
 @pytest.mark.parametrize(
-    "policy, toggles", [*((each, False) for each in ("O0", *POLICIES)), ("O1,dtype=float16", True)]
+    "policy, toggles",
+    [*((each, False) for each in ("O0", *POLICIES)), ("O1,dtype=float16", True), ("O2,dtype=float16", True)],
 )
 def test_manual_optimization_with_two_optimizers(policy, toggles):
     reference, run = fitted(module=Manual(toggles))
     module, low = fitted(policy, module=Manual(toggles))
     assert low.global_step == run.global_step == 32
     assert module.losses == pytest.approx(reference.losses, rel=1e-6 if policy == "O0" else 0.02)
+
+
+class ByHand:
+    """FP32 weights kept by hand beside a module in BF16: each pass rounds them, and its gradients are theirs."""
+
+    def __init__(self, module):
+        self.module = module
+        self.values = {name: nn.Parameter(param.detach().clone()) for name, param in module.named_parameters()}
+        self.prepared = mezzo.prepare(module, "O2,dtype=bfloat16")
+        self.prepared.halves.drop()
+
+    def of(self, module):
+        """Return the FP32 weights of a part of the module."""
+        mine = set(module.parameters())
+        return [self.values[name] for name, param in self.module.named_parameters() if param in mine]
+
+    def backward(self, loss_of):
+        params = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for name, value in self.values.items():
+                params[name].copy_(encode(value, torch.bfloat16)[0])
+        with self.prepared.autocast():
+            loss = loss_of()
+        loss.backward()
+        for name, param in params.items():
+            self.values[name].grad = None if param.grad is None else param.grad.float()
+            param.grad = None
+
+    def check(self, module):
+        """Require the very weights of a module that was trained."""
+        assert all(torch.equal(param, self.values[name]) for name, param in module.named_parameters())
+
+
+def batches_of(epochs):
+    for epoch in range(epochs):
+        for batch in data():
+            yield epoch, batch
+
+
+def test_optimizers_that_are_toggled_at_o2_train_as_fp32_weights_kept_by_hand_bit_for_bit():
+    module, _ = fitted("O2,dtype=bfloat16", module=Manual(toggles=True))
+    hand = ByHand(Manual())
+    parts = hand.module.net, hand.module.other
+    optimizers = [OPTIMIZERS["torch"](hand.of(part)) for part in parts]
+    for _, (x, y) in batches_of(2):
+        for number, optimizer in enumerate(optimizers):
+
+            def loss_of(x=x, y=y, is_first=number == 0):
+                scores = parts[0](x)
+                return nn.functional.cross_entropy(parts[1](scores if is_first else scores.detach()).float(), y)
+
+            parts[1 - number].requires_grad_(False)
+            hand.backward(loss_of)
+            parts[1 - number].requires_grad_(True)
+            nn.utils.clip_grad_norm_(hand.of(parts[number]), 1.0)
+            optimizer.step()
+    hand.check(module)
+
+
+def test_layers_that_thaw_late_at_o2_train_as_fp32_weights_kept_by_hand_bit_for_bit():
+    class Thaws(L.pytorch.callbacks.BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.net[0])
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.02)
+
+    class Frozen(Module):
+        def configure_optimizers(self):
+            return self.make([param for param in self.parameters() if param.requires_grad])
+
+    module, _ = fitted("O2,dtype=bfloat16", module=Frozen(), callbacks=[Thaws()])
+    hand = ByHand(Frozen())
+    net = hand.module.net
+    optimizer = OPTIMIZERS["torch"](hand.of(net[1:]))
+    net[0].requires_grad_(False)
+    for step, (epoch, (x, y)) in enumerate(batches_of(2)):
+        if epoch == 1 and step == len(data()):
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": hand.of(net[0]), "lr": 0.02})
+        hand.backward(lambda x=x, y=y: nn.functional.cross_entropy(net(x).float(), y))
+        optimizer.step()
+    hand.check(module)
+
+
+@pytest.mark.skipif(not hasattr(L.pytorch.callbacks, "WeightAveraging"), reason="Lightning 2.6 has it")
+def test_an_average_at_o2_is_that_of_fp32_weights_kept_by_hand_bit_for_bit():
+    def mean(old, new, _):
+        return 0.95 * old + 0.05 * new
+
+    average = L.pytorch.callbacks.WeightAveraging(avg_fn=mean)
+    module, _ = fitted("O2,dtype=bfloat16", callbacks=[average])
+    hand = ByHand(Module())
+    optimizer, expected = OPTIMIZERS["torch"](hand.values.values()), {}
+    for _, (x, y) in batches_of(2):
+        hand.backward(lambda x=x, y=y: nn.functional.cross_entropy(hand.module.net(x).float(), y))
+        optimizer.step()
+        for name, value in hand.values.items():
+            expected[name] = mean(expected[name], value.detach(), 0) if name in expected else value.detach().clone()
+    for name, param in average._average_model.module.named_parameters():
+        assert torch.equal(param, expected[name])
+    for name, param in module.named_parameters():  # which the callback writes to BF16 weights at the end
+        torch.testing.assert_close(param, expected[name], rtol=2.0**-7, atol=0)
+
+
+def test_parameters_of_the_module_itself_are_fp32_in_checkpoints_and_copies(tmp_path):
+    class Scaled(Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.linspace(0.9, 1.1, 4))
+
+        def training_step(self, batch, batch_idx):
+            loss = nn.functional.cross_entropy((self.net(batch[0]) * self.gain).float(), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+    class Saves(L.Callback):
+        def on_train_end(self, trainer, pl_module):
+            assert pl_module.gain.dtype == torch.bfloat16
+            trainer.save_checkpoint(tmp_path / "end.ckpt")
+            self.copied = copy.deepcopy(pl_module)
+            with pytest.raises(StateError, match="another model"):
+                pl_module.load_state_dict(pl_module.state_dict() | {"net.3.bias": torch.ones(5)})
+
+    saves = Saves()
+    module, _ = fitted("O2,dtype=bfloat16", module=Scaled(), callbacks=[saves])
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=False)["state_dict"]
+    assert not torch.equal(module.gain, module.gain.bfloat16())
+    for name, param in module.named_parameters():
+        assert torch.equal(saved[name], param)
+        assert torch.equal(saves.copied.get_parameter(name), param)
 
 
 @pytest.mark.parametrize("policy", ["O1,dtype=float16", "O2,dtype=float16"])

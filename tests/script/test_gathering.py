@@ -1,5 +1,6 @@
 """What a script makes, and when: late optimizers, parts called by themselves, modes, regions, scalers."""
 
+import math
 import re
 import sys
 
@@ -53,6 +54,61 @@ def test_a_late_optimizer_joins_with_the_gradients_that_others_have(report, poli
     assert low == pytest.approx(plain, abs=0.01)
     assert (found.steps, found.measured_steps, found.optimizers) == (2, 1, ["SGD", "SGD"])
     assert found.left_alone == {}
+
+
+#: Noise on the weights, as adversarial training has it: what puts it there, and what takes it back.
+EDITS = {
+    "added": ("p.data.add_(e)", "p.data.sub_(e)"),
+    "added in no_grad": ("torch.no_grad()(p.add_)(e)", "torch.no_grad()(p.sub_)(e)"),
+    "copied back": ("kept[p] = p.data.clone(); p.data.add_(e)", "p.data.copy_(kept[p])"),
+    "put back": ("kept[p] = p.data.clone(); p.data.add_(e)", "p.data = kept[p]"),
+    "swapped": ("kept[p] = p.data; p.data = p.data + e", "p.data = kept[p]"),
+}
+NOISY = """
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+noise, kept = {p: 0.02 * torch.randn_like(p) for p in model.parameters()}, {}
+for step in range(8):
+    for p, e in noise.items() if step in edited else ():
+        %s
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    %s
+print(*model.state_dict()["weight"].flatten().tolist())
+"""
+UNDONE = "for p, e in noise.items() if step in edited else ():\n        %s"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "edit, steps_inside", [*((edit, False) for edit in EDITS), ("added", True), ("added in no_grad", True)]
+)
+def test_a_session_that_begins_in_an_edit_trains_from_the_weights_as_they_are_at_the_first_step(
+    report, edit, steps_inside, dtype
+):
+    """What is swapped is known whole; an edit that is undone in place rounds, as it does in 16 bits.
+
+    In place: what the noise was added to lies below 0.5, and what comes of it beside a low half of its own.
+    """
+    begin, end = EDITS[edit]
+    lines = [UNDONE % end, "optimizer.step()"]
+    text = NOISY % (begin, "\n    ".join(lines[::-1] if steps_inside else lines))
+    _, plain = report(f"edited = [0]\n{text}", policy=None)
+    _, low = report(f"edited = [0]\n{text}", policy=f"O2,dtype={dtype}")
+    bits, slack = (7, 2e-4) if dtype == "bfloat16" else (10, 3e-5)  # for gradients of low products
+    of_noisy = 2.0**-3 if edit.startswith("added") else 0.0
+    for found, expected in zip(low, plain, strict=True):
+        spacing = 0.0 if edit in ("put back", "swapped") else 2.0 ** (math.frexp(expected)[1] - 1)
+        assert abs(found - expected) <= (spacing + of_noisy) * 2.0**-bits + slack
+
+
+@pytest.mark.parametrize("edit", ["put back", "swapped"])
+def test_weights_that_are_swapped_in_each_step_keep_their_fp32_values(report, edit):
+    begin, end = EDITS[edit]
+    text = f"edited = range(8)\n{NOISY % (begin, UNDONE % end + chr(10) + '    optimizer.step()')}"
+    _, plain = report(text, policy=None)
+    _, low = report(text, policy="O2,dtype=bfloat16")
+    assert low == pytest.approx(plain, rel=0, abs=3e-4)  # half a spacing is up to 1e-3
 
 
 def test_a_model_that_is_gone_leaves_the_session(report):

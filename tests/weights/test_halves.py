@@ -264,6 +264,21 @@ def test_memory_that_comes_to_lie_where_the_own_was_is_another(monkeypatch):
     assert same(halves.read(weight), values)
 
 
+@each_dtype
+def test_memory_that_was_given_for_good_is_left_again_and_has_its_own_rest_when_it_comes_back(dtype):
+    weight, halves = stored(numbers(dtype), dtype)
+    for seed in (3, 4, 5):
+        values = numbers(dtype, seed=seed)
+        weight.data = values.clone()  # and what was there is freed
+        halves.settle()
+        kept_low, before = weight.data, halves.read(weight)
+        weight.data = numbers(dtype, seed=seed + 10)
+        halves.settle()
+        weight.data = kept_low
+        assert same(halves.read(weight), before)
+        assert same(before, kept(values, dtype))
+
+
 # Buffers ----------------------------------------------------------------------------------------------------
 
 

@@ -101,7 +101,7 @@ def _traced(
 ) -> Explanation:
     trace = Trace(Decider(policy, _ruled(model, policy)), policy.dtype, Where(until=here()))
     handle = Prepared(model, policy, tells=False)  # a finding does
-    handle.release_originals()
+    handle.halves.drop()
     region = handle.autocast()
     trace.learn(model, (args, kwargs))
     with hooked(trace, [model]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,6 +20,7 @@ from mezzo.session.attach import AttachedPrecision
 from mezzo.session.refusals import wrong_options
 from mezzo.session.state import save
 from mezzo.tensors import LOW
+from mezzo.weights.models import show_fp32
 
 require_extra("lightning", "the precision plugin for Lightning needs lightning", "lightning.pytorch")
 
@@ -97,6 +98,7 @@ class MezzoPrecision(Precision):
         self.session: AttachedPrecision | None = None
         self._options: dict[str, Any] = {"on_overflow": on_overflow, "hold_schedulers": hold_schedulers}
         self._converted: dict[nn.Module, Prepared] = {}
+        self._undo = ExitStack()
         self._saved: dict[str, Any] = {}
         self._num_skipped: Tensor | None = None
 
@@ -105,7 +107,11 @@ class MezzoPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store a model as the policy says, before it is moved, wrapped and given optimizers."""
         if module not in self._converted:
-            self._converted[module] = prepare(_parts_of(module), self.policy)
+            self._converted[module] = prepared = prepare(_parts_of(module), self.policy)
+            if prepared.model is not module:  # which is what is saved, copied, and trained by the session
+                vars(module)["_mezzo_prepared"] = prepared
+                self._undo.callback(vars(module).pop, "_mezzo_prepared", None)
+                self._undo.callback(show_fp32(module, prepared.halves))
         if not hasattr(Strategy.setup_optimizer, "__wrapped__"):
             Strategy.setup_optimizer = _telling(Strategy.setup_optimizer)  # type: ignore[method-assign]
         return module
@@ -143,6 +149,7 @@ class MezzoPrecision(Precision):
         self._saved = self.state_dict()
         if self.session is not None:
             self.session.close()
+        self._undo.close()
         for prepared in self._converted.values():
             prepared.remove()
         self.session, self._converted = None, {}
@@ -151,9 +158,7 @@ class MezzoPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Enter the policy's region; FP32 values that were edited are read in it."""
-        if self.session is not None:
-            self.session.weights.settle()
+        """Enter the policy's region."""
         first, *others = self._converted.values() or [None]
         with self.session.autocast() if self.session else first.autocast(*others) if first else autocast(self.policy):
             yield

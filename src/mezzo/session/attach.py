@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
 from mezzo.cast import Prepared
 from mezzo.cast.device import fast_format
@@ -36,8 +34,6 @@ from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
-from mezzo.tensors import LOW
-from mezzo.weights.models import InFP32
 from mezzo.weights.views import inner_optimizers
 
 if TYPE_CHECKING:
@@ -132,51 +128,6 @@ def attach(
     )
 
 
-class _Binding:
-    """A function of torch's that goes through sessions. It is bound once, in whatever order they begin and end.
-
-    Args:
-        place: The class or module that has it.
-        name: Its name there.
-    """
-
-    def __init__(self, place: Any, name: str) -> None:
-        plain = vars(place)[name]
-        self._place, self._name, self._plain = place, name, plain
-        self._through: list[tuple[weakref.ref[AttachedPrecision], Callable[..., Any]]] = []
-
-        @_disable_dynamo  # which would trace what decides on the host
-        @functools.wraps(plain)
-        def bound(*args: Any, **kwargs: Any) -> Any:
-            call = plain
-            for here, through in tuple(self._through):  # a session may be dropped meanwhile
-                if (amp := here()) is not None and not amp.is_closed:
-                    call = functools.partial(through, amp, call)
-            return call(*args, **kwargs)
-
-        self.bound = bound
-        vars(bound)["binding"] = self
-        setattr(place, name, bound)
-
-    @classmethod
-    def of(cls, place: Any, name: str) -> _Binding:
-        """Return the one that stands there, or a new one: over what others have bound since, too."""
-        found = getattr(now := vars(place)[name], "binding", None)
-        return found if isinstance(found, cls) and found.bound is now else cls(place, name)
-
-    def join(self, here: weakref.ref[AttachedPrecision], call: Callable[..., Any]) -> Callable[[], None]:
-        """Have it go through a call that is given the session and the function; return what ends it."""
-        joined = here, call
-        self._through.append(joined)
-
-        def end() -> None:
-            self._through.remove(joined)
-            if not self._through and vars(self._place).get(self._name) is self.bound:
-                setattr(self._place, self._name, self._plain)
-
-        return end
-
-
 class AttachedPrecision(MixedPrecision):
     """A :class:`MixedPrecision` that a program's own calls drive; :func:`attach` returns one.
 
@@ -209,13 +160,8 @@ class AttachedPrecision(MixedPrecision):
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
         super().__init__(subjects, given, policy, **options)
-        # Apart, since it outlives a session that is dropped, and holds nothing of it.
-        self._names = contextlib.ExitStack()
-        weakref.finalize(self, self._names.close)
-        self._undo.callback(self._names.close)
         try:
             self._take_over(given)
-            self._bind_torchs(AveragedModel, "update_parameters", _averages)
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
@@ -238,11 +184,6 @@ class AttachedPrecision(MixedPrecision):
     def _bind_own(self, place: nn.Module | Optimizer, name: str, value: Any) -> None:
         """Bind a name on a module or an optimizer."""
         self._undo.callback(rebound(vars(place), name, value))
-
-    def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
-        """Have a function of torch's go through one here, which is given the session as long as there is one."""
-        if name in vars(place):
-            self._names.callback(_Binding.of(place, name).join(weakref.ref(self), call))
 
     # Optimizers -------------------------------------------------------------------------------------------
 
@@ -420,12 +361,6 @@ def _run(
 
 def _leaf(given: Any) -> Any:
     return getattr(given.node, "variable", given) if isinstance(given, GradientEdge) else given
-
-
-def _averages(amp: AttachedPrecision, plain: Callable[..., None], averaged: AveragedModel, model: nn.Module) -> None:
-    """Have an average of weights read FP32 values, unless it is stored low itself."""
-    is_low = any(param.dtype in LOW for param in averaged.module.parameters())
-    plain(averaged, model if is_low else InFP32(model, amp.engine.weights.halves()))
 
 
 def _refuse_scaler(

@@ -1,4 +1,4 @@
-"""Calls of models from outside: each runs in its policy's region, and returns FP32. Nothing else does both."""
+"""Calls of models from outside, each in its policy's region; and functions of torch's that go through sessions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import functools
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.cast import autocast
@@ -19,7 +21,7 @@ from mezzo.cast.nested import cast_floating
 from mezzo.policy import Policy
 from mezzo.tensors import tensors
 
-__all__ = ["Calls", "rebound"]
+__all__ = ["Binding", "Calls", "rebound"]
 
 
 class Calls:
@@ -108,6 +110,51 @@ def rebound(names: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
                 names[name] = before
 
     return put_back
+
+
+class Binding:
+    """A function of torch's that goes through sessions. It is bound once, in whatever order they begin and end.
+
+    Args:
+        place: The class or module that has it.
+        name: Its name there.
+    """
+
+    def __init__(self, place: Any, name: str) -> None:
+        plain = vars(place)[name]
+        self._place, self._name, self._plain = place, name, plain
+        self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []
+
+        @_disable_dynamo  # which would trace what decides on the host
+        @functools.wraps(plain)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            call = plain
+            for here, through in tuple(self._through):  # a session may be dropped meanwhile
+                if (amp := here()) is not None and not amp.is_closed:
+                    call = functools.partial(through, amp, call)
+            return call(*args, **kwargs)
+
+        self.bound = bound
+        vars(bound)["binding"] = self
+        setattr(place, name, bound)
+
+    @classmethod
+    def of(cls, place: Any, name: str) -> Binding:
+        """Return the one that stands there, or a new one: over what others have bound since, too."""
+        found = getattr(now := vars(place)[name], "binding", None)
+        return found if isinstance(found, cls) and found.bound is now else cls(place, name)
+
+    def join(self, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
+        """Have it go through a call that is given the session and the function; return what ends it."""
+        joined = here, call
+        self._through.append(joined)
+
+        def end() -> None:
+            self._through.remove(joined)
+            if not self._through and vars(self._place).get(self._name) is self.bound:
+                setattr(self._place, self._name, self._plain)
+
+        return end
 
 
 def _methods(kind: type) -> list[str]:

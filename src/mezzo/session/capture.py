@@ -16,7 +16,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -27,7 +26,8 @@ from mezzo.session.observers import Judged, Watched, observing, watching
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.tables import uploaded_once
-from mezzo.tensors import addresses, described, tensors, versions
+from mezzo.tensors import addresses, described, tensors
+from mezzo.weights.views import views_of
 
 __all__ = ["Captured", "CudaGraph", "capture"]
 
@@ -74,7 +74,8 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
             session; what the graph holds has changed.
         RuntimeError: Torch's, from the third or fourth call: a line of ``fn`` waits for the device.
 
-    **Cost**: the graph keeps the memory of one step's activations and gradients. A call: the copies of the batch, one
+    **Cost**: the graph keeps the memory of one step's activations and gradients, and with torch's optimizers over low
+    weights that of their FP32 views, 8 bytes a parameter. A call: the copies of the batch, one
     launch, some one-element kernels; no host sync.
 
     Example:
@@ -109,15 +110,15 @@ class _Recorded(Generic[R]):
         output: What the train step returned.
         outcomes: What each replay tells the account, with its numbers as one vector.
         scale: Where the graph reads the loss scale's state, and leaves the next one.
-        edited: The weights that the train step has written after its last step.
         holds: What the graph has of the session: see :func:`_held`.
+        memory: What else the graph writes: that of FP32 views, which a step without the graph may have others of.
     """
 
     output: R
     outcomes: list[tuple[StepOutcome, Tensor]]
     scale: Any
-    edited: list[Tensor]
     holds: dict[str, Any]
+    memory: list[Any]
 
 
 class Captured(Generic[R]):
@@ -139,6 +140,8 @@ class Captured(Generic[R]):
             optimizers: list[Any] = amp.engine.weights.optimizers
             for optimizer in optimizers:
                 optimizer._warned_capturable_if_run_uncaptured = True  # as its first steps are
+                if (views := views_of(optimizer)) is not None:
+                    views.keeps_memory = True
 
     def __repr__(self) -> str:
         return f"Captured({getattr(self._fn, '__qualname__', repr(self._fn))})"
@@ -164,31 +167,27 @@ class Captured(Generic[R]):
             self._warn(difference)
             engine.scaler.leave()
             placed = tree_map(batch.placed, (args, kwargs))
-            return graph.run(lambda: self._run(placed)[0])
+            return graph.run(lambda: self._run(placed))
         batch.take(args, kwargs)
         waits = self._recorded is None and any(map(_lacks_momentum, engine.weights.optimizers))
         if waits or self._calls < _FIRST:
             self._calls += 1
             is_last = self._calls >= _FIRST and not waits
             with _noting() if is_last else nullcontext():
-                return graph.run(lambda: self._run(batch.arguments)[0], refuses_syncs=is_last)
+                return graph.run(lambda: self._run(batch.arguments), refuses_syncs=is_last)
         if self._recorded is None:
             with _noting():
                 self._recorded = self._record(graph, batch)
         else:
             _refuse_changes(self._recorded.holds, _held(engine))
             engine.scaler.enter(self._recorded.scale)
-            self._prepare()
+            self._upload()
         return self._replay(graph, self._recorded)
 
     # A call ------------------------------------------------------------------------------------------------
 
-    def _run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[R, list[Tensor]]:
-        """Run the train step, and refuse what no graph could follow.
-
-        Returns:
-            What it returned, and the weights that it has written after its last step.
-        """
+    def _run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> R:
+        """Run the train step, refuse what no graph could follow, and return what it returned."""
         engine, (args, kwargs) = self._amp.engine, arguments
         looks, before = _Looks(self, engine), _options(engine.weights.optimizers, counts_writes=True)
         engine.is_captured = True
@@ -205,18 +204,18 @@ class Captured(Generic[R]):
                 why="Python runs only until the graph is recorded: a scheduler inside would never step again",
                 write="scheduler.step() after each call of the captured step",
             )
-        return output, looks.edited()
+        return output
 
     def _record(self, graph: CudaGraph, batch: _Batch) -> _Recorded[R]:
         """Go through a step while its kernels are recorded; nothing is computed before the first replay."""
         engine = self._amp.engine
         raise_together(_problems(engine))
         engine.clear()
-        self._prepare()
+        self._upload()
         scaler, before, scale = engine.scaler, engine.scaler.state, engine.scaler.tensors()
         outcomes: list[tuple[StepOutcome, Tensor]] = []
 
-        def run() -> tuple[R, list[Tensor]]:
+        def run() -> R:
             # A copy: what steps say of the scale that they had must outlive the next one.
             scaler.hold(scale.clone(), in_graph=True)
             found = self._run(batch.arguments)
@@ -227,7 +226,7 @@ class Captured(Generic[R]):
         engine.account.kept = outcomes
         try:
             with uploaded_once() as upload:
-                output, edited = graph.record(run)
+                output = graph.record(run)
             upload()
         except BaseException:
             # No kernel has run: what Python has of this step is forgotten, and the session is as it was.
@@ -237,25 +236,22 @@ class Captured(Generic[R]):
             raise
         finally:
             engine.account.kept = None
-        return _Recorded(output=output, outcomes=outcomes, scale=scale, edited=edited, holds=_held(engine))
+        views = filter(None, map(views_of, engine.weights.optimizers))
+        memory = [part for each in views for part in each.parts]
+        return _Recorded(output=output, outcomes=outcomes, scale=scale, holds=_held(engine), memory=memory)
 
-    def _prepare(self) -> None:
-        """Bring over what has changed on the host since the last step: hyper-parameters, edited weights. No sync."""
-        weights = self._amp.engine.weights
-        for keeper in weights.keepers():
-            keeper.take_edits()
-        for optimizer in one_pass(weights.optimizers):
+    def _upload(self) -> None:
+        """Bring over the hyper-parameters that have changed on the host since the last step. No sync."""
+        for optimizer in one_pass(self._amp.engine.weights.optimizers):
             optimizer.upload()
 
     def _replay(self, graph: CudaGraph, recorded: _Recorded[R]) -> R:
         engine = self._amp.engine
         with torch.no_grad():
             graph.replay()
-            increment_version(recorded.edited)  # a replay counts none up, and masters take over what was edited
             for outcome, packed in recorded.outcomes:
                 engine.account.note(outcome, packed)
         engine.weights.forget_casts()
-        engine.weights.restored.clear()
         stepped: list[Any] = engine.weights.optimizers
         for optimizer in stepped:
             optimizer._opt_called = True  # or schedulers warn that nothing has stepped
@@ -301,9 +297,6 @@ class _Looks:
 
     def __init__(self, captured: Captured[Any], engine: Engine) -> None:
         self._captured, self._engine, self._steps = captured, engine, 0
-        models = [t for model in engine.weights.models for t in (*model.parameters(), *model.buffers())]
-        self._tensors = list({id(t): t for t in (*models, *engine.weights.updated())}.values())
-        self._versions = versions(self._tensors)
 
     def __repr__(self) -> str:
         return repr(self._captured)
@@ -322,14 +315,8 @@ class _Looks:
         """Gradients are the graph's own."""
 
     def stepped(self, engine: Watched, step: Step) -> None:
-        """Take note of what was written until now."""
+        """Take note of a step."""
         self._steps += 1
-        self._versions = versions(self._tensors)
-
-    def edited(self) -> list[Tensor]:
-        """Return the weights that were written in place after the last step."""
-        now = versions(self._tensors)
-        return [t for t, one, two in zip(self._tensors, self._versions, now, strict=True) if one != two]
 
     def require_step(self) -> None:
         """Refuse a train step that only Python could continue.
@@ -501,12 +488,15 @@ def _held(engine: Engine) -> dict[str, Any]:
 
     **Cost**: a look at each parameter and each tensor of optimizer state, some 0.1 µs each.
     """
-    weights = engine.weights
+    weights, stored = engine.weights, engine.weights.stored()
     found: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm}
     for number, model in enumerate(weights.models):
         name = f"{type(model).__name__}, model {number}"
         found[f"parameters and buffers of {name}"] = addresses([*model.parameters(), *model.buffers()])
         found[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
+        found[f"low halves of {name}"] = addresses(
+            [halves.rest_of(param) for param in model.parameters() for halves in [stored.get(param)] if halves]
+        )
         found[f"training of {name}"] = [module.training for module in model.modules()]
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"

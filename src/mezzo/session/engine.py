@@ -65,6 +65,7 @@ class Engine(Writes):
             own, which look at them by calls of their own.
         waits: Whether the scale moves in :meth:`update` alone, as a ``GradScaler``'s does; else a step moves it, once
             no other window waits with gradients of the same scale.
+        is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
         under_way: The backward pass that runs now, or who runs it; ``None`` between passes.
     """
 
@@ -83,7 +84,7 @@ class Engine(Writes):
         self.account = StepAccount(scaler.config, scaler.state.scale, weights.name_of, ranks)
         self.windows: list[Window] = []
         self.observers: list[StepObserver] = []
-        self.waits = False
+        self.waits = self.is_captured = False
         self.under_way: object = None
         self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
         self._is_told = self._has_warned = False

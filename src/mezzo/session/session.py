@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from mezzo.cast import Prepared, region
 from mezzo.distributed.exchange import Ranks
@@ -18,6 +20,7 @@ from mezzo.errors import PolicyError, StateError, raise_together
 from mezzo.policy import Policy
 from mezzo.scale.scaler import Scaler
 from mezzo.session import state
+from mezzo.session.calls import Binding
 from mezzo.session.engine import Engine
 from mezzo.session.overflows import reaction
 from mezzo.session.passes import refuse_scaled, unscaled, walked
@@ -27,7 +30,9 @@ from mezzo.session.stats import Stats, Step
 from mezzo.session.update import guarded
 from mezzo.session.weights import Weights, handles_of
 from mezzo.step.executors.choose import shared
+from mezzo.tensors import LOW
 from mezzo.weights.halves import owner_of
+from mezzo.weights.models import InFP32
 from mezzo.weights.views import Views, views_of
 
 if TYPE_CHECKING:
@@ -119,6 +124,12 @@ class MixedPrecision:
             self._undo.callback(end)
             if looks is not None:
                 self.engine.observers.append(looks)
+            # Apart, since it outlives a session that is dropped, and holds nothing of it.
+            self._names = contextlib.ExitStack()
+            weakref.finalize(self, self._names.close)
+            self._undo.callback(self._names.close)
+            if self.weights.stored():
+                self._bind_torchs(AveragedModel, "update_parameters", _averages)
         except BaseException:
             self._undo.close()
             raise
@@ -135,6 +146,11 @@ class MixedPrecision:
             why="another optimizer would have no hooks, and would never update its model",
             write="MixedPrecision(copy.deepcopy(model), new_optimizer, policy); or torch.save(amp.state_dict(), path)",
         )
+
+    def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
+        """Have a function of torch's go through one here, which is given the session as long as there is one."""
+        if name in vars(place):
+            self._names.callback(Binding.of(place, name).join(weakref.ref(self), call))
 
     def _require_open(self, call: str) -> None:
         if self._is_closed:
@@ -310,7 +326,8 @@ class MixedPrecision:
     def unscale_(self, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Make the gradients FP32 and unscaled now, so that they can be looked at or edited before ``step``.
 
-        Any edit, in place or assigned, is honoured by ``step``. An overflow that is found here skips the step, whatever is done to the gradients after.
+        Any edit, in place or assigned, is honoured by ``step``. An overflow that is found here skips the step, whatever
+        is done to the gradients after.
 
         Args:
             optimizers: Whose gradients; all when omitted.
@@ -442,3 +459,9 @@ class MixedPrecision:
             self.engine.clear()
             self._undo.close()
             self._is_closed = True
+
+
+def _averages(amp: MixedPrecision, plain: Callable[..., None], averaged: AveragedModel, model: nn.Module) -> None:
+    """Have an average of weights read FP32 values, unless it is stored low itself."""
+    is_low = any(param.dtype in LOW for param in averaged.module.parameters())
+    plain(averaged, model if is_low else InFP32(model, amp.engine.weights.halves()))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Stateful"]
 
-_NameOf: TypeAlias = Callable[[Tensor], str]
 #: What a parameter group is saved without: its parameters have names.
 _NOT_SAVED: Final = ("params", "param_names")
 
@@ -31,9 +31,9 @@ _NOT_SAVED: Final = ("params", "param_names")
 class Stateful:
     """Model, optimizers and session, as ``torch.distributed.checkpoint`` takes them.
 
-    Its state is the same whatever the policy, the way of keeping FP32 values and the number of ranks: FP32 weights and
-    the optimizers' state by the names of parameters, as plain tensors or DTensors. So it loads with as many ranks, bit
-    for bit, with more or fewer, sharded or not, and under another policy that stands for the same weights.
+    Its state is the same whatever the policy and the number of ranks: FP32 weights and the optimizers' state by the
+    names of parameters, as plain tensors or DTensors. So it loads with as many ranks, bit for bit, with more or fewer,
+    sharded or not, and under another policy that stands for the same weights.
 
     Args:
         engine: The session's.
@@ -66,7 +66,7 @@ class Stateful:
         session, names, halves = save(engine, self._policy, weights=False), weights.names(), weights.halves()
         require_between_steps(engine, "stateful().state_dict()")
         model = {name: _exact(value, halves) for name, value in weights.named_state()}
-        pairs = [_saved(optimizer, lambda tensor: names[id(tensor)]) for optimizer in weights.optimizers]
+        pairs = [_saved(optimizer, names) for optimizer in weights.optimizers]
         session |= {
             "parameters": {name: described(model[name]) for name, _ in weights.named_params()},
             "optimizers": [rest for _, rest in pairs],
@@ -86,22 +86,17 @@ class Stateful:
             require_between_steps(engine, "stateful().load_state_dict()")
         session = dict(_session_of(state_dict))
         model, states, rests = state_dict["model"], state_dict.get("optimizers", {}), session.pop("optimizers")
-        names = weights.names()
-
-        def name_of(tensor: Tensor) -> str:
-            return names[id(tensor)]
-
-        known = weights.optimizers
+        names, known = weights.names(), weights.optimizers
         triples = [(each, states.get(str(i), {}), rests[i]) for i, each in enumerate(known) if i < len(rests)]
         others = [f"{len(rests)} optimizers → {len(known)}"] if len(rests) != len(known) else []
         others += _other_tensors(engine, model)
-        others += [line for triple in triples for line in _differences(triple[0], name_of, *triple[1:])]
+        others += [line for triple in triples for line in _differences(triple[0], names, *triple[1:])]
         check(engine, session, others)
         for module in weights.models:
             own, keys = module.state_dict(keep_vars=True), weights.keys_of(module)
             module.load_state_dict({key: _lying_as(model[name], own[key]) for key, name in keys.items()})
         for optimizer, state, rest in triples:
-            _give(optimizer, name_of, state, rest)
+            _give(optimizer, names, state, rest)
         load_checked(engine, self._policy, session)
 
 
@@ -145,11 +140,12 @@ def _form(value: Any) -> str:
 # The state of optimizers by the names of parameters -----------------------------------------------------------
 
 
-def _saved(optimizer: Optimizer, name_of: _NameOf) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Return an optimizer's tensors by the names of its parameters, and all the rest.
 
     What an optimizer makes only in its first step is there before, too, so that a checkpoint can be read into a new
-    session; the rest says which parameters have not begun yet. Nothing of the optimizer is changed.
+    session; the rest says which parameters have not begun yet. Nothing of the optimizer is changed, as it would be by
+    the step that ``torch.distributed.checkpoint.state_dict`` lets it take.
 
     Raises:
         UnsupportedError: State that cannot be read back by name.
@@ -157,28 +153,30 @@ def _saved(optimizer: Optimizer, name_of: _NameOf) -> tuple[dict[str, dict[str, 
     **Cost**: a copy of the state.
     """
     packed = optimizer.state_dict()
-    pairs = list(zip(optimizer.param_groups, packed["param_groups"], strict=True))
-    params = {i: param for mine, group in pairs for param, i in zip(mine["params"], group["params"], strict=True)}
     found: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Any] = {"groups": [], "fresh": [], "values": {}}
-    for mine, group in pairs:
+    for mine, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         options = {key: _plain(value) for key, value in group.items() if key not in _NOT_SAVED}
-        rest["groups"].append({"names": [name_of(param) for param in mine["params"]], "options": options})
-    for index, param in params.items():
-        name, state = name_of(param), packed["state"].get(index, {})
-        if not state and param.requires_grad:
-            state = _first_state(optimizer, param)
-            rest["fresh"].append(name)
-        found[name] = {key: value.detach().clone() for key, value in state.items() if isinstance(value, Tensor)}
-        rest["values"][name] = values = {key: value for key, value in state.items() if key not in found[name]}
-        if nested := [key for key, value in values.items() if next(tensors(value), None) is not None]:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} keeps tensors in nested containers",
-                where=f"{name}: {some_of(nested)}",
-                why="there may be another number of them where they are loaded",
-                write="mezzo.save and mezzo.load of the state dicts of model, optimizer and session, in one process",
-            )
+        rest["groups"].append({"names": _named(mine, names), "options": options})
+        for name, param, index in zip(_named(mine, names), mine["params"], group["params"], strict=True):
+            state = packed["state"].get(index, {})
+            if not state and param.requires_grad:
+                state = _first_state(optimizer, mine, param)
+                rest["fresh"].append(name)
+            found[name] = {key: value.detach().clone() for key, value in state.items() if isinstance(value, Tensor)}
+            rest["values"][name] = values = {key: value for key, value in state.items() if key not in found[name]}
+            if nested := [key for key, value in values.items() if next(tensors(value), None) is not None]:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} keeps tensors in nested containers",
+                    where=f"{name}: {some_of(nested)}",
+                    why="there may be another number of them where they are loaded",
+                    write="mezzo.save and mezzo.load of the state dicts of model, optimizer and session: one process",
+                )
     return found, rest
+
+
+def _named(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
+    return [names[id(param)] for param in group["params"]]
 
 
 def _plain(value: Any) -> Any:
@@ -186,28 +184,23 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _first_state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """Return state as an optimizer makes it for a parameter in its first step, of which only the form counts.
 
-    Its class takes that step with zeros in the parameter's place, and with none of its hooks.
+    Its class takes that step with FP32 zeros in the parameter's place, and with none of its hooks.
     """
-    kind: Any = type(optimizer)
-    trial = object.__new__(kind)
-    for name, value in vars(optimizer).items():
-        if not (callable(value) and hasattr(kind, name)):  # step and the like, as schedulers and frameworks bind them
-            setattr(trial, name, OrderedDict() if name.endswith("_hooks") else value)
-    zeros = torch.zeros_like(param, requires_grad=True)
-    zeros.grad = torch.zeros_like(param)
-    group = next(group for group in optimizer.param_groups if any(param is each for each in group["params"]))
+    zeros = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32), requires_grad=True)
+    zeros.grad = torch.zeros_like(zeros)
+    trial: Any = object.__new__(type(optimizer))
+    vars(trial).update(vars(optimizer))
     trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [zeros]}]
-    step = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # nor hooks of all optimizers
     try:
         with torch.no_grad():
-            step(trial)
+            inspect.unwrap(type(trial).step)(trial)
     except Exception as error:
         raise UnsupportedError(
             "the optimizer does not say what it keeps before its first step",
-            where=f"{kind.__name__}, a parameter of shape {tuple(param.shape)}",
+            where=f"{type(optimizer).__name__}, a parameter of shape {tuple(param.shape)}",
             why=f"{type(error).__name__}: {error}".partition("\n")[0],
             write="one step of the session first",
         ) from error
@@ -216,42 +209,34 @@ def _first_state(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
 
 
 def _differences(
-    optimizer: Optimizer, name_of: _NameOf, state: Mapping[str, Any], rest: Mapping[str, Any]
+    optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any], rest: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield why a saved state is not this optimizer's."""
-    mine = {frozenset(map(name_of, group["params"])) for group in optimizer.param_groups}
+    mine = {frozenset(_named(group, names)) for group in optimizer.param_groups}
     theirs = {frozenset(group["names"]) for group in rest["groups"]}
-    yield from (f"a parameter group of {some_of(names)} → none" for names in sorted(map(sorted, theirs - mine)))
-    yield from (f"no parameter group → one of {some_of(names)}" for names in sorted(map(sorted, mine - theirs)))
-    for name, param in _named(optimizer, name_of):
-        held = optimizer.state.get(param, {})
-        for key, value in state.get(name, {}).items():
+    yield from (f"a parameter group of {some_of(group)} → none" for group in sorted(map(sorted, theirs - mine)))
+    yield from (f"no parameter group → one of {some_of(group)}" for group in sorted(map(sorted, mine - theirs)))
+    for param, held in optimizer.state.items():
+        for key, value in state.get(name := names.get(id(param), ""), {}).items():
             if isinstance(mine_now := held.get(key), Tensor) and value.shape != mine_now.shape:
                 yield f"{key} of {name}: {list(value.shape)} → {list(mine_now.shape)}"
 
 
-def _give(optimizer: Optimizer, name_of: _NameOf, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+def _give(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
     """Give an optimizer a saved state in which :func:`_differences` finds nothing."""
     options = {frozenset(group["names"]): group["options"] for group in rest["groups"]}
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        held = {key: value for key, value in group.items() if key != "params"}
-        loaded = options[frozenset(map(name_of, group["params"]))]
-        groups.append({**held, **{key: _as(value, held.get(key)) for key, value in loaded.items()}})
-        start = sum(len(each["params"]) for each in groups[:-1])
-        groups[-1]["params"] = list(range(start, start + len(group["params"])))
-    packed: dict[int, Any] = {}
-    for place, (name, param) in enumerate(_named(optimizer, name_of)):
-        if name not in rest["fresh"]:
+    packed = optimizer.state_dict()
+    packed["state"] = {}
+    for mine, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        loaded = options[frozenset(_named(mine, names))]
+        group.update({key: _as(value, mine.get(key)) for key, value in loaded.items()})
+        for name, param, index in zip(_named(mine, names), mine["params"], group["params"], strict=True):
             # Copies: torch's optimizers would share memory with what was loaded.
             found = {key: _lying_as(value, param).clone() for key, value in state.get(name, {}).items()}
-            if values := copy.deepcopy(rest["values"].get(name, {})) | found:
-                packed[place] = values
-    optimizer.load_state_dict({"state": packed, "param_groups": groups})
-
-
-def _named(optimizer: Optimizer, name_of: _NameOf) -> Iterator[tuple[str, Tensor]]:
-    return ((name_of(param), param) for group in optimizer.param_groups for param in group["params"])
+            values = copy.deepcopy(rest["values"].get(name, {})) | found
+            if values and name not in rest["fresh"]:
+                packed["state"][index] = values
+    optimizer.load_state_dict(packed)
 
 
 def _as(value: Any, mine: Any) -> Any:

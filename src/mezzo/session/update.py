@@ -42,7 +42,6 @@ class Writes:
         weights: The models and optimizers.
         steps_by: What steps with an optimizer whose ``step`` is taken over.
         is_stepping: Whether optimizers step on the engine's behalf now.
-        is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
         broken: The optimizer that has raised in the middle of an update; empty where none has.
         num_hooks: How many hooks before an optimizer's step are the engine's, which raise and write nothing there.
     """
@@ -50,7 +49,7 @@ class Writes:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.steps_by: dict[Optimizer, Callable[..., Any]] = {}
-        self.is_stepping, self.is_captured, self.broken, self.num_hooks = False, False, "", 0
+        self.is_stepping, self.broken, self.num_hooks = False, "", 0
         self._strangers: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
     def shares_nothing(self, optimizer: Optimizer) -> bool:
@@ -132,7 +131,6 @@ class Writes:
             if each in views:
                 views[each].multiplier = None if verdict.is_one else verdict.multiplier
                 views[each].found_inf = verdict.found_inf if each in on_device else None
-                views[each].keeps_memory = self.is_captured
         others = [each for each in stepping if each not in multiplying and each not in views]
         if others and not verdict.is_one:
             params = {id(param): param for other in others for param in self.weights.updated(other)}

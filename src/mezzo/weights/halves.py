@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mezzo.errors import StateError
 from mezzo.shards import placed, sharded_as
 from mezzo.step.split import decode, encode_into, refuse_beyond
-from mezzo.tensors import described, is_distributed, local
+from mezzo.tensors import LOW, described, is_distributed, local
 
 #: A storage, which is not kept alive, and where in it.
 _Memory: TypeAlias = tuple[StorageWeakRef, int | torch.SymInt]
@@ -34,19 +34,20 @@ class _Held:
         before: The dtype that it had.
         low: The dtype that it has.
         rest: int16, of a DTensor of this rank's part: the low half; ``None`` where the high half is the value.
+        memory: Where the high half lies.
         memory_before: The memory that it had.
         version: Of a buffer: how often it had been written when the rest was made. A rest belongs to what was encoded.
-        home: The memory where the high half lies as a rule; ``None`` before it is stored.
-        rest_at_home: What belongs to it, while the tensor has been given other memory.
+        left: Where it has lain before the tensor was given other memory, and the rest that belongs to what lies there:
+            as long as a program keeps that.
     """
 
     before: torch.dtype
     low: torch.dtype
     rest: Tensor | None
     memory_before: _Memory
-    home: _Memory | None = None
+    memory: _Memory | None = None
     version: int | None = None
-    rest_at_home: Tensor | None = None
+    left: list[tuple[_Memory | None, Tensor]] = field(default_factory=list)
 
 
 class Halves:
@@ -115,7 +116,7 @@ class Halves:
             self._held[tensor] = held = _Held(tensor.dtype, dtype, rest, _memory_of(tensor))
             if tensor.dtype != dtype:
                 give(tensor, high)
-            held.home = _memory_of(tensor)
+            held.memory = _memory_of(tensor)
             if not isinstance(tensor, nn.Parameter):
                 held.version = tensor._version
         self._note()
@@ -134,7 +135,7 @@ class Halves:
     def drop(self) -> None:
         """Give up the low halves: from now on what a tensor holds is its value."""
         for held in self._held.values():
-            held.rest = held.rest_at_home = None
+            held.rest, held.left = None, []
         self.num_replaced += 1
 
     def move(self, to: Mapping[Tensor, Tensor]) -> None:
@@ -149,7 +150,7 @@ class Halves:
             held = self._held.pop(old)
             if held.rest is not None:
                 held.rest = local(placed(held.rest, new)).clone()
-            held.home = _memory_of(new)
+            held.memory = _memory_of(new)
             self._held[new] = held
         self._note()
 
@@ -171,11 +172,11 @@ class Halves:
     def rest_of(self, tensor: Tensor) -> Tensor:
         """Return the low half of a tensor, int16, of a DTensor of this rank's part: for what writes both halves."""
         held, here = self._held[tensor], local(tensor)
-        if held.rest_at_home is not None:
+        if held.left:
             self.settle()
         assert held.rest is not None, "asked of what has_rest()"
         if held.rest.device != here.device:  # model.to(device)
-            held.rest, held.home = held.rest.to(here.device), _memory_of(tensor)
+            held.rest, held.memory = held.rest.to(here.device), _memory_of(tensor)
             self.num_replaced += 1
         if held.version is not None and held.version != tensor._version:
             held.rest.zero_()
@@ -187,7 +188,7 @@ class Halves:
         return {
             memory[0]
             for held in self._held.values()
-            for memory in (held.home, held.memory_before)
+            for memory in (held.memory, held.memory_before)
             if memory is not None
         }
 
@@ -212,8 +213,8 @@ class Halves:
 
         Args:
             tensor: The tensor.
-            value: Of its shape; a DTensor, or whole, for a DTensor. In FP32 it is kept whole. In the tensor's own dtype
-                it leaves the FP32 value of each element that holds it already.
+            value: Of its shape; a DTensor, or whole, for a DTensor. In FP32 it is kept whole. In a low dtype it leaves
+                the FP32 value of each element that rounds to it already.
             copies: Whether the tensor is about to be copied onto itself, as ``load_state_dict`` does.
 
         Raises:
@@ -228,8 +229,10 @@ class Halves:
             )
         self.settle()
         held, value = self._held[tensor], placed(value.detach().to(tensor.device), tensor)
-        if value.dtype == held.low and held.rest is not None:
-            value = torch.where(tensor == value, self.read(tensor), value.to(torch.float32))
+        if value.dtype in LOW and held.rest is not None:
+            exact = self.read(tensor)
+            is_same = tensor == value if value.dtype == held.low else exact.to(value.dtype) == value
+            value = torch.where(is_same, exact, value.to(torch.float32))
         value = value.to(torch.float32)
         refuse_beyond(local(value), held.low)
         if held.rest is None:
@@ -245,7 +248,7 @@ class Halves:
         """Put a saved low half beside what a tensor holds now; a DTensor's lies as the tensor, or is whole."""
         held, rest = self._held[tensor], placed(rest.to(tensor.device), tensor)
         self.rest_of(tensor).copy_(local(rest))
-        held.rest_at_home = None
+        held.left = []
         if held.version is not None:
             held.version = tensor._version
 
@@ -266,19 +269,27 @@ class Halves:
             if tensor.dtype != held.low:
                 high, rest = _encoded(tensor, held.low)
                 if held.rest is not None:
-                    held.rest_at_home = held.rest_at_home if held.rest_at_home is not None else held.rest
+                    held.left.append((held.memory, held.rest))
                     held.rest = rest
                 give(tensor, high)
-            elif held.rest_at_home is not None and _memory_of(tensor) == held.home:
-                held.rest, held.rest_at_home = held.rest_at_home, None
-        self._are_away = any(held.rest_at_home is not None for held in self._held.values())
+                held.memory = _memory_of(tensor)
+            elif held.left and held.rest is not None:
+                now, before = _memory_of(tensor), (held.memory, held.rest)
+                held.memory, held.rest = next((each for each in held.left if each[0] == now), before)
+                held.left.append(before)
+            held.left = [each for each in held.left if each[0] != held.memory and _lives(each[0])]
+        self._are_away = any(held.left for held in self._held.values())
         self.num_replaced += 1
 
 
 def _memory_of(tensor: Tensor) -> _Memory:
     """Return what no other memory equals as long as this is kept: an address that is free is given to the next."""
     here = local(tensor)
-    return StorageWeakRef(here.untyped_storage()), here.storage_offset()  # type: ignore[no-untyped-call]
+    return StorageWeakRef(here.untyped_storage()), int(here.storage_offset())  # type: ignore[no-untyped-call]
+
+
+def _lives(memory: _Memory | None) -> bool:
+    return memory is not None and not bool(memory[0].expired())  # type: ignore[no-untyped-call]
 
 
 def owner_of(tensor: Tensor, among: Sequence[Halves]) -> Halves | None:

@@ -40,6 +40,8 @@ def show_fp32(model: nn.Module, halves: Halves) -> Callable[[], None]:
     """
     undo, hook = ExitStack(), _StateHook(halves, model)
     for module in model.modules():
+        if halves in halves_in(module):  # as part of another model that has the same halves
+            continue
         undo.callback(module.register_state_dict_post_hook(hook).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(hook.load).remove)  # type: ignore[no-untyped-call]
         owners = vars(module).setdefault("_mezzo_halves", [])

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
@@ -169,12 +170,14 @@ class Views:
                 self._end_loading()
 
         for name, value in (("step", step), ("load_state_dict", load_state_dict)):
-            method = MethodType(value, optimizer)
+            method, before = MethodType(value, optimizer), vars(optimizer).get(name)  # as a program has bound it
             setattr(optimizer, name, method)
 
-            def put_back(name: str = name, method: MethodType = method) -> None:
+            def put_back(name: str = name, method: MethodType = method, before: Any = before) -> None:
                 if vars(optimizer).get(name) is method:
                     delattr(optimizer, name)
+                    if before is not None:
+                        setattr(optimizer, name, before)
 
             self._undo.append(put_back)
 
@@ -182,6 +185,11 @@ class Views:
         """Leave the optimizer as it was built, over the model's parameters, with its state."""
         while self._undo:
             self._undo.pop()()
+
+    @property
+    def parts(self) -> list[Any]:
+        """What was FP32 one after the other in the last step: whoever holds these holds the views' memory."""
+        return self._planned[1]
 
     @property
     def is_open(self) -> bool:
@@ -245,14 +253,14 @@ class Views:
 
         return evaluate
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def _take(self, part: _Part) -> None:
         self._open = part
         part.take(self.multiplier, self.found_inf)
         _exchange(part.lists, 2)
         self._rekey(part.pairs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def _close(self) -> None:
         """Store what the views hold, and put the parameters back."""
         part, self._open = self._open, None

@@ -189,6 +189,20 @@ def test_the_models_and_the_sessions_state_load_into_the_same_graph(make, bits):
     assert loop.graph.replays == 14 - FIRST
 
 
+def test_weights_that_are_shown_in_fp32_between_replays_are_read_by_the_same_graph(bits):
+    """The block has views of its own, in other memory than the graph's."""
+
+    def between(loop, number):
+        if number in (1, 5, 6):
+            with loop.amp.fp32(loop.optimizer), torch.no_grad():
+                for group in loop.optimizer.param_groups:
+                    torch._foreach_mul_(group["params"], 1 - 1e-4)
+
+    eager, captured, loop = both(lambda: Loop(make=OPTIMIZERS["torch"]), batches(range(9), bad=(4,)), between)
+    assert bits(eager) == bits(captured)
+    assert loop.graph.replays == 9 - FIRST
+
+
 # What it refuses ------------------------------------------------------------------------------------------
 
 
@@ -198,6 +212,10 @@ def load(loop):
 
 def move(loop):
     loop.model[0].weight.data = loop.model[0].weight.data.clone()
+
+
+def swap(loop):
+    loop.model[0].weight.data = loop.model[0].weight.data.float()
 
 
 def grow(loop):
@@ -237,6 +255,7 @@ def new_rate(loop):
 CHANGES = {
     load: ("adamw", r"where  state of AdamW, optimizer 0\n"),
     move: ("adamw", r"where  parameters and buffers of Sequential, model 0\n(?s:.*)once more"),
+    swap: ("torch", r"where  parameters and buffers of Sequential, model 0\n +low halves of Sequential, model 0\n"),
     grow: ("adamw", r"where  parameters and buffers of Sequential, model 0\n(?s:.*)what AdamW, optimizer 0 updates\n"),
     replace: ("adamw", r"where  hyper-parameters of AdamW, optimizer 0\n"),
     freeze: ("adamw", r"where  requires_grad of Sequential, model 0\n"),

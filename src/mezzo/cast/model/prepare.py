@@ -108,7 +108,7 @@ class Prepared:
 
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
         require_module(model)
-        self.asked, self.in_session = policy, False
+        self.asked, self.in_session, self._is_removed = policy, False, False
         policy = with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
         self.casts = WeightCasts()
@@ -133,8 +133,10 @@ class Prepared:
         try:
             self._carry_out()
             if waits:
-                vars(model)["_mezzo_prepared"] = self
-                self._undo.callback(vars(model).pop, "_mezzo_prepared", None)
+                for module in model.modules():
+                    handles = vars(module).setdefault("_mezzo_prepared", [])
+                    handles.append(self)
+                    self._undo.callback(_forget, module, handles, self)
         except BaseException:
             self.remove()
             raise
@@ -229,7 +231,7 @@ class Prepared:
             StateError: Another session has it; it was removed; its tensors were cast or replaced, or hold gradients.
         """
         kind = type(self.model).__name__
-        if not self._hooks:
+        if self._is_removed:
             raise StateError("the preparation was removed", where=kind, write="mezzo.prepare(model, policy) again")
         if self.in_session:
             raise StateError(
@@ -237,6 +239,7 @@ class Prepared:
             )
         sharding.reshard(sharding.units(self.model))
         self.follow()
+        self.halves.settle()
         raise_together(changes_since(self.model, self.policy, self._storage))
 
     def follow(self) -> None:
@@ -287,6 +290,7 @@ class Prepared:
                 write="amp.close(), then prepared.remove()",
             )
         self.follow()
+        self._is_removed = True
         self._undo.close()
         for hook in self._hooks:
             hook.remove()
@@ -302,6 +306,12 @@ class Prepared:
         self._widened.clear()
         if is_sharded:
             sharding.refresh(self.model)
+
+
+def _forget(module: nn.Module, handles: list[Prepared], mine: Prepared) -> None:
+    handles.remove(mine)
+    if not handles:
+        vars(module).pop("_mezzo_prepared", None)
 
 
 def with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:

@@ -121,13 +121,6 @@ def changes_since(model: nn.Module, policy: Policy, storage: Mapping[Tensor, tor
     """
     named = [(path, tensor) for tensor, path, _ in stored_tensors(model)]
     params = [(path, tensor) for path, tensor in named if isinstance(tensor, nn.Parameter)]
-    if cast := [f"{path} ({dtype_name(t.dtype)})" for path, t in named if t.dtype != storage.get(t, t.dtype)]:
-        yield StateError(
-            "a prepared model was cast",
-            where=some_of(cast),
-            why="its tensors are not stored as the policy says",
-            write="no .float() or .half() between mezzo.prepare and the session",
-        )
     if policy.param_dtype == torch.float32:
         return
     if new := [path for path, param in params if param not in storage]:
@@ -270,7 +263,8 @@ def _is_lost(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def preparations_in(model: nn.Module) -> list[Any]:
     """Return the handles of all models that :func:`mezzo.prepare` has prepared in this one, or of parts of them."""
-    return [vars(module)["_mezzo_prepared"] for module in model.modules() if "_mezzo_prepared" in vars(module)]
+    found = (handle for module in model.modules() for handle in vars(module).get("_mezzo_prepared", ()))
+    return list({id(handle): handle for handle in found}.values())
 
 
 def do_not_fit(names: Sequence[str], dtype: torch.dtype) -> UnsupportedError:
