@@ -224,6 +224,16 @@ _CLOSURES = in_file(
 
 _ATTACH = (
     *in_file(
+        "session/calls.py",
+        (
+            "attach: names of torch's stay bound where the first session ends first",
+            "return found if isinstance(found, cls) and found.bound is now else cls(place, name)",
+            "return cls(place, name)",
+            "tests/session/test_attach.py::test_names_are_given_back_in_whatever_order_sessions_end",
+            "each session would leave a frame in every later call, until Python's recursion ends",
+        ),
+    ),
+    *in_file(
         "session/passes.py",
         (
             "attach: a power of the scale in penalties",
@@ -312,13 +322,6 @@ _ATTACH = (
             "a warm-up would end early by each skipped step",
         ),
         (
-            "attach: names of torch's stay bound where the first session ends first",
-            "return found if isinstance(found, cls) and found.bound is now else cls(place, name)",
-            "return cls(place, name)",
-            "tests/session/test_attach.py::test_names_are_given_back_in_whatever_order_sessions_end",
-            "each session would leave a frame in every later call, until Python's recursion ends",
-        ),
-        (
             "attach: a GradScaler scales besides",
             "    if is_known and scaler.is_enabled() and not isinstance(scaler, SessionScaler)",
             "    if False and not isinstance(scaler, SessionScaler)",
@@ -395,13 +398,6 @@ _CAPTURE = in_file(
         "",
         "tests/session/capture/test_replays.py::test_what_a_replay_would_not_follow_is_refused",
         "freed memory would be trained, or an old learning rate, without a word",
-    ),
-    (
-        "capture: masters miss what a train step wrote into weights",
-        "            increment_version(recorded.edited)",
-        "            pass",
-        "tests/session/capture/test_captured.py::test_whatever_a_train_step_does_is_captured",
-        "weights that a train step clips would come back in its next replay",
     ),
     (
         "capture: a step inside changes the learning rate",

@@ -39,7 +39,7 @@ _OWNER = in_file(
     ),
     (
         "halves: a low value cuts FP32 ones off",
-        "torch.where(tensor == value, self.read(tensor), value.to(torch.float32))",
+        "torch.where(is_same, exact, value.to(torch.float32))",
         "value.to(torch.float32)",
         (_HALVES + "test_a_low_value_leaves_the_fp32_value_of_elements_that_hold_it", "tests/session/test_state.py"),
         "the order in which model and session are loaded would matter",
@@ -67,8 +67,8 @@ _OWNER = in_file(
     ),
     (
         "halves: the own memory comes back with another rest",
-        "                held.rest, held.rest_at_home = held.rest_at_home, None\n",
-        "                held.rest_at_home = None\n",
+        "held.memory, held.rest = next((each for each in held.left if each[0] == now), before)",
+        "held.memory = now",
         (
             _HALVES + "test_other_memory_is_seen_while_it_is_there_and_the_own_one_has_its_value_again",
             _MODELS + "test_shadows_that_are_swapped_in_for_an_evaluation_leave_no_trace",
@@ -77,17 +77,10 @@ _OWNER = in_file(
     ),
     (
         "halves: a swap back is seen a step late",
-        "        if held.rest_at_home is not None:\n            self.settle()\n",
+        "        if held.left:\n            self.settle()\n",
         "",
         _HALVES + "test_the_own_memory_has_its_value_again_at_once",
         "a checkpoint after an evaluation of an average would be wrong in its lower half",
-    ),
-    (
-        "halves: memory is known by its address",
-        "return StorageWeakRef(here.untyped_storage()), here",
-        "return here.data_ptr(), here",
-        _HALVES + "test_memory_that_comes_to_lie_where_the_own_was_is_another",
-        "weights that are replaced would now and then get the rests of those before",
     ),
     (
         "halves: a saved rest is forgotten",
@@ -342,12 +335,12 @@ _AROUND = (
         ),
     ),
     *in_file(
-        "session/attach.py",
+        "session/session.py",
         (
-            "attach: averages are those of low weights",
+            "session: averages are those of low weights",
             "plain(averaged, model if is_low else InFP32(model, amp.engine.weights.halves()))",
             "plain(averaged, model)",
-            _MODELS + "test_averaged_models_average_fp32_values_under_attach",
+            _MODELS + "test_averaged_models_average_fp32_values",
             "U9: an average would have sixteen bits",
         ),
     ),
