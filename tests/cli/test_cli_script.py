@@ -202,7 +202,7 @@ def test_comparing_a_script_ends_with_a_verdict_a_table_and_a_run_directory(mezz
         assert row["step_ms"]["median"] > 0
     first, params = summary["rows"][0], 8 * 16 + 16 + 16 + 1
     assert first["state_bytes"] == {
-        "weights": 4 * params, "gradients": 4 * params, "masters": 0, "optimizer": 8 * params + 4 * 4,
+        "weights": 4 * params, "gradients": 4 * params, "remainders": 0, "optimizer": 8 * params + 4 * 4,
         "total": 16 * params + 16,
     }  # fmt: skip
     said, worst = out.splitlines()[0], max(row["difference"] for row in summary["rows"][1:])

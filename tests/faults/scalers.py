@@ -38,7 +38,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "scaler: FP16 gradients are unscaled low",
-            "if not takes_flags(optimizer, masters):",
+            "if not takes_flags(optimizer):",
             "if False:",
             _FAULTS_OF_TORCH + "test_fp16_gradients_are_refused_with_parameter_cause_and_cure",
             "small gradients would be flushed to zero",
@@ -52,8 +52,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "scaler: a signal leaves an optimizer half known",
-            "        with uninterrupted():\n            if engine is None or known:",
-            "        if True:\n            if engine is None or known:",
+            "        with uninterrupted():\n            if engine is None:",
+            "        if True:\n            if engine is None:",
             _FAULTS_OF_TORCH + "test_a_signal_at_each_fourth_line_of_a_first_step_leaves_it_whole_or_to_be_taken_again",
             "a loop that goes on after Ctrl-C would end in an error of mezzo's own",
         ),
@@ -152,13 +152,6 @@ FAULTS: tuple[Fault, ...] = (
             "if (own_scale := None) is not None:",
             _FAULTS_OF_TORCH + "test_a_scale_of_the_users_own_counts_besides_as_in_torch",
             "gradients would stay that much too large",
-        ),
-        (
-            "update: low weights get FP32 gradients",
-            "id(optimizer) in weights.masters or not weights.are_low",
-            "True",
-            _FAULTS_OF_TORCH + "test_low_weights_whose_kernels_unscale_by_themselves_are_clipped_in_fp32",
-            "fused kernels would fail, or read memory that is not theirs",
         ),
     ),
 )

@@ -54,20 +54,6 @@ _WINDOW = in_file(
         "tests/session/test_windows.py::test_what_a_step_has_left_is_refused_before_gradients_mix",
         "without zero_grad() each step would take all gradients so far",
     ),
-    (
-        "window: an edited master's gradient is lost",
-        "            elif theirs is not shown and (ours is shown or ours is None):\n",
-        "            elif False:\n",
-        "tests/session/test_windows.py::test_an_edit_of_what_optimizers_update_is_one_of_the_models_parameters",
-        "U2: gradients assigned to master_params() would not be those of the step",
-    ),
-    (
-        "window: unscaled gradients are not shown",
-        "                updated.grad = leaf.grad\n                self._shown",
-        "                self._shown",
-        "tests/session/test_windows.py::test_an_edit_of_what_optimizers_update_is_one_of_the_models_parameters",
-        "U2: clipping over master_params() would clip nothing",
-    ),
 )
 
 _ENGINE = in_file(
@@ -207,20 +193,6 @@ _UPDATE = in_file(
         "steps with gradients 65536 times too large",
     ),
     (
-        "update: masters are not rounded in",
-        "self.weights.round(held)",
-        "pass",
-        "tests/session/test_loop.py::test_o2_is_the_recipe_of_the_paper",
-        "the model would never change",
-    ),
-    (
-        "update: weights edited since are lost",
-        "each.take_edits()",
-        "pass",
-        "tests/session/test_loop.py::test_weights_that_users_write_between_steps_are_those_that_are_trained",
-        "a weight that was clamped in place would come back in the next step",
-    ),
-    (
         "update: other optimizers step unseen",
         "if not any(id(param) in known for param in params)",
         "if True",
@@ -237,13 +209,6 @@ _UPDATE = in_file(
         ("tests/session/test_skips.py", "tests/compat/test_torch_grad_scaler.py"),
         "a first step that is skipped would leave momentum uninitialised",
     ),
-    (
-        "update: gradients vanish after a step",
-        "for leaf, gradient in kept:",
-        "for leaf, gradient in ():",
-        "tests/session/test_attach_loops.py",
-        "loops that never clear, or clear to zeros, would lose parameters from their steps",
-    ),
 )
 
 _CLOSURES = in_file(
@@ -255,16 +220,19 @@ _CLOSURES = in_file(
         "tests/session/test_closures.py::test_an_overflow_puts_everything_back_and_halves_the_scale_once",
         "moments of a step that was undone would stay",
     ),
-    (
-        "closures: the model is a step behind",
-        "        self._round()  # the optimizer may have moved masters since the last evaluation\n",
-        "",
-        "tests/session/test_closures.py::test_masters_are_rounded_into_the_model_before_each_evaluation",
-        "each evaluation of the loss would be that of the weights before",
-    ),
 )
 
 _ATTACH = (
+    *in_file(
+        "session/calls.py",
+        (
+            "attach: names of torch's stay bound where the first session ends first",
+            "return found if isinstance(found, cls) and found.bound is now else cls(place, name)",
+            "return cls(place, name)",
+            "tests/session/test_attach.py::test_names_are_given_back_in_whatever_order_sessions_end",
+            "each session would leave a frame in every later call, until Python's recursion ends",
+        ),
+    ),
     *in_file(
         "session/passes.py",
         (
@@ -354,27 +322,6 @@ _ATTACH = (
             "a warm-up would end early by each skipped step",
         ),
         (
-            "attach: a step takes gradients that the model has cleared",
-            "                    window.give_back()  # a master",
-            "                    pass  # a master",
-            "tests/session/test_attach_loops.py::test_a_step_without_a_gradient_moves_nothing_as_in_plain_torch",
-            "model.zero_grad() would be refused as a step behind the session's back, or count as an update",
-        ),
-        (
-            "attach: names of torch's stay bound where the first session ends first",
-            "return found if isinstance(found, cls) and found.bound is now else cls(place, name)",
-            "return cls(place, name)",
-            "tests/session/test_attach.py::test_names_are_given_back_in_whatever_order_sessions_end",
-            "each session would leave a frame in every later call, until Python's recursion ends",
-        ),
-        (
-            "attach: averages are those of low weights",
-            "plain(averaged, model if is_low else amp.engine.weights.in_fp32(model))",
-            "plain(averaged, model)",
-            "tests/session/test_attach.py::test_averages_of_weights_are_averages_of_fp32_values",
-            "U9: an average would have sixteen bits",
-        ),
-        (
             "attach: a GradScaler scales besides",
             "    if is_known and scaler.is_enabled() and not isinstance(scaler, SessionScaler)",
             "    if False and not isinstance(scaler, SessionScaler)",
@@ -409,34 +356,6 @@ _STATE = (
             "failed losses would add up over a whole run",
         ),
     ),
-    *in_file(
-        "session/weights.py",
-        (
-            "close: the low weights are given back",
-            "            prepared.kept.keep(exact)\n",
-            "            pass\n",
-            "tests/session/test_loop.py::test_after_close_model_and_optimizer_are_plain",
-            "sixteen bits of every weight would be lost",
-        ),
-        (
-            "load: what a model loads counts as an edit of its low weights",
-            "                self._undo.callback(module.register_load_state_dict_post_hook(hook.settle).remove)"
-            "  # type: ignore[no-untyped-call]\n",
-            "",
-            "tests/session/test_attach_loops.py::test_an_edit_of_a_master_is_kept",
-            "an FP32 weight that is edited after it was loaded would be what was loaded",
-        ),
-        (
-            "load: a low state dict cuts FP32 values off",
-            "incoming = torch.where(exact.to(incoming.dtype) == incoming, exact, incoming.to(exact.dtype))",
-            "incoming = incoming.to(exact.dtype)",
-            (
-                "tests/session/test_state.py::test_low_values_that_are_loaded_leave_what_rounds_to_them_as_it_is",
-                "tests/session/test_state.py::test_fp32_values_survive_a_change_of_policy_or_optimizer",
-            ),
-            "the order in which model and session are loaded would matter",
-        ),
-    ),
 )
 
 _REFUSALS = in_file(
@@ -454,27 +373,6 @@ _REFUSALS = in_file(
         "if any(False for",
         "tests/session/test_refusals.py",
         "replicas would run without casts, and the step would miss their gradients",
-    ),
-    (
-        "refusals: low weights train alone",
-        "param.dtype in LOW and param.requires_grad]",
-        "False]",
-        "tests/session/test_refusals.py",
-        "updates below half a unit in the last place would be lost",
-    ),
-    (
-        "refusals: rules store weights low that train alone",
-        "    raise_together(problem for subject in subjects",
-        "    list(problem for subject in subjects",
-        "tests/session/test_refusals.py",
-        "a rule low_param under O1 would lose updates without a word",
-    ),
-    (
-        "refusals: one weight has two masters",
-        "before = before | {*map(id, subject.params)}",
-        "pass",
-        "tests/session/test_refusals.py",
-        "each of two optimizers would overwrite what the other has trained",
     ),
     (
         "refusals: state that would be rounded is taken",
@@ -500,13 +398,6 @@ _CAPTURE = in_file(
         "",
         "tests/session/capture/test_replays.py::test_what_a_replay_would_not_follow_is_refused",
         "freed memory would be trained, or an old learning rate, without a word",
-    ),
-    (
-        "capture: masters miss what a train step wrote into weights",
-        "            increment_version(recorded.edited)",
-        "            pass",
-        "tests/session/capture/test_captured.py::test_whatever_a_train_step_does_is_captured",
-        "weights that a train step clips would come back in its next replay",
     ),
     (
         "capture: a step inside changes the learning rate",

@@ -46,17 +46,18 @@ def test_saved_bytes_do_not_change_gradients_and_stop_at_the_end_of_the_block():
     assert torch.allclose(x.grad, 2.0 * torch.full((10,), 2.0).exp())
 
 
-def test_state_bytes_of_masters_moments_and_gradients():
-    model = nn.Linear(10, 10).to(torch.float16)  # 110 parameters
-    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
-    optimizer = torch.optim.AdamW(masters)
-    for param in [*model.parameters(), *masters]:
+def test_state_bytes_of_halves_moments_and_gradients():
+    model = nn.Linear(10, 10)  # 110 parameters
+    prepared = mezzo.prepare(model, "O2,dtype=float16,emulate=true")
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared.adopt(optimizer)
+    for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    counted = state_bytes(model, masters, optimizer)
+    counted = state_bytes(model, optimizer)
     # two 0-d step counters of 4 bytes beside two FP32 moments
-    assert counted == StateBytes(weights=220, gradients=220 + 440, masters=440, optimizer=2 * 440 + 2 * 4)
-    assert counted.total == 220 + 660 + 440 + 888
+    assert counted == StateBytes(weights=220, gradients=220, remainders=220, optimizer=2 * 440 + 2 * 4)
+    assert counted.total == 220 + 220 + 220 + 888
 
 
 def test_state_bytes_count_tied_and_shared_tensors_once():
@@ -64,16 +65,16 @@ def test_state_bytes_count_tied_and_shared_tensors_once():
     model[1].weight = model[0].weight
     model.register_buffer("view", model[0].weight.detach()[:2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counted = state_bytes(model, model.parameters(), optimizer)
-    assert counted == StateBytes(weights=400, gradients=0, masters=0, optimizer=0)
+    counted = state_bytes(model, optimizer)
+    assert counted == StateBytes(weights=400, gradients=0, remainders=0, optimizer=0)
 
 
 def test_state_bytes_count_buffers_and_nested_optimizer_state():
     model = nn.BatchNorm1d(8)  # weight, bias, mean, variance in FP32, an int64 counter
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["history"] = [torch.zeros(3), (torch.zeros(5), {"deep": torch.zeros(7)}), 3]
-    counted = state_bytes(model, model.parameters(), optimizer)
-    assert counted == StateBytes(weights=4 * 32 + 8, gradients=0, masters=0, optimizer=4 * 15)
+    counted = state_bytes(model, optimizer)
+    assert counted == StateBytes(weights=4 * 32 + 8, gradients=0, remainders=0, optimizer=4 * 15)
 
 
 def test_moved_bytes_are_what_kernels_read_and_write():

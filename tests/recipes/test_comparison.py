@@ -98,7 +98,7 @@ def test_the_summary_says_everything_and_is_strict_json(tiny, tmp_path):
     assert {"cpu", "cores", "device", "mezzo", "python"} <= summary["machine"].keys()
     row = summary["rows"][1]
     assert row["state_bytes"]["total"] == sum(
-        row["state_bytes"][part] for part in ("weights", "gradients", "masters", "optimizer")
+        row["state_bytes"][part] for part in ("weights", "gradients", "remainders", "optimizer")
     )
     assert row["step_ms"]["p10"] <= row["step_ms"]["median"] <= row["step_ms"]["p90"]
     assert row["difference"] == row["final_metric"] - summary["rows"][0]["final_metric"]

@@ -37,7 +37,7 @@ def _row(policy, **changes):
         "memory_format": "channels-last", "steps": 300, "seconds": 4.0, "final_metric": 99.1638,
         "best_metric": 99.3300, "best_step": 210, "final_loss": 0.5,
         "step_ms": {"p10": 10.26, "median": 11.31, "p90": 13.0},
-        "state_bytes": {"weights": 1, "gradients": 1, "masters": 1, "optimizer": 1, "total": 2 * 2**20},
+        "state_bytes": {"weights": 1, "gradients": 1, "remainders": 1, "optimizer": 1, "total": 2 * 2**20},
         "saved_bytes": 4 * 2**20, "peak_bytes": None, "skipped_steps": 0, "final_scale": 1.0,
         "nonfinite_losses": 0, "difference": 0.1674,
     } | changes  # fmt: skip

@@ -283,22 +283,29 @@ def assert_is_average(averaged, values):
     assert (averaged.double() - wanted).abs().max() <= 2.0**-22 * wanted.abs().max()
 
 
-def test_averaged_models_average_fp32_values_under_attach():
+@pytest.mark.parametrize("style", ["five lines", "attach"])
+def test_averaged_models_average_fp32_values(style):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    amp = mezzo.attach(model, optimizer, "O2,dtype=bfloat16,emulate=true,loss_scale=none")
+    make = mezzo.attach if style == "attach" else mezzo.MixedPrecision
+    amp = make(model, optimizer, "O2,dtype=bfloat16,emulate=true,loss_scale=none")
     try:
         averaged, seen = AveragedModel(model), []
         assert_holds(averaged.module, tensors_of(model))
         for number in range(4):
-            model(number).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if style == "attach":
+                model(number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                amp.backward(model(number))
+                amp.step()
+                amp.zero_grad()
             averaged.update_parameters(model)
             seen.append(tensors_of(model)["third.weight"])
         assert_is_average(averaged.module.third.weight.detach(), seen)
     finally:
-        amp.detach()
+        amp.close()
 
 
 def test_averages_by_state_dict_are_averages_of_fp32_values():

@@ -42,6 +42,11 @@ def params_of(optimizer):
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def is_over(optimizer, params):
+    """Whether an optimizer's parameters are these objects; what is not need not have memory to be compared."""
+    return [*map(id, params_of(optimizer))] == [*map(id, params)]
+
+
 # Closures and wrappers --------------------------------------------------------------------------------------
 
 
@@ -125,7 +130,7 @@ def test_closures_see_low_weights_and_optimizers_fp32(dtype, name, style):
 
             def evaluated(number=number):
                 assert {p.dtype for p in ours.model.parameters()} == {dtype}
-                assert params_of(ours.optimizer) == list(ours.model.parameters())
+                assert is_over(ours.optimizer, ours.model.parameters())
                 if style == "adopt":
                     ours.optimizer.zero_grad()
                     loss = ours.model(number)
@@ -155,9 +160,8 @@ def test_an_inner_optimizer_keeps_its_state_under_the_models_parameters():
         return loss
 
     optimizer.step(closure)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert list(optimizer.state) == trained
-    assert list(optimizer.base_optimizer.state) == trained
+    trained = [id(p) for p in model.parameters() if p.requires_grad]
+    assert [*map(id, optimizer.state)] == [*map(id, optimizer.base_optimizer.state)] == trained
     assert all(state["momentum_buffer"].dtype == torch.float32 for state in optimizer.base_optimizer.state.values())
 
 
@@ -244,8 +248,8 @@ def test_the_state_of_an_fp32_run_is_loaded_whole_and_goes_on_there():
     state = through_a_file(theirs.state_dict())
     optimizer.load_state_dict(state)
     assert_same_states(optimizer, theirs)
-    assert params_of(optimizer) == list(model.parameters())
-    assert list(optimizer.state) == [p for p in model.parameters() if p.requires_grad]
+    assert is_over(optimizer, model.parameters())
+    assert [*map(id, optimizer.state)] == [id(p) for p in model.parameters() if p.requires_grad]
     back = adamw(Net())
     back.load_state_dict(through_a_file(optimizer.state_dict()))
     assert_same_states(back, theirs)
@@ -260,11 +264,11 @@ def test_a_load_that_raises_leaves_groups_and_state_as_they_were():
     wrong["param_groups"][0]["params"].pop()
     with pytest.raises(ValueError, match="size of optimizer's group"):  # torch's own words
         optimizer.load_state_dict(wrong)
-    assert params_of(optimizer) == list(model.parameters())
+    assert is_over(optimizer, model.parameters())
     assert all(one is two for one, two in zip(optimizer.state, keys, strict=True))
     optimizer.load_state_dict(before)
     optimizer.step()
-    assert params_of(optimizer) == list(model.parameters())
+    assert is_over(optimizer, model.parameters())
 
 
 def test_a_program_s_own_hooks_of_loading_are_asked():
@@ -314,8 +318,8 @@ def test_a_step_that_raises_leaves_groups_and_state_as_they_were():
     model(0).backward()
     with pytest.raises(ArithmeticError):
         optimizer.step()
-    assert params_of(optimizer) == list(model.parameters())
-    assert list(optimizer.state) == [p for p in model.parameters() if p.requires_grad]
+    assert is_over(optimizer, model.parameters())
+    assert [*map(id, optimizer.state)] == [id(p) for p in model.parameters() if p.requires_grad]
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
     assert not views_of(optimizer).is_open
 
@@ -402,6 +406,41 @@ def test_parameters_that_join_and_thaw_late_train_from_their_fp32_values(dtype, 
             assert_equal(ours, by_hand)
 
 
+def test_gradients_that_come_and_go_are_stepped_with_where_they_are():
+    model, optimizer, prepared = adopted(sgd)
+    by_hand = ByHand(Net(), sgd, BF16)
+    for number in range(6):
+        for param, (_, master) in zip(model.parameters(), by_hand.pairs, strict=True):
+            is_there = param.requires_grad and (number % 2 == 0 or param.ndim == 1)
+            param.grad = torch.full_like(param, 0.3) if is_there else None
+            master.grad = param.grad.float() if is_there else None
+        optimizer.step()
+        by_hand.optimizer.step()
+        for param, (_, master) in zip(model.parameters(), by_hand.pairs, strict=True):
+            assert same(prepared.halves.read(param), master.detach())
+
+
+def test_state_that_was_made_low_is_widened_and_stays_so():
+    model = Net().bfloat16()
+    values = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
+    prepare(model, "O2,dtype=bfloat16").adopt(optimizer)
+    masters = [nn.Parameter(value.clone()) for value in values]
+    theirs = torch.optim.Adagrad(masters, lr=0.1, initial_accumulator_value=float(torch.tensor(0.1).bfloat16()))
+    for _ in range(3):
+        for param, master in zip(model.parameters(), masters, strict=True):
+            param.grad = torch.full_like(param, 0.3)
+            master.grad = param.grad.float()
+        optimizer.step()
+        theirs.step()
+    assert_same_states(optimizer, theirs)
+    assert {state["sum"].dtype for state in optimizer.state.values()} == {torch.float32}
+    assert all(
+        same(v, m.detach())
+        for v, m in zip(map(model.state_dict().get, dict(model.named_parameters())), masters, strict=True)
+    )
+
+
 @each_style
 def test_freezing_through_param_groups_reaches_the_model(style):
     with both(Net(), adamw, BF16, style) as (ours, by_hand):
@@ -442,7 +481,7 @@ def test_a_left_optimizer_is_as_it_was_built_with_its_state():
     assert vars(optimizer).keys() - plain <= {"_opt_called"}
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
-    assert params_of(optimizer) == list(model.parameters())
+    assert is_over(optimizer, model.parameters())
     twin = Net()
     twin.load_state_dict(model.state_dict())
     theirs = adamw(twin)
@@ -467,7 +506,7 @@ def test_a_thousand_edits_by_little_within_fp32(make):
         with amp.fp32(optimizer), torch.no_grad():
             for param in params_of(optimizer):
                 param.mul_(1 - 1e-4)
-    assert params_of(optimizer) == list(model.parameters())
+    assert is_over(optimizer, model.parameters())
     (halves,) = amp.weights.halves()
     for param, before in zip(model.parameters(), wanted, strict=True):
         after = before * (1 - 1e-4) ** 1000
@@ -502,7 +541,7 @@ def test_what_raises_within_fp32_is_stored_all_the_same():
 
     with pytest.raises(ArithmeticError):
         edit()
-    assert params_of(optimizer) == list(model.parameters())
+    assert is_over(optimizer, model.parameters())
     assert torch.equal(model.state_dict()["first.weight"], torch.full((5, 7), 1.0001))
 
 
@@ -709,7 +748,7 @@ def test_an_optimizer_that_reaches_the_models_parameters_in_another_way_is_told_
     model(0).backward()
     with pytest.raises(StateError, match="wrote parameters of the model"):
         optimizer.step()
-    assert params_of(optimizer) == list(model.parameters())
+    assert is_over(optimizer, model.parameters())
 
 
 def test_low_weights_of_another_model_are_not_trained_beside():
@@ -723,7 +762,7 @@ def test_low_weights_of_another_model_are_not_trained_beside():
     with pytest.raises(StateError, match="low weights without a remainder"):
         optimizer.step()
     assert all(same(value, before[name]) for name, value in model.state_dict().items())
-    assert params_of(optimizer) == [*model.parameters(), *other.parameters()]
+    assert is_over(optimizer, [*model.parameters(), *other.parameters()])
 
 
 def test_an_optimizer_is_adopted_once():
@@ -757,7 +796,7 @@ def test_blocks_of_fp32_do_not_nest_and_hold_no_step():
     amp.backward(loss)
     with amp.fp32(optimizer), pytest.raises(StateError):
         amp.step()
-    assert params_of(optimizer) == list(model.parameters())
+    assert is_over(optimizer, model.parameters())
     assert torch.equal(model.first.weight, low_of(Net().first.weight, BF16))
     amp.step()
     assert not torch.equal(model.first.weight, low_of(Net().first.weight, BF16))

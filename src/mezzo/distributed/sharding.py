@@ -28,15 +28,15 @@ def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Clas
     """Shard a model's parameters over ranks, as ``torch.distributed.fsdp.fully_shard`` does, in a policy's dtypes.
 
     Each rank keeps a part of every parameter; what a forward or backward pass needs is gathered, in the dtype that the
-    policy stores parameters in, and let go. Under O2 a session with an optimizer of mezzo's makes each part the 16-bit
-    half that is gathered, without a cast; other optimizers update parts in FP32. Modules that the policy keeps in FP32
-    (batch norm, ``keep_fp32``) are gathered apart, in FP32. Inputs and outputs are cast by
-    :class:`mezzo.MixedPrecision` or :func:`mezzo.prepare`, where the model is entered and left: first ``fully_shard``,
-    then the optimizer, then the session.
+    policy stores parameters in, and let go. Under O2 a session makes each part the 16-bit half that is gathered,
+    without a cast, and any optimizer updates its FP32 value. Modules that the policy keeps in FP32 (batch norm,
+    ``keep_fp32``) are gathered apart, in FP32. Inputs and outputs are cast by :class:`mezzo.MixedPrecision` or
+    :func:`mezzo.prepare`, where the model is entered and left: first ``fully_shard``, then the optimizer, then the
+    session.
 
-    Gradients are summed over ranks, and over the micro-batches of ``no_sync()``, in FP32. Sums in 16 bits would lose
-    what is small: BF16 keeps eight bits of them, and FP16, which has to be divided before it is summed so as not to
-    overflow, makes zeros of the smallest.
+    Gradients are summed over ranks, and over the micro-batches of ``no_sync()``, in FP32, and rounded once, to the
+    dtype of their part. Sums in 16 bits would lose what is small: BF16 keeps eight bits of them, and FP16, which has
+    to be divided before it is summed so as not to overflow, makes zeros of the smallest.
 
     Args:
         model: The model, on any device; on the meta device its parts have no memory until ``model.to_empty(…)``.

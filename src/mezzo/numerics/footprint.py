@@ -14,6 +14,7 @@ from mezzo.tensors import local, tensors
 from mezzo.trace.frames import doing
 from mezzo.trace.kernels import is_cast, moved_bytes
 from mezzo.trace.modes import KernelWatch
+from mezzo.weights.models import halves_in
 
 __all__ = ["MovedBytes", "SavedBytes", "StateBytes", "StepBytes", "state_bytes"]
 
@@ -24,28 +25,27 @@ class StateBytes:
 
     Attributes:
         weights: Parameters and buffers of the model.
-        gradients: Gradients held, of parameters and masters.
-        masters: FP32 copies of low-precision parameters.
+        gradients: Gradients held.
+        remainders: The low halves of weights that are stored in two.
         optimizer: Moments and other tensors of the optimizer's state.
     """
 
     weights: int
     gradients: int
-    masters: int
+    remainders: int
     optimizer: int
 
     @property
     def total(self) -> int:
         """All four together."""
-        return self.weights + self.gradients + self.masters + self.optimizer
+        return self.weights + self.gradients + self.remainders + self.optimizer
 
 
-def state_bytes(model: nn.Module, masters: Iterable[Tensor], *optimizers: Optimizer) -> StateBytes:
-    """Count the bytes of weights, gradients, masters and optimizer state as they are now.
+def state_bytes(model: nn.Module, *optimizers: Optimizer) -> StateBytes:
+    """Count the bytes of weights, gradients, low halves and optimizer state as they are now.
 
     Args:
         model: The model, with gradients held if they are to count.
-        masters: What the optimizer updates; parameters of the model among them are not counted again.
         *optimizers: Their ``state`` is searched for tensors at any depth.
 
     Returns:
@@ -57,16 +57,16 @@ def state_bytes(model: nn.Module, masters: Iterable[Tensor], *optimizers: Optimi
         >>> layer = nn.Linear(8, 8, bias=False)  # 64 weights
         >>> sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
         >>> layer(torch.ones(1, 8)).sum().backward()
-        >>> state_bytes(layer, layer.parameters(), sgd)
-        StateBytes(weights=256, gradients=256, masters=0, optimizer=0)
+        >>> state_bytes(layer, sgd)
+        StateBytes(weights=256, gradients=256, remainders=0, optimizer=0)
     """
-    masters = list(masters)
-    params = list(model.parameters())
-    seen: set[int] = set()
+    params, seen = list(model.parameters()), set[int]()
+    owners = dict.fromkeys(halves for module in model.modules() for halves in halves_in(module))
+    rests = (halves.rest_of(tensor) for halves in owners for tensor in halves if halves.has_rest(tensor))
     return StateBytes(
         weights=_fresh_bytes([*params, *model.buffers()], seen),
-        gradients=_fresh_bytes((p.grad for p in [*params, *masters] if p.grad is not None), seen),
-        masters=_fresh_bytes(masters, seen),
+        gradients=_fresh_bytes((param.grad for param in params if param.grad is not None), seen),
+        remainders=_fresh_bytes(rests, seen),
         optimizer=_fresh_bytes(tensors([each.state for each in optimizers]), seen),
     )
 

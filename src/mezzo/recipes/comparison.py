@@ -137,7 +137,7 @@ def compare(
     Args:
         recipe: What to train.
         policies: Policies, their texts, or paths of policy files, each once. Of the default ones O3 is left out where
-            the recipe's optimizer cannot train without masters.
+            the recipe's optimizer cannot train without FP32 values.
         steps: Steps per policy; the recipe's own number when ``None``.
         seed: Of initial weights and batches.
         out: Directory for ``summary.json`` and ``metrics.jsonl``; nothing is written when ``None``. Of several
@@ -282,8 +282,8 @@ def _tried_out(
         policies: All of them.
         split: Its data.
         world: Who trains.
-        are_asked_for: Whether each is the user's wish. Else those that store weights low without masters are left out,
-            and told of, where the recipe's optimizer cannot train so: AdamW in FP16.
+        are_asked_for: Whether each is the user's wish. Else those that keep high halves alone are left out, and told
+            of, where the recipe's optimizer cannot train so: AdamW in FP16.
 
     Returns:
         The policies to train under.

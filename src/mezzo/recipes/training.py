@@ -73,7 +73,7 @@ class RunResult:
         best_step: Where it was reached.
         final_loss: Training loss of the last step.
         step_ms: 10th, 50th and 90th percentile of the step time in milliseconds.
-        state_bytes: Weights, gradients, masters, optimizer state, right after a backward pass.
+        state_bytes: Weights, gradients, low halves, optimizer state, right after a backward pass.
         saved_bytes: What autograd saved for the backward pass of one step.
         peak_bytes: Peak allocated in one step, on a GPU.
         skipped_steps: Steps that left the weights alone.
@@ -247,7 +247,7 @@ class Training:
             loss = self._forward(inputs, targets)
         mean = self._backward(loss)
         self._saved_bytes = saved.total
-        self._state_bytes = state_bytes(self.model, self.amp.master_params(), self.optimizer)
+        self._state_bytes = state_bytes(self.model, self.optimizer)
         return mean
 
     def _evaluate(self) -> float:

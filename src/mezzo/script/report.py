@@ -69,7 +69,7 @@ class ScriptReport:
         intercepted: What of the script's was carried out otherwise, and how often.
         left_alone: What was not, and why.
         why_not: Why nothing was to train under the policy, and what to do; empty where something was.
-        state_bytes: Weights, gradients, masters and optimizer state in the second step, where steps were told of.
+        state_bytes: Weights, gradients, low halves and optimizer state in the second step, where steps were told of.
         peak_bytes: The most that was allocated at a time, on a GPU.
     """
 
@@ -233,7 +233,7 @@ class StepLog:
             return
         if report.state_bytes is None and report.steps > 1:  # there is an optimizer's state by now
             weights = engine.weights
-            report.state_bytes = state_bytes(nn.ModuleList(weights.models), weights.updated(), *weights.optimizers)
+            report.state_bytes = state_bytes(nn.ModuleList(weights.models), *weights.optimizers)
         loss = step.grad_norm.new_full((), float("nan")) if self._loss is None else self._loss
         numbers = (loss, step.scale, step.skipped, step.grad_norm)
         read = torch.stack([each.detach().to(loss.device, torch.float32) for each in numbers]).tolist()

@@ -269,7 +269,7 @@ class Views:
         _exchange(part.lists, 1)
         self._rekey((view, param) for param, view in part.pairs)
         if not part.store(self.found_inf, keeps_memory=self.keeps_memory):
-            self._planned = (None, [])
+            self._planned = (None, [])  # or memory is what another step has kept of this one
 
     def _rekey(self, pairs: Any) -> None:
         states = [each.state for each in _family(self.optimizer)]
@@ -297,7 +297,7 @@ class Views:
             self._planned = (
                 key,
                 [
-                    _Part(members, lists, self._halves, self._views, multiplies=multiplies)
+                    _Part(members, lists, self._halves, self._views, multiplies=multiplies, lends=not goes_in_parts)
                     for members in _cut(params, goes_in_parts=goes_in_parts)
                 ],
             )
@@ -393,8 +393,17 @@ class _Together:
         self.exchange.widen(raw, multiplier, found_inf)
         deque(map(setattr, self.views, repeat("grad"), self.gradients), 0)
 
-    def store(self, found_inf: Tensor | None, *, keeps_memory: bool) -> bool:
-        """Store what the views hold, and let go of their memory; false where one of them was given other memory."""
+    def store(self, found_inf: Tensor | None, *, lends: bool, keeps_memory: bool) -> bool:
+        """Store what the views hold, and let go of their memory.
+
+        Args:
+            found_inf: Whether nothing is stored.
+            lends: Whether the memory may be of further use to what has seen it: then views leave it, and never return.
+            keeps_memory: Whether it stays the views'.
+
+        Returns:
+            Whether the next step finds all as it was made for this one.
+        """
         shown = list(map(local, self.views))
         self.exchange.store(shown, found_inf)
         increment_version(self.params)
@@ -402,9 +411,17 @@ class _Together:
             if view.grad is None:  # SAM clears gradients before it asks its closure again
                 param.grad = None
         is_here = list(map(Tensor.data_ptr, shown)) == list(map(Tensor.data_ptr, self.values))
-        if not keeps_memory:
+        if keeps_memory:
+            return is_here
+        if not lends:
             self.memory[0].resize_(0)
-        return is_here
+            return is_here
+        nothing = torch.empty(0, dtype=torch.float32, device=self.memory[0].device)
+        for view in self.views:
+            view.grad = None
+            if not is_distributed(view):
+                view.data = nothing
+        return False
 
 
 class _Part:
@@ -416,6 +433,7 @@ class _Part:
         halves: Own the values of the low ones.
         views: The view of each parameter, the same object for life: optimizers key what they know by it.
         multiplies: Whether gradients are multiplied on their way.
+        lends: Whether code that nobody knows sees the views, and may keep something of them.
 
     Attributes:
         pairs: The low parameters, each with its view.
@@ -430,7 +448,9 @@ class _Part:
         views: dict[Tensor, nn.Parameter],
         *,
         multiplies: bool,
+        lends: bool,
     ) -> None:
+        self._lends = lends
         self._together: list[_Together] = []
         self._given: list[tuple[Tensor, nn.Parameter]] = []  # whose gradients are FP32 already, or sparse
         self._wide = [p for p in params if p.dtype not in LOW and p.grad is not None] if multiplies else []
@@ -483,13 +503,13 @@ class _Part:
 
     @torch.no_grad()
     def store(self, found_inf: Tensor | None, *, keeps_memory: bool) -> bool:
-        """Store what the views hold; false where one of them was given other memory.
+        """Store what the views hold; false where the next step needs another part.
 
         Raises:
             StateError: The optimizer has written parameters themselves, which it keeps beside ``param_groups``.
         """
         written = versions(self._params) != self._versions
-        are_here = [each.store(found_inf, keeps_memory=keeps_memory) for each in self._together]
+        are_here = [each.store(found_inf, lends=self._lends, keeps_memory=keeps_memory) for each in self._together]
         for param, view in self._given:
             if view.grad is None:
                 param.grad = None

@@ -203,6 +203,17 @@ def test_weights_that_are_shown_in_fp32_between_replays_are_read_by_the_same_gra
     assert loop.graph.replays == 9 - FIRST
 
 
+@pytest.mark.parametrize("make", ["adamw", "torch"])
+def test_steps_without_the_graph_may_come_between_its_replays(make, bits):
+    def between(loop, number):
+        if number in (1, 4, 5):
+            loop.train_step(*batch(20 + number))
+
+    eager, captured, loop = both(lambda: Loop(make=OPTIMIZERS[make]), batches(range(8), bad=(4,)), between)
+    assert bits(eager) == bits(captured)
+    assert loop.graph.replays == 8 - FIRST
+
+
 # What it refuses ------------------------------------------------------------------------------------------
 
 
