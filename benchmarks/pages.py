@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import vocabulary
+from mezzo.bench.contenders import CONTENDERS
 from mezzo.explanation.words import counted
 from mezzo.report import to_markdown
 
@@ -112,7 +113,7 @@ def ratios(pattern: str) -> str:
 
 
 def steps() -> str:
-    """The table of the newest ``benchmarks/step.py``, its first shapes, a row for each contender and dtype."""
+    """The table of the newest ``benchmarks/step.py``, its first shapes, a row for each dtype and contender there is."""
     results = newest("step-cpu-*.json")
     first = [result for result in results if result["shapes"] == results[0]["shapes"]]
     lines = ["| step | dtype | ratio | 10–90 % | bytes moved | bytes kept | of copy bandwidth |"]
@@ -122,6 +123,7 @@ def steps() -> str:
         f"{row['moved_bytes']:g} | {row['kept_bytes']:.3g} | {row['bandwidth_share']:.0%} |"
         for result in first
         for row in result["rows"]
+        if row["name"] in CONTENDERS
     ]
     one = first[0]
     count = f"{one['shapes']}, {one['num_parameters'] / 1e6:.0f} M parameters"
