@@ -236,7 +236,7 @@ def counted(name: str, training: Training, count: int) -> DistributedRow:
         with WeightCasts(training.model) as casts:
             training.forward_and_backward()
         kept = torch.tensor(
-            [float(state_bytes(training.model, training.masters(), training.optimizer).total)], dtype=torch.float64
+            [float(state_bytes(training.model, training.optimizer).total)], dtype=torch.float64
         )
         training.finish()
     dist.all_reduce(kept := kept.to(next(iter(training.model.parameters())).device))

@@ -109,7 +109,7 @@ class MezzoPrecision(Precision):
         if module not in self._converted:
             self._converted[module] = prepared = prepare(_parts_of(module), self.policy)
             if prepared.model is not module:  # which is what is saved, copied, and trained by the session
-                vars(module)["_mezzo_prepared"] = prepared
+                vars(module)["_mezzo_prepared"] = [prepared]
                 self._undo.callback(vars(module).pop, "_mezzo_prepared", None)
                 self._undo.callback(show_fp32(module, prepared.halves))
         if not hasattr(Strategy.setup_optimizer, "__wrapped__"):
