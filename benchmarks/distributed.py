@@ -235,9 +235,7 @@ def counted(name: str, training: Training, count: int) -> DistributedRow:
     with Traffic() as traffic:
         with WeightCasts(training.model) as casts:
             training.forward_and_backward()
-        kept = torch.tensor(
-            [float(state_bytes(training.model, training.optimizer).total)], dtype=torch.float64
-        )
+        kept = torch.tensor([float(state_bytes(training.model, training.optimizer).total)], dtype=torch.float64)
         training.finish()
     dist.all_reduce(kept := kept.to(next(iter(training.model.parameters())).device))
     few = [each for each in traffic.collectives if each.whole_bytes <= _NUMBERS * number]

@@ -114,7 +114,7 @@ def _torch(*, low: bool) -> Callable[[Task], Training]:
             optimizer.zero_grad()
             return loss.detach()
 
-        return Training(step=step, held_bytes=lambda: _held(task, model.parameters(), optimizer))
+        return Training(step=step, held_bytes=lambda: _held(task, optimizer))
 
     return start
 
@@ -145,15 +145,15 @@ def _mezzo(
                 run(inputs, targets)
         return Training(
             step=lambda: run(inputs, targets),
-            held_bytes=lambda: _held(task, amp.master_params(), optimizer),
+            held_bytes=lambda: _held(task, optimizer),
             emulated=amp.emulated,
         )
 
     return start
 
 
-def _held(task: Task, masters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
-    return state_bytes(task.model, masters, optimizer).total + sum(tensor.nbytes for tensor in task.batch)
+def _held(task: Task, optimizer: torch.optim.Optimizer) -> int:
+    return state_bytes(task.model, optimizer).total + sum(tensor.nbytes for tensor in task.batch)
 
 
 def _fused(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:

@@ -16,13 +16,13 @@ LAUNCHES = {
     ("O1 fp16", "AdamW", "plain"): (["squares", "roots", "adamw_plain"], 6),
     ("O1 fp16", "AdamW", "accumulated"): (["squares", "roots", "adamw_plain"], 6),
     ("O2 fp16", "AdamW", "unscaled"): (["squares", "roots", "adamw_split", "adamw_plain"], 12),
-    ("O2 fp16", "fused AdamW", "unscaled"): ([], 14),
+    ("O2 fp16", "fused AdamW", "unscaled"): (["widen_read", "store_split"], 14),
     ("O3 bf16", "moments", "plain"): (["squares", "roots", "adamw_plain"], 5),  # no remainders: plain BF16 weights
     ("O2 bf16", "AdamW", "plain"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 6),  # FP32 norms
     ("O2 bf16", "moments", "plain"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 6),
     ("O2 bf16", "Lion", "plain"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 6),
     # With torch's optimizers all are counted, those over whole tensors too: of its own step three.
-    ("O2 fp16", "fused AdamW", "plain"): ([], 11),
+    ("O2 fp16", "fused AdamW", "plain"): (["widen_read", "store_split"], 11),
     ("O1 fp16", "fused AdamW", "accumulated"): ([], 8),
 }
 
@@ -97,12 +97,6 @@ def test_gradients_that_moved_are_uploaded_once_for_both_passes(machine, policy)
     assert not [each for each in record.pinned if "triton/launch.py" not in each and " at session/stats.py" not in each]
 
 
-def test_masters_get_their_gradients_by_one_launch(machine):
-    trained = Trained("O2 bf16", "fused AdamW", layers=6)
-    record = one_step(machine, trained)
-    assert record.small.count("aten._foreach_copy_") == 2  # there, and back as rounded weights
-
-
 @pytest.mark.parametrize("optimizer", ["AdamW", "moments", "Lion"])
 @pytest.mark.parametrize("policy", ["O1 fp16", "O2 bf16", "O2 fp16"])
 def test_a_captured_step_uploads_nothing_in_its_graph_and_allocates_nothing_in_its_replays(machine, policy, optimizer):
@@ -130,11 +124,11 @@ def test_a_captured_step_uploads_nothing_in_its_graph_and_allocates_nothing_in_i
     assert len(replayed.pinned) == len([each for each in replayed.pinned if " at session/stats.py" in each]) == 3
 
 
-@pytest.mark.parametrize("optimizer, waits", [("AdamW", 1), ("fused AdamW", 0)])
-def test_to_store_the_weights_of_a_session_the_host_waits_once_at_most(machine, optimizer, waits):
+@pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW"])
+def test_to_store_the_weights_of_a_session_the_host_waits_once(machine, optimizer):
     with machine.watched() as record:
         Trained("O2 fp16", optimizer, layers=6)
-    assert len([read for read in record.reads if " at optim/" in read or " at step/" in read]) == waits
+    assert len([read for read in record.reads if " at weights/" in read or " at step/" in read]) == 1
 
 
 def test_a_large_weight_is_split_in_few_launches(machine):

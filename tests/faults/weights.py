@@ -295,8 +295,8 @@ _STEPS = in_file(
     ),
     (
         "views: memory stays after the step",
-        "        self.memory[0].resize_(0)\n        return is_here\n",
-        "        return is_here\n",
+        "            self.memory[0].resize_(0)\n            return is_here\n",
+        "            return is_here\n",
         _VIEWS + "test_fourteen_bytes_a_parameter_are_kept_and_at_most_eighteen_needed_within_a_step",
         "22 bytes a parameter would be kept with AdamW",
     ),

@@ -208,10 +208,8 @@ def test_the_step_takes_the_gradients_as_they_were_edited(policy, edit, optimize
         assert_same(weights(amp), [p.detach() for p in copies])
 
 
-@pytest.mark.parametrize(
-    "policy, edit, optimizer", pairwise(LOW, [norm_clipped, replaced, one_dropped], ["SGD", "mezzo"])
-)
-def test_an_edit_of_what_optimizers_update_is_one_of_the_models_parameters(policy, edit, optimizer):
+@pytest.mark.parametrize("policy, optimizer", pairwise(LOW, ["SGD", "mezzo"]))
+def test_an_edit_of_master_gradients_is_one_of_the_models_parameters(policy, optimizer):
     """As ``clip_grad_norm_(amp.master_params(), …)`` in apex's manner."""
     found = []
     for updated in (False, True):
@@ -221,7 +219,7 @@ def test_an_edit_of_what_optimizers_update_is_one_of_the_models_parameters(polic
             amp.unscale_()
             params = list(amp.master_params() if updated else model.parameters())
             assert all(p.grad.dtype == torch.float32 for p in params)
-            edit(params)
+            norm_clipped(params)
             norm = amp.step().grad_norm
             amp.zero_grad()
         found.append([*weights(amp), norm])

@@ -21,7 +21,7 @@ REFUSED = [
     (lambda: decode(None, None), r"split storage with None as its high half"),
     (lambda: decode(LOW, torch.ones(3, dtype=torch.int16)), r"\(2,\) and \(3,\)"),
     (lambda: encode(torch.tensor([1e6, math.inf]), FP16, name="scale"),
-     r"largest 1e\+06(?s:.*)keep_fp32\(params=\['scale'\]\), or bfloat16"),
+     r"largest 1e\+06(?s:.*)keep_fp32\(params=\['scale'\]\), the text fp32_param=scale; or bfloat16"),
     (lambda: encode_into(TWO.double(), LOW, REST), r"torch\.float64 tensor"),
     (lambda: encode_into(TWO, TWO, REST), r"a torch\.float32 tensor as its high half"),
     (lambda: encode_into(TWO, LOW, REST.int()), r"torch\.int32 tensor as its remain"),

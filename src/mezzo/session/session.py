@@ -128,7 +128,7 @@ class MixedPrecision:
             self._names = contextlib.ExitStack()
             weakref.finalize(self, self._names.close)
             self._undo.callback(self._names.close)
-            if self.weights.stored():
+            if any(True for halves in self.weights.halves() for _ in halves):
                 self._bind_torchs(AveragedModel, "update_parameters", _averages)
         except BaseException:
             self._undo.close()
@@ -227,7 +227,8 @@ class MixedPrecision:
     def autocast(self) -> region.autocast:
         """Return the region to run the forward pass and the loss in."""
         self._require_open("autocast")
-        self.weights.settle()
+        if not torch.compiler.is_compiling():
+            self.weights.settle()
         return self.weights.region()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

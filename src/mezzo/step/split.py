@@ -6,7 +6,7 @@ The high half *is* the weight that the forward pass reads; the remainder is the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mezzo.errors import NumericsError, PolicyError, shown
 from mezzo.step.rounding import SIGN, nearest, one_nan
-from mezzo.tensors import flat
+from mezzo.tensors import flat, moved
 
 __all__ = ["decode", "encode", "encode_into", "halves", "is_beyond", "joined", "refuse_beyond"]
 
@@ -119,7 +119,7 @@ def encode(w: Tensor, dtype: torch.dtype, *, name: str | None = None) -> tuple[T
     _check(_is(w, torch.float32), f"split storage of {_named(w)}", "encode(w.float(), torch.bfloat16)")
     _check(dtype in _LARGEST, f"split storage with a {dtype} high half", "encode(w, torch.bfloat16) or torch.float16")
     hi, lo = torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16)
-    refuse_beyond(w, dtype, name)
+    refuse_beyond([(w, dtype)], name)
     encode_into(w, hi, lo)
     return hi, lo
 
@@ -202,26 +202,28 @@ def is_beyond(w: Tensor, dtype: torch.dtype) -> bool:
     return bool(_count_beyond(w, dtype))
 
 
-def refuse_beyond(w: Tensor, dtype: torch.dtype, name: str | None = None) -> None:
-    """Refuse weights of which :func:`is_beyond` is true.
+def refuse_beyond(weights: Sequence[tuple[Tensor, torch.dtype]], name: str | None = None) -> None:
+    """Refuse weights of which :func:`is_beyond` is true; one host sync for all of them.
 
     Args:
-        w: The weights, of any floating dtype.
-        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        weights: Of any floating dtype, each with ``torch.bfloat16`` or ``torch.float16``.
         name: The parameter's name, for the error.
 
     Raises:
-        NumericsError: With how many there are.
+        NumericsError: With how many there are of the first.
     """
-    if count := int(_count_beyond(w, dtype)):
-        finite = w.masked_fill(~w.isfinite(), 0)
-        raise NumericsError(
-            f"{count} of {w.numel()} weights are beyond the range of {dtype}".replace("torch.", ""),
-            where=f"{name or 'a tensor'}, shape {tuple(w.shape)}, largest {finite.abs().max().item():.6g}",
-            why=f"beyond {_LARGEST[dtype]:.8g} the low-precision weight would be infinite",
-            write=f"policy.keep_fp32(params=[{name or '…'!r}]), the text fp32_param={name or '…'}; or bfloat16, whose "
-            "range is FP32's",
-        )
+    counts = [_count_beyond(w, dtype) for w, dtype in weights]
+    if not counts or not int(torch.stack([moved(count, counts[0].device) for count in counts]).sum()):
+        return
+    count, w, dtype = next((int(n), w, dtype) for n, (w, dtype) in zip(counts, weights, strict=True) if int(n))
+    finite = w.masked_fill(~w.isfinite(), 0)
+    raise NumericsError(
+        f"{count} of {w.numel()} weights are beyond the range of {dtype}".replace("torch.", ""),
+        where=f"{name or 'a tensor'}, shape {tuple(w.shape)}, largest {finite.abs().max().item():.6g}",
+        why=f"beyond {_LARGEST[dtype]:.8g} the low-precision weight would be infinite",
+        write=f"policy.keep_fp32(params=[{name or '…'!r}]), the text fp32_param={name or '…'}; or bfloat16, whose "
+        "range is FP32's",
+    )
 
 
 def _count_beyond(w: Tensor, dtype: torch.dtype) -> Tensor:

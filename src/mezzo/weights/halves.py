@@ -103,9 +103,7 @@ class Halves:
         Raises:
             NumericsError: A finite value beyond the range of its dtype; nothing was changed.
         """
-        for tensor, dtype in dtypes.items():
-            if tensor.dtype != dtype:
-                refuse_beyond(local(tensor.detach()), dtype)
+        refuse_beyond([(local(t.detach()), dtype) for t, dtype in dtypes.items() if t.dtype != dtype])
         known = {t: held for other in _LIVE for t, held in other._held.items() if t in dtypes}
         for tensor, dtype in dtypes.items():
             if tensor in known:  # of two models that share it, either may be asked
@@ -234,7 +232,7 @@ class Halves:
             is_same = tensor == value if value.dtype == held.low else exact.to(value.dtype) == value
             value = torch.where(is_same, exact, value.to(torch.float32))
         value = value.to(torch.float32)
-        refuse_beyond(local(value), held.low)
+        refuse_beyond([(local(value), held.low)])
         if held.rest is None:
             local(tensor.data).copy_(local(value))
         else:

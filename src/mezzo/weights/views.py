@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, is_not
 from types import MethodType
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from mezzo.errors import MezzoError, StateError, UnsupportedError, raise_together, some_of
 from mezzo.shards import placed
 from mezzo.step.exchange import Exchange
+from mezzo.step.gradients import alike
 from mezzo.tensors import LOW, described, dtype_name, is_distributed, local, moved, tensors, versions
 from mezzo.weights.halves import Halves, owner_of
 
@@ -275,8 +276,8 @@ class Views:
         states = [each.state for each in _family(self.optimizer)]
         for old, new in pairs:
             for state in states:
-                if old in state:
-                    state[new] = state.pop(old)
+                if (kept := state.pop(old, None)) is not None:
+                    state[new] = kept
 
     # What is FP32 together ----------------------------------------------------------------------------------
 
@@ -349,6 +350,7 @@ class _Together:
         gradients: The views' gradients, each of its view's kind; none where the parameters have none that are dense.
         exchange: Writes values and gradients, and stores values.
         memory: Of them all, with its size in bytes, which it has during a step.
+        is_sharded: Whether some of them are DTensors.
     """
 
     params: list[Tensor]
@@ -357,6 +359,7 @@ class _Together:
     gradients: list[Tensor]
     exchange: Exchange
     memory: tuple[torch.UntypedStorage, int]
+    is_sharded: bool
 
     @classmethod
     def of(
@@ -382,6 +385,7 @@ class _Together:
             gradients=[_lying_as(each, param) for each, param in zip(gradients, params, strict=False)],
             exchange=exchange,
             memory=(storage, storage.nbytes()),
+            is_sharded=any(map(is_distributed, params)),
         )
 
     def take(self, multiplier: Tensor | None, found_inf: Tensor | None) -> None:
@@ -389,7 +393,9 @@ class _Together:
         storage, size = self.memory
         if storage.nbytes() != size:
             storage.resize_(size)
-        raw = [local(placed(param.grad, param)) for param in self.params] if self.gradients else None
+        raw: list[Any] | None = list(map(_GRADIENT, self.params)) if self.gradients else None
+        if raw is not None and self.is_sharded:
+            raw = [local(placed(gradient, param)) for gradient, param in zip(raw, self.params, strict=True)]
         self.exchange.widen(raw, multiplier, found_inf)
         deque(map(setattr, self.views, repeat("grad"), self.gradients), 0)
 
@@ -404,12 +410,13 @@ class _Together:
         Returns:
             Whether the next step finds all as it was made for this one.
         """
-        shown = list(map(local, self.views))
+        shown = list(map(local, self.views)) if self.is_sharded else self.views
         self.exchange.store(shown, found_inf)
         increment_version(self.params)
-        for param, view in zip(self.params, self.views, strict=True) if self.gradients else ():
-            if view.grad is None:  # SAM clears gradients before it asks its closure again
-                param.grad = None
+        if self.gradients and not all(map(is_not, map(_GRADIENT, self.views), repeat(None))):
+            for param, view in zip(self.params, self.views, strict=True):
+                if view.grad is None:  # SAM clears gradients before it asks its closure again
+                    param.grad = None
         is_here = list(map(Tensor.data_ptr, shown)) == list(map(Tensor.data_ptr, self.values))
         if keeps_memory:
             return is_here
@@ -493,12 +500,12 @@ class _Part:
             if multiplier is not None:
                 view.grad = view.grad * multiplier
         self._before = []
-        for param in self._wide:
-            gradient = param.grad
-            assert gradient is not None, "as above"
-            assert multiplier is not None, "a part is made for whether there is one"
-            param.grad = gradient * moved(multiplier, gradient.device)
-            self._before.append((param, gradient, param.grad))
+        gradients = list(map(_GRADIENT, self._wide))
+        for (device, _), places in alike(gradients).items() if multiplier is not None else ():
+            multiplied = torch._foreach_mul([gradients[place] for place in places], moved(multiplier, device))
+            for place, each in zip(places, multiplied, strict=True):
+                self._wide[place].grad = each
+                self._before.append((self._wide[place], gradients[place], each))
         self._versions = versions(self._params)
 
     @torch.no_grad()
