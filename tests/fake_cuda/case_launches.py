@@ -22,7 +22,7 @@ LAUNCHES = {
     ("O2 bf16", "moments", "plain"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 6),
     ("O2 bf16", "Lion", "plain"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 6),
     # With torch's optimizers all are counted, those over whole tensors too: of its own step three.
-    ("O2 fp16", "fused AdamW", "plain"): (["widen_read", "store_split"], 11),
+    ("O2 fp16", "fused AdamW", "plain"): (["widen_read", "store_split"], 10),
     ("O1 fp16", "fused AdamW", "accumulated"): ([], 8),
 }
 

@@ -11,8 +11,8 @@ _OWNER = in_file(
     "weights/halves.py",
     (
         "halves: a refused weight is told after others were stored",
-        "            if tensor.dtype != dtype:\n                refuse_beyond(local(tensor.detach()), dtype)\n",
-        "            pass\n",
+        "        refuse_beyond([(local(t.detach()), dtype) for t, dtype in dtypes.items() if t.dtype != dtype])\n",
+        "        pass\n",
         _HALVES + "test_a_refused_weight_leaves_all_others_as_they_were",
         "an FP16 weight beyond 65504 would be infinite",
     ),
@@ -183,7 +183,7 @@ _STEPS = in_file(
     ),
     (
         "views: state stays behind",
-        "                if old in state:\n                    state[new] = state.pop(old)\n",
+        "                if (kept := state.pop(old, None)) is not None:\n                    state[new] = kept\n",
         "                pass\n",
         _BY_HAND,
         "each step would be the first one, without moments",

@@ -503,9 +503,9 @@ class _Part:
         gradients = list(map(_GRADIENT, self._wide))
         for (device, _), places in alike(gradients).items() if multiplier is not None else ():
             multiplied = torch._foreach_mul([gradients[place] for place in places], moved(multiplier, device))
-            for place, each in zip(places, multiplied, strict=True):
-                self._wide[place].grad = each
-                self._before.append((self._wide[place], gradients[place], each))
+            for place, made in zip(places, multiplied, strict=True):
+                self._wide[place].grad = made
+                self._before.append((self._wide[place], gradients[place], made))
         self._versions = versions(self._params)
 
     @torch.no_grad()

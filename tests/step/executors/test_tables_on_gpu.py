@@ -6,6 +6,7 @@ from torch import nn
 
 from mezzo import UnsupportedError, optim
 from mezzo.step.executors.choose import executor_for
+from mezzo.weights import Halves
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,10 @@ def test_more_than_two_to_the_31_elements(gpu):
     if gpu.computes and torch.cuda.mem_get_info()[0] < 10 * HUGE:
         pytest.skip("needs 20 GiB of GPU memory")
     param = nn.Parameter(torch.zeros(HUGE, dtype=torch.bfloat16, device="cuda"))
-    optimizer = optim.Lion([param], lr=0.5, betas=(0.9, 0.99), state_dtype="bfloat16")
+    halves, optimizer = Halves(), optim.Lion([param], lr=0.5, betas=(0.9, 0.99), state_dtype="bfloat16")
+    halves.store({param: torch.bfloat16})
+    halves.drop()  # which leaves bfloat16 alone
+    optimizer.adopt([halves])
     param.grad = torch.zeros_like(param)
     param.grad[-5:] = 1.0
     param.grad[5] = -1.0
