@@ -516,11 +516,11 @@ class _Part:
             StateError: The optimizer has written parameters themselves, which it keeps beside ``param_groups``.
         """
         written = versions(self._params) != self._versions
-        are_here = [each.store(found_inf, lends=self._lends, keeps_memory=keeps_memory) for each in self._together]
         for param, view in self._given:
             if view.grad is None:
                 param.grad = None
             view.grad = None
+        are_here = [each.store(found_inf, lends=self._lends, keeps_memory=keeps_memory) for each in self._together]
         for param, before, multiplied in self._before:
             if param.grad is multiplied:
                 param.grad = before
