@@ -501,7 +501,8 @@ class _Part:
                 view.grad = view.grad * multiplier
         self._before = []
         gradients = list(map(_GRADIENT, self._wide))
-        for (device, _), places in alike(gradients).items() if multiplier is not None else ():
+        for (device, _), places in alike(gradients).items():
+            assert multiplier is not None, "a part is made for whether there is one"
             multiplied = torch._foreach_mul([gradients[place] for place in places], moved(multiplier, device))
             for place, made in zip(places, multiplied, strict=True):
                 self._wide[place].grad = made
