@@ -149,10 +149,9 @@ class Weights:
         """Return the region to run the models and their losses in."""
         return self.prepared[0].autocast(*self.prepared[1:])
 
-    def forget_casts(self) -> None:
-        """Let go of the casts of weights that forward passes have made."""
+    def forget_calls(self) -> None:
+        """Forget the calls of models that this thread was in: between steps none lasts."""
         for prepared in self.prepared:
-            prepared.casts.clear()
             prepared.entrance.forget()
 
     # The weights -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.nested import cast_floating, widest
-from mezzo.cast.region import Region, acting_keys, autocast, holds_inside
+from mezzo.cast.region import Region, acting_keys, autocast
 from mezzo.errors import UnsupportedError, message
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.tensors import CASTABLE, dtype_name
@@ -156,8 +156,6 @@ class Boundary:
             )
         if self.entrance is not None:
             self.entrance.enter(self)
-        if holds_inside():
-            return args, kwargs
         if self._is_idle():
             if not torch.compiler.is_compiling():
                 self._entered[threading.get_ident()].append((None, None))
@@ -187,8 +185,6 @@ class Boundary:
         """Leave the region, after an exception too, and cast the outputs: a forward hook."""
         if self.entrance is not None:
             self.entrance.leave(self)
-        if holds_inside():
-            return output
         if output is None and isinstance(self.inputs, torch.dtype) and not torch.compiler.is_compiling():
             _explain(sys.exception(), self.policy)
         # None was entered in a graph, or where an earlier pre-hook raised.

@@ -27,7 +27,6 @@ from mezzo.cast.model.refusals import changes_since, out_of_reach, require_modul
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
-from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.tensors import LOW
@@ -102,8 +101,6 @@ class Prepared:
         halves: Owns the FP32 values of what is stored low.
         in_session: Whether a session has adopted the model, and is not closed yet.
         kinds: The device types of its tensors, which its regions cover.
-        casts: The casts of weights made in its regions. They end with the outermost one, but in a session, where those
-            of training serve a whole window.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
@@ -111,7 +108,6 @@ class Prepared:
         self.asked, self.in_session, self._is_removed = policy, False, False
         policy = with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
-        self.casts = WeightCasts()
         sharding.reshard(sharding.units(model))
         self._parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(model)}
         storage = wanted_storage(model, policy, self._parts, waits=waits)
@@ -184,8 +180,8 @@ class Prepared:
         """
         kinds = tuple(dict.fromkeys(kind for each in (self, *others) for kind in each.kinds()))
         if torch.compiler.is_compiling() and len(kinds) == 1 and all(each._is_traceable for each in (self, *others)):
-            return autocast(self.policy, kinds[0])  # which knows how to be traced; a graph keeps no casts
-        return autocast.of(Region.inside(self.policy, "", self._pinned(*others), kinds, self.casts))
+            return autocast(self.policy, kinds[0])  # which knows how to be traced
+        return autocast.of(Region.inside(self.policy, "", self._pinned(*others), kinds))
 
     def _pinned(self, *others: Prepared) -> dict[int, Treatment]:
         boundaries = (boundary for each in (self, *others) for _, boundary in each._boundaries[:1])
@@ -267,13 +263,10 @@ class Prepared:
     def join(self) -> None:
         """Belong to a session, until :meth:`leave`."""
         self.in_session = True
-        # Casts of gathered parameters would keep the whole model in memory, which is sharded to avoid that.
-        self.casts.spans_regions = not self._parts
 
     def leave(self) -> None:
         """Be as :func:`prepare` has returned it: another session may come, or :meth:`remove`."""
-        self.in_session = self.casts.spans_regions = False
-        self.casts.clear()
+        self.in_session = False
 
     def remove(self) -> None:
         """Take the hooks off and store every tensor in the dtype it had, with all bits where nothing was written to it.
