@@ -22,7 +22,7 @@ from mezzo.cast.accumulation import accumulation
 from mezzo.cast.device import default_kinds
 from mezzo.cast.differences import Differences, Handler, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
-from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
+from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, compiled_inside_alone, shadowed
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
@@ -123,6 +123,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         torch.bfloat16
     """
 
+    @compiled_inside_alone
     def __init__(self, policy: Policy | str | os.PathLike[str], device_type: str | None = None) -> None:
         if isinstance(policy, Policy) and torch.compiler.is_compiling():
             # Which Dynamo reads field by field, and so guards: an equal policy compiles nothing. Numbers, which only
@@ -187,12 +188,14 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             found: tuple[Tensor, ...] = (_OPENED_GRAD if differs else torch.autograd.grad)(outputs, inputs, **kwargs)
             return found
 
+    @compiled_inside_alone
     def __enter__(self) -> autocast:
         active = _active(self.region)
         active.__enter__()
         self._entered.append(active)
         return self
 
+    @compiled_inside_alone
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
         if self.region.on_error is not None and exception[1] is not None:

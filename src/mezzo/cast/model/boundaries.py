@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.model.boundary import Boundary, Entrance, runs_backward
+from mezzo.cast.mode import compiled_inside_alone
 from mezzo.cast.model.sharding import gathered
 from mezzo.policy import Policy, Treatment
 from mezzo.tensors import CASTABLE, is_distributed
@@ -197,6 +198,7 @@ class Door:
                 hook.remove()
             self._hooks.clear()
 
+    @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Cast what comes from outside: a forward pre-hook."""
         inside = False
@@ -222,6 +224,7 @@ class Door:
         self._boundary = self._make()
         self._hooks.append(module.register_forward_hook(self.exit, always_call=True))
 
+    @compiled_inside_alone
     def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast what goes outside: a forward hook."""
         if self._boundary is None or not self.entrances[0].leave(self):

@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from mezzo.cast.device import Kinds
+from mezzo.cast.mode import compiled_inside_alone
 from mezzo.cast.nested import cast_floating, widest
 from mezzo.cast.region import Region, acting_keys, autocast
 from mezzo.errors import UnsupportedError, message
@@ -145,6 +146,7 @@ class Boundary:
         region = Region.inside(self.policy, self.path, self.pinned(), self.kinds())
         return region.with_wide_norm() if self.widens_norm else region
 
+    @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Enter the region and cast the inputs: a forward pre-hook."""
         if self.rule is not None and self.rule.treatment == "ban":
@@ -181,6 +183,7 @@ class Boundary:
         self._entered[threading.get_ident()].append((region, floats[0].dtype if floats else None))
         return _cast((args, kwargs), widest(floats) if self.inputs == "widest" else self.inputs)
 
+    @compiled_inside_alone
     def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Leave the region, after an exception too, and cast the outputs: a forward hook."""
         if self.entrance is not None:

@@ -24,6 +24,7 @@ from mezzo.cast.model.boundaries import (
 )
 from mezzo.cast.model.boundary import Entrance
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
+from mezzo.cast.mode import compiled_inside_alone
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
@@ -172,6 +173,7 @@ class Prepared:
             else:
                 door.entrances.append(self.entrance)
 
+    @compiled_inside_alone
     def autocast(self, *others: Prepared) -> autocast:
         """Return a region for this model's policy: what to run the forward pass and the loss in.
 
