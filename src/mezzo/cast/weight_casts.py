@@ -66,9 +66,6 @@ class WeightCasts:
     def __init__(self) -> None:
         self._casts: dict[tuple[int, torch.dtype, bool, bool], _Cast] = {}
 
-    def __len__(self) -> int:
-        return len(self._casts)
-
     def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Return the parameter in another dtype, connected to it for gradients.
 
