@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.mode import acting_modes
@@ -19,7 +21,7 @@ from mezzo.cast.model.places import RuledParams
 from mezzo.cast.nested import cast_floating
 from mezzo.cast.region import Region, autocast
 from mezzo.policy import Policy
-from mezzo.tensors import CASTABLE
+from mezzo.tensors import CASTABLE, tensors
 
 __all__ = ["GivesOut", "MadeLow", "TakesIn", "Within", "runs_backward"]
 
@@ -80,7 +82,9 @@ class MadeLow:
 
 
 class GivesOut:
-    """Cast what comes out of a model, and explain torch's errors about dtypes: a forward hook.
+    """Cast what comes out of a model, and explain torch's errors about dtypes: a forward hook, and one before.
+
+    What was low and comes back is low again: a cache of keys and values that ``generate`` hands from call to call.
 
     Args:
         dtype: What floating outputs are cast to; ``None`` leaves them.
@@ -89,9 +93,22 @@ class GivesOut:
 
     def __init__(self, dtype: torch.dtype | None, explain: Callable[[BaseException], None] | None = None) -> None:
         self.dtype, self._explain = dtype, explain
+        # By what was given out without gradients: what it was, and its version then.
+        self._given: Any = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> Any:
         return GivesOut, (self.dtype,)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Put what was given out back to what it was."""
+        if torch.compiler.is_compiling() or not len(self._given):
+            return None
+        back: tuple[Any, Any] = pytree.tree_map_only(Tensor, self._as_it_was, (args, kwargs))
+        return back
+
+    def _as_it_was(self, each: Tensor) -> Tensor:
+        low, version = self._given.get(each, (each, _version(each)))
+        return low if version == _version(each) else each
 
     def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return what came out, cast."""
@@ -99,7 +116,18 @@ class GivesOut:
             if self._explain is not None and (error := sys.exception()) is not None:
                 self._explain(error)
             return None
-        return None if self.dtype is None else cast_floating(output, self.dtype)
+        if self.dtype is None:
+            return None
+        wide = cast_floating(output, self.dtype)
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            for low, given in zip(tensors(output), tensors(wide), strict=True):
+                if given is not low:
+                    self._given[given] = low, _version(given)
+        return wide
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 class Within:

@@ -63,6 +63,7 @@ def explain(error: BaseException, model: nn.Module, policy: Policy) -> None:
     where = [*map(_line, program[-1:])]
     where += [_described(text, tensor, names, policy) for text, tensor in known if text in (*wides[:1], *lows[:1])]
     path = _module_of((at.tb_frame for at in program), model)
+    where += [f"{text} is computed there, in another dtype" for text in computed if text in (*wides[:1], *lows[:1])]
     if path is not None:
         where.append(f"in {path or 'the model itself'}, of which {_rule(policy, path)}")
     low = dtype_name(policy.param_dtype)
@@ -169,7 +170,8 @@ def _module_of(frames: Iterable[FrameType], model: nn.Module) -> str | None:
     paths = {id(module): path for path, module in model.named_modules()}
     found = None
     for frame in frames:
-        owner = frame.f_locals.get("self")
+        first = frame.f_code.co_varnames[:1]  # self, as most call it
+        owner = frame.f_locals.get(*first) if first else None
         if isinstance(owner, nn.Module) and id(owner) in paths:
             found = paths[id(owner)]
     return found

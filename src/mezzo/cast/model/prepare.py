@@ -178,6 +178,7 @@ class Prepared:
             self._hooks.append(module.register_forward_hook(self.buffers.exit, always_call=True))
         if policy.output_dtype is not None:
             last = GivesOut(policy.output_dtype, self.explain)
+            self._hooks.append(model.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(model.register_forward_hook(last.exit, always_call=True))
 
     def _plan_regions(self) -> Iterator[tuple[nn.Module, Within]]:
