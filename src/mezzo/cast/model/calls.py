@@ -99,6 +99,11 @@ class GivesOut:
     def __reduce__(self) -> Any:
         return GivesOut, (self.dtype,)
 
+    @property
+    def is_model_s(self) -> bool:
+        """Whether this is a whole model's, and not that of a part which makes a weight."""
+        return self._explain is not None
+
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Put what was given out back to what it was."""
         if torch.compiler.is_compiling() or not len(self._given):

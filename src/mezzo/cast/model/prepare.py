@@ -176,7 +176,7 @@ class Prepared:
         for module in {model, *self.buffers.owners()} if len(self.buffers) else ():
             self._hooks.append(module.register_forward_pre_hook(self.buffers.enter))
             self._hooks.append(module.register_forward_hook(self.buffers.exit, always_call=True))
-        if policy.output_dtype is not None:
+        if is_low or policy.output_dtype is not None:
             last = GivesOut(policy.output_dtype, self.explain)
             self._hooks.append(model.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(model.register_forward_hook(last.exit, always_call=True))
