@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ContextDecorator
 from typing import Any, Final, cast
 
@@ -26,7 +26,7 @@ from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, c
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
-__all__ = ["Region", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here"]
+__all__ = ["Region", "autocast", "checkpoint_contexts", "emulates_here"]
 
 #: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.
 _OPENED_GRAD: Final = open_function(cast(types.FunctionType, torch.autograd.grad))
@@ -39,15 +39,11 @@ class Region:
     Attributes:
         policy: The policy that is carried out.
         per_device: What it changes on each device that is covered.
-        on_entry: What is called whenever the region is entered.
-        on_error: What is called with an exception that leaves the region; it may raise another one.
         caches: Whether torch's own autocast keeps casts of weights; as it is set around the region where it is None.
     """
 
     policy: Policy
     per_device: tuple[Differences, ...]
-    on_entry: Callable[[], object] | None = None
-    on_error: Callable[[BaseException], object] | None = None
     caches: bool | None = None
 
     @classmethod
@@ -198,8 +194,6 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     @compiled_inside_alone
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
-        if self.region.on_error is not None and exception[1] is not None:
-            self.region.on_error(exception[1])
 
     def _recreate_cm(self) -> autocast:
         """Give each call of a decorated function a region of its own, so that threads do not share one."""
@@ -209,8 +203,6 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 @contextlib.contextmanager
 def _active(region: Region) -> Iterator[None]:
     """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
-    if region.on_entry is not None:
-        region.on_entry()
     flags, native = accumulation(region.policy, region.per_device), _native(region.per_device)
     # Without differences the regions around are silenced all the same.
     mode = acting(region.per_device) if region.has_differences else shadowed()
@@ -300,12 +292,6 @@ class _Again(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
-
-
-def acting_keys() -> tuple[str, ...]:
-    """Return what names the differences of the innermost active region, the same for regions that do the same."""
-    modes = acting_modes()
-    return modes[-1].keys if modes else ()
 
 
 def emulates_here(device_type: str) -> bool:

@@ -472,7 +472,6 @@ class Engine(Writes):
             params=judged.params,
         )
         self.account.note(outcome)
-        self.weights.forget_calls()
         sharding.reshard(self.weights.units)
         return Step(
             skipped=verdict.found_inf,
@@ -512,7 +511,6 @@ class Engine(Writes):
             for window in self.windows:
                 window.clear()
             self._inner = None
-            self.weights.forget_calls()
             sharding.forget_gradients(self.weights.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Tensor, ...]:

@@ -149,11 +149,6 @@ class Weights:
         """Return the region to run the models and their losses in."""
         return self.prepared[0].autocast(*self.prepared[1:])
 
-    def forget_calls(self) -> None:
-        """Forget the calls of models that this thread was in: between steps none lasts."""
-        for prepared in self.prepared:
-            prepared.entrance.forget()
-
     # The weights -----------------------------------------------------------------------------------------
 
     def halves(self) -> list[Halves]:
