@@ -153,7 +153,8 @@ class Within:
         path: The path of the module whose region it is.
         params: The parameters that rules speak about.
         kinds: The devices that its regions cover.
-        is_own: Whether this is the model itself, or rules treat the module otherwise than what is around it.
+        is_own: Whether rules treat the module otherwise than what is around it, or it is the model, and rules speak
+            about parameters.
         inputs: What floating inputs are cast to where the region is entered.
         widens_norm: Whether batch norm has low-precision weights here: kernels want FP32, as the statistics are.
     """
@@ -185,6 +186,7 @@ class Within:
     @property
     def is_needed(self) -> bool:
         """Whether the region would do anything that is not done without it."""
+        self._keys_on(self.kinds())  # known before anything is traced
         return self.region().has_differences or (self.is_own and self.policy.autocast and self.path != "")
 
     @compiled_inside_alone

@@ -183,7 +183,7 @@ class Prepared:
         paths = region_paths(self.model, self.policy)
         low = self.policy.param_dtype != torch.float32
         for path, module in called(self.model):
-            is_own = paths[path] == path
+            is_own = paths[path] == path and (path != "" or len(self.params) > 0)
             widens = low and not self.policy.keep_batchnorm_fp32 and isinstance(module, _NormBase)
             rule = self.policy.module_rule(path) if is_own else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
