@@ -222,7 +222,7 @@ class Prepared:
     def explain(self, error: BaseException) -> None:
         """Add to an error of torch's about dtypes what is known of it."""
         if self.policy.param_dtype != torch.float32:
-            explain(error, self.model, self.policy)
+            explain(error, self.model, self.policy, self.buffers.written)
 
     def autocast(self, *others: Prepared) -> autocast:
         """Return a region for this model's policy: what to run the forward pass and the loss in.
