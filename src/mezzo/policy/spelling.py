@@ -10,7 +10,7 @@ from typing import Final
 from mezzo.errors import PolicyError
 from mezzo.policy.ops import TREATMENTS, matching, resolve
 
-__all__ = ["both", "is_rule", "meant", "split"]
+__all__ = ["assignment", "both", "is_rule", "meant", "split"]
 
 _LEVEL: Final = re.compile("O[0-3]")
 _NUMBER: Final = re.compile(r"\d+(\.\d*)?(e[-+]?\d+)?")
@@ -43,6 +43,20 @@ def both(text: str) -> str:
         'Policy.O2("bfloat16", lists="device"), the text O2,dtype=bfloat16,lists=device'
     """
     return f"{_python(text)}, the text {text}"
+
+
+def assignment(text: str, remark: str = "") -> str:
+    """Write a cure as a line of Python to paste, with the text behind it.
+
+    Args:
+        text: As of :func:`both`.
+        remark: What else is to be said.
+
+    Example:
+        >>> assignment("fp32_module=head")
+        'policy = policy.keep_fp32(modules=["head"])   # the text fp32_module=head'
+    """
+    return f"policy = {_python(text)}   # the text {text}{f'; {remark}' if remark else ''}"
 
 
 def _python(text: str) -> str:

@@ -67,7 +67,7 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
 
 
 def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, str]]:
-    """Yield each entry with its line and the reason behind it; spaces do not count, nor does a comma that ends a line."""
+    """Yield each entry, its line and the reason behind it; spaces do not count, nor does a comma that ends a line."""
     size = 0
     for number, line in enumerate(text.split("\n"), start=1):
         entries, _, reason = line.partition("#")
