@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mezzo.cast.model.boundaries import has_forward
+from mezzo.cast.model.places import has_forward
 from mezzo.cast.model.prepare import Prepared, with_pinned_classes
 from mezzo.cast.model.refusals import preparations_in, require_module, wanted_storage
 from mezzo.cast.model.sharding import units

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo.cast import Prepared
 from mezzo.cast.device import fast_format
-from mezzo.cast.model.boundary import runs_backward
+from mezzo.cast.model.calls import runs_backward
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.policy import Policy
 from mezzo.session import state

@@ -205,19 +205,6 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
             why="its replicas are threads, which regions and hooks of the model do not reach",
             write="torch.nn.parallel.DistributedDataParallel under torchrun; or the model itself, on one device",
         )
-    compiled = [
-        ".".join(filter(None, (type(model).__name__, path)))
-        for model in models
-        for path, module in model.named_modules()
-        if isinstance(module, torch.jit.ScriptModule)
-    ]
-    if compiled:
-        yield UnsupportedError(
-            "torch.jit has compiled a module of the model",
-            where=some_of(compiled),
-            why="hooks and casts of Python do not reach TorchScript",
-            write="the module without torch.jit.script or torch.jit.trace; or torch.compile(model)",
-        )
 
 
 def _of_optimizers(

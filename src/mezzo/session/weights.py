@@ -153,7 +153,6 @@ class Weights:
         """Let go of the casts of weights that forward passes have made."""
         for prepared in self.prepared:
             prepared.casts.clear()
-            prepared.entrance.forget()
 
     # The weights -----------------------------------------------------------------------------------------
 

@@ -130,6 +130,11 @@ class Halves:
             del self._held[tensor]
         self._note()
 
+    def forget(self, tensor: Tensor) -> None:
+        """Own the value of a tensor no longer, as another one stands in its place; it stays as it is."""
+        del self._held[tensor]
+        self._note()
+
     def drop(self) -> None:
         """Give up the low halves: from now on what a tensor holds is its value."""
         for held in self._held.values():

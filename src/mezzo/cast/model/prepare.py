@@ -1,35 +1,33 @@
-"""``prepare``: module rules, O2/O3 conversion, and casting at a model's boundary."""
+"""``prepare``: a model under a policy, converted and hooked, and put back."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.model import sharding
-from mezzo.cast.model.boundaries import (
-    Door,
-    RuledParams,
-    boundaries,
-    callable_alone,
-    doors_of,
-    order_hooks,
-    stored_tensors,
-)
-from mezzo.cast.model.boundary import Entrance
+from mezzo.cast.model.buffers import Buffers
+from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
+from mezzo.cast.model.mismatch import explain
+from mezzo.cast.model.places import RuledParams, called, made_weights, region_paths, stored_tensors
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import StateError, printable, raise_together
-from mezzo.policy import Policy, Rule, Treatment
+from mezzo.policy import Policy, Rule
 from mezzo.tensors import LOW
 from mezzo.weights.halves import Halves, give, give_back
 from mezzo.weights.models import show_fp32
@@ -45,7 +43,12 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
 
     Parameters keep their identity (an optimizer built before stays valid, tied ones stay tied) and change
     their dtype. Norms with running statistics keep FP32 weights while ``policy.keep_batchnorm_fp32``, and FP32
-    statistics always. Other persistent floating buffers go low; non-persistent ones stay.
+    statistics always; weights that a parametrization makes are made in FP32. Other persistent floating buffers go low,
+    until a forward pass writes them (:class:`Buffers`); non-persistent ones stay.
+
+    A module that owns low parameters casts its floating inputs to their dtype, whatever calls it, and what ``model(…)``
+    returns is FP32. So a part of the model, or any method, may be called by itself. Functions cast nothing: where FP32
+    meets low in one, torch's error gets a note that names both tensors and what to write.
 
     A rule on a parameter speaks about the tensor that stands in its place when the model is called, so about those of
     ``torch.func.functional_call(model, …)`` too; not where only a submodule without a rule is called with others.
@@ -67,9 +70,9 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
         UnsupportedError: Parameters in float64 or another low precision; a device without the format.
         StateError: The model is prepared already, wrapped by DDP before conversion, or holds gradients.
 
-    **Cost**: none where nothing differs. Two hooks on each module with a rule. In O2/O3 two hooks on the model, and one
-    on each submodule with weights (1 to 2 µs a call), so that the one that is called from outside casts; and 2 bytes a
-    parameter for the low half, under O3 until an optimizer is adopted.
+    **Cost**: in O2 and O3 a hook on each module with weights that compares dtypes (below 1 µs), and 2 bytes a parameter
+    for the low half, under O3 until an optimizer is adopted. Where the policy differs from torch on this device, two
+    hooks on each module, some 2 µs a call, so that recomputed parts run in the policy's region again.
 
     Example:
         >>> import mezzo
@@ -102,6 +105,8 @@ class Prepared:
         halves: Owns the FP32 values of what is stored low.
         in_session: Whether a session has adopted the model, and is not closed yet.
         kinds: The device types of its tensors, which its regions cover.
+        params: The parameters that rules speak about.
+        buffers: Those that a forward pass may write.
         casts: The casts of weights made in its regions. They end with the outermost one, but in a session, where those
             of training serve a whole window.
     """
@@ -122,13 +127,12 @@ class Prepared:
         for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
         self._hooks: list[RemovableHandle] = []
-        self._doors: list[Door] = []
-        self.entrance = Entrance()
         # Planning the regions may find that the device cannot honour the policy: before anything is changed.
         self.kinds = Kinds((*model.parameters(), *model.buffers()))
-        self._boundaries = boundaries(model, policy, self.kinds, self.entrance)
-        pins = any(boundary.pinned() for _, boundary in self._boundaries[:1])
-        self._is_traceable = not pins and not any(rule.matches_module("") for rule in policy.rules)
+        self.params = RuledParams.of(model, policy)
+        self._regions = [*self._plan_regions()]
+        written = [] if policy.param_dtype == torch.float32 else [*self._maybe_written()]
+        self.buffers = Buffers(written, self.halves)
         self._undo = ExitStack()
         try:
             self._carry_out()
@@ -154,27 +158,71 @@ class Prepared:
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and low:
                 module.flatten_parameters()
-        for module, boundary in self._boundaries:
-            self._hooks.append(module.register_forward_pre_hook(boundary.enter, prepend=True, with_kwargs=True))
-            order_hooks(module)
-            self._hooks.append(module.register_forward_hook(boundary.exit, always_call=True))
-        self._open_doors()
+        self._hook()
 
-    def _open_doors(self) -> None:
-        """Let every submodule of a converted model that holds numbers be called from outside."""
-        if self.policy.param_dtype == torch.float32:
-            return
-        for path, module, make in callable_alone(self.model, self.policy, self._boundaries[0][1].params, self.kinds):
-            door = next(doors_of(module), None)
-            is_new = door is None
-            door = Door(self.entrance, make) if door is None else door
-            self._doors.append(door)  # before it opens: whatever interrupts from here on, remove() knows of it
-            if is_new:
-                door.attach(module)
-                if "." not in path:  # the likeliest, which compiled code cannot hook any more
-                    door.install(module)
-            else:
-                door.entrances.append(self.entrance)
+    def _hook(self) -> None:
+        policy, model = self.policy, self.model
+        is_low = policy.param_dtype != torch.float32
+        for module, within in self._regions:
+            self._hooks.append(module.register_forward_pre_hook(within.enter, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(within.exit, always_call=True))
+        for module, dtype in self._taking_in() if is_low else ():
+            self._hooks.append(module.register_forward_pre_hook(TakesIn(dtype).enter, with_kwargs=True))
+        for path, module in called(model) if is_low else ():
+            if isinstance(module, ParametrizationList) and policy.module_rule(path) is None:
+                self._hooks.append(module.register_forward_hook(GivesOut(policy.param_dtype).exit))
+            if (names := made_weights(module)) and policy.module_rule(path) is None:
+                self._hooks.append(module.register_forward_pre_hook(MadeLow(names, policy.param_dtype).enter))
+        for module in {model, *self.buffers.owners()} if len(self.buffers) else ():
+            self._hooks.append(module.register_forward_pre_hook(self.buffers.enter))
+            self._hooks.append(module.register_forward_hook(self.buffers.exit, always_call=True))
+        if policy.output_dtype is not None:
+            last = GivesOut(policy.output_dtype, self.explain)
+            self._hooks.append(model.register_forward_pre_hook(last.enter, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(last.exit, always_call=True))
+
+    def _plan_regions(self) -> Iterator[tuple[nn.Module, Within]]:
+        """Yield the modules in which a region has something to do, the model itself first."""
+        paths = region_paths(self.model, self.policy)
+        low = self.policy.param_dtype != torch.float32
+        for path, module in called(self.model):
+            is_own = paths[path] == path
+            widens = low and not self.policy.keep_batchnorm_fp32 and isinstance(module, _NormBase)
+            rule = self.policy.module_rule(path) if is_own else None
+            dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
+            within = Within(
+                self.policy, path if widens else paths[path], self.params, self.kinds, is_own=is_own or widens,
+                inputs=None if low or rule is None else dtype, widens_norm=widens,
+            )  # fmt: skip
+            if within.is_needed:
+                yield module, within
+
+    def _taking_in(self) -> Iterator[tuple[nn.Module, torch.dtype]]:
+        """Yield the modules that cast their inputs, each with the dtype of what it computes with."""
+        paths = region_paths(self.model, self.policy)
+        for path, module in called(self.model):
+            rule = self.policy.module_rule(path)
+            own = module.parameters(recurse=False)
+            stored = {self._storage[param] for param in own if param in self._storage}
+            if made_weights(module) or is_parametrized(module):
+                stored.add(self.policy.param_dtype)
+            if rule is not None and (stored or paths[path] == path):
+                yield module, torch.float32 if rule.treatment == "fp32" else self.policy.dtype
+            elif low := stored & {*LOW}:
+                yield module, next(iter(low))
+
+    def _maybe_written(self) -> Iterator[tuple[Tensor, nn.Module, str]]:
+        """Yield the buffers that are stored low because no rule speaks about them."""
+        for tensor, path, module in stored_tensors(self.model):
+            is_buffer = not isinstance(tensor, nn.Parameter) and tensor in self._storage
+            rule = self.policy.storage(path, path.rpartition(".")[0])[1]
+            if is_buffer and self._storage[tensor] in LOW and (rule is None or rule.param is None):
+                yield tensor, module, path
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error of torch's about dtypes what is known of it."""
+        if self.policy.param_dtype != torch.float32:
+            explain(error, self.model, self.policy)
 
     def autocast(self, *others: Prepared) -> autocast:
         """Return a region for this model's policy: what to run the forward pass and the loss in.
@@ -182,14 +230,14 @@ class Prepared:
         Args:
             *others: Models prepared with the same policy, whose parameter rules the region knows as well.
         """
-        kinds = tuple(dict.fromkeys(kind for each in (self, *others) for kind in each.kinds()))
-        if torch.compiler.is_compiling() and len(kinds) == 1 and all(each._is_traceable for each in (self, *others)):
-            return autocast(self.policy, kinds[0])  # which knows how to be traced; a graph keeps no casts
-        return autocast.of(Region.inside(self.policy, "", self._pinned(*others), kinds, self.casts))
-
-    def _pinned(self, *others: Prepared) -> dict[int, Treatment]:
-        boundaries = (boundary for each in (self, *others) for _, boundary in each._boundaries[:1])
-        return {param: treatment for boundary in boundaries for param, treatment in boundary.pinned().items()}
+        every = (self, *others)
+        kinds = tuple(dict.fromkeys(kind for each in every for kind in each.kinds()))
+        pinned = {param: treatment for each in every for param, treatment in each.params.pinned().items()}
+        if torch.compiler.is_compiling():
+            if len(kinds) == 1 and not pinned:
+                return autocast(self.policy, kinds[0])  # which knows how to be traced; a graph keeps no casts
+            return autocast.of(Region.inside(self.policy, "", pinned, kinds, self.casts))
+        return _ModelRegion.around(Region.inside(self.policy, "", pinned, kinds, self.casts), every)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer update the FP32 values of the model's weights, without a session, until :meth:`remove`.
@@ -260,9 +308,7 @@ class Prepared:
         self.halves.move({t: part for t, part in moved.items() if t in self.halves})
         self._storage, self._parts = storage, parts
         self._places = {moved.get(t, t): place for t, place in self._places.items()}
-        for _, boundary in self._boundaries[:1]:
-            if isinstance(boundary.params, RuledParams):  # which the others share
-                boundary.params.find_gathered(self.model)
+        self.params.find_gathered(self.model)
 
     def join(self) -> None:
         """Belong to a session, until :meth:`leave`."""
@@ -295,10 +341,7 @@ class Prepared:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for door in self._doors:
-            door.detach(self.entrance)
-        self._doors.clear()
-        self._boundaries = []
+        self.buffers.remove()
         is_sharded = any(tensor in self._parts for tensor in self.halves)
         self.halves.remove()
         for tensor, dtype in self._widened.items():
@@ -306,6 +349,34 @@ class Prepared:
         self._widened.clear()
         if is_sharded:
             sharding.refresh(self.model)
+
+
+class _ModelRegion(autocast):
+    """The region around calls of models: what leaves it is explained, and what was written in it is noticed."""
+
+    _models: tuple[Prepared, ...]
+
+    @classmethod
+    def around(cls, region: Region, models: tuple[Prepared, ...]) -> _ModelRegion:
+        """Return what enters a region for some models."""
+        made = cast(_ModelRegion, cls.of(region))
+        made._models = models
+        return made
+
+    def __enter__(self) -> autocast:
+        for each in self._models:
+            each.buffers.note()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for each in self._models:
+            each.buffers.settle()
+            if len(exception) > 1 and exception[1] is not None:
+                each.explain(exception[1])
+
+    def _recreate_cm(self) -> _ModelRegion:
+        return _ModelRegion.around(self.region, self._models)
 
 
 def _forget(module: nn.Module, handles: list[Prepared], mine: Prepared) -> None:

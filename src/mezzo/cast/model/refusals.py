@@ -8,11 +8,12 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.cast import accumulators
-from mezzo.cast.model.boundaries import stored_tensors
-from mezzo.cast.model.boundary import Boundary
+from mezzo.cast.model.calls import TakesIn, Within
+from mezzo.cast.model.places import makes_weight, stored_tensors
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.model.sharding import Shard, flags_of_all
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, raise_together, some_of
@@ -58,7 +59,7 @@ def wanted_storage(
     """
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     if (waits and preparations_in(model)) or any(
-        isinstance(getattr(hook, "__self__", None), Boundary) for hook in hooks
+        isinstance(getattr(hook, "__self__", None), TakesIn | Within) for hook in hooks
     ):
         raise StateError(
             "the model is prepared already",
@@ -75,6 +76,8 @@ def wanted_storage(
         if is_norm and not isinstance(tensor, nn.Parameter):
             continue  # running statistics stay FP32
         dtype, rule = policy.storage(path, path.rpartition(".")[0], is_norm=is_norm)
+        if rule is None and makes_weight(path, module):
+            dtype = torch.float32
         before = deciding.get(tensor, (None, ""))
         if rule is not None and before[0] is not None and storage[tensor] != dtype:
             problems.append(
@@ -144,6 +147,9 @@ def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:
     params = list(model.named_parameters())
     lazy = [name for name, p in params if isinstance(p, nn.parameter.UninitializedParameter)]
     wide = [f"{name} (float64)" for name, p in params if p.dtype == torch.float64]
+    scripted = [
+        path or type(module).__name__ for path, module in model.named_modules() if isinstance(module, ScriptModule)
+    ]
     for names, what, why, write in (
         (lazy, "lazy parameters have no values yet",
          "there is nothing to store in the policy's dtype, and no shape for a master",
@@ -151,6 +157,9 @@ def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:
         (wide, "float64 parameters cannot be trained in mixed precision",
          "they are never cast, so every op that reads them would run in their own precision",
          "model.float() first, or leave this model outside mezzo"),
+        (scripted, "torch.jit has compiled a module of the model",
+         "hooks and casts of Python do not reach TorchScript",
+         "the module without torch.jit.script or torch.jit.trace; or torch.compile(model)"),
     ):  # fmt: skip
         if names:
             yield UnsupportedError(what, where=some_of(names), why=why, write=write)

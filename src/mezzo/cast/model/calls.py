@@ -1,0 +1,238 @@
+"""What a prepared model's modules do when they are called: cast what they take in, run in their policy's region."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from types import NoneType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mezzo.cast.device import Kinds
+from mezzo.cast.mode import acting_modes
+from mezzo.cast.model.places import RuledParams
+from mezzo.cast.nested import cast_floating
+from mezzo.cast.region import Region, autocast
+from mezzo.policy import Policy
+from mezzo.tensors import CASTABLE, tensors
+
+__all__ = ["GivesOut", "MadeLow", "TakesIn", "Within", "runs_backward"]
+
+#: What holds no tensor, of the arguments that modules are called with most.
+_HOLDS_NONE: Final = (NoneType, bool, int, float, str)
+
+
+def runs_backward() -> bool:
+    """Whether autograd runs in this thread: a module that is called then is recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# What torch._dynamo.assume_constant_result sets, without a second of imports. While it traces, torch.compile asks once:
+# a module that is compiled by itself and recomputed is traced for its forward pass before.
+runs_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class TakesIn:
+    """Cast the floating inputs of a module to the dtype of its weights: a forward pre-hook.
+
+    Args:
+        dtype: That dtype.
+
+    **Cost**: where the inputs have it a comparison for each, less than 1 µs.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._others = frozenset(CASTABLE) - {dtype}
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments, cast, or ``None`` where nothing has to be."""
+        others = self._others
+        for given in args:
+            if given.dtype in others if isinstance(given, Tensor) else not isinstance(given, _HOLDS_NONE):
+                return cast_floating((args, kwargs), self.dtype)
+        for given in kwargs.values() if kwargs else ():
+            if given.dtype in others if isinstance(given, Tensor) else not isinstance(given, _HOLDS_NONE):
+                return cast_floating((args, kwargs), self.dtype)
+        return None
+
+
+class MadeLow:
+    """Cast a weight that a module makes of others before each call: a forward pre-hook, after the one that makes it.
+
+    Args:
+        names: Those of the weights, plain attributes of the module.
+        dtype: What they are cast to.
+    """
+
+    def __init__(self, names: tuple[str, ...], dtype: torch.dtype) -> None:
+        self.names, self.dtype = names, dtype
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        """Cast them."""
+        for name in self.names:
+            setattr(module, name, getattr(module, name).to(self.dtype))
+
+
+class GivesOut:
+    """Cast what comes out of a model, and explain torch's errors about dtypes: a forward hook, and one before.
+
+    What was low and comes back is low again: a cache of keys and values that ``generate`` hands from call to call.
+
+    Args:
+        dtype: What floating outputs are cast to; ``None`` leaves them.
+        explain: Adds to an error what is known about it.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, explain: Callable[[BaseException], None] | None = None) -> None:
+        self.dtype, self._explain = dtype, explain
+        # By what was given out without gradients: what it was, and its version then.
+        self._given: Any = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return GivesOut, (self.dtype,)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Put what was given out back to what it was."""
+        if torch.compiler.is_compiling() or not len(self._given):
+            return None
+        back: tuple[Any, Any] = pytree.tree_map_only(Tensor, self._as_it_was, (args, kwargs))
+        return back
+
+    def _as_it_was(self, each: Tensor) -> Tensor:
+        low, version = self._given.get(each, (each, _version(each)))
+        return low if version == _version(each) else each
+
+    def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return what came out, cast."""
+        if output is None and not torch.compiler.is_compiling():
+            if self._explain is not None and (error := sys.exception()) is not None:
+                self._explain(error)
+            return None
+        if self.dtype is None:
+            return None
+        wide = cast_floating(output, self.dtype)
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            for low, given in zip(tensors(output), tensors(wide), strict=True):
+                if given is not low:
+                    self._given[given] = low, _version(given)
+        return wide
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+class Within:
+    """Have a module run in its policy's region, whatever calls it: a pair of hooks.
+
+    Where torch recomputes a part of the model for a backward pass, and where a part is called by itself, no region is
+    there; then it is entered for the call. A region that is there is left alone, but by a module that rules treat
+    otherwise than what is around it.
+
+    Between calls it holds no region, so that a prepared model can be copied and pickled.
+
+    Args:
+        policy: The model's policy.
+        path: The path of the module whose region it is.
+        params: The parameters that rules speak about.
+        kinds: The devices that its regions cover.
+        is_own: Whether this is the model itself, or rules treat the module otherwise than what is around it.
+        inputs: What floating inputs are cast to where the region is entered.
+        widens_norm: Whether batch norm has low-precision weights here: kernels want FP32, as the statistics are.
+    """
+
+    _depth = threading.local()  # how many regions of modules with rules this thread is in
+
+    def __init__(
+        self,
+        policy: Policy,
+        path: str,
+        params: RuledParams,
+        kinds: Kinds,
+        *,
+        is_own: bool,
+        inputs: torch.dtype | None = None,
+        widens_norm: bool = False,
+    ) -> None:
+        self.policy, self.path, self.params, self.kinds = policy, path, params, kinds
+        self.is_own, self.inputs, self.widens_norm = is_own, inputs, widens_norm
+        # One stack for each thread, since threads may run one model at the same time.
+        self._entered: defaultdict[int, list[autocast | None]] = defaultdict(list)
+        self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def region(self) -> Region:
+        """Return the region of this module."""
+        region = Region.inside(self.policy, self.path, self.params.pinned(), self.kinds())
+        return region.with_wide_norm() if self.widens_norm else region
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the region would do anything that is not done without it."""
+        return self.region().has_differences or (self.is_own and self.policy.autocast and self.path != "")
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Enter the region if it is not there: a forward pre-hook."""
+        if self._is_idle():
+            if self._entered and not torch.compiler.is_compiling():
+                self._skip()
+            return None
+        self._enter_region()
+        return None if self.inputs is None else cast_floating((args, kwargs), self.inputs)
+
+    def _is_idle(self) -> bool:
+        """Whether the region is there, or is not to be there."""
+        modes = acting_modes()
+        if not self.is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)
+            return not modes[-1].recomputing or modes[-1].keys == self._keys_on(self.kinds())
+        kinds = self.kinds()
+        if self.policy.autocast and not any(torch.is_autocast_enabled(kind) for kind in kinds):
+            # Outside any region nothing is cast. But in a part that is kept in FP32 autocast is switched off.
+            return not self.is_own or not (getattr(self._depth, "count", 0) or runs_backward())
+        # Whichever tensors stand in the places of ruled ones now, the region is to know them.
+        return len(modes) > 0 and len(self.params) == 0 and modes[-1].keys == self._keys_on(kinds)
+
+    def _keys_on(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        if kinds not in self._keys:
+            self._keys[kinds] = self.region().keys
+        return self._keys[kinds]
+
+    # A region cannot be entered in one compiled frame and left in another: these calls stay in Python.
+    # (torch.compiler.disable is the public name, and costs a second of imports where it is only mentioned.)
+    @_disable_dynamo
+    def _enter_region(self) -> None:
+        region = autocast.of(self.region())
+        region.__enter__()
+        self._entered[threading.get_ident()].append(region)
+        if self.is_own:
+            self._depth.count = getattr(self._depth, "count", 0) + 1
+
+    def _skip(self) -> None:
+        """Note that a call inside of one that has entered the region did not."""
+        if stack := self._entered.get(threading.get_ident()):
+            stack.append(None)
+
+    def exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave the region, after an exception too: a forward hook."""
+        if self._entered:  # not in a graph
+            self._leave_region()
+
+    @_disable_dynamo
+    def _leave_region(self) -> None:
+        thread = threading.get_ident()
+        if not (stack := self._entered.get(thread)):
+            return
+        region = stack.pop()
+        if not stack:
+            del self._entered[thread]
+        if region is not None:
+            region.__exit__(None, None, None)
+            if self.is_own:
+                self._depth.count -= 1

@@ -1,0 +1,177 @@
+"""What is added to torch's errors about dtypes: which two tensors meet, in which module, under which rule."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.errors import message
+from mezzo.policy import Policy
+from mezzo.tensors import LOW, described, dtype_name
+
+__all__ = ["explain"]
+
+#: How torch says that operands differ in dtype.
+_TWO_DTYPES: Final = (
+    "same dtype", "should be the same", "mixed dtype", "expected scalar type", "match weight dtype", "dtypes match",
+    "to be equal to src.dtype", "expected dtype", "have the same type", "same scalar type",
+)  # fmt: skip
+#: How it says that there is no kernel for a dtype.
+_NO_KERNEL: Final = ("not implemented for", "Unsupported dtype", "powers of two when computing in half")
+_LIBRARIES: Final = tuple(str(Path(place).parent) for place in (torch.__file__, __file__.partition("/cast/")[0] + "/x"))
+
+
+class _Operand(NamedTuple):
+    text: str  # how the program writes it
+    tensor: Tensor | None  # none of what is computed in place
+
+
+def explain(error: BaseException, model: nn.Module, policy: Policy) -> None:
+    """Add a note to an error of torch's about dtypes, once.
+
+    Args:
+        error: Any exception.
+        model: The model that it left.
+        policy: The model's policy, under which weights are low.
+    """
+    if not isinstance(error, RuntimeError | ValueError | TypeError | NotImplementedError):
+        return
+    text = str(error)
+    differ, lacks = (any(words in text for words in those) for those in (_TWO_DTYPES, _NO_KERNEL))
+    if not (differ or lacks) or any(note.startswith("mezzo: ") for note in getattr(error, "__notes__", ())):
+        return
+    program = [*_program(error.__traceback__)]
+    operands = [*_operands(program[-1])] if program else []
+    known = [(each.text, each.tensor) for each in operands if each.tensor is not None]
+    computed = [each.text for each in operands if each.tensor is None]
+    lows = [text for text, tensor in known if tensor.dtype in LOW]
+    wides = [text for text, tensor in known if tensor.dtype == torch.float32]
+    if lacks:
+        lows, wides = lows or computed[:1], []
+    elif lows:
+        wides = wides or computed[:1]
+    elif wides:
+        lows = computed[:1]
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    where = [*map(_line, program[-1:])]
+    where += [_described(text, tensor, names, policy) for text, tensor in known if text in (*wides[:1], *lows[:1])]
+    path = _module_of((at.tb_frame for at in program), model)
+    where += [f"{text} is computed there, in another dtype" for text in computed if text in (*wides[:1], *lows[:1])]
+    if path is not None:
+        where.append(f"in {path or 'the model itself'}, of which {_rule(policy, path)}")
+    low = dtype_name(policy.param_dtype)
+    what = f"torch has no kernel in {low} for this" if lacks else f"float32 and {low} meet in one function"
+    why = f"under {policy.level} modules cast what they take in to the dtype of their weights, {low}, and give that out"
+    why += "" if lacks else "; a function takes what it is given"
+    cures = _cures(policy, path, *wides[:1], low=lows[0] if lows else "", lacks=lacks)
+    error.add_note(message(f"mezzo: {what}", where="\n".join(where), why=why, write=";\nor ".join(cures)))
+
+
+def _cures(policy: Policy, path: str | None, wide: str = "x", *, low: str, lacks: bool) -> Iterator[str]:
+    if lacks:
+        yield f"{low or 'x'}.float()"
+    else:
+        yield f"{wide}.to({f'{low}.dtype' if low else policy.param_dtype})"
+    if path:
+        yield f"policy.keep_fp32(modules=[{path!r}]), the text fp32_module={path}: computes there in float32"
+    if not policy.autocast and not lacks:
+        yield "policy.evolve(autocast=True), the text autocast=true: casts at each op, as O1 does"
+
+
+def _rule(policy: Policy, path: str) -> str:
+    rule = policy.module_rule(path)
+    return f"the rule {rule} speaks" if rule is not None else f"no rule speaks: the level {policy.level} holds"
+
+
+def _described(text: str, tensor: Tensor, names: dict[int, str], policy: Policy) -> str:
+    name = names.get(id(tensor))
+    whose = "" if name is None else f", the model's {name}"
+    if name is not None and (rule := policy.storage(name, name.rpartition(".")[0])[1]) is not None:
+        whose += f", stored so by {rule}"
+    return f"{text} is {described(tensor)}{whose}"
+
+
+# The failing line ------------------------------------------------------------------------------------------
+
+
+def _program(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    """Yield the frames of the program's own, the innermost last."""
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+            yield traceback
+        traceback = traceback.tb_next
+
+
+def _expression(at: TracebackType) -> str:
+    """Return the source of the expression that a frame was computing."""
+    code = at.tb_frame.f_code
+    first, last, begin, end = [*code.co_positions()][at.tb_lasti // 2]
+    if first is None or last is None or begin is None or end is None:
+        return ""
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    if not lines:
+        return ""
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    return b"".join(lines).decode(errors="replace")
+
+
+def _operands(at: TracebackType) -> Iterator[_Operand]:
+    """Yield the floating tensors that a failing call or product is given, and what is computed in its place."""
+    try:
+        node = ast.parse(_expression(at).strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return
+    given: list[ast.expr] = []
+    if isinstance(node, ast.Call):
+        method = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        given = [*method, *node.args, *(keyword.value for keyword in node.keywords)]
+    elif isinstance(node, ast.BinOp):
+        given = [node.left, node.right]
+    for each in given:
+        value = _value(each, at.tb_frame)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield _Operand(ast.unparse(each), value)
+        elif value is None and isinstance(each, ast.Call | ast.BinOp | ast.Subscript | ast.Attribute):
+            yield _Operand(ast.unparse(each), None)
+
+
+def _value(node: ast.AST, frame: FrameType) -> Any:
+    """Look a name, or an attribute of one, up as it stands; nothing is called."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, frame)
+        if isinstance(owner, nn.Module):
+            every = (vars(owner), owner._parameters, owner._buffers, owner._modules)
+            return next((names[node.attr] for names in every if node.attr in names), None)
+        if isinstance(owner, Tensor) and node.attr in ("T", "mT", "data"):
+            return getattr(owner, node.attr)
+        if isinstance(owner, ModuleType):
+            return owner
+    return None
+
+
+def _line(at: TracebackType) -> str:
+    place = at.tb_frame.f_code.co_filename
+    line = linecache.getline(place, at.tb_lineno).strip()
+    return f"{Path(place).name}:{at.tb_lineno}" + (f": {line}" if line else "")
+
+
+def _module_of(frames: Iterable[FrameType], model: nn.Module) -> str | None:
+    """Return the path of the module whose method was running: the innermost one of the model's."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = None
+    for frame in frames:
+        first = frame.f_code.co_varnames[:1]  # self, as most call it
+        owner = frame.f_locals.get(*first) if first else None
+        if isinstance(owner, nn.Module) and id(owner) in paths:
+            found = paths[id(owner)]
+    return found
