@@ -320,7 +320,14 @@ FLEET = [
     configured(["not a mapping"], [("init_loss_scaling", 1)]),
     configured(["amp_configs is 'O1', not a mapping"], "O1"),
     (unnamed, PolicyError, ["linear_0.w_0"]),
-    listed(["'gelu' is in both lists", 'policy.low("gelu") or policy.fp32("gelu")'], ["gelu", "exp"], ["gelu"]),
+    listed(
+        [
+            "'gelu' is in both lists",
+            'policy.low("gelu"), the text low=gelu; or policy.fp32("gelu"), the text fp32=gelu',
+        ],
+        ["gelu", "exp"],
+        ["gelu"],
+    ),
     listed(["'fc' in custom_black_list is the same op of torch's, linear"], ["mul"], ["fc"]),
     listed(["3 problems", "unknown op 'c1'"], ["a1", "b1"], ["c1"]),
 ]

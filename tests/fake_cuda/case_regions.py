@@ -173,7 +173,7 @@ def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already
         accumulation.set_reductions([(True, True), (True, True)])
         with pytest.raises(
             RuntimeError,
-            match=r"(?s)UnsupportedError: a region inside a compiled function cannot .*allow_bf16_\w+ is True.*write  torch\.backends\."
+            match=r"(?s)UnsupportedError: a compiled region cannot .*allow_bf16_\w+ is True.*write  torch\.backends\."
             r"cuda\.matmul\.allow_bf16_reduced_precision_reduction = False .*around the compiled.*or lists=device",
         ):
             compiled(torch.ones(4, 4))

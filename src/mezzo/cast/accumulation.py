@@ -19,7 +19,8 @@ __all__ = ["accumulation", "reductions", "set_reductions"]
 def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterator[None]:
     """Forbid reduced-precision accumulation inside CUDA's GEMMs, but for a policy of torch's own lists.
 
-    ``lists=device`` is torch's own behaviour on each device, with what its flags say. The flags are torch's own and process-wide; they are put back on exit, with what the user said of split-k.
+    ``lists=device`` is torch's own behaviour on each device, with what its flags say. These are process-wide; they are
+    put back on exit, with what the user said of split-k.
 
     Args:
         policy: What is asked for.
@@ -52,7 +53,7 @@ def _require_off(policy: str) -> bool:
     if dtype in allowed and allowed[dtype][0]:
         flag = f"torch.backends.cuda.matmul.allow_{dtypes[dtype]}_reduced_precision_reduction"
         raise UnsupportedError(
-            "a region inside a compiled function cannot keep CUDA's products from summing in low precision",
+            "a compiled region cannot keep CUDA's products from summing in low precision",
             where=f"{flag} is True",
             why="compiled code would set it to False only when all its GEMMs have run",
             write=f"{flag} = False  # before the function is called\n"

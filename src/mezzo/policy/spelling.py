@@ -41,6 +41,8 @@ def both(text: str) -> str:
         'policy.keep_fp32(modules=["head", "tail"]), the text fp32_module=head+tail'
         >>> both("O2,dtype=bfloat16,lists=device")
         'Policy.O2("bfloat16", lists="device"), the text O2,dtype=bfloat16,lists=device'
+        >>> both("dtype=bfloat16")
+        'dtype="bfloat16", the text dtype=bfloat16'
     """
     return f"{_python(text)}, the text {text}"
 
@@ -80,6 +82,8 @@ def _python(text: str) -> str:
     given = ", ".join(arguments)
     if is_whole:
         return f"Policy.{first}({given}){''.join(calls)}"
+    if given.startswith("dtype=") and not rest:
+        return given  # of whatever makes the policy: loss scale and weights follow from it
     return f"policy{f'.evolve({given})' if given else ''}{''.join(calls)}"
 
 
