@@ -27,7 +27,7 @@ def test_the_whole_table(capsys):
     assert (code, err) == (0, "")
     rows = rows_of(out)
     assert set(OPS) <= set(rows)
-    assert rows["op"] == "O1,dtype=float16 torch CUDA torch CPU reason whose lists name it".split()
+    assert rows["op"] == "O1,dtype=bfloat16 torch CUDA torch CPU reason whose lists name it".split()
     assert rows["softmax"][:5] == ["fp32", "fp32", "native", "exponential", "range"]
     assert rows["linear"][:4] == ["low", "low", "low", "gemm"]
     assert rows["relu"] == "native native native bandwidth-bound no list names it".split()

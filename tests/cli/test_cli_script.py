@@ -311,7 +311,7 @@ def test_a_script_that_never_trains_cannot_be_inspected(mezzo, tmp_path, name):
 @pytest.mark.usefixtures("emulating", "here")
 def test_tuning_a_script_finds_what_tuning_its_model_finds_and_the_script_runs_under_it(mezzo, tmp_path):
     (tmp_path / "masked.py").write_text(MASKED)
-    code, out, err = mezzo("tune", "--no-compare", "masked.py")
+    code, out, err = mezzo("tune", "--no-compare", "--dtype", "fp16", "masked.py")
     assert code == 0
     assert out.startswith("float16: 1 of ")
     assert err.splitlines()[-1] == "policy file: masked-float16.policy"

@@ -80,6 +80,8 @@ def compare(
     options: Any = {"steps": steps, "seed": seed, "out": out, "overwrite": overwrite}
     if isinstance(subject, Program):
         refuse_for_script(seed=seed, parallel=parallel)
+    else:
+        recipes.get(subject)  # before anything is said of formats
     if policies is None:
         usual_format('--policies "O0; O1,{}"')
         texts = default_policies()

@@ -38,6 +38,7 @@ def train(
     Ends with one row of the table that [bold]mezzo compare[/bold] prints, and the same run directory. The exit code
     is 4 where training goes wrong under the policy. Ctrl-C sums up what there is, and the exit code is 130.
     """
+    recipes.get(recipe)  # before anything is said of formats
     options: Any = {"steps": steps, "seed": seed, "out": out, "overwrite": overwrite}
     chosen = str(usual_policy(None)) if policy is None else policy
     carry_out(recipe, [chosen], parallel=parallel, as_json=as_json, **options)
