@@ -48,7 +48,8 @@ class Policy:
         autocast: Whether ops are cast one by one from the op table.
         keep_batchnorm_fp32: Whether norms with running statistics keep FP32 weights.
         loss_scale: How the loss is scaled; :meth:`LossScale.none` when it is not.
-        lists: ``portable`` gives torch's CUDA dtypes on every device; ``device`` torch's own on each.
+        lists: ``portable`` gives torch's CUDA dtypes on every device, and sums in FP32 inside products; ``device``
+            torch's own behaviour on each.
         norms: Whether softmax and normalisations return FP32 (``fp32``) or the input's dtype (``fp32_math``).
         emulate: Whether GEMMs compute in FP32 from rounded operands; ``auto`` follows the device.
         rules: Exceptions, in order; the first match wins.
