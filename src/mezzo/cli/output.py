@@ -18,12 +18,13 @@ from mezzo.documents import jsonable
 from mezzo.errors import PolicyError, message, printable
 from mezzo.explanation.table import WIDEST, plain
 from mezzo.policy import Policy
+from mezzo.policy.fields import DTYPES, text_of
 from mezzo.report import Judgement
 from mezzo.tensors import dtype_name
 
 __all__ = [
-    "ALERT", "INTERRUPTED", "UsualPolicy", "console_for", "exit_code", "leave", "note", "require_free", "run_directory",
-    "show_explanation", "show_json", "show_judgement", "usual_format", "usual_policy",
+    "ALERT", "INTERRUPTED", "UsualPolicy", "console_for", "exit_code", "format_named", "leave", "note", "require_free",
+    "run_directory", "show_explanation", "show_json", "show_judgement", "usual_format", "usual_policy",
 ]  # fmt: skip
 
 UsualPolicy = Annotated[
@@ -70,6 +71,11 @@ def usual_format(option: str) -> str:
         why = f"{dtype_name(fast)} is the format for this machine (mezzo doctor says why)"
         note(f"{why}; {option.format(other)} for the other")
     return dtype_name(fast)
+
+
+def format_named(word: str) -> str:
+    """Return a dtype's name for any word for it, such as ``bf16``; what is none is left to be refused."""
+    return text_of(DTYPES.get(word.lower(), word))
 
 
 def usual_policy(given: Policy | str | None) -> Policy:

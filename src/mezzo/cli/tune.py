@@ -11,11 +11,10 @@ from rich.console import Console
 from mezzo import recipes, report, script
 from mezzo.cli.app import app
 from mezzo.cli.compare import Seed, compared, show
-from mezzo.cli.output import leave, note, require_free, show_json, usual_format
+from mezzo.cli.output import format_named, leave, note, require_free, show_json, usual_format
 from mezzo.cli.script.running import scripts_own
 from mezzo.cli.script.words import IsModule, OnSubject, Words, refuse_for_script, stem_of, subject_of
 from mezzo.numerics import Tuned
-from mezzo.policy.fields import DTYPES, text_of
 from mezzo.policy.text import SUFFIX
 from mezzo.recipes.parallel import World
 from mezzo.script import Program
@@ -66,7 +65,7 @@ def tune(
     where gradients stay far from FP32's and no rule helps, or where training goes wrong under one of the policies.
     """
     subject = subject_of(words, is_module)
-    dtype = usual_format("--dtype {}") if dtype is None else text_of(DTYPES.get(dtype, dtype))
+    dtype = usual_format("--dtype {}") if dtype is None else format_named(dtype)
     path = out or Path(f"{stem_of(subject)}-{dtype}{SUFFIX}")
     options: Any = {"dtype": dtype, "steps": steps, "objective": objective, "after": after}
     if isinstance(subject, Program):
