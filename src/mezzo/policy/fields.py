@@ -135,7 +135,7 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
         (low and param_dtype != dtype,
          f"weights cannot be {dtype_name(param_dtype)} while ops compute in {name}",
          "each use would cast between two 16-bit formats, which is as lossy as both together",
-         f"{level if level in ('O2', 'O3') else 'O2'},dtype={low_name}"),
+         f"{level if level in ('O2', 'O3') else 'O2'},dtype={dtype_name(param_dtype)}"),
         (level != "O0" and dtype in LOW and not low and not values["autocast"],
          f"{level} with float32 weights and no autocast has nothing in {name}",
          "neither the weights nor the ops would be low precision", f"O1,dtype={name}"),

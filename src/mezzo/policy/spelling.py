@@ -112,19 +112,13 @@ def is_rule(key: str) -> bool:
 
 
 def split(text: str) -> list[str]:
-    """Split a text at commas outside brackets: a loss scale's own text may hold some.
-
-    Raises:
-        PolicyError: A bracket is not closed.
-    """
+    """Split a text at commas outside brackets: a loss scale's own text may hold some."""
     parts, begin, depth = [], 0, 0
     for at, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if character == "," and depth == 0:
             parts.append(text[begin:at])
             begin = at + 1
-    if depth > 0:
-        raise PolicyError("a bracket is not closed", write=both("loss_scale=dynamic(init=1024)"))
     return [*parts, text[begin:]]
 
 

@@ -79,10 +79,11 @@ def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, 
                 why=f"a policy's text has at most {LONGEST_TEXT:,} characters",
                 write=f"globs in place of names: {both('fp32_module=blocks.*')}",
             )
-        try:
-            yield from ((number, entry, reason.strip()) for entry in (split(entries) if entries else []))
-        except PolicyError as problem:
+        if entries.count("(") > entries.count(")"):
+            problem = PolicyError("a bracket is not closed", write=both("loss_scale=dynamic(init=1024)"))
             yield number, problem, ""
+        elif entries:
+            yield from ((number, entry, reason.strip()) for entry in split(entries))
 
 
 def _read_field(entry: str, level: str, given: dict[str, Any]) -> None:
