@@ -130,9 +130,8 @@ class Edits(Loop):
         (found,) = self.amp.grad(value, x)
         self.oracle.commit()
         scale, computes = self.oracle.scale, self.config.computes(name)
-        arrives = self.config.dtype if self.config.level in ("O2", "O3") else computes
-        output = rounded(rounded(array(factors) * scale.now, "float32"), arrives)
-        expected = rounded(rounded(_product(output, self.seen(name)), computes), arrives) / scale.now
+        output = rounded(rounded(array(factors) * scale.now, "float32"), computes)
+        expected = rounded(_product(output, self.seen(name)), computes) / scale.now
         assert np.array_equal(array(found), expected, equal_nan=True)
         if scale.is_carried:
             self.oracle.inner |= not np.isfinite(expected).all()

@@ -67,13 +67,12 @@ def test_conversion_stores_what_the_design_says(level, norm, dtype):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
-def test_o0_and_o1_convert_nothing_and_hook_nothing(level):
+def test_o0_and_o1_convert_nothing(level):
     model = Net()
     before = {name: t.data_ptr() for name, t in model.named_parameters()}
     mezzo.prepare(model, level)
     assert set(dtypes(model).values()) <= {torch.float32, torch.float64, torch.int64}
     assert {name: t.data_ptr() for name, t in model.named_parameters()} == before
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 def test_parameters_keep_their_identity_and_optimizers_their_references():
@@ -171,7 +170,8 @@ def test_batch_norm_statistics_follow_the_fp32_formula(emulate):
         mezzo.prepare(model, f"{level},dtype=bfloat16,emulate={str(emulate).lower()}")
         images = torch.randn(16, 8, 4, 4)
         model(images)
-        mean = images.bfloat16().float().mean((0, 2, 3))
+        given = images.bfloat16().float() if level == "O3" else images  # which has low weights of its own
+        mean = given.mean((0, 2, 3))
         torch.testing.assert_close(model.running_mean, 0.5 * mean, rtol=1e-4, atol=1e-5)
         model.eval()
         assert torch.isfinite(model(images)).all()
@@ -191,13 +191,13 @@ def test_module_rules_in_o1():
     torch.testing.assert_close(out, reference, atol=0.02, rtol=0)
 
 
-def test_module_rules_in_o2_store_fp32_and_return_low():
+def test_module_rules_in_o2_store_fp32_and_the_next_module_goes_on_low():
     model = nn.Sequential(collections.OrderedDict(head=nn.Linear(8, 8), tail=nn.Linear(8, 8)))
     seen = {}
     model.head.register_forward_hook(lambda m, a, out: seen.update(head=(a[0].dtype, out.dtype)))
-    model.tail.register_forward_pre_hook(lambda m, a: seen.update(tail=a[0].dtype))
     mezzo.prepare(model, Policy.O2("bfloat16").keep_fp32(modules=["head"]))
     assert model.head.weight.dtype == torch.float32
+    model.tail.register_forward_pre_hook(lambda m, a: seen.update(tail=a[0].dtype))
     model(torch.ones(2, 8))
     assert seen == {"head": (torch.float32, torch.float32), "tail": torch.bfloat16}
 
@@ -230,6 +230,7 @@ def test_every_treatment_of_a_module_or_its_ops(rule, inside, after):
     with handle.autocast():
         out = model(torch.ones(2).bfloat16())
     assert (model[0].inside, out.dtype) == (inside, after)
+    assert model(torch.ones(2)).dtype == torch.float32  # nothing is cast outside any region
 
 
 def test_a_banned_op_of_a_module_says_so():
@@ -419,13 +420,13 @@ def test_a_rule_on_a_container_reaches_its_modules():
                 self.seen.append(x.dtype)
             return self.tail(x)
 
-    for level, after in (("O1", torch.float32), ("O2", torch.bfloat16)):
+    for level in ("O1", "O2"):
         model = Stack()
         handle = mezzo.prepare(model, f"{level},dtype=bfloat16,emulate=true,output_dtype=none,fp32_module=blocks")
         with handle.autocast():
             out = model(torch.ones(2, 8))
         assert model.blocks[0][0].weight.dtype == torch.float32
-        assert (model.seen, out.dtype) == ([after, after], torch.bfloat16)
+        assert (model.seen, out.dtype) == ([torch.float32] * 2, torch.bfloat16)
 
 
 def test_parameter_rules_follow_views_and_lists():

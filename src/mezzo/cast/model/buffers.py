@@ -202,12 +202,13 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        for each in (*tensors(args[:1] if is_write else ()), *tensors(kwargs.get("out"))):
-            memory = _memory(each)
-            if memory in self._low and memory not in self._wide:
-                self._wide[memory] = self._widen(self._low[memory])
+        written = [*map(_memory, (*tensors(args[:1] if is_write else ()), *tensors(kwargs.get("out"))))]
+        for memory in self._low.keys() & {*written} - self._wide.keys():
+            self._wide[memory] = self._widen(self._low[memory])
         if self._wide:
             args, kwargs = tree_map_only(Tensor, self._there, (args, kwargs))
+        if not self._wide.keys().isdisjoint(written):  # what is written there is made in FP32, too
+            args, kwargs = tree_map_only(Tensor, lambda each: self.twins.get(each, each), (args, kwargs))
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.dtype in CASTABLE and out.shape in self._shapes and not is_write:
             self._follow(func, name.strip("_"), args, kwargs, out)

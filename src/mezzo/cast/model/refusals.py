@@ -14,7 +14,7 @@ from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.cast import accumulators
-from mezzo.cast.model.calls import TakesIn, Within
+from mezzo.cast.model.calls import GivesOut, Within
 from mezzo.cast.model.places import makes_weight, stored_tensors
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.model.sharding import Shard, flags_of_all
@@ -28,6 +28,7 @@ from mezzo.errors import (
     raise_together,
     some_of,
 )
+from mezzo.hooks import owner_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, callables, functions
 from mezzo.policy.spelling import both
@@ -69,10 +70,7 @@ def wanted_storage(
     Returns:
         The dtype for each floating parameter and each buffer that a policy converts.
     """
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    if (waits and preparations_in(model)) or any(
-        isinstance(getattr(hook, "__self__", None), TakesIn | Within) for hook in hooks
-    ):
+    if (waits and preparations_in(model)) or _is_hooked(model):
         raise StateError(
             "the model is prepared already",
             where=type(model).__name__,
@@ -111,6 +109,15 @@ def wanted_storage(
             problems += _cannot_convert(model, policy, converting, parts)
     raise_together(problems)
     return storage
+
+
+def _is_hooked(model: nn.Module) -> bool:
+    """Whether a model, or one in it, was prepared: not whether it shares a module with such a one."""
+    hooks = [owner_of(hook) for module in model.modules() for hook in module._forward_hooks.values()]
+    return any(
+        hook.is_model_s if isinstance(hook, GivesOut) else isinstance(hook, Within) and hook.is_own and hook.path != ""
+        for hook in hooks
+    )
 
 
 def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:

@@ -1,0 +1,336 @@
+"""Buffers that a forward pass writes are FP32 from the first one in training mode on; what is only read stays low."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+
+import mezzo
+
+POLICIES = ["O2,dtype=bfloat16,emulate=true", "O2,dtype=float16,emulate=true", "O3,dtype=bfloat16,emulate=true"]
+BEYOND = 60000.0  # twice as much is infinite in FP16
+
+
+class Counted(nn.Module):
+    """A layer that counts in one way or another; ``step`` is exact in FP32 and in no 16-bit format."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.lin, self.write = nn.Linear(4, 4), write
+        self.register_buffer("sum", torch.tensor([BEYOND, 255.0, 0.001, 1 / 3]))
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+
+    def forward(self, x):
+        if self.training:
+            self.write(self)
+        return self.lin(x) + self.table
+
+
+STEP = torch.tensor([BEYOND, 1.0, 2.0**-20, 1.0])
+
+
+def by_operator(module):
+    module.sum += STEP
+
+
+def by_method(module):
+    module.sum.add_(STEP)
+
+
+def by_alias(module):
+    alias = module.sum
+    alias.mul_(1.0)
+    alias.add_(STEP)
+
+
+def by_data(module):
+    module.sum.data.mul_(1.0).add_(STEP)
+
+
+@torch.no_grad()
+def by_copy(module):
+    module.sum.copy_(module.sum + STEP)
+
+
+def by_part(module):
+    module.sum[:2] += STEP[:2]
+    module.sum[2:].add_(STEP[2:])
+
+
+def by_item(module):
+    module.sum[...] = module.sum + STEP
+
+
+def by_out(module):
+    torch.add(module.sum, STEP, out=module.sum)
+
+
+def by_assignment(module):
+    module.sum = module.sum + STEP
+
+
+def by_average(module):
+    module.sum = (0.5 * module.sum + 0.5 * (module.sum + STEP * 2)).detach().to(module.sum.dtype)
+
+
+def by_float(module):
+    module.sum = (module.sum.float() + STEP).type_as(module.sum)
+
+
+def by_helper(module):
+    for buffer in [b for name, b in module.named_buffers() if name == "sum"]:
+        buffer.lerp_(buffer + 2 * STEP, 0.5)
+
+
+WRITES = [by_operator, by_method, by_alias, by_data, by_copy, by_part, by_item, by_out, by_assignment, by_average,
+          by_float, by_helper]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_buffer_that_a_pass_writes_is_as_in_fp32(policy, write, caplog):
+    plain = Counted(write)
+    model = nn.Sequential(copy.deepcopy(plain))
+    handle = mezzo.prepare(model, policy)
+    low = handle.policy.dtype
+    assert model[0].sum.dtype == model[0].table.dtype == low
+    x = torch.ones(2, 4)
+    model.eval()
+    model(x)
+    assert model[0].sum.dtype == low  # a pass in training mode tells
+    model.train()
+    for _ in range(3):
+        plain(x)
+        with caplog.at_level(logging.WARNING):
+            model(x)
+        assert model[0].sum.dtype == torch.float32
+        torch.testing.assert_close(model[0].sum, plain.sum, rtol=2e-7, atol=0)
+    assert model[0].table.dtype == low
+    said = [text for text in caplog.messages if "buffers that a forward pass writes" in text]
+    assert len(said) == 1
+    assert "policy.keep_fp32(params=['0.sum']), the text fp32_param=0.sum" in said[0]
+    assert torch.equal(model.state_dict()["0.sum"], model[0].sum)
+    expected = model[0].sum.clone()
+    handle.remove()
+    assert torch.equal(model[0].sum, expected)
+    assert model[0].table.dtype == torch.float32
+
+
+def test_the_rule_that_the_warning_names_says_so_beforehand(caplog):
+    model = Counted(by_method)
+    mezzo.prepare(model, "O2,dtype=float16,emulate=true,fp32_param=sum")
+    assert model.sum.dtype == torch.float32
+    model(torch.ones(2, 4))
+    assert model.sum[0] == 2 * BEYOND
+    assert not caplog.messages
+
+
+def test_an_order_to_store_low_is_carried_out():
+    model = Counted(by_method)
+    mezzo.prepare(model, "O2,dtype=bfloat16,emulate=true,low_param=sum")
+    model(torch.ones(2, 4))
+    assert model.sum.dtype == torch.bfloat16
+
+
+def test_a_session_counts_through_steps_checkpoints_and_close(tmp_path):
+    def session():
+        model = nn.Sequential(Counted(by_operator), nn.BatchNorm1d(4))
+        return model, mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2,dtype=bfloat16")
+
+    def step(model, amp):
+        with amp.autocast():
+            loss = model(torch.randn(4, 4)).square().mean()
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+
+    model, amp = session()
+    for _ in range(300):
+        step(model, amp)
+    assert model[0].sum[1] == 255 + 300
+    mezzo.save(tmp_path / "a.pt", model=model.state_dict(), amp=amp.state_dict())
+    other, amp_2 = session()
+    state = mezzo.load(tmp_path / "a.pt")
+    other.load_state_dict(state["model"])
+    amp_2.load_state_dict(state["amp"])
+    assert other[0].sum.dtype == torch.bfloat16  # stored low, with every bit of it beside
+    step(other, amp_2)
+    assert other[0].sum[1] == 255 + 301
+    amp.close()
+    assert model[0].sum[1] == 255 + 300
+
+
+def test_a_write_outside_a_pass_is_no_pass_s():
+    model = Counted(lambda module: None)
+    handle = mezzo.prepare(model, POLICIES[0])
+    model(torch.ones(2, 4))
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        model.table.mul_(2.0)
+    with handle.autocast():
+        model(torch.ones(2, 4))
+    assert model.sum.dtype == model.table.dtype == torch.bfloat16
+
+
+def test_what_is_first_written_later_is_fp32_from_there_on(caplog):
+    passes = []
+
+    def late(module):
+        passes.append(None)
+        if len(passes) > 2:
+            module.sum += STEP
+
+    model = Counted(late)
+    mezzo.prepare(model, POLICIES[0])
+    x = torch.ones(2, 4)
+    model(x), model(x)
+    assert model.sum.dtype == torch.bfloat16
+    model(x)
+    assert model.sum.dtype == torch.float32
+    before = model.sum.clone()
+    model(x)
+    assert torch.equal(model.sum, before + STEP)
+    assert len(caplog.messages) == 1
+
+
+def test_parts_that_are_called_by_themselves_are_watched_too():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Counted(by_method), Counted(by_assignment)
+
+        def first(self, x):
+            return self.a(x)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    model = Both()
+    mezzo.prepare(model, POLICIES[1])
+    model.first(torch.ones(2, 4))
+    assert (model.a.sum.dtype, model.b.sum.dtype) == (torch.float32, torch.float16)
+    model(torch.ones(2, 4))
+    assert model.a.sum[0] == 3 * BEYOND
+    assert model.b.sum[0] == 2 * BEYOND
+
+
+def test_other_tensors_in_the_places_of_buffers_are_the_caller_s():
+    model = Counted(by_method)
+    mezzo.prepare(model, POLICIES[0])
+    others = {"sum": torch.zeros(4), "table": torch.zeros(4)}
+    functional_call(model, others, (torch.ones(2, 4),))
+    assert torch.equal(others["sum"], STEP)
+    assert model.sum.dtype == torch.bfloat16
+    model(torch.ones(2, 4))
+    assert model.sum.dtype == torch.float32
+
+
+def test_a_table_that_autograd_has_saved_may_be_written_through_data():
+    """A codebook: a product reads it, and its average is written in the same pass."""
+
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+            self.register_buffer("codes", torch.eye(4))
+
+        def forward(self, x):
+            hidden = self.lin(x)
+            scores = hidden @ self.codes.to(hidden.dtype)
+            self.codes.data.mul_(0.99).add_(0.01)
+            return scores
+
+    torch.manual_seed(0)
+    plain = Codebook()
+    model = copy.deepcopy(plain)
+    mezzo.prepare(model, POLICIES[0])
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    torch.testing.assert_close(model.codes, plain.codes, rtol=1e-6, atol=0)
+    torch.testing.assert_close(model.lin.weight.grad.float(), plain.lin.weight.grad, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_counts_from_the_second_pass_on():
+    torch.compiler.reset()
+    model = Counted(lambda module: module.sum.add_(1.0))
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2,dtype=bfloat16,emulate=false")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(4):
+        with amp.autocast():
+            loss = compiled(torch.ones(2, 4)).square().mean()
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+    assert model.sum.dtype == torch.float32
+    assert model.sum[1] in (256 + 3, 255 + 4)
+
+
+# What stays low ---------------------------------------------------------------------------------------------
+
+
+def rotate_half(x):
+    return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+
+
+class Attention(nn.Module):
+    """Attention of several styles, each with its persistent tables."""
+
+    def __init__(self, style):
+        super().__init__()
+        self.style, self.qkv, self.out = style, nn.Linear(8, 24), nn.Linear(8, 8)
+        angles = torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001]).repeat(2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+        self.register_buffer("mask", torch.full((6, 6), float("-inf")).triu(1))
+        self.register_buffer("causal", torch.ones(6, 6).tril())
+        self.register_buffer("slopes", -torch.arange(6.0)[None] * 0.5)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if "rotary" in self.style:
+            q, k = (t * self.cos + rotate_half(t) * self.sin for t in (q, k))
+        if "complex" in self.style:
+            turned = torch.complex(self.cos[:, :4].float(), self.sin[:, :4].float())
+            q, k = (
+                torch.view_as_real(torch.view_as_complex(t.float().reshape(*t.shape[:-1], 4, 2)) * turned)
+                .flatten(-2)
+                .type_as(t)
+                for t in (q, k)
+            )
+        if "fused" in self.style:
+            return self.out(functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask))
+        scores = q @ k.mT / 8**0.5
+        if "additive" in self.style:
+            scores = scores + self.mask
+        if "filled" in self.style:
+            scores = scores.masked_fill(self.causal == 0, float("-inf"))
+        if "alibi" in self.style:
+            scores = scores + self.slopes + self.mask
+        return self.out(scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "style",
+    ["rotary fused", "rotary additive", "complex fused", "additive", "filled", "alibi", "rotary filled", "fused"],
+)
+def test_tables_and_masks_stay_low_so_that_operands_agree(policy, style):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(8), Attention(style))
+    by_hand = copy.deepcopy(model)
+    handle = mezzo.prepare(model, policy)
+    low = handle.policy.dtype
+    by_hand.to(low)
+    x = torch.randn(2, 6, 8)
+    out, expected = model(x), by_hand(x.to(low))
+    assert {buffer.dtype for buffer in model.buffers()} == {low}
+    torch.testing.assert_close(out, expected.float(), rtol=0.05, atol=0.02)
+    out.square().mean().backward()
+    assert all(param.grad.dtype == low and param.grad.isfinite().all() for param in model.parameters())

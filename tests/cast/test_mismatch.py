@@ -1,0 +1,204 @@
+"""What is added to torch's errors about dtypes: the two tensors, the module, the rule, and what to write."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mezzo
+
+
+class Body(nn.Module):
+    """A part of a model that does one thing between two layers."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.first, self.last, self.does = nn.Linear(8, 8), nn.Linear(8, 8), does
+        self.register_buffer("angles", torch.arange(8.0), persistent=False)
+        self.register_buffer("codes", torch.eye(8))
+
+    def forward(self, x):
+        return self.last(self.does(self, self.first(x)))
+
+
+def masked(self, h):
+    scores = h @ h.T + torch.full((4, 4), -1e9).triu(1)
+    weights = scores.softmax(-1)
+    return weights @ h
+
+
+def rotary(self, h):
+    q, v = (h * self.angles.cos())[None], h[None]
+    return functional.scaled_dot_product_attention(q, q, v)[0]
+
+
+def computed(self, h):
+    return functional.linear(h, self.angles.cos()[:, None] * torch.eye(8))
+
+
+def tied(self, h):
+    wide = h.float()
+    return torch.matmul(wide, self.first.weight)
+
+
+def codebook(self, h):
+    distances = torch.cdist(h.float(), self.codes)
+    return h + distances
+
+
+def einsum(self, h):
+    kernel = torch.eye(8)
+    return torch.einsum("bi,ij->bj", h, kernel)
+
+
+def filled(self, h):
+    out = torch.zeros(4, 8)
+    out[torch.arange(4)] = h
+    return out
+
+
+def scattered(self, h):
+    return torch.zeros(4, 8).scatter_add(0, torch.zeros(4, 8, dtype=torch.long), h)
+
+
+def blended(self, h):
+    target = torch.ones(4, 8)
+    return torch.lerp(h, target, 0.5)
+
+
+def fourier(self, h):
+    return torch.fft.irfft(torch.fft.rfft(h), n=8)
+
+
+def fourier_of_a_call(self, h):
+    return torch.fft.fft(self.first(h)).real
+
+
+#: What does it, what the note says of its tensors, and whether casts at ops cure it as well.
+CASES = [
+    (masked, ["weights is float32 [4, 4]", "h is {low} [4, 8]"], True),
+    (rotary, ["q is float32 [1, 4, 8]", "v is {low} [1, 4, 8]"], True),
+    (computed, ["h is {low} [4, 8]", "self.angles.cos()[:, None] * torch.eye(8) is computed there"], True),
+    (tied, ["wide is float32 [4, 8]", "self.first.weight is {low} [8, 8], the model's part.first.weight"], True),
+    (codebook, ["h.float() is computed there", "self.codes is {low} [8, 8], the model's part.codes"], True),
+    (einsum, ["kernel is float32 [8, 8]", "h is {low} [4, 8]"], True),
+    (filled, ["out[torch.arange(4)] = h"], False),
+    (scattered, ["torch.zeros(4, 8) is computed there", "h is {low} [4, 8]"], False),
+    (blended, ["target is float32 [4, 8]", "h is {low} [4, 8]"], False),
+    (fourier, ["h is {low} [4, 8]", "h.float()"], False),
+    (fourier_of_a_call, ["self.first(h).float()"], False),
+]
+
+
+@pytest.mark.parametrize("policy", ["O2,dtype=bfloat16", "O2,dtype=float16", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("does, says, by_op", CASES, ids=[does.__name__ for does, *_ in CASES])
+def test_the_note_names_both_tensors_the_module_and_the_rule_and_its_cures_work(policy, does, says, by_op):
+    def run(policy):
+        model = nn.ModuleDict({"part": Body(does)})
+        model.forward = lambda x: model["part"](x)
+        with mezzo.prepare(model, policy).autocast():
+            out = model(torch.ones(4, 8))
+        assert out.dtype == torch.float32
+        out.sum().backward()
+
+    policy = mezzo.Policy.parse(policy)
+    low = str(policy.dtype).removeprefix("torch.")
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        run(policy)
+    (note,) = error.value.__notes__
+    assert note.startswith("mezzo: ")
+    assert re.search(r"test_mismatch.py:\d+: .*\n", note)
+    assert f"in part, of which no rule speaks: the level {policy.level} holds" in note
+    assert "policy.keep_fp32(modules=['part']), the text fp32_module=part" in note
+    for each in says:
+        assert each.format(low=low) in note
+    assert low in note.splitlines()[0]
+    run(policy.keep_fp32(modules=["part"]))
+    run(mezzo.Policy.parse(f"{policy},fp32_module=part"))
+    if by_op and policy.level == "O2":
+        assert "policy.evolve(autocast=True), the text autocast=true" in note
+        run(policy.evolve(autocast=True))
+
+
+def test_weights_that_are_used_outside_their_module_are_explained_where_the_region_ends():
+    model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8))
+    handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+
+    def loss():
+        with handle.autocast():
+            hidden = model(torch.arange(5))
+            return hidden @ model[0].weight.T
+
+    with pytest.raises(RuntimeError) as error:
+        loss()
+    (note,) = error.value.__notes__
+    assert "hidden is float32 [5, 8]" in note
+    assert "model[0].weight.T" in note
+    assert "hidden.to(" in note
+
+
+def test_an_island_is_named_by_its_rule():
+    model = nn.ModuleDict({"part": Body(lambda self, h: functional.linear(h, torch.eye(8).bfloat16()))})
+    model.forward = lambda x: model["part"](x)
+    mezzo.prepare(model, "O2,dtype=bfloat16,fp32_module=part")
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(4, 8))
+    assert "of which the rule fp32_module=part speaks" in error.value.__notes__[0]
+
+
+def test_a_buffer_that_is_fp32_since_a_pass_writes_it_is_named_as_such():
+    def average(self, h):
+        near = h @ self.codes
+        self.codes.mul_(0.99)
+        return near
+
+    model = Body(average)
+    mezzo.prepare(model, "O2,dtype=float16")
+    model(torch.ones(4, 8))
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(4, 8))
+    assert "self.codes is float32 [8, 8], the model's codes, in float32 since" in error.value.__notes__[0]
+
+
+class Island(nn.Module):
+    """A part that computes in FP32 under torch.amp: autocast is off, and the input widened."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.body, self.part = nn.Linear(4, 4), part
+
+    def forward(self, x):
+        h = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.part(h.float()[:, None])
+
+
+ISLANDS = {
+    "linear": lambda: nn.Linear(4, 4),
+    "convolution": lambda: nn.Conv1d(1, 1, 1),
+    "norm": lambda: nn.LayerNorm(4),
+    "recurrent": lambda: nn.GRU(4, 4),
+    "attention": lambda: nn.MultiheadAttention(4, 1),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("part", ISLANDS)
+def test_a_program_s_own_fp32_island_runs(part, level):
+    """Low where its weights are low, FP32 under O1 or with a rule."""
+    for rule in ("", ",fp32_module=part"):
+        model = Island(ISLANDS[part]())
+        if part == "attention":
+            plain = model.part.forward
+            model.part.forward = lambda x, plain=plain: plain(x, x, x)
+        with mezzo.prepare(model, f"{level},dtype=bfloat16,emulate=true{rule}").autocast():
+            model(torch.ones(2, 4))
+
+
+def test_other_errors_are_left_alone():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with mezzo.prepare(model, "O2,dtype=bfloat16").autocast(), pytest.raises(RuntimeError) as error:
+        model(torch.ones(2, 3))
+    assert not hasattr(error.value, "__notes__")
