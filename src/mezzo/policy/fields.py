@@ -228,13 +228,12 @@ def unknown_key(key: str, value: Any, level: str, dtype: Any) -> PolicyError:
     if key in _FIXED:
         return PolicyError(what, why=_FIXED[key], write=f"the policy without {key}")
     if key in _MASTERS:
-        wanted, keeps = {"O2": "O3", "O3": "O2"}.get(level, ""), given == "true"
-        name = text_of(_value("dtype", dtype))
-        other = both(f"{wanted},dtype={name},keep_batchnorm_fp32={text_of(level == 'O2')}") if wanted else ""
         why = "levels differ in where weights live: O1 has FP32 weights, O2 stores two halves of them, O3 the high half"
-        return PolicyError(
-            what, why=why, write=other if keeps == (level == "O3") and other else f"{level} without {key}"
-        )
+        has, asked, write = level == "O2", given == "true", f"{level} without {key}"
+        if level in ("O2", "O3") and asked != has:
+            low = text_of(_value("dtype", dtype))
+            write = both(f"{'O2' if asked else 'O3'},dtype={low},keep_batchnorm_fp32={text_of(has)}")
+        return PolicyError(what, why=why, write=write)
     if entries := [f"{key}={given}"] if key in RULE_KEYS else meant(key, given):
         why = "a rule's key is what is done, then _module or _param where it is done to one: fp32_module=head"
         return PolicyError(what, why=why, write="; or ".join(map(both, entries)))
