@@ -271,7 +271,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
         "docs/levels.md": {"levels": vocabulary.levels},
         "docs/memory.md": {"memory": kept},
         "docs/policy.md": {
-            "toml": vocabulary.policy_file,
+            "file": vocabulary.policy_file,
             "fields": vocabulary.policy_fields,
             "treatments": vocabulary.treatments,
             "scales": vocabulary.scale_fields,

@@ -89,8 +89,8 @@ def policy_file() -> str:
     """What a policy's file holds."""
     policy = Policy.O2("bfloat16", rules=[Rule("fp32", module="head", reason="its logits pass 65504")])
     with tempfile.TemporaryDirectory() as folder:
-        policy.save(path := Path(folder) / "policy.toml")
-        return f"```toml\n{path.read_text().strip()}\n```"
+        policy.save(path := Path(folder) / "mine.policy")
+        return f"```\n{path.read_text().strip()}\n```"
 
 
 def treatments() -> str:

@@ -22,9 +22,9 @@ batches = [(torch.randn(32, 16), torch.randint(4, (32,))) for _ in range(3)]
 
 tuned = tune(model, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]), batches)
 print(tuned)
-tuned.save("policy.toml")
+tuned.save("my.policy")
 
-amp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "policy.toml")
+amp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "my.policy")
 for x, y in batches:
     with amp.autocast():
         loss = functional.cross_entropy(model(x), y)

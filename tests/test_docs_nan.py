@@ -92,7 +92,7 @@ def test_numbers_beyond_fp16(kind):
 
     names = {"policy": mezzo.Policy.parse("O1,dtype=float16,emulate=true")}
     found = search(names["policy"])
-    assert (found.kind, found.cure) == (kind, CURES[kind])
+    assert (found.kind, found.cure.partition("   #")[0]) == (kind, CURES[kind])
     exec(CURES[kind], names)
     assert search(names["policy"]) is None
 

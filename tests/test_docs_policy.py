@@ -7,6 +7,7 @@ import pytest
 
 from mezzo import LossScale, Policy, Rule
 from mezzo.policy.fields import FIELDS, WORDS
+from mezzo.policy.ops import TREATMENTS
 from mezzo.policy.rules import RULE_KEYS
 from vocabulary import TREATED
 
@@ -23,10 +24,10 @@ def test_keys_of_rules_mean_what_stands_beside_them(text, builder):
 
 def test_every_key_and_treatment_is_on_the_page():
     assert len(KEYS) == 4
-    assert {text.partition("=")[0] for text, _ in KEYS} <= RULE_KEYS.keys()
+    assert {text.partition("=")[0] for text, _ in KEYS} <= {*RULE_KEYS}
     named = set(re.findall(r"`(\w+)", PAGE))
-    assert set(TREATED) == {treatment for treatment, _ in RULE_KEYS.values()} <= named
-    assert {key for key in RULE_KEYS if key.endswith("_param")} <= named
+    assert set(TREATED) == set(TREATMENTS) <= named
+    assert {"low_module", "fp32_module", "fp32_param"} <= named & {*RULE_KEYS}
     assert {"dtype", *FIELDS} <= named
 
 

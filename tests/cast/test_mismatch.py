@@ -148,6 +148,20 @@ def test_an_island_is_named_by_its_rule():
     assert "of which the rule fp32_module=part speaks" in error.value.__notes__[0]
 
 
+def test_a_buffer_that_is_fp32_since_a_pass_writes_it_is_named_as_such():
+    def average(self, h):
+        near = h @ self.codes
+        self.codes.mul_(0.99)
+        return near
+
+    model = Body(average)
+    mezzo.prepare(model, "O2,dtype=float16")
+    model(torch.ones(4, 8))
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(4, 8))
+    assert "self.codes is float32 [8, 8], the model's codes, in float32 since" in error.value.__notes__[0]
+
+
 class Island(nn.Module):
     """A part that computes in FP32 under torch.amp: autocast is off, and the input widened."""
 

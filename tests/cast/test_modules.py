@@ -215,19 +215,30 @@ def test_op_rules_scoped_to_a_module():
         assert model["b"](x).dtype == torch.float32
 
 
-@pytest.mark.parametrize("treatment, dtype", [("low", torch.bfloat16), ("fp32", torch.float32)])
-def test_every_module_treatment(treatment, dtype):
+@pytest.mark.parametrize("rule, inside, after", [
+    ("low_module=0", torch.bfloat16, torch.bfloat16), ("fp32_module=0", torch.float32, torch.float32),
+    ("fp32_math=*@0", torch.bfloat16, torch.bfloat16), ("native=*@0", torch.bfloat16, torch.bfloat16),
+])  # fmt: skip
+def test_every_treatment_of_a_module_or_its_ops(rule, inside, after):
     class Exp(nn.Module):
         def forward(self, x):
             self.inside = torch.exp(x).dtype
             return torch.exp(x)
 
     model = nn.Sequential(Exp())
-    handle = mezzo.prepare(model, Policy.parse(f"O1,dtype=bfloat16,{treatment}_module=0"))
+    handle = mezzo.prepare(model, Policy.parse(f"O1,dtype=bfloat16,{rule}"))
     with handle.autocast():
         out = model(torch.ones(2).bfloat16())
-    assert (model[0].inside, out.dtype) == (dtype, dtype)
+    assert (model[0].inside, out.dtype) == (inside, after)
     assert model(torch.ones(2)).dtype == torch.float32  # nothing is cast outside any region
+
+
+def test_a_banned_op_of_a_module_says_so():
+    model = nn.Sequential(nn.Linear(2, 2))
+    handle = mezzo.prepare(model, "O1,dtype=bfloat16,ban=*@0")
+    with pytest.raises(UnsupportedError, match="linear is banned"), handle.autocast():
+        model(torch.ones(1, 2))
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_parameter_rules_store_and_treat():
@@ -358,10 +369,14 @@ def test_hooks_lie_in_memory_in_the_order_in_which_they_run():
         (half_parameters, "O2,dtype=bfloat16", UnsupportedError, "already in a low precision"),
         (held_gradient, "O2", StateError, "hold gradients"),
         (prepared, "O2,dtype=bfloat16", StateError, "prepared already"),
-        (Net, "O2,fp32_module=haed", PolicyError, "'haed' matches no module"),
-        (Net, "O1,fp32=sofmax*", PolicyError, r"the op glob 'sofmax\*' matches no op"),
-        (Net, "O1,fp32=view", PolicyError, "the op glob 'view' matches no op that could be cast"),
+        (Net, "O2,fp32_module=haed", PolicyError, r"(?s)'haed' matches no module.*the text fp32_module=head$"),
+        (Net, "O1,low=exp@haed", PolicyError, r"(?s)'haed' matches no module.*the text low=exp@head$"),
+        (Net, "O2,fp32_module=head.weight", PolicyError, r"(?s)matches no module.*the text fp32_param=head.weight$"),
+        (Net, "O1,fp32=sofmax*", PolicyError, r"(?s)the op glob 'sofmax\*' matches no op.*the text fp32=softmax$"),
+        (Net, "O1,fp32=view", PolicyError, r"(?s)'view' matches no op that could be.*the policy without fp32=view$"),
         (Net, "O2,fp32_param=*.scale", PolicyError, r"'\*.scale' matches no parameter"),
+        (Net, "O2,fp32_param=haed.weight", PolicyError, r"(?s)no parameter.*keep_fp32\(params=\[\"head.weight\"\]\)"),
+        (Net, "O2,fp32_param=head", PolicyError, r"(?s)matches no parameter or buffer.*the text fp32_module=head$"),
         (Net, "O2,fp32_param=head.weight,low_param=embed.weight", PolicyError, "two storage dtypes"),
         (lambda: "model", "O2", PolicyError, "must be an nn.Module, not str"),
     ],
@@ -433,7 +448,8 @@ def test_a_module_that_is_never_called_cannot_have_a_rule():
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
     with pytest.raises(PolicyError, match="never called") as caught:
         mezzo.prepare(model, "O1,fp32_module=attn.out_proj")
-    assert "module='attn', or param='attn.out_proj.weight'" in str(caught.value)
+    assert "the text fp32_module=attn; or " in str(caught.value)
+    assert "the text fp32_param=attn.out_proj.weight" in str(caught.value)
     mezzo.prepare(model, "O1,fp32_module=attn")
 
 

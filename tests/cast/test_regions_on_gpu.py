@@ -85,7 +85,7 @@ def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already
     for _ in range(2):
         set_pairs([(True, True), (True, True)])
         with pytest.raises(
-            RuntimeError, match=r"(?s)UnsupportedError: accumulate=fp32 cannot .*allow_bf16_\w+ is True"
+            RuntimeError, match=r"(?s)UnsupportedError: a compiled region cannot .*allow_bf16_\w+ is True"
         ):
             run(x)
         assert SEEN == []

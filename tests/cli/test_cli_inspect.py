@@ -17,11 +17,11 @@ def test_the_verdict_comes_first_and_the_run_directory_holds_the_evidence(mezzo,
     code, out, err = mezzo("inspect", *SHORT)
     assert code == 0
     assert out.splitlines()[0].startswith("FP16 ")
-    policy = Policy.load(tmp_path / "run" / "policy.toml")
+    policy = Policy.load(tmp_path / "run" / "found.policy")
     assert f'MixedPrecision(model, optimizer, "{policy}")' in out
     assert err.splitlines()[-1] == "run directory: run"
     assert sorted(each.name for each in (tmp_path / "run").iterdir()) == [
-        "evidence.jsonl", "explanation.json", "metrics.jsonl", "policy.toml", "report.html", "summary.json",
+        "evidence.jsonl", "explanation.json", "found.policy", "metrics.jsonl", "report.html", "summary.json",
     ]  # fmt: skip
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Where the bits go" in page

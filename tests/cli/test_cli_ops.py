@@ -27,7 +27,7 @@ def test_the_whole_table(capsys):
     assert (code, err) == (0, "")
     rows = rows_of(out)
     assert set(OPS) <= set(rows)
-    assert rows["op"] == "O1,dtype=float16 torch CUDA torch CPU reason whose lists name it".split()
+    assert rows["op"] == "O1,dtype=bfloat16 torch CUDA torch CPU reason whose lists name it".split()
     assert rows["softmax"][:5] == ["fp32", "fp32", "native", "exponential", "range"]
     assert rows["linear"][:4] == ["low", "low", "low", "gemm"]
     assert rows["relu"] == "native native native bandwidth-bound no list names it".split()
@@ -71,7 +71,7 @@ def test_norms_without_autocast_and_brackets_in_a_policy(capsys):
 
 
 def test_a_policy_file(capsys, tmp_path):
-    path = tmp_path / "policy.toml"
+    path = tmp_path / "my.policy"
     Policy.O1("bfloat16").fp32("gelu").save(path)
     code, out, _ = printed(capsys, "gelu", "--policy", str(path))
     assert code == 0
@@ -97,7 +97,7 @@ def test_the_device_where_it_matters(capsys):
     assert rows_of(out)["fft_rfft"][:3] == ["fp32", "native", "fp32"]
     assert "no low kernel; on an accelerator left to torch, as in torch.amp" in out
     _, out, _ = printed(capsys, "fft_rfft", "--device", "cuda")
-    assert "O1,dtype=float16 on cuda" in out
+    assert "O1,dtype=bfloat16 on cuda" in out
     assert rows_of(out)["fft_rfft"][:3] == ["native", "native", "fp32"]
     assert "no low kernel; on cuda left to torch, as in torch.amp" in out
     _, out, _ = printed(capsys, "fft_rfft", "--device", "cpu")

@@ -124,7 +124,7 @@ def test_skipping_most_steps_alarms(mezzo, tmp_path):
 
 
 def test_json_and_policy_are_written(mezzo, tmp_path):
-    report, policy = tmp_path / "report.json", tmp_path / "policy.toml"
+    report, policy = tmp_path / "report.json", tmp_path / "my.policy"
     code, _, _ = mezzo(
         "run", "--policy", BF16, "--json", report, "--save-policy", policy, SCRIPTS / "functional_only.py"
     )
@@ -175,7 +175,7 @@ def test_a_dry_run_without_a_model_alarms(mezzo):
         (("--policy", "O9", SCRIPTS / "plain.py"), "unknown level 'O9'"),
         (("--max-grad-norm", "-1", SCRIPTS / "plain.py"), "max_grad_norm is -1.0"),
         (("--json", "absent/report.json", SCRIPTS / "plain.py"), "there is no folder absent to save in"),
-        (("--save-policy", "absent/policy.toml", SCRIPTS / "plain.py"), "there is no folder absent to save in"),
+        (("--save-policy", "absent/policy.policy", SCRIPTS / "plain.py"), "there is no folder absent to save in"),
         (("--jsno", "x", SCRIPTS / "plain.py"), "--jsno"),
         (("--metrics", "absent/m.jsonl", SCRIPTS / "plain.py"), "there is no folder absent to save in"),
         (("--steps", "0", SCRIPTS / "plain.py"), "--steps"),

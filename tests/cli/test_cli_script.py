@@ -275,7 +275,7 @@ def test_inspecting_a_script_records_its_numbers_and_leaves_a_policy_that_it_run
     assert run.series["O0"].loss == pytest.approx(plain[:10])
     assert [step.step for step in run.evidence.steps] == [1, 5, 9]
     assert run.evidence.histogram("weights", "0", step="all").total == 3 * (8 * 16 + 16)
-    assert mezzo("run", "--policy", tmp_path / "run" / "policy.toml", noisy)[0] == 0
+    assert mezzo("run", "--policy", tmp_path / "run" / "found.policy", noisy)[0] == 0
 
 
 def test_json_of_an_inspection_is_all_that_stdout_has(mezzo, noisy, tmp_path):
@@ -311,13 +311,13 @@ def test_a_script_that_never_trains_cannot_be_inspected(mezzo, tmp_path, name):
 @pytest.mark.usefixtures("emulating", "here")
 def test_tuning_a_script_finds_what_tuning_its_model_finds_and_the_script_runs_under_it(mezzo, tmp_path):
     (tmp_path / "masked.py").write_text(MASKED)
-    code, out, err = mezzo("tune", "--no-compare", "masked.py")
+    code, out, err = mezzo("tune", "--no-compare", "--dtype", "fp16", "masked.py")
     assert code == 0
     assert out.startswith("float16: 1 of ")
-    assert err.splitlines()[-1] == "policy file: masked-float16.toml"
+    assert err.splitlines()[-1] == "policy file: masked-float16.policy"
     assert "done" not in out + err  # it ended once three calls had gradients
-    assert [str(rule) for rule in Policy.load("masked-float16.toml").rules] == ["fp32=softmax"]
-    code, out, err = mezzo("run", "--policy", "masked-float16.toml", "masked.py")
+    assert [str(rule) for rule in Policy.load("masked-float16.policy").rules] == ["fp32=softmax"]
+    code, out, err = mezzo("run", "--policy", "masked-float16.policy", "masked.py")
     assert (code, out) == (0, "done\n")
     assert "  steps        6, none skipped" in err
 
@@ -352,7 +352,7 @@ def test_trials_begin_with_the_scripts_own_gradients(noisy, monkeypatch):
         (("gan",), 3, "tuning finds rules for one model"),
         (("untrained",), 2, "never trains"),
         (("crashes",), 1, "ValueError: the script's own"),
-        (("plain", "--out", "absent/policy.toml"), 2, "there is no folder absent to save in"),
+        (("plain", "--out", "absent/policy.policy"), 2, "there is no folder absent to save in"),
         (("plain", "--dtype", "float61"), 2, "nothing can be tuned in 'float61'"),
     ],
 )

@@ -128,7 +128,7 @@ def test_an_interrupt_is_exit_code_130(mezzo, monkeypatch):
     "words, code, said",
     [
         (("--device", "cdua"), 2, "unknown device type 'cdua'"),
-        (("--dtype", "fp16"), 2, "unknown format 'fp16'"),
+        (("--dtype", "fp61"), 2, "unknown format 'fp61'"),
         (("--device", "xpu"), 3, "there is no xpu device here"),
     ],
 )

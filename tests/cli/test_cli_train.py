@@ -1,11 +1,10 @@
 """``mezzo train``: one policy, one row."""
 
-import inspect
 import json
 
 import pytest
+import torch
 
-from mezzo.cli.train import train
 from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("emulating")
@@ -31,21 +30,24 @@ def test_one_policy_gives_one_row_and_a_run_directory(mezzo, tmp_path):
 @pytest.mark.parametrize("verb, name", [("train", "--policy"), ("inspect", "--policy"), ("compare", "--policies")])
 def test_a_policy_file_that_tune_or_inspect_wrote_is_a_policy(mezzo, tmp_path, verb, name):
     policy = Policy.O1("bfloat16").low("softmax")
-    policy.save("mine.toml")
-    code, _, err = mezzo(verb, "digits-cnn", name, "mine.toml", "--steps", "1", "--out", "run")
+    policy.save("mine.policy")
+    code, _, err = mezzo(verb, "digits-cnn", name, "mine.policy", "--steps", "1", "--out", "run")
     assert code == 0, err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["policies"] == [str(policy)]
-    code, out, err = mezzo(verb, "digits-cnn", name, "other.toml", "--out", "other")
+    code, out, err = mezzo(verb, "digits-cnn", name, "other.policy", "--out", "other")
     assert (code, out) == (2, "")
-    assert err.startswith("mezzo: there is no policy file 'other.toml'\n")
+    assert err.startswith("mezzo: there is no policy file 'other.policy'\n")
     assert not (tmp_path / "other").exists()
 
 
-def test_the_default_policy_is_the_level_to_start_with(mezzo):
-    assert inspect.signature(train).parameters["policy"].default == "O1,dtype=float16"
-    code, out, _ = mezzo("train", "digits-cnn", "--steps", "2", "--json")
-    assert code == 0
-    assert [row["policy"] for row in json.loads(out)["rows"]] == ["O1,dtype=float16"]
+def test_the_default_policy_is_the_level_to_start_with_in_the_format_for_the_machine(mezzo, monkeypatch):
+    for fast, other in (("bfloat16", "fp16"), ("float16", "bf16")):
+        monkeypatch.setattr("mezzo.cli.output.fast_format", lambda kinds, fast=fast: getattr(torch, fast))
+        code, out, err = mezzo("train", "digits-cnn", "--steps", "2", "--json", "--out", fast)
+        assert code == 0
+        assert [row["policy"] for row in json.loads(out)["rows"]] == [f"O1,dtype={fast}"]
+        says = f"{fast} is the format for this machine (mezzo doctor says why); --policy O1,{other} for the other"
+        assert says in err.splitlines()
 
 
 def test_a_semicolon_does_not_make_two_policies(mezzo):

@@ -150,6 +150,12 @@ APEX = [
     contradicts('opt_level="O1"', opt_level="O2", patch_torch_functions=True),
     contradicts('opt_level="O2"', opt_level="O0", master_weights=True),
     (lambda g: g.initialize(keep_batchnorm_fp32="True", master_weights=True), PolicyError, ["2 problems"]),
+    (lambda g: g.initialize(opt_level="O2", master_weights="no"), PolicyError, ["master_weights is 'no'"]),
+    (
+        lambda g: g.initialize(opt_level="O2", master_weights=False),
+        PolicyError,
+        ["fp16 gradients cannot be unscaled in fp16", "the text O2,dtype=float16", "the text loss_scale=1"],
+    ),
     (lambda g: g.initialize(opt_level="O4"), PolicyError, ["unknown opt_level 'O4'", '"O1,dtype=bfloat16"']),
     (lambda g: g.initialize(opt_level=1), PolicyError, ["unknown opt_level 1"]),
     (lambda g: g.initialize(opt_level="O2", keep_batchnorm_fp32="yes"), PolicyError, ["keep_batchnorm_fp32 is 'yes'"]),
@@ -314,7 +320,14 @@ FLEET = [
     configured(["not a mapping"], [("init_loss_scaling", 1)]),
     configured(["amp_configs is 'O1', not a mapping"], "O1"),
     (unnamed, PolicyError, ["linear_0.w_0"]),
-    listed(["'gelu' is in both lists", 'policy.low("gelu") or policy.fp32("gelu")'], ["gelu", "exp"], ["gelu"]),
+    listed(
+        [
+            "'gelu' is in both lists",
+            'policy.low("gelu"), the text low=gelu; or policy.fp32("gelu"), the text fp32=gelu',
+        ],
+        ["gelu", "exp"],
+        ["gelu"],
+    ),
     listed(["'fc' in custom_black_list is the same op of torch's, linear"], ["mul"], ["fc"]),
     listed(["3 problems", "unknown op 'c1'"], ["a1", "b1"], ["c1"]),
 ]

@@ -130,5 +130,5 @@ def test_two_dtypes_in_one_module_are_refused():
         plan(model, O2.keep_fp32(params=["head.1.bias", "blocks.*.up.bias"]))
     assert str(caught.value).count("gathered in two dtypes") == 3
     assert "head.1.weight in bfloat16; head.1.bias in float32" in str(caught.value)
-    assert 'policy.keep_fp32(modules=["head.1"]), for all of them; as text: fp32_module=head.1' in str(caught.value)
+    assert 'policy.keep_fp32(modules=["head.1"]), the text fp32_module=head.1: for all of them' in str(caught.value)
     plan(model, O2.keep_fp32(modules=["head.1", "blocks.*.up"]))

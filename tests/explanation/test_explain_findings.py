@@ -194,7 +194,8 @@ def test_a_rule_on_an_op_inside_a_composite():
     assert (row.treatment, row.computes_in) == ("low", ("bfloat16",))
     assert found(explanation, "unreachable") == {
         "(model) scaled_dot_product_attention": "the rule fp32_math=softmax does not reach softmax inside "
-        "scaled_dot_product_attention, which gets low as a whole; write fp32_math=scaled_dot_product_attention, or "
+        "scaled_dot_product_attention, which gets low as a whole; write "
+        'policy.fp32_math("scaled_dot_product_attention"), the text fp32_math=scaled_dot_product_attention, or '
         "call softmax by itself"
     }
     assert found(explanation, "idle rule") == {

@@ -119,7 +119,7 @@ def test_a_region_forbids_reduced_accumulation_and_gives_back_what_the_user_set(
     with mezzo.autocast("O1,dtype=float16", "cuda"):
         assert flags() == ((False, fp16[1]), (False, bf16[1]))
     assert flags() == (fp16, bf16)
-    with mezzo.autocast("O1,dtype=float16,accumulate=native", "cuda"):
+    with mezzo.autocast("O1,dtype=float16,lists=device", "cuda"):
         assert flags() == (fp16, bf16)
 
 
@@ -173,8 +173,8 @@ def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already
         accumulation.set_reductions([(True, True), (True, True)])
         with pytest.raises(
             RuntimeError,
-            match=r"(?s)UnsupportedError: accumulate=fp32 cannot .*allow_bf16_\w+ is True.*write  torch\.backends\."
-            r"cuda\.matmul\.allow_bf16_reduced_precision_reduction = False .*around the compiled.*or accumulate=native",
+            match=r"(?s)UnsupportedError: a compiled region cannot .*allow_bf16_\w+ is True.*write  torch\.backends\."
+            r"cuda\.matmul\.allow_bf16_reduced_precision_reduction = False .*around the .*the text lists=device",
         ):
             compiled(torch.ones(4, 4))
         accumulation.set_reductions([(True, True), (False, False)])  # of the dtype that is computed in
@@ -195,7 +195,7 @@ def test_a_region_that_covers_no_gpu_leaves_its_flags_alone_and_may_be_compiled(
 
 def test_a_compiled_region_may_leave_accumulation_to_torch(flags):
     def native(x):
-        with mezzo.autocast("O1,dtype=bfloat16,accumulate=native", "cuda"):
+        with mezzo.autocast("O1,dtype=bfloat16,lists=device", "cuda"):
             return look(x) @ x
 
     accumulation.set_reductions([(True, True), (True, True)])

@@ -137,10 +137,37 @@ _POLICY = (
         "policy/fields.py",
         (
             "policy: FP16 is unscaled in FP16",
-            "if param_dtype == torch.float16 and not values",
-            "if False and not values",
+            "if param_dtype == torch.float16 and level",
+            "if False and level",
             "tests/policy/test_policy.py",
             "O3 in FP16 under a scale would flush gradients",
+        ),
+    ),
+    *in_file(
+        "policy/text.py",
+        (
+            "policy: a file's reasons are lost",
+            "parse_rules(words[0], words[2], reason)",
+            "parse_rules(words[0], words[2])",
+            "tests/policy/test_policy.py",
+            "explain could not say why a rule of a file is there",
+        ),
+        (
+            "policy: a wrong line has the number of the one before",
+            'enumerate(text.split("\\n"), start=1)',
+            'enumerate(text.split("\\n"))',
+            "tests/policy/test_policy.py",
+            "a user would look at the wrong line",
+        ),
+    ),
+    *in_file(
+        "policy/spelling.py",
+        (
+            "policy: cures in Python reverse their rules",
+            "calls[:0] = [call] if call else []",
+            "calls += [call] if call else []",
+            "tests/policy/test_spelling.py",
+            "the two spellings of a cure would be two policies",
         ),
     ),
 )

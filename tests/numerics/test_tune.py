@@ -452,8 +452,8 @@ def test_the_result_prints_the_answer_first_and_goes_to_files_and_back(tmp_path)
         line[2:10].strip() for line in lines[1:] if line[2] != " "
     ] == "pinned worst bytes bytes trials write".split()
     assert max(map(len, lines[:-1])) <= 120
-    found.save(tmp_path / "policy.toml")
-    loaded = Policy.load(tmp_path / "policy.toml")
+    found.save(tmp_path / "my.policy")
+    loaded = Policy.load(tmp_path / "my.policy")
     assert loaded == found.policy
     assert [rule.reason for rule in loaded.rules] == [rule.reason for rule in found.policy.rules]
     assert all(rule.reason for rule in loaded.rules)

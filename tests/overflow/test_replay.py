@@ -336,7 +336,9 @@ def test_a_scale_that_the_output_s_gradient_does_not_hold(make, cured):
     loop.step(x, loss=lambda output: output.float().sum(), scale=2.0**16)
     overflow = loop.locate(2.0**16)
     assert (overflow.kind, overflow.tensor.num_inf, overflow.tensor.dtype) == ("loss", 2 * 5 * 8, "float16")
-    assert overflow.cure == 'policy = policy.evolve(loss_scale="dynamic(init=32768)")   # or lower'
+    python, _, text = overflow.cure.partition("   # the text ")
+    assert python == 'policy = policy.evolve(loss_scale="dynamic(init=32768)")'
+    assert text == "loss_scale=dynamic(init=32768); or lower"
     scale = cured(overflow, policy).loss_scale.init
     loop.replay.clear()
     loop.step(x, loss=lambda output: output.float().sum(), scale=scale)
@@ -349,7 +351,10 @@ def test_a_constant_scale_that_the_output_s_gradient_does_not_hold(make, cured):
     loop = Loop(model, policy=policy)
     loop.step(x, loss=lambda output: output.float().sum(), scale=2.0**40)
     overflow = loop.locate(2.0**40)
-    assert overflow.cure == 'policy = policy.evolve(loss_scale="dynamic")   # which finds the one that fits'
+    assert (
+        overflow.cure
+        == 'policy = policy.evolve(loss_scale="dynamic")   # the text loss_scale=dynamic; it finds the one that fits'
+    )
     assert cured(overflow, policy).loss_scale == mezzo.LossScale.dynamic()
 
 

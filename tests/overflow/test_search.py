@@ -296,7 +296,7 @@ def test_two_models_are_told_apart_by_number(make):
     overflow = locate(fn, [first, second], policy=FP16)
     assert (overflow.module, overflow.op) == ("1.0", "linear")
     # Rules have no numbers: "0" is a module of each.
-    assert overflow.cure == 'policy = policy.keep_fp32(modules=["0"])'
+    assert overflow.cure == 'policy = policy.keep_fp32(modules=["0"])   # the text fp32_module=0'
     with torch.no_grad():
         second[0].weight[0, 0] = torch.nan
     assert locate(fn, [first, second]).tensor.name == "1.0.weight"
@@ -396,7 +396,7 @@ def test_code_outside_of_any_module_is_named_as_it_was_written():
     torch.manual_seed(0)
     overflow = locate(lambda: fn(1e4), model, policy=FP16)
     assert (overflow.module, overflow.op, overflow.tensor.name) == ("(loss)", "matmul", "output")
-    assert overflow.cure == 'policy = policy.fp32("matmul")'
+    assert overflow.cure == 'policy = policy.fp32("matmul")   # the text fp32=matmul'
     overflow = locate(lambda: fn(1.0), model, policy=FP16, loss_scale=2.0**30)
     assert (overflow.op, overflow.phase, overflow.tensor.name) == ("square", "backward", "gradient of input 0")
 

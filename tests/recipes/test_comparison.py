@@ -12,7 +12,7 @@ from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.policy import Policy
 from mezzo.recipes import comparison as module
 from mezzo.recipes import get
-from mezzo.recipes.comparison import DEFAULT_POLICIES, compare
+from mezzo.recipes.comparison import compare
 from mezzo.recipes.digits_cnn import DigitsNet
 from mezzo.recipes.docs_lm import ByteGPT
 from mezzo.recipes.recipe import own_seed
@@ -49,7 +49,7 @@ def test_every_policy_sees_the_same_weights_and_batches(tiny):
         return Spy(*tiny.build(seed))
 
     recipe = dataclasses.replace(tiny, build=build)
-    compare(recipe, ["O0", "O1,dtype=bfloat16", "O0,accumulate=native"], steps=5, seed=4)
+    compare(recipe, ["O0", "O1,dtype=bfloat16", "O0,lists=device"], steps=5, seed=4)
     first, second, third = seen[:5], seen[5:10], seen[10:]
     assert [batch for batch, _ in first] == pytest.approx([batch for batch, _ in second], abs=0.5)
     assert first == third
@@ -136,12 +136,12 @@ def test_wrong_policies_are_reported_together_before_any_training(tiny, tmp_path
 
 def test_a_policy_file_is_a_policy_and_a_missing_one_is_reported_with_the_others(tiny, tmp_path):
     policy = Policy.O1("bfloat16").low("softmax")
-    policy.save(tmp_path / "mine.toml")
-    assert compare(tiny, ["O0", str(tmp_path / "mine.toml")], steps=1).policies == ("O0", str(policy))
+    policy.save(tmp_path / "mine.policy")
+    assert compare(tiny, ["O0", str(tmp_path / "mine.policy")], steps=1).policies == ("O0", str(policy))
     with pytest.raises(
-        PolicyError, match=r"(?s)^2 problems\n1. there is no policy file .*nowhere.toml.*unknown level 'O9'"
+        PolicyError, match=r"(?s)^2 problems\n1. there is no policy file .*nowhere.policy.*unknown level 'O9'"
     ):
-        compare(tiny, [str(tmp_path / "nowhere.toml"), "O9"])
+        compare(tiny, [str(tmp_path / "nowhere.policy"), "O9"])
 
 
 def test_no_policy_at_all_is_refused(tiny):
@@ -199,18 +199,25 @@ def test_another_error_leaves_the_steps_so_far_and_gives_the_model_back(tiny, tm
     assert all(param.dtype == torch.float32 for model in models for param in model.parameters())
 
 
-def test_the_default_policies_are_those_of_the_demo():
-    assert [str(Policy.parse(text)) for text in DEFAULT_POLICIES] == list(DEFAULT_POLICIES)
-    levels = [(p.level, p.dtype) for p in map(Policy.parse, DEFAULT_POLICIES)]
-    half, bf = torch.float16, torch.bfloat16
-    assert levels == [
-        ("O0", torch.float32), ("O1", half), ("O2", half), ("O3", half), ("O1", bf), ("O2", bf),
-    ]  # fmt: skip
+def test_the_default_policies_begin_in_the_format_for_the_machine(monkeypatch):
+    for fast, other in ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)):
+        monkeypatch.setattr(module, "fast_format", lambda kinds, fast=fast: fast)
+        found = module.default_policies()
+        assert [str(Policy.parse(text)) for text in found] == list(found)
+        assert [(p.level, p.dtype) for p in map(Policy.parse, found)] == [
+            ("O0", torch.float32), ("O1", fast), ("O2", fast), ("O3", fast), ("O1", other), ("O2", other),
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "policies",
-    [["O0", "O1,dtype=float16", "O2,dtype=bfloat16"], pytest.param(DEFAULT_POLICIES, marks=pytest.mark.slow)],
+    [
+        ["O0", "O1,dtype=float16", "O2,dtype=bfloat16"],
+        pytest.param(
+            ["O0", *(f"{level},dtype={dtype}" for dtype in ("float16", "bfloat16") for level in ("O1", "O2", "O3"))],
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=["three", "all"],
 )
 def test_a_short_real_run_learns_under_the_default_policies(emulating, policies):
@@ -239,11 +246,13 @@ def test_a_short_real_run_learns_under_the_default_policies(emulating, policies)
             assert row.saved_bytes < 0.75 * rows["O0"].saved_bytes, policy
 
 
-def test_of_the_default_policies_o3_is_left_out_where_the_optimizer_has_no_room_for_it(emulating, caplog):
+def test_of_the_default_policies_o3_is_left_out_where_the_optimizer_has_no_room_for_it(emulating, caplog, monkeypatch):
     """AdamW's ``eps`` is zero in FP16. One who asks for it is refused."""
+    monkeypatch.setattr(module, "fast_format", lambda kinds: torch.float16)
     recipe = dataclasses.replace(get("docs-lm"), evaluate=lambda model, split: 0.0, build=lambda _: ByteGPT(32, 2, 1))
     result = compare(recipe, steps=1)
-    assert [row.policy for row in result.rows] == [each for each in DEFAULT_POLICIES if not each.startswith("O3")]
+    usual = module.default_policies()
+    assert [row.policy for row in result.rows] == [each for each in usual if not each.startswith("O3")]
     assert list(result.policies) == [row.policy for row in result.rows]
     assert "O3,dtype=float16 is left out: eps=1e-08 is zero in float16" in caplog.text
     with pytest.raises(UnsupportedError, match="eps=1e-08 is zero in float16"):

@@ -51,7 +51,7 @@ def test_recording_does_not_change_the_training(tiny, tmp_path, policy):
 def test_the_directory_holds_what_is_returned(tiny, tmp_path):
     inspection = inspect(tiny, "O1,dtype=bfloat16", steps=4, every=2, out=tmp_path / "run")
     names = {each.name for each in (tmp_path / "run").iterdir()}
-    assert names == {"evidence.jsonl", "explanation.json", "metrics.jsonl", "policy.toml", "summary.json"}
+    assert names == {"evidence.jsonl", "explanation.json", "metrics.jsonl", "found.policy", "summary.json"}
     written = read_evidence(tmp_path / "run")
     assert written.header == inspection.evidence.header
     assert [step.step for step in written.steps] == [1, 3]

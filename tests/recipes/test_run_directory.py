@@ -152,10 +152,10 @@ def test_nothing_of_an_older_run_stays_beside_a_new_one(tmp_path):
     (first.open() / "evidence.jsonl.partial").write_text("{}")
     first.finish({})
     killed = RunDirectory(tmp_path, overwrite=True)
-    killed.begin({}, {"policy.toml": ""})
+    killed.begin({}, {"found.policy": ""})
     killed.stepped(RECORD)
     killed.close()
-    assert {"explanation.json", "evidence.jsonl", "policy.toml.partial"} < {child.name for child in tmp_path.iterdir()}
+    assert {"explanation.json", "evidence.jsonl", "found.policy.partial"} < {child.name for child in tmp_path.iterdir()}
     RunDirectory(tmp_path, overwrite=True).finish({})
     assert sorted(child.name for child in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
 

@@ -267,9 +267,9 @@ def test_an_interrupted_run_says_so(recorded_run):
 def test_what_is_no_run_is_refused(finished_run, tmp_path):
     with pytest.raises(PolicyError, match=r"there is no finished run here\n.*\n  why    there is no such directory"):
         page(tmp_path / "nowhere")
-    (tmp_path / "policy.toml").touch()
+    (tmp_path / "found.policy").touch()
     with pytest.raises(PolicyError, match=r"why    this is a file, and a run is a directory$"):
-        page(tmp_path / "policy.toml")
+        page(tmp_path / "found.policy")
     with pytest.raises(PolicyError, match=r"there is no finished run here\n.*\n  why    summary\.json is missing"):
         page(tmp_path)
     run = shutil.copytree(finished_run, tmp_path / "run")

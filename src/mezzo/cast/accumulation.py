@@ -10,15 +10,17 @@ import torch
 from mezzo.cast.differences import Differences
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy
+from mezzo.policy.spelling import both
 
 __all__ = ["accumulation", "reductions", "set_reductions"]
 
 
 @contextlib.contextmanager
 def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterator[None]:
-    """Forbid reduced-precision accumulation inside CUDA's GEMMs while ``policy.accumulate`` is ``fp32``.
+    """Forbid reduced-precision accumulation inside CUDA's GEMMs, but for a policy of torch's own lists.
 
-    The flags are torch's own and process-wide; they are put back on exit, with what the user said of split-k.
+    ``lists=device`` is torch's own behaviour on each device, with what its flags say. These are process-wide; they are
+    put back on exit, with what the user said of split-k.
 
     Args:
         policy: What is asked for.
@@ -28,7 +30,7 @@ def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterato
         UnsupportedError: Entered inside a compiled function, which cannot set them, while they allow it.
     """
     covered = any(each.device_type == "cuda" for each in per_device)
-    if not covered or policy.accumulate != "fp32" or not torch.cuda.is_available():
+    if not covered or policy.lists == "device" or not torch.cuda.is_available():
         yield
         return
     if torch.compiler.is_compiling():
@@ -51,12 +53,12 @@ def _require_off(policy: str) -> bool:
     if dtype in allowed and allowed[dtype][0]:
         flag = f"torch.backends.cuda.matmul.allow_{dtypes[dtype]}_reduced_precision_reduction"
         raise UnsupportedError(
-            "accumulate=fp32 cannot be carried out by a region inside a compiled function",
+            "a compiled region cannot keep CUDA's products from summing in low precision",
             where=f"{flag} is True",
             why="compiled code would set it to False only when all its GEMMs have run",
             write=f"{flag} = False  # before the function is called\n"
             "or the region around the compiled function, where it sets that itself\n"
-            "or accumulate=native in the policy, which leaves it to torch",
+            f"or torch's own lists, which leave it to torch: {both('lists=device')}",
         )
     return True
 

@@ -19,6 +19,7 @@ from mezzo.cast.nested import widest
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import UnsupportedError
+from mezzo.policy.spelling import both
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
 __all__ = [
@@ -240,7 +241,7 @@ def _run(handler: Handler, here: Differences | Traced, func: Any, args: Any, kwa
             f"{handler.op} has no kernel in {dtype_name(here.dtype)}",
             where=f"device {here.device_type}",
             why=str(error).splitlines()[0],
-            write=f'policy.fp32_math("{handler.op}")   # FP32 inside, low out; or policy.fp32("{handler.op}")',
+            write=f"{both(f'fp32_math={handler.op}')}: FP32 inside, low out; or {both(f'fp32={handler.op}')}",
         ) from error
 
 
@@ -310,7 +311,7 @@ def _banned(handler: Handler) -> UnsupportedError:
         where=f"a mezzo.autocast region, op {op}",
         why=handler.reason
         or ("its gradient overflows in low precision" if op in instead else "a rule of the policy bans it"),
-        write=f'{instead.get(op, "another op")}; or allow it: policy.fp32("{op}")',
+        write=f"{instead.get(op, 'another op')}; or allow it: {both(f'fp32={op}')}",
     )
 
 

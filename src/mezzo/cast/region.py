@@ -105,8 +105,8 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     Raises:
         PolicyError: The policy's text or file is wrong.
         UnsupportedError: The device cannot honour the policy; the error says what to write instead. On entering a
-            region for CUDA inside a compiled function: ``accumulate`` is ``fp32``, as in every level, and torch's flag
-            lets GEMMs of the policy's dtype accumulate in reduced precision (it does so until told otherwise).
+            region for CUDA inside a compiled function: torch's flag lets GEMMs of the policy's dtype accumulate
+            in reduced precision (it does so until told otherwise), and the policy's lists are not torch's own.
 
     **Cost**: that of ``torch.autocast`` where the policy equals torch's own lists on this device; otherwise a
     function mode, and so Python for each torch function called (``benchmarks/engine.py`` measures it).

@@ -28,8 +28,8 @@ def _show_version(wanted: bool) -> None:
 
     \b
     mezzo compare digits-cnn        FP32 and five policies, side by side
-    mezzo compare docs-lm --policies "O0; O2,dtype=bfloat16"
-    mezzo train digits-cnn --policy O1,dtype=bfloat16
+    mezzo compare docs-lm --policies "O0; O2,bf16"
+    mezzo train digits-cnn --policy O1,bf16
     mezzo run train.py              your own script as it is, in mixed precision
     mezzo tune digits-cnn           which ops need FP32, found by running
     mezzo inspect digits-cnn        which formats are safe, at which loss scale

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from mezzo import recipes, report, script
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
+from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement, usual_format
 from mezzo.cli.progress import watching
 from mezzo.cli.script.words import IsModule, OnSubject, Subject, Words, refuse_for_script, stem_of, subject_of
-from mezzo.recipes.comparison import DEFAULT_POLICIES, Comparison
+from mezzo.recipes.comparison import Comparison, default_policies
 from mezzo.recipes.parallel import Parallel, World, joined
 from mezzo.script import Program
 
@@ -42,8 +42,13 @@ def compare(
     words: Words,
     is_module: IsModule = False,
     policies: Annotated[
-        str, typer.Option(help="Texts or files of policies, with semicolons between; O0 is the one to compare with.")
-    ] = "; ".join(DEFAULT_POLICIES),
+        str | None,
+        typer.Option(
+            help="Texts or files of policies, with semicolons between; O0 is the one to compare with. When omitted "
+            "FP32, O1 to O3 in the format for this machine, O1 and O2 in the other.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Steps = None,
     seed: Seed = 0,
     out: Out = None,
@@ -53,15 +58,15 @@ def compare(
 ) -> None:
     """Train a recipe, or a script as it is, under several policies, and compare.
 
-    [bold]mezzo compare digits-cnn[/bold]   FP32, O1 to O3 in FP16, O1 and O2 in BF16: a minute
+    [bold]mezzo compare digits-cnn[/bold]   FP32 and five policies: a minute
 
-    [bold]mezzo compare docs-lm --policies "O0; O2,dtype=bfloat16" --steps 300[/bold]
+    [bold]mezzo compare docs-lm --policies "O0; O2,bf16" --steps 300[/bold]
 
-    [bold]mezzo compare digits-cnn --policies "O0; O1,dtype=float16,low=softmax" --json[/bold]
+    [bold]mezzo compare digits-cnn --policies "O0; O1,bf16; O1,fp16,low=softmax" --json[/bold]
 
     [bold]torchrun --nproc-per-node 2 -m mezzo compare docs-lm --parallel ddp[/bold]
 
-    [bold]mezzo compare --policies "O1,dtype=bfloat16" train.py[/bold]   your own script
+    [bold]mezzo compare --policies O1,bf16 train.py[/bold]   your own script
 
     A recipe has the same weights and batches under every policy. A script runs in FP32 and under each policy, each time
     in a process of its own: seed its random numbers. It writes its files each time, and prints to stderr; its losses
@@ -71,12 +76,18 @@ def compare(
     line a step). The exit code is 4 where training goes wrong under a policy. Ctrl-C sums up what there is, and the
     exit code is 130.
     """
-    texts = [text.strip() for text in policies.split(";")]
     subject = subject_of(words, is_module)
     options: Any = {"steps": steps, "seed": seed, "out": out, "overwrite": overwrite}
     if isinstance(subject, Program):
         refuse_for_script(seed=seed, parallel=parallel)
-    carry_out(subject, [text for text in texts if text], parallel=parallel, as_json=as_json, **options)
+    else:
+        recipes.get(subject)  # before anything is said of formats
+    if policies is None:
+        usual_format('--policies "O0; O1,{}"')
+        texts = default_policies()
+    else:
+        texts = tuple(text for each in policies.split(";") if (text := each.strip()))
+    carry_out(subject, texts, parallel=parallel, as_json=as_json, **options)
 
 
 def carry_out(

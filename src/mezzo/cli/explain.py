@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mezzo import recipes
 from mezzo.cli.app import app
-from mezzo.cli.output import note, require_free, show_explanation
+from mezzo.cli.output import UsualPolicy, note, require_free, show_explanation, usual_policy
 from mezzo.cli.script.first_step import explain_script
 from mezzo.cli.script.words import IsModule, OnSubject, refuse_for_script, subject_of
 from mezzo.errors import PolicyError, nearest
@@ -49,7 +49,7 @@ def explain(
         ),
     ],
     is_module: IsModule = False,
-    policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1,dtype=float16",
+    policy: UsualPolicy = None,
     against: Annotated[
         str | None, typer.Option(metavar="POLICY", help="Show only what another policy would change.")
     ] = None,
@@ -62,9 +62,9 @@ def explain(
 ) -> None:
     """Say what runs in low precision, what does not and why, what casts cost, and what to write.
 
-    [bold]mezzo explain digits-cnn[/bold]                        a recipe, in FP16, level O1
+    [bold]mezzo explain digits-cnn[/bold]                        a recipe, at level O1
 
-    [bold]mezzo explain docs-lm --policy O1,dtype=bfloat16,low=softmax[/bold]
+    [bold]mezzo explain docs-lm --policy O1,bf16,low=softmax[/bold]
 
     [bold]mezzo explain docs-lm --policy O1 --against O2[/bold]  what the second would change
 
@@ -88,12 +88,12 @@ def explain(
     whose dimensions should be padded, findings, and the precision of each op with who decided; (!) marks ops where
     what was measured is not what was decided.
     """
-    chosen = Policy.of(policy)
+    given = None if policy is None else Policy.of(policy)
     other = None if against is None else Policy.of(against)
     subject = subject_of(words, is_module)
     if isinstance(subject, Program):
         refuse_for_script(against=against, html=html)
-        explain_script(subject, chosen, full=full, as_json=as_json)
+        explain_script(subject, usual_policy(given), full=full, as_json=as_json)
     if html is not None:
         require_jinja2()
         require_free(html, "--html", overwrite)
@@ -102,6 +102,7 @@ def explain(
     else:
         recipe = recipes.get(subject, write=_SUBJECTS)
         model, inputs, loss = first_step(recipe, recipe.load(), 0, default_device())
+    chosen = usual_policy(given)
     with Console(stderr=True).status("tracing one forward and backward pass"):
         first = explained(model, inputs, chosen, loss=loss)
         second = None if other is None else explained(model, inputs, other, loss=loss)

@@ -43,7 +43,7 @@ def inspect(
 
     [bold]mezzo inspect digits-cnn[/bold]                          in FP32: would FP16 do?
 
-    [bold]mezzo inspect docs-lm --policy O3,dtype=bfloat16[/bold]  what goes wrong under it?
+    [bold]mezzo inspect docs-lm --policy O3,bf16[/bold]            what goes wrong under it?
 
     [bold]mezzo inspect docs-lm --steps 200 --every 20 --out runs/look[/bold]
 
@@ -52,7 +52,7 @@ def inspect(
     Of a script the largest model is recorded; what it prints goes to stderr. An error of its own leaves a partial run.
 
     The verdict comes first; then what is wrong, the gravest first, with what to write. The run directory holds
-    report.html, with the histograms behind the verdict, policy.toml to go on with, evidence.jsonl, explanation.json,
+    report.html, with the histograms behind the verdict, found.policy to go on with, evidence.jsonl, explanation.json,
     summary.json and metrics.jsonl. The exit code is 4 where the run itself goes wrong under its policy. Ctrl-C sums up
     what there is, and the exit code is 130.
     """

@@ -24,7 +24,7 @@ def ops(
     pattern: Annotated[
         str | None, typer.Argument(help="A glob on the ops' names, or any spelling of one: F.softmax, nn.Softmax.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1",
+    policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1,bf16",
     device: Annotated[
         str | None, typer.Option(metavar="cpu|cuda", help="What the policy does there; notes on both when omitted.")
     ] = None,
@@ -36,7 +36,7 @@ def ops(
 
     [bold]mezzo ops softmax[/bold]                one, by any spelling: nn.Softmax, F.softmax
 
-    [bold]mezzo ops 'conv*' --policy O1,dtype=bfloat16,fp32=conv1d[/bold]
+    [bold]mezzo ops 'conv*' --policy O1,bf16,fp32=conv1d[/bold]
 
     [bold]mezzo ops 'fft_*' --device cuda[/bold]  what is left to torch on an accelerator
 

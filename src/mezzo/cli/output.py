@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import torch
 import typer
 from rich.console import Console, RenderableType
 
+from mezzo.cast.device import default_kinds, fast_format
 from mezzo.documents import jsonable
 from mezzo.errors import PolicyError, message, printable
 from mezzo.explanation.table import WIDEST, plain
+from mezzo.policy import Policy
+from mezzo.policy.fields import DTYPES, text_of
 from mezzo.report import Judgement
+from mezzo.tensors import dtype_name
 
 __all__ = [
-    "ALERT", "INTERRUPTED", "console_for", "exit_code", "leave", "note", "require_free", "run_directory",
-    "show_explanation", "show_json", "show_judgement",
+    "ALERT", "INTERRUPTED", "UsualPolicy", "console_for", "exit_code", "format_named", "leave", "note", "require_free",
+    "run_directory", "show_explanation", "show_json", "show_judgement", "usual_format", "usual_policy",
 ]  # fmt: skip
 
+UsualPolicy = Annotated[
+    str | None,
+    typer.Option(
+        help="A policy's text, or the path of a policy file; O1 in the format for this machine when omitted.",
+        show_default=False,
+    ),
+]
 #: Exit codes besides those of errors: numbers that alarm; and Ctrl-C, as shells have it, 128 and the signal's number.
 ALERT: Final = 4
 INTERRUPTED: Final = 130
@@ -44,6 +57,30 @@ def show_json(value: Any) -> None:
 def note(text: str) -> None:
     """Print a message in one line on stderr, as it is."""
     Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def usual_format(option: str) -> str:
+    """Return the low format to train in on this machine, and say so; of several ranks the first one does.
+
+    Args:
+        option: How to have the other one instead, with ``{}`` for its name.
+    """
+    fast = fast_format(default_kinds())
+    other = "fp16" if fast == torch.bfloat16 else "bf16"
+    if os.environ.get("RANK", "0") == "0":
+        why = f"{dtype_name(fast)} is the format for this machine (mezzo doctor says why)"
+        note(f"{why}; {option.format(other)} for the other")
+    return dtype_name(fast)
+
+
+def format_named(word: str) -> str:
+    """Return a dtype's name for any word for it, such as ``bf16``; what is none is left to be refused."""
+    return text_of(DTYPES.get(word.lower(), word))
+
+
+def usual_policy(given: Policy | str | None) -> Policy:
+    """Return the policy that ``--policy`` names, and without it O1 in the format for this machine."""
+    return Policy.O1(usual_format("--policy O1,{}")) if given is None else Policy.of(given)
 
 
 def show_judgement(console: Console, judgement: Judgement) -> None:

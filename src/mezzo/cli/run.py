@@ -11,12 +11,11 @@ import typer
 
 from mezzo import script
 from mezzo.cli.app import app
-from mezzo.cli.output import ALERT, note, require_free
+from mezzo.cli.output import ALERT, UsualPolicy, note, require_free, usual_policy
 from mezzo.cli.script.first_step import explain_script
 from mezzo.cli.script.running import ended_lines, ended_with
 from mezzo.errors import printable
 from mezzo.files import whole
-from mezzo.policy import Policy
 from mezzo.recipes import StepRecord
 from mezzo.recipes.run_directory import record_text
 
@@ -26,7 +25,7 @@ __all__ = ["run"]
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run(
     words: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and its arguments.")],
-    policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1",
+    policy: UsualPolicy = None,
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
     save_policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the policy to a file, too.", show_default=False)
@@ -55,7 +54,7 @@ def run(
 
     [bold]mezzo run train.py --epochs 3[/bold]                      --epochs is the script's
 
-    [bold]mezzo run --policy O2,dtype=bfloat16 train.py[/bold]
+    [bold]mezzo run --policy O2,bf16 train.py[/bold]
 
     [bold]mezzo run -m package.train --epochs 3[/bold]              a module, as python -m
 
@@ -70,11 +69,11 @@ def run(
     skipped ones, loss scale; what was intercepted, what was left alone and why. The exit code is the script's; where
     that is 0, 4 if the policy asks for low precision and nothing ran low, or more than half of the steps were skipped.
     """
-    chosen = Policy.of(policy)
     program = script.Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
     for path, option in ((save_policy, "--save-policy"), (to_json, "--json"), (metrics, "--metrics")):
         if path is not None:
             require_free(path, option, overwrite=True)
+    chosen = usual_policy(policy)
     if save_policy is not None:
         chosen.save(save_policy)
     if dry:

@@ -9,6 +9,7 @@ import typer
 from mezzo import recipes
 from mezzo.cli.app import app
 from mezzo.cli.compare import InParallel, Json, Out, Overwrite, Seed, Steps, carry_out
+from mezzo.cli.output import UsualPolicy, usual_policy
 
 __all__ = ["train"]
 
@@ -16,7 +17,7 @@ __all__ = ["train"]
 @app.command("train")
 def train(
     recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
-    policy: Annotated[str, typer.Option(help="A policy's text, or the path of a policy file.")] = "O1,dtype=float16",
+    policy: UsualPolicy = None,
     steps: Steps = None,
     seed: Seed = 0,
     out: Out = None,
@@ -26,9 +27,9 @@ def train(
 ) -> None:
     """Train a recipe under one policy.
 
-    [bold]mezzo train digits-cnn[/bold]  in FP16, level O1
+    [bold]mezzo train digits-cnn[/bold]  level O1, in the format for this machine
 
-    [bold]mezzo train docs-lm --policy O2,dtype=bfloat16 --steps 300[/bold]
+    [bold]mezzo train docs-lm --policy O2,bf16 --steps 300[/bold]
 
     [bold]mezzo train digits-cnn --policy O0 --seed 1 --out runs/fp32-seed1 --json[/bold]
 
@@ -37,5 +38,7 @@ def train(
     Ends with one row of the table that [bold]mezzo compare[/bold] prints, and the same run directory. The exit code
     is 4 where training goes wrong under the policy. Ctrl-C sums up what there is, and the exit code is 130.
     """
+    recipes.get(recipe)  # before anything is said of formats
     options: Any = {"steps": steps, "seed": seed, "out": out, "overwrite": overwrite}
-    carry_out(recipe, [policy], parallel=parallel, as_json=as_json, **options)
+    chosen = str(usual_policy(None)) if policy is None else policy
+    carry_out(recipe, [chosen], parallel=parallel, as_json=as_json, **options)

@@ -11,10 +11,11 @@ from rich.console import Console
 from mezzo import recipes, report, script
 from mezzo.cli.app import app
 from mezzo.cli.compare import Seed, compared, show
-from mezzo.cli.output import leave, note, require_free, show_json
+from mezzo.cli.output import format_named, leave, note, require_free, show_json, usual_format
 from mezzo.cli.script.running import scripts_own
 from mezzo.cli.script.words import IsModule, OnSubject, Words, refuse_for_script, stem_of, subject_of
 from mezzo.numerics import Tuned
+from mezzo.policy.text import SUFFIX
 from mezzo.recipes.parallel import World
 from mezzo.script import Program
 
@@ -25,7 +26,10 @@ __all__ = ["tune"]
 def tune(
     words: Words,
     is_module: IsModule = False,
-    dtype: Annotated[str, typer.Option(help="What low precision is: float16 or bfloat16.")] = "float16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Low precision: bf16 or fp16; the format for this machine when omitted.", show_default=False),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each trial.")] = 3,
     objective: Annotated[
         str, typer.Option(help="What is preferred where ops lose alike: speed (bytes moved) or memory (bytes kept).")
@@ -33,7 +37,7 @@ def tune(
     after: Annotated[int, typer.Option(min=0, help="FP32 steps that the weights train before.")] = 0,
     seed: Seed = 0,
     out: Annotated[
-        Path | None, typer.Option(help="The policy file; NAME-DTYPE.toml when omitted.", show_default=False)
+        Path | None, typer.Option(help="The policy file; NAME-DTYPE.policy when omitted.", show_default=False)
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the policy file.")] = False,
     compare: Annotated[bool, typer.Option(help="Train under FP32, O1 and the policy that was found.")] = True,
@@ -44,13 +48,13 @@ def tune(
 ) -> None:
     """Find the fewest ops of a recipe, or of a script's model, that need FP32, and the loss scale, by running it.
 
-    [bold]mezzo tune digits-cnn[/bold]                              in FP16, and compares
+    [bold]mezzo tune digits-cnn[/bold]                              and compares
 
-    [bold]mezzo tune docs-lm --dtype bfloat16 --after 100[/bold]    on weights trained a little
+    [bold]mezzo tune docs-lm --dtype bf16 --after 100[/bold]        on weights trained a little
 
     [bold]mezzo tune docs-lm --no-compare --json[/bold]             evidence for a program
 
-    [bold]mezzo train docs-lm --policy docs-lm-float16.toml[/bold]  what was found, used
+    [bold]mezzo train docs-lm --policy docs-lm-bfloat16.policy[/bold]  what was found, used
 
     [bold]mezzo tune --no-compare train.py --epochs 3[/bold]        your own script
 
@@ -61,7 +65,8 @@ def tune(
     where gradients stay far from FP32's and no rule helps, or where training goes wrong under one of the policies.
     """
     subject = subject_of(words, is_module)
-    path = out or Path(f"{stem_of(subject)}-{dtype}.toml")
+    dtype = usual_format("--dtype {}") if dtype is None else format_named(dtype)
+    path = out or Path(f"{stem_of(subject)}-{dtype}{SUFFIX}")
     options: Any = {"dtype": dtype, "steps": steps, "objective": objective, "after": after}
     if isinstance(subject, Program):
         require_free(path, "--out", overwrite)

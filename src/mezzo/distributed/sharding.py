@@ -16,6 +16,7 @@ from mezzo.cast.model.refusals import preparations_in, require_module, wanted_st
 from mezzo.cast.model.sharding import units
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.policy import Policy
+from mezzo.policy.spelling import both
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["fully_shard"]
@@ -226,7 +227,7 @@ def _two_dtypes(dtypes: Mapping[str, torch.dtype], path: str) -> MezzoError:
         "parameters of one module would be gathered in two dtypes",
         where="; ".join(f"{some_of(few, 3)} in {dtype_name(dtype)}" for dtype, few in names.items()),
         why="fully_shard gathers the parameters of a module together, in one dtype",
-        write=f'policy.keep_fp32(modules=["{path}"]), for all of them; as text: fp32_module={path}'
+        write=f"{both(f'fp32_module={path}')}: for all of them"
         if path
         else "a module of its own for those in float32, and policy.keep_fp32(modules=[its path])",
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from mezzo.explanation.rows import Finding, Row
 from mezzo.policy import Policy, Rule
+from mezzo.policy.spelling import both
 from mezzo.trace.trace import Trace
 from mezzo.trace.where import MODEL, place_text
 
@@ -153,7 +154,7 @@ def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Trace) -> Iterator
             if reached:
                 text = (
                     f"the rule {rule} does not reach {', '.join(reached)} inside {row.op}, which gets {row.treatment} "
-                    f"as a whole; write {rule.treatment}={row.op}, or call {reached[0]} by itself"
+                    f"as a whole; write {both(f'{rule.treatment}={row.op}')}, or call {reached[0]} by itself"
                 )
                 yield Finding(kind="unreachable", where=place_text(row.module, row.op), text=text)
 

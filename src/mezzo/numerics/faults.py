@@ -16,6 +16,7 @@ from mezzo.formats import BF16, FP16
 from mezzo.numerics.evidence import Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy import Policy
+from mezzo.policy.spelling import both
 from mezzo.scale import LossScale
 
 __all__ = [
@@ -125,7 +126,7 @@ def _cause(first: RecordedTensor) -> tuple[str, str]:
         )
         return why, f'policy="O2,dtype={first.dtype}", which keeps FP32 masters'
     why = "FP16 ends at 65504, whatever the loss scale, and what is beyond is infinite; or a batch had such numbers."
-    return why, f"{explained}; where it is FP16's range, dtype=bfloat16"
+    return why, f"{explained}; where it is FP16's range, {both('dtype=bfloat16')}"
 
 
 def _cause_in_backward(evidence: Evidence, first: RecordedTensor) -> tuple[str, str]:
@@ -159,7 +160,7 @@ def flushed(evidence: Evidence) -> Iterator[Alert]:
         else f"{share_text(lost, total - zeros)} of the gradients that are not zero lose digits {carried}.",
         where=f"{len(gradients)} tensors in float16, {share_text(zeros, total)} of their values zero",
         why=f"They are smaller than FP16's normal numbers, and what is below {tiny:.2g} is flushed to zero.",
-        write="dtype=bfloat16, which needs no loss scale" if scale is None else _written(evidence, scale),
+        write=f"{both('dtype=bfloat16')}, which needs no loss scale" if scale is None else _written(evidence, scale),
     )
 
 
@@ -278,7 +279,7 @@ def near(evidence: Evidence) -> Iterator[Alert]:
             what=f"Activations reach {found[worst] / FP16.max:.0%} of FP16's range.".replace("%", " %"),
             where=some_of(sorted(found), 3),
             why=f"{worst} reaches {found[worst]:.4g} of 65504; a loss scale does not help activations.",
-            write="dtype=bfloat16, which has the range of FP32",
+            write=f"{both('dtype=bfloat16')}, which has the range of FP32",
         )
 
 

@@ -20,6 +20,7 @@ from mezzo.errors import PolicyError
 from mezzo.overflow.report import Kind, Origin, Overflow
 from mezzo.policy import Policy, Rule
 from mezzo.policy.fields import FIELDS, level_fields
+from mezzo.policy.spelling import assignment
 from mezzo.scale import LossScale
 from mezzo.tensors import dtype_name
 from mezzo.trace.measure import range_of
@@ -212,9 +213,9 @@ def outside_models(gradient: Tensor, number: int, output: Tensor, line: str | No
     cure = f"mezzo.overflow.locate(fn, model, loss_scale={scale:g})   # fn: the forward pass and the loss"
     if range_.dtype == "float16" and not range_.num_nan and scale > 1:
         cause += f"\nas inf in float16, most likely by the loss scale {scale:g}, by how much is not known here"
-        cure = f"{_lower_scale(context, scale / 2)}   # or lower"
+        cure = _lower_scale(context, scale / 2, "or lower")
         if context.policy is not None and context.policy.loss_scale.mode == "constant":
-            cure = 'policy = policy.evolve(loss_scale="dynamic")   # which finds the one that fits'
+            cure = assignment("loss_scale=dynamic", "it finds the one that fits")
     return _reported(origin, context, "loss", cause, cure)
 
 
@@ -236,13 +237,13 @@ def _wider_format(origin: Origin, context: Context) -> tuple[str, str]:
     if origin.phase == "backward":
         return "; other gradients are not finite with a lower loss scale either", _bfloat16(context)
     if origin.role == "parameter" and (path := _as_in_rules(origin.path, context)):
-        return "", f'policy = policy.keep_fp32(params=["{path}"])'
-    op_rule = f'policy = policy.fp32("{origin.op}")'
+        return "", assignment(f"fp32_param={path}")
+    op_rule = assignment(f"fp32={origin.op}")
     is_op_enough = all(each.op == origin.op for each in low) and len({each.module for each in low}) <= _MANY
     if origin.rule is not None and origin.rule.op is not None and is_op_enough:
         return f", under the rule {origin.rule}", op_rule
     if modules := _modules(origin, context):
-        return "", f"policy = policy.keep_fp32(modules=[{', '.join(modules)}])"
+        return "", assignment(f"fp32_module={'+'.join(modules)}")
     if context.autocasts and is_op_enough and _takes_rule(origin.op):
         return "", op_rule
     names = ", ".join(dict.fromkeys(f"{each.op} in {each.module or MODEL}" for each in low[:_MANY]))
@@ -250,7 +251,7 @@ def _wider_format(origin: Origin, context: Context) -> tuple[str, str]:
 
 
 def _modules(origin: Origin, context: Context) -> list[str]:
-    """Return, quoted, the modules that together keep the number in FP32 until it is back in range; few, or none."""
+    """Return the modules that together keep the number in FP32 until it is back in range; few, or none."""
     # With autocast what is FP32 stays FP32 until an op casts it low. Without, a module's results are cast back, so that
     # one module must hold all that reads the number.
     modules = [origin.module, *(each.module for each in origin.readers if each.is_low or not context.autocasts)]
@@ -258,7 +259,7 @@ def _modules(origin: Origin, context: Context) -> list[str]:
         common = takewhile(lambda parts: len({*parts}) == 1, zip(*(path.split(".") for path in modules), strict=False))
         modules = [".".join(parts[0] for parts in common)]
     found = [_as_in_rules(path, context) for path in dict.fromkeys(modules)]
-    return [f'"{path}"' for path in found] if all(found) and len(found) <= _MANY else []
+    return found if all(found) and len(found) <= _MANY else []
 
 
 def _as_in_rules(path: str, context: Context) -> str:
@@ -324,7 +325,7 @@ def highest_scale(
     return 2.0**low
 
 
-def _lower_scale(context: Context, scale: float) -> str:
+def _lower_scale(context: Context, scale: float, remark: str = "") -> str:
     """Return the text that lowers the loss scale, or where a policy has none, the format that needs none."""
     policy = context.policy or Policy.O1()
     before, after = policy.loss_scale, LossScale.constant(scale)
@@ -336,7 +337,7 @@ def _lower_scale(context: Context, scale: float) -> str:
         policy.evolve(loss_scale=after)
     except PolicyError:  # O3 in float16 cannot unscale
         return _bfloat16(context)
-    return f'policy = policy.evolve(loss_scale="{after}")'
+    return assignment(f"loss_scale={after}", remark)
 
 
 def power(value: float) -> str:

@@ -74,7 +74,7 @@ def locate(
         ...     _ = model[0].weight.copy_(4 * torch.eye(4))
         >>> overflow = locate(fn, model, policy=policy)
         >>> overflow.module, overflow.op, overflow.phase, overflow.tensor.dtype, overflow.cure
-        ('0', 'linear', 'forward', 'float16', 'policy = policy.keep_fp32(modules=["0"])')
+        ('0', 'linear', 'forward', 'float16', 'policy = policy.keep_fp32(modules=["0"])   # the text fp32_module=0')
     """
     models = checked_models(model)
     policy = None if policy is None else Policy.of(policy)

@@ -9,12 +9,15 @@ from typing import Any, Final, Literal, Self
 
 import torch
 
-from mezzo.errors import PolicyError, printable, raise_together, shown
+from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import fields
+from mezzo.policy import text as texts
 from mezzo.policy.fields import LEVELS, Level
 from mezzo.policy.ops import OPS, Op, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, format_rules
+from mezzo.policy.spelling import both
 from mezzo.scale import LossScale
+from mezzo.tensors import LOW
 
 __all__ = ["LEVELS", "Policy"]
 
@@ -44,11 +47,9 @@ class Policy:
         output_dtype: What the model's floating outputs are cast to; ``None`` leaves them.
         autocast: Whether ops are cast one by one from the op table.
         keep_batchnorm_fp32: Whether norms with running statistics keep FP32 weights.
-        master_weights: Whether the optimizer updates FP32 masters of low-precision parameters.
         loss_scale: How the loss is scaled; :meth:`LossScale.none` when it is not.
-        accumulate: ``fp32`` forbids reduced-precision accumulation inside CUDA's GEMMs, through torch's own flags,
-            which a region inside a compiled function cannot set; ``native`` leaves it to torch.
-        lists: ``portable`` gives torch's CUDA dtypes on every device; ``device`` torch's own on each.
+        lists: ``portable`` gives torch's CUDA dtypes on every device, and sums in FP32 inside products; ``device``
+            torch's own behaviour on each.
         norms: Whether softmax and normalisations return FP32 (``fp32``) or the input's dtype (``fp32_math``).
         emulate: Whether GEMMs compute in FP32 from rounded operands; ``auto`` follows the device.
         rules: Exceptions, in order; the first match wins.
@@ -75,9 +76,7 @@ class Policy:
     output_dtype: torch.dtype | None
     autocast: bool
     keep_batchnorm_fp32: bool
-    master_weights: bool
     loss_scale: LossScale
-    accumulate: Literal["fp32", "native"] = "fp32"
     lists: Lists = "portable"
     norms: Norms = "fp32"
     emulate: Literal["auto"] | bool = "auto"
@@ -101,7 +100,7 @@ class Policy:
 
     @classmethod
     def O2(cls, dtype: str | torch.dtype = "float16", **overrides: Any) -> Self:
-        """Low-precision weights with FP32 masters; batch norm stays FP32."""
+        """Weights in two halves, the low-precision one that is used and the rest of FP32; batch norm stays FP32."""
         return cls(**fields.resolved("O2", {"dtype": dtype, **overrides}))
 
     @classmethod
@@ -118,7 +117,12 @@ class Policy:
         Raises:
             PolicyError: An unknown field, or as the constructor.
         """
-        return dataclasses.replace(self, **fields.replaced(overrides))
+        return dataclasses.replace(self, **fields.replaced(overrides, self.level, self.dtype))
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether the optimizer updates FP32 values of low-precision parameters: in every level but O3."""
+        return self.param_dtype in LOW and self.level != "O3"
 
     # Rules ------------------------------------------------------------------------------------------
 
@@ -160,7 +164,7 @@ class Policy:
 
     def _on_ops(self, treatment: Treatment, ops: tuple[str, ...]) -> Self:
         if not ops:
-            raise PolicyError(f"{treatment}() names no op", write=f'policy.{treatment}("softmax")')
+            raise PolicyError(f"{treatment}() names no op", write=both(f"{treatment}=softmax"))
         return self._first(Rule(treatment, op=op) for op in ops)
 
     def _first(self, rules: Any) -> Self:
@@ -255,10 +259,12 @@ class Policy:
         return self._text_with(tuple(name for name in fields.FIELDS if name != "loss_scale"))
 
     def _text_with(self, names: tuple[str, ...]) -> str:
+        return ",".join([*self._entries(names), *([format_rules(self.rules)] if self.rules else [])])
+
+    def _entries(self, names: tuple[str, ...]) -> list[str]:
         values, default = self._values(), fields.level_fields(self.level, self.dtype)
         parts: list[str] = [self.level, *([] if self.level == "O0" else [f"dtype={fields.text_of(self.dtype)}"])]
-        parts += [f"{name}={fields.text_of(values[name])}" for name in names if values[name] != default[name]]
-        return ",".join([*parts, *([format_rules(self.rules)] if self.rules else [])])
+        return parts + [f"{name}={fields.text_of(values[name])}" for name in names if values[name] != default[name]]
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -266,39 +272,41 @@ class Policy:
 
         Args:
             text: A level, then ``key=value`` for fields and rules, such as
-                ``O1,dtype=bfloat16,low=softmax+gelu,fp32_module=head.*``. A bare word for a dtype is that of
-                ``dtype``: ``O1,bf16``.
+                ``O1,dtype=bfloat16,low=softmax+gelu,fp32_module=head.*``. ``bf16``, ``fp16`` and ``fp32`` are words
+                for a dtype wherever one stands; a bare one is ``dtype``: ``O1,bf16``. Lines are entries, too, and what
+                stands behind ``#`` is the reason of the rules before it.
 
         Raises:
             PolicyError: Every problem of the text: unknown levels, keys and values with the nearest valid one.
         """
         if not isinstance(text, str):
             raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,dtype=bfloat16")')
-        return cls(**fields.resolved(*fields.read(text)))
+        return cls(**fields.resolved(*texts.read(text)))
 
     @classmethod
     def of(cls, value: Policy | str | os.PathLike[str]) -> Policy:
         """Accept a policy, its text, or the path of a file that :meth:`save` wrote.
 
-        A text that ends in ``.toml`` is a path; so is one that is no policy's and names a file.
+        What is no policy's text, and ends in ``.policy`` or names a file, is a path.
 
         Raises:
             PolicyError: As :meth:`parse` and :meth:`load`; or the value is something else.
         """
         if isinstance(value, Policy):
             return value
-        if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".toml")):
+        if isinstance(value, os.PathLike):
             return cls.load(value)
         if isinstance(value, str):
             try:
                 return cls.parse(value)
             except PolicyError:
-                if os.path.isfile(value):
+                is_text = value.partition(",")[0].strip() in LEVELS
+                if os.path.isfile(value) or (value.endswith(texts.SUFFIX) and not is_text):
                     return cls.load(value)
                 raise
         raise PolicyError(
             f"a policy cannot be made from {type(value).__name__}",
-            write='mezzo.Policy.O1("bfloat16"), its text "O1,dtype=bfloat16", or the path of a policy file',
+            write=f"mezzo.{both('O1,dtype=bfloat16')}; or the path of a policy file",
         )
 
     def differences(self, other: Policy) -> tuple[str, ...]:
@@ -311,29 +319,30 @@ class Policy:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a TOML file with every field, and the rules with their reasons.
+        """Write the text as a file, one entry a line, each rule with its reason behind ``#``.
 
         Written beside and then renamed, so that no reader sees half a file.
-        """
-        from mezzo.policy import toml
 
-        toml.save(self._values(), path)
+        Args:
+            path: A name that ends in ``.policy`` is told from a text wherever a policy is asked for.
+
+        Raises:
+            PolicyError: It cannot be written.
+        """
+        texts.save(self._entries(fields.FIELDS), self.rules, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file that :meth:`save` wrote.
+        """Read a file that :meth:`save` wrote, or one written by hand: lines that are empty or comments say nothing.
 
         Raises:
-            PolicyError: No such file, not TOML, or an unknown key (named, with file and nearest key).
+            PolicyError: No such file, or all its wrong lines: each with its number, and the nearest key or word.
         """
-        from mezzo.policy import toml
-
+        level, given = texts.load(path)
         try:
-            return cls(**fields.resolved(*toml.load(path)))
+            return cls(**fields.resolved(level, given))
         except PolicyError as problem:
-            if printable(os.fspath(path)) in str(problem):
-                raise
-            raise PolicyError(f"policy file {shown(os.fspath(path))}: {problem}") from problem
+            raise PolicyError(f"policy file {shown(os.fspath(path))}: {problem}") from None
 
 
 # The op table, where no rule decides -------------------------------------------------------------------

@@ -7,21 +7,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from itertools import groupby
-from typing import Final
+from typing import Any, Final, cast
 
 from mezzo.errors import PolicyError, nearest, shown
 from mezzo.policy.ops import TREATMENTS, Treatment, matching, resolve
+from mezzo.policy.spelling import both
 
 __all__ = ["RULE_KEYS", "Decision", "Rule", "format_rules", "parse_rules"]
 
-_TEXT_CHARACTERS = ",+=@;()"
+_TEXT_CHARACTERS = ",+=@;()#"
 _STORAGE_TREATMENTS: Final[tuple[Treatment, ...]] = ("low", "fp32")
-#: What stands for rules in a policy's text, with the treatment and what is matched.
-RULE_KEYS: Final[dict[str, tuple[Treatment, str]]] = {
-    **{treatment: (treatment, "op") for treatment in TREATMENTS},
-    **{f"{treatment}_module": (treatment, "module") for treatment in TREATMENTS},
-    **{f"{treatment}_param": (treatment, "param") for treatment in _STORAGE_TREATMENTS},
-}
+#: What stands for rules in a policy's text: a treatment, and what it is given to where that is no op.
+RULE_KEYS: Final = (
+    *TREATMENTS,
+    *(f"{treatment}_{kind}" for kind in ("module", "param") for treatment in _STORAGE_TREATMENTS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Rule:
     Attributes:
         treatment: ``low``, ``fp32``, ``fp32_math``, ``promote``, ``native`` or ``ban``.
         op: Glob on the op's base name (any spelling that :func:`mezzo.policy.ops.resolve` knows).
-        module: Glob on the module's path in the model. With ``op`` both must match.
+        module: Glob on the module's path in the model. With ``op`` both must match; alone it takes ``low`` and
+            ``fp32``.
         param: Glob on the parameter's (or buffer's) path; stands alone.
         reason: For people; it takes no part in comparison.
 
@@ -59,7 +60,7 @@ class Rule:
                 f"unknown treatment {shown(self.treatment)}",
                 where=f"Rule({shown(self.treatment)}, …)",
                 why=nearest(shown(self.treatment), TREATMENTS),
-                write='Rule("fp32", op="softmax")',
+                write='Rule("fp32", op="softmax"), the text fp32=softmax',
             )
         if not isinstance(self.reason, str):
             raise PolicyError(f"the reason is {shown(self.reason)}, not text", write='reason="…"')
@@ -75,7 +76,7 @@ class Rule:
             if glob is not None and (not glob or any(c in _TEXT_CHARACTERS or c.isspace() for c in glob)):
                 raise PolicyError(
                     f"the {kind} glob {shown(glob)} cannot be written in a policy's text",
-                    why="a glob is not empty and has no space and none of , + = @ ; ( )",
+                    why="a glob is not empty and has no space and none of , + = @ ; ( ) #",
                     write=f"one rule for each {kind}",
                 )
         if self.param is not None and (self.op is not None or self.module is not None):
@@ -84,15 +85,16 @@ class Rule:
                 why="a parameter's path already contains its module's, and its rule covers every op that reads it",
                 write=f'{rule}, param="{self.module or "block"}.{self.param}")',
             )
-        if self.param is not None and self.treatment not in _STORAGE_TREATMENTS:
+        if self.op is None and self.treatment not in _STORAGE_TREATMENTS:
+            kind, glob = ("module", self.module) if self.param is None else ("parameter", self.param)
             raise PolicyError(
-                f"a parameter cannot be treated as {self.treatment!r}",
-                where=f"param={self.param!r}",
-                why="a parameter is stored either in the policy's dtype or in FP32",
-                write=f'Rule("low", param={self.param!r}) or Rule("fp32", param={self.param!r})',
+                f"a {kind} cannot be treated as {self.treatment!r}",
+                where=f"{kind} {glob!r}",
+                why=f"a {kind} takes low and fp32, and its weights are stored so; {self.treatment} is of ops",
+                write=both(f"{self.treatment}=*@{glob}" if self.param is None else f"fp32_param={glob}"),
             )
         if self.op is not None and not _is_glob(self.op):
-            resolve(self.op)
+            resolve(self.op, treatment=self.treatment)
 
     def matches(self, *, op: str, module: str | None) -> bool:
         """Say whether this rule decides about an op.
@@ -176,21 +178,23 @@ def format_rules(rules: Iterable[Rule]) -> str:
     return ",".join(f"{key}={'+'.join(rule.name for rule in group)}" for key, group in groups)
 
 
-def parse_rules(key: str, names: str) -> tuple[Rule, ...]:
+def parse_rules(key: str, names: str, reason: str = "") -> tuple[Rule, ...]:
     """Read what :func:`format_rules` writes for one key.
 
     Args:
-        key: One of :data:`RULE_KEYS`.
+        key: A treatment, alone or with ``_module`` or ``_param`` behind it.
         names: Names joined by ``+``.
+        reason: Why, for all of them.
 
     Raises:
         PolicyError: As :class:`Rule` does.
     """
-    treatment, kind = RULE_KEYS[key]
-    if kind != "op":
-        return tuple(Rule(treatment, **{kind: name}) for name in names.split("+"))
+    treatment, _, kind = key.rpartition("_") if key not in TREATMENTS else (key, "", "")
+    if kind:
+        return tuple(Rule(cast(Any, treatment), **{kind: name}, reason=reason) for name in names.split("+"))
     scoped = (name.partition("@") for name in names.split("+"))
-    return tuple(Rule(treatment, op=op, module=module if at else None) for op, at, module in scoped)
+    made = ((op, module if at else None) for op, at, module in scoped)
+    return tuple(Rule(cast(Any, treatment), op=op, module=module, reason=reason) for op, module in made)
 
 
 @lru_cache(maxsize=4096)  # a region of a policy that is new asks it of each rule for each op

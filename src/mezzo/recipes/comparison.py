@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from mezzo.cast.device import default_kinds, fast_format
 from mezzo.errors import MezzoError, PolicyError, raise_together
 from mezzo.machine import describe
 from mezzo.policy import Policy
@@ -22,23 +23,27 @@ from mezzo.recipes.rank_meter import RankStep
 from mezzo.recipes.recipe import Metric, Recipe, Split
 from mezzo.recipes.run_directory import RankLog, RunDirectory
 from mezzo.recipes.training import RunResult, Training, Watcher, num_steps
+from mezzo.tensors import LOW, dtype_name
 
-__all__ = ["DEFAULT_POLICIES", "SCHEMA", "Comparison", "compare", "parse_policies"]
+__all__ = ["SCHEMA", "Comparison", "compare", "default_policies", "parse_policies"]
 
 logger = logging.getLogger(__name__)
 
 #: Version of ``summary.json``; a reader refuses one it does not know.
 SCHEMA: Final = 1
 
-#: FP32, then what there is to gain and what there is to lose.
-DEFAULT_POLICIES: Final = (
-    "O0",
-    "O1,dtype=float16",
-    "O2,dtype=float16",
-    "O3,dtype=float16",
-    "O1,dtype=bfloat16",
-    "O2,dtype=bfloat16",
-)
+
+def default_policies() -> tuple[str, ...]:
+    """Return FP32, each level in the format to train in on this machine, and in the other one those that keep FP32.
+
+    Example:
+        >>> default_policies()[0], len(default_policies())
+        ('O0', 6)
+    """
+    fast = fast_format(default_kinds())
+    (other,) = (dtype for dtype in LOW if dtype != fast)
+    low = [("O1", fast), ("O2", fast), ("O3", fast), ("O1", other), ("O2", other)]
+    return ("O0", *(f"{level},dtype={dtype_name(dtype)}" for level, dtype in low))
 
 
 def _now() -> str:
@@ -118,7 +123,7 @@ class Comparison:
 
 def compare(
     recipe: Recipe,
-    policies: Sequence[Policy | str] = DEFAULT_POLICIES,
+    policies: Sequence[Policy | str] | None = None,
     *,
     steps: int | None = None,
     seed: int = 0,
@@ -136,8 +141,8 @@ def compare(
 
     Args:
         recipe: What to train.
-        policies: Policies, their texts, or paths of policy files, each once. Of the default ones O3 is left out where
-            the recipe's optimizer cannot train without FP32 values.
+        policies: Policies, their texts, or paths of policy files, each once; :func:`default_policies` when omitted, of
+            which O3 is left out where the recipe's optimizer cannot train without FP32 values.
         steps: Steps per policy; the recipe's own number when ``None``.
         seed: Of initial weights and batches.
         out: Directory for ``summary.json`` and ``metrics.jsonl``; nothing is written when ``None``. Of several
@@ -164,6 +169,8 @@ def compare(
         (['O0', 'O1,dtype=bfloat16'], 'O0')
     """
     steps = num_steps(recipe, steps)
+    usual = default_policies()
+    policies = usual if policies is None else policies
     parsed = parse_policies(policies)
     with joined(parallel, device) as world, ExitStack() as files:
         directory = None
@@ -171,7 +178,7 @@ def compare(
             directory = world.on_first(partial(RunDirectory, Path(out), overwrite=overwrite))
         split = recipe.load()
         world.require_share(recipe, split)
-        parsed = _tried_out(recipe, parsed, split, world, are_asked_for=tuple(policies) != DEFAULT_POLICIES)
+        parsed = _tried_out(recipe, parsed, split, world, are_asked_for=tuple(policies) != usual)
 
         comparison = begun(recipe, parsed, split, steps=steps, seed=seed, world=world, directory=directory)
         if directory is not None:

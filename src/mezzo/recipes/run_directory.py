@@ -35,7 +35,7 @@ SUMMARY: Final = "summary.json"
 METRICS: Final = "metrics.jsonl"
 #: What only ``mezzo inspect`` writes beside the evidence: each op's precision; the policy.
 EXPLANATION: Final = "explanation.json"
-POLICY: Final = "policy.toml"
+POLICY: Final = "found.policy"
 #: Made from the others, again whenever they change.
 CURVES: Final = "curves.png"
 PAGE: Final = "report.html"

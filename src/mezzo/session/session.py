@@ -227,8 +227,6 @@ class MixedPrecision:
     def autocast(self) -> region.autocast:
         """Return the region to run the forward pass and the loss in."""
         self._require_open("autocast")
-        if not torch.compiler.is_compiling():
-            self.weights.settle()
         return self.weights.region()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import MezzoError, NumericsError, StateError, raise_together, some_of
 from mezzo.hooks import is_ours
+from mezzo.policy.spelling import both
 from mezzo.step.split import is_beyond
 from mezzo.tensors import dtype_name, local
 from mezzo.weights.halves import Halves
@@ -130,10 +131,11 @@ def _unfit(module: nn.Module, halves: Halves, state: Mapping[str, Any], prefix: 
     if shapes:
         yield StateError("the state dict is that of another model", where=some_of(shapes), write="the same model")
     if large:
+        kept = both(f"fp32_param={large[0].partition(' ')[0]}")
         yield NumericsError(
             "the state dict has weights beyond the range of the model's dtype",
             where=some_of(large),
-            write="a policy in bfloat16, whose range is FP32's; or fp32_param=…, the names above",
+            write=f"{both('dtype=bfloat16')}, whose range is FP32's; or {kept}",
         )
 
 

@@ -90,11 +90,17 @@ class GivesOut:
 
     Args:
         dtype: What floating outputs are cast to; ``None`` leaves them.
-        explain: Adds to an error what is known about it.
+        explain: Adds to an error what is known about it; ``None`` of a part that makes a weight.
+        before: Is called before each call of the model.
     """
 
-    def __init__(self, dtype: torch.dtype | None, explain: Callable[[BaseException], None] | None = None) -> None:
-        self.dtype, self._explain = dtype, explain
+    def __init__(
+        self,
+        dtype: torch.dtype | None,
+        explain: Callable[[BaseException], None] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self.dtype, self._explain, self._before = dtype, explain, before
         # By what was given out without gradients: what it was, and its version then.
         self._given: Any = WeakTensorKeyDictionary()
 
@@ -109,7 +115,11 @@ class GivesOut:
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Put what was given out back to what it was."""
-        if torch.compiler.is_compiling() or not len(self._given):
+        if torch.compiler.is_compiling():
+            return None
+        if self._before is not None:
+            self._before()
+        if not len(self._given):
             return None
         back: tuple[Any, Any] = pytree.tree_map_only(Tensor, self._as_it_was, (args, kwargs))
         return back

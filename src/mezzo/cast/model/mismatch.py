@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, Final, NamedTuple
@@ -33,13 +33,14 @@ class _Operand(NamedTuple):
     tensor: Tensor | None  # none of what is computed in place
 
 
-def explain(error: BaseException, model: nn.Module, policy: Policy) -> None:
+def explain(error: BaseException, model: nn.Module, policy: Policy, written: Container[Tensor] = ()) -> None:
     """Add a note to an error of torch's about dtypes, once.
 
     Args:
         error: Any exception.
         model: The model that it left.
         policy: The model's policy, under which weights are low.
+        written: Buffers that are FP32 since a forward pass writes them.
     """
     if not isinstance(error, RuntimeError | ValueError | TypeError | NotImplementedError):
         return
@@ -61,7 +62,8 @@ def explain(error: BaseException, model: nn.Module, policy: Policy) -> None:
         lows = computed[:1]
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     where = [*map(_line, program[-1:])]
-    where += [_described(text, tensor, names, policy) for text, tensor in known if text in (*wides[:1], *lows[:1])]
+    told = [(text, tensor) for text, tensor in known if text in (*wides[:1], *lows[:1])]
+    where += [_described(text, tensor, names, policy, written) for text, tensor in told]
     path = _module_of((at.tb_frame for at in program), model)
     where += [f"{text} is computed there, in another dtype" for text in computed if text in (*wides[:1], *lows[:1])]
     if path is not None:
@@ -90,9 +92,10 @@ def _rule(policy: Policy, path: str) -> str:
     return f"the rule {rule} speaks" if rule is not None else f"no rule speaks: the level {policy.level} holds"
 
 
-def _described(text: str, tensor: Tensor, names: dict[int, str], policy: Policy) -> str:
+def _described(text: str, tensor: Tensor, names: dict[int, str], policy: Policy, written: Container[Tensor]) -> str:
     name = names.get(id(tensor))
     whose = "" if name is None else f", the model's {name}"
+    whose += ", in float32 since a forward pass writes it" if tensor in written else ""
     if name is not None and (rule := policy.storage(name, name.rpartition(".")[0])[1]) is not None:
         whose += f", stored so by {rule}"
     return f"{text} is {described(tensor)}{whose}"

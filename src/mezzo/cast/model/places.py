@@ -14,7 +14,8 @@ from mezzo.policy import Policy, Treatment
 from mezzo.tensors import CASTABLE, is_distributed
 
 __all__ = [
-    "RuledParams", "called", "has_forward", "made_weights", "makes_weight", "region_paths", "stored_tensors",
+    "RuledParams", "called", "has_forward", "made_weights", "makes_weight", "outermost", "region_paths",
+    "stored_tensors",
 ]  # fmt: skip
 
 
@@ -54,6 +55,15 @@ def has_forward(module: nn.Module) -> bool:
 def called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the model and its modules that have a forward."""
     yield from ((path, module) for path, module in model.named_modules() if not path or has_forward(module))
+
+
+def outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what is called from outside: the model, or of one that is a container what is called in it."""
+    if has_forward(model) or "forward" in vars(model):
+        yield model
+    else:
+        for child in model.children():
+            yield from outermost(child)
 
 
 def region_paths(model: nn.Module, policy: Policy) -> dict[str, str]:

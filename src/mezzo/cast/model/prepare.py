@@ -21,7 +21,7 @@ from mezzo.cast.model import sharding
 from mezzo.cast.model.buffers import Buffers
 from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
 from mezzo.cast.model.mismatch import explain
-from mezzo.cast.model.places import RuledParams, called, made_weights, region_paths, stored_tensors
+from mezzo.cast.model.places import RuledParams, called, made_weights, outermost, region_paths, stored_tensors
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
@@ -173,10 +173,10 @@ class Prepared:
         for module in {model, *self.buffers.owners()} if len(self.buffers) else ():
             self._hooks.append(module.register_forward_pre_hook(self.buffers.enter))
             self._hooks.append(module.register_forward_hook(self.buffers.exit, always_call=True))
-        if is_low or policy.output_dtype is not None:
-            last = GivesOut(policy.output_dtype, self.explain)
-            self._hooks.append(model.register_forward_pre_hook(last.enter, with_kwargs=True))
-            self._hooks.append(model.register_forward_hook(last.exit, always_call=True))
+        for module in outermost(model) if is_low or policy.output_dtype is not None else ():
+            last = GivesOut(policy.output_dtype, self.explain, self.halves.settle)
+            self._hooks.append(module.register_forward_pre_hook(last.enter, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(last.exit, always_call=True))
         if self._hooks:
             forget_compiled()
 
@@ -221,7 +221,7 @@ class Prepared:
     def explain(self, error: BaseException) -> None:
         """Add to an error of torch's about dtypes what is known of it."""
         if self.policy.param_dtype != torch.float32:
-            explain(error, self.model, self.policy)
+            explain(error, self.model, self.policy, self.buffers.written)
 
     @compiled_inside_alone
     def autocast(self, *others: Prepared) -> autocast:
@@ -364,6 +364,7 @@ class _ModelRegion(autocast):
 
     def __enter__(self) -> autocast:
         for each in self._models:
+            each.halves.settle()
             each.buffers.note()
         return super().__enter__()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -16,10 +18,20 @@ from mezzo.cast.model.calls import GivesOut, Within
 from mezzo.cast.model.places import makes_weight, stored_tensors
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.model.sharding import Shard, flags_of_all
-from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, nearest, raise_together, some_of
+from mezzo.errors import (
+    MezzoError,
+    PolicyError,
+    StateError,
+    UnsupportedError,
+    closest,
+    nearest,
+    raise_together,
+    some_of,
+)
 from mezzo.hooks import owner_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, callables, functions
+from mezzo.policy.spelling import both
 from mezzo.tensors import dtype_name, local
 
 __all__ = ["changes_since", "out_of_reach", "require_module", "wanted_storage"]
@@ -178,26 +190,38 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
     tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
     for rule in policy.rules:
         if rule.module is not None and not any(map(rule.matches_module, modules)):
-            why = nearest(rule.module, modules)
-            yield PolicyError(f"the module glob {rule.module!r} matches no module", where=f"rule {rule}", why=why)
+            what, near = f"the module glob {rule.module!r} matches no module", closest(rule.module, modules)
+            is_param = rule.op is None and any(fnmatch.fnmatchcase(name, rule.module) for name in tensors)
+            meant = f"{rule.treatment}_param={rule.module}" if is_param else near and replace(rule, module=near)
+            yield _idle(what, rule, nearest(rule.module, modules), meant)
         # Attention reads this projection's weight, and never calls it: a rule on the module would do nothing.
         silent = [name for name, m in named if rule.matches_module(name) and isinstance(m, _NEVER_CALLED)]
         if silent and not any(rule.matches_module(name.rpartition(".")[0]) for name in silent):
+            parent = silent[0].rpartition(".")[0]
             yield PolicyError(
                 f"the module glob {rule.module!r} matches a module that is never called",
                 where=some_of(silent),
                 why="attention reads its weight directly, so nothing would enter its region",
-                write=f"module={silent[0].rpartition('.')[0]!r}, or param={silent[0] + '.weight'!r}",
+                write="; or ".join(map(both, [f"fp32_module={parent}", f"fp32_param={silent[0]}.weight"])),
             )
         if rule.op is not None and not any(map(_can_be_called, (*rule.ops, rule.op))):
-            what, write = f"the op glob {rule.op!r} matches no op that could be cast", "mezzo ops 'conv*' lists them"
-            yield PolicyError(what, where=f"rule {rule}", write=write)
+            what, near = f"the op glob {rule.op!r} matches no op that could be cast", closest(rule.op, OPS)
+            why = "views and what torch lacks are cast nowhere" if rule.ops else nearest(rule.op, OPS)
+            yield _idle(what, rule, why, near and not rule.ops and replace(rule, op=near))
         if rule.param is not None and not any(map(rule.matches_param, tensors)):
-            what, why = (
+            what, near = (
                 f"the parameter glob {rule.param!r} matches no parameter or buffer",
-                nearest(rule.param, tensors),
+                closest(rule.param, tensors),
             )
-            yield PolicyError(what, where=f"rule {rule}", why=why)
+            is_module = any(fnmatch.fnmatchcase(name, rule.param) for name in modules)
+            meant = f"{rule.treatment}_module={rule.param}" if is_module else near and replace(rule, param=near)
+            yield _idle(what, rule, nearest(rule.param, tensors), meant)
+
+
+def _idle(what: str, rule: Rule, why: str, meant: Rule | str | bool) -> PolicyError:
+    """Build the error of a rule that says nothing about this model, with the one that is meant, where one is near."""
+    write = both(str(meant)) if meant else f"the policy without {rule}"
+    return PolicyError(what, where=f"rule {rule}", why=why, write=write)
 
 
 def _can_be_called(op: str) -> bool:

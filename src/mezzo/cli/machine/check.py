@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mezzo.cli.app import app
-from mezzo.cli.output import INTERRUPTED, console_for, note, show_json
+from mezzo.cli.output import INTERRUPTED, console_for, format_named, note, show_json
 from mezzo.cli.progress import bars
 from mezzo.errors import printable
 from mezzo.report.table import Column, fitted
@@ -30,18 +30,16 @@ def check(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, or one of several: cuda:1; all when omitted.", show_default=False)
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float16 or bfloat16; both when omitted.", show_default=False)
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16 or fp16; both when omitted.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for a program.")] = False,
 ) -> None:
     """Say whether mixed precision works on this machine: small real trainings in each format, against FP32.
 
-    [bold]mezzo test[/bold]                                  all devices; half a minute each
+    [bold]mezzo test[/bold]                               all devices; half a minute each
 
-    [bold]mezzo test --device cuda:1 --dtype float16[/bold]  one GPU, one format
+    [bold]mezzo test --device cuda:1 --dtype bf16[/bold]  one GPU, one format
 
-    [bold]mezzo test --json[/bold]                           the verdict, and all measured
+    [bold]mezzo test --json[/bold]                        the verdict, and all measured
 
     Under O1 and O2, with torch's fused optimizer and with mezzo's: kernels are counted by the precision that they
     really run in, gradients and losses compared with FP32's, a step that overflows must write nothing and lower the
@@ -49,6 +47,7 @@ def check(
     The exit code is 1 where something fails, 3 where the devices support none of it. Which format pays is
     [bold]mezzo doctor[/bold]'s to say.
     """
+    dtype = None if dtype is None else format_named(dtype)
     console, number, found = Console(stderr=True), len(chosen(device, dtype)), None
     progress = bars(console)
     bar = progress.add_task(f"{number} trainings", total=number, news="")

@@ -110,7 +110,7 @@ def out_of_place(name: str) -> str | None:
     return _known_as(bare)
 
 
-def resolve(name: str, *, in_place: bool = False) -> str:
+def resolve(name: str, *, in_place: bool = False, treatment: str = "fp32") -> str:
     """Return the base name for any spelling of an op.
 
     Args:
@@ -120,6 +120,7 @@ def resolve(name: str, *, in_place: bool = False) -> str:
             it is torch's: ``mul`` is element-wise, and ``paddle:mul`` the matrix product that Paddle calls so.
         in_place: Whether in-place variants are allowed. They keep their own name, for nothing ever casts them:
             what they write to keeps its dtype. Elsewhere a rule on one would silently do nothing, so it is refused.
+        treatment: Of the rule that names it, for the error.
 
     Returns:
         The base name.
@@ -136,7 +137,7 @@ def resolve(name: str, *, in_place: bool = False) -> str:
     if not isinstance(name, str):
         raise PolicyError(f"an op's name is {shown(name)}, not text", write='"softmax"')
     # The casting plan asks for hundreds of base names.
-    return name if name in OPS else _resolve(name, in_place)
+    return name if name in OPS else _resolve(name, in_place, treatment)
 
 
 def matching(pattern: str) -> Iterator[str]:
@@ -151,7 +152,7 @@ def matching(pattern: str) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(name: str, in_place: bool) -> str:
+def _resolve(name: str, in_place: bool, treatment: str) -> str:
     prefix = next((each for each in _PADDLE_PREFIXES if name.startswith(each)), "")
     bare = name.removeprefix(prefix)
     if prefix and bare in PADDLE_ALIASES:
@@ -174,12 +175,17 @@ def _resolve(name: str, in_place: bool) -> str:
         raise PolicyError(
             f"{name!r} is a module, not an op",
             why="it runs several ops, or none",
-            write='a rule on its path in the model: keep_fp32(modules=["head"]), fp32_module=head',
+            write='a rule on its path in the model: policy.keep_fp32(modules=["head"]), the text fp32_module=head',
         )
+    near = _near(bare)
+    written = [f'policy.{treatment}("{near}"), the text {treatment}={near}'] if near else []
+    if treatment in ("low", "fp32"):
+        rule = f'policy.keep_fp32(modules=["{bare}"])' if treatment == "fp32" else f'Rule("low", module="{bare}")'
+        written.append(f"for a module {rule}, the text {treatment}_module={bare}")
     raise PolicyError(
         f"unknown op {name!r}",
-        why=_question(bare) + "neither the op table nor torch has it",
-        write="the name of a function in torch, torch.nn.functional or torch.Tensor, or a glob such as conv*",
+        why=(f"did you mean {near!r}? " if near else "") + "neither the op table nor torch has it",
+        write=";\n".join(written) or "the name of a function in torch, torch.nn.functional or torch.Tensor",
     )
 
 
@@ -232,11 +238,11 @@ def _by_letters() -> Mapping[str, str]:
     return {name.replace("_", ""): op for name, op in ({op: op for op in OPS} | dict(SYNONYMS)).items()}
 
 
-def _question(bare: str) -> str:
-    """Ask for the nearest known name, whatever its case; the list itself would be too long to read."""
+def _near(bare: str) -> str:
+    """Return the nearest known name, whatever its case; the list itself would be too long to read."""
     lowered = {word.lower(): word for word in _vocabulary()}
-    near = difflib.get_close_matches(bare.lower(), lowered, n=1, cutoff=0.6)
-    return f"did you mean {lowered[near[0]]!r}? " if near else ""
+    near = difflib.get_close_matches(bare.lower(), lowered, n=1, cutoff=0.7)
+    return lowered[near[0]] if near else ""
 
 
 @functools.cache

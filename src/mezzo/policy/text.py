@@ -1,0 +1,164 @@
+"""A policy's text: one line, or a file with one entry a line and reasons behind ``#``.
+
+::
+
+    O2                      # the level, and then what differs from it
+    dtype=bfloat16
+    fp32_module=head        # its logits pass 65504
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from mezzo import files
+from mezzo.errors import MOST_PROBLEMS, PolicyError, closest, nearest, printable, shown
+from mezzo.policy import fields
+from mezzo.policy.fields import DTYPES, FIELDS, LEVELS, LONGEST_TEXT
+from mezzo.policy.rules import RULE_KEYS, Rule, parse_rules
+from mezzo.policy.spelling import both, is_rule, split
+
+__all__ = ["SUFFIX", "load", "read", "save"]
+
+#: What the name of a policy's file ends with, so that it is told from a text.
+SUFFIX: Final = ".policy"
+_MOST_BYTES: Final = 1_000_000
+
+
+def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
+    """Read a policy's text; see :meth:`mezzo.Policy.parse`.
+
+    Args:
+        text: The text.
+        path: The file that it is from, for errors.
+
+    Returns:
+        The level, and the fields that the text has.
+
+    Raises:
+        PolicyError: With every wrong entry, and its line where there are several, or where it is from a file.
+    """
+    subject = f"policy file {shown(path)}" if path else f"policy {shown(text)}"
+    has_lines = bool(path) or "\n" in text.strip()
+    level, given, rules, problems = "", dict[str, Any](), list[Rule](), list[PolicyError]()
+    for line, entry, reason in _entries(text, subject):
+        if len(problems) == MOST_PROBLEMS:
+            break  # each takes a look through a vocabulary
+        try:
+            if isinstance(entry, PolicyError):
+                raise entry
+            if not level:
+                level = entry if entry in LEVELS else "O1"  # as which the rest is read
+                if level != entry:
+                    raise _wrong_level(entry)
+            elif is_rule((words := entry.partition("="))[0]) and words[2]:
+                rules += parse_rules(words[0], words[2], reason)
+            else:
+                _read_field(entry, level, given)
+        except PolicyError as problem:
+            problems.append(PolicyError(f"line {line}: {problem}") if has_lines else problem)
+    if not level:
+        problems.append(_wrong_level(""))
+    if problems:
+        raise PolicyError(f"{subject}: {PolicyError.together(problems)}")
+    return level, {**given, "rules": tuple(rules)}
+
+
+def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, str]]:
+    """Yield each entry, its line and the reason behind it; spaces do not count, nor does a comma that ends a line."""
+    size = 0
+    for number, line in enumerate(text.split("\n"), start=1):
+        entries, _, reason = line.partition("#")
+        entries = "".join(entries.split()).removesuffix(",")
+        size += len(entries)
+        if size > LONGEST_TEXT:
+            raise PolicyError(
+                f"{subject} is too long",
+                why=f"a policy's text has at most {LONGEST_TEXT:,} characters",
+                write=f"globs in place of names: {both('fp32_module=blocks.*')}",
+            )
+        if entries.count("(") > entries.count(")"):
+            problem = PolicyError("a bracket is not closed", write=both("loss_scale=dynamic(init=1024)"))
+            yield number, problem, ""
+        elif entries:
+            yield from ((number, entry, reason.strip()) for entry in split(entries))
+
+
+def _read_field(entry: str, level: str, given: dict[str, Any]) -> None:
+    """Read one entry that is no rule into the fields that are known."""
+    key, equals, value = entry.partition("=")
+    if entry in DTYPES:  # a bare word for one, as in O1,bf16
+        key, equals, value = "dtype", "=", entry
+    if not equals or not value:
+        raise _no_pair(entry, key)
+    if key in given:
+        raise PolicyError(f"the key {key!r} stands twice", write=f"one {key}=…")
+    if key not in ("dtype", *FIELDS):
+        raise fields.unknown_key(key, value, level, given.get("dtype", "float16"))
+    for problem in fields.wrong_values(fields.replaced({key: value}, level, None)):
+        raise problem
+    given[key] = value
+
+
+def _wrong_level(entry: str) -> PolicyError:
+    what, key = f"unknown level {shown(entry)}", entry.partition("=")[0]
+    if os.sep in entry or entry.endswith((SUFFIX, ".txt", ".toml")):
+        return PolicyError(what, why=f"there is no such file, and a text begins with {', '.join(LEVELS)}",
+                           write=f"Policy.load(path) of a file, whose name may end with {SUFFIX}")  # fmt: skip
+    is_entry = key in DTYPES or key in ("dtype", *FIELDS) or is_rule(key)
+    why = "a level stands first" if is_entry else nearest(entry, LEVELS)
+    written = f"O1,{entry}" if is_entry else f"{entry.upper() if entry.upper() in LEVELS else 'O1'},dtype=bfloat16"
+    return PolicyError(what, why=why, write=both(written))
+
+
+def _no_pair(entry: str, key: str) -> PolicyError:
+    """Build the error for an entry without a value: a key, or a word that is not even a dtype's."""
+    keys = ["dtype", *FIELDS, *RULE_KEYS]
+    if key in keys:
+        return PolicyError(f"{shown(entry)} is not key=value", write=f"{key}=…")
+    dtype = closest(key, DTYPES)
+    write = both(f"dtype={dtype}") if dtype else ""
+    return PolicyError(
+        f"{shown(entry)} is neither a dtype nor key=value", why=nearest(key, [*DTYPES, *keys]), write=write
+    )
+
+
+# Files ------------------------------------------------------------------------------------------------
+
+
+def save(entries: Iterable[str], rules: Iterable[Rule], path: str | os.PathLike[str]) -> None:
+    """Write a policy's level and fields, and its rules with their reasons; see :meth:`mezzo.Policy.save`."""
+    lines = ["# A mezzo policy: what precision each op, module and parameter gets.", *entries]
+    reasons = ((rule, printable(" ".join(rule.reason.split()))) for rule in rules)
+    lines += [f"{rule}   # {reason}" if reason else str(rule) for rule, reason in reasons]
+    try:
+        data = "\n".join([*lines, ""]).encode()
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"its file would have {len(data):,} bytes, of at most {_MOST_BYTES:,}")
+        with files.whole(path) as file:
+            file.write(data)
+    except (OSError, ValueError) as error:  # also of a null byte in the path
+        raise PolicyError(f"the policy cannot be written to {shown(os.fspath(path))}", why=str(error)) from error
+
+
+def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
+    """Read a policy file; see :meth:`mezzo.Policy.load`.
+
+    Returns:
+        The level, and the fields that the file has.
+    """
+    name = os.fspath(path)
+    try:
+        with files.opened(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+        text = data.decode("utf-8-sig")
+    except FileNotFoundError:
+        write = f'policy.save("mine{SUFFIX}"); mezzo tune and mezzo inspect write such files, too'
+        raise PolicyError(f"there is no policy file {shown(name)}", write=write) from None
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{shown(name)} is not a policy file", why=str(error)) from None
+    return read(text, name)
