@@ -30,8 +30,9 @@ class Checkpointed(nn.Module):
     def forward(self, x):
         x = self.first(checkpoint(self.first, x, use_reentrant=False))
         with mezzo.autocast("O1,dtype=bfloat16,emulate=true,norms=fp32_math"):
-            x = checkpoint(lambda y: self.second(y.float()).softmax(-1), x, use_reentrant=True)
-        return self.cell(x)[0]
+            contexts = {"use_reentrant": False, "context_fn": mezzo.checkpoint_contexts}
+            x = checkpoint(lambda y: self.second(y.float()).softmax(-1), x, **contexts)
+        return checkpoint(self.cell, x, use_reentrant=True)[0]
 
 
 def _renamed(code):
