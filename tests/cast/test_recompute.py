@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.autograd.graph import save_on_cpu
+from torch.nn import functional
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
