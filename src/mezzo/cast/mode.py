@@ -245,9 +245,7 @@ def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None
     return None
 
 
-def _read_pinned(
-    param: Tensor, here: Differences, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
-) -> Any:
+def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
     Without autocast (O2, O3) the result goes back to the compute dtype, as for a pinned module; views and
