@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mezzo import formats
-from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepare, promote
+from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepare
 from mezzo.errors import (
     DistributedError,
     MezzoError,
@@ -36,7 +36,7 @@ __all__ = [
     "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed",
     "StateError", "Stats", "Step", "UnsupportedError", "__version__", "attach", "autocast", "capture",
     "checkpoint_contexts", "explain", "formats", "fp32", "fully_shard", "load", "low", "numerics", "optim",
-    "overflow", "prepare", "promote", "save",
+    "overflow", "prepare", "save",
 ]  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class Edits(Loop):
             apply(param.data)
         else:
             param.data = apply(param.data.clone())
+            weight.is_elsewhere = True
         weight.edit(rounded(numbers(weight.low), weight.dtype))
 
     @rule(name=names, how=hows, widths=st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)))
@@ -65,6 +66,8 @@ class Edits(Loop):
         param.data, weight.low = backup, low
         with self.driver.region():
             self.outputs((1.0, 1.0))
+        if weight.is_elsewhere:
+            weight.pending = np.ones(param.shape, bool)
 
     @rule(number=st.integers(0, 1), how=hows, in_a_loop=st.booleans())
     def edit_in_fp32(self, number, how, in_a_loop):

@@ -11,7 +11,7 @@ from mezzo.errors import MezzoError, NumericsError
 
 from .drivers import DRIVERS
 from .near import rounded, spacing
-from .subject import LOW, Config, Subject, array, fresh_weights
+from .subject import BEFORE, LOW, Config, Subject, array, fresh_weights
 
 VALUES = (0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
 WIDTHS = (1.0, 0.5, 2.0, 4.0)
@@ -297,6 +297,8 @@ class Loop(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
+        counted = self.subject.model.state_dict()["seen"]
+        assert float(counted) == BEFORE + self.subject.model.calls, "a buffer stands still"
         for name, weight in self.oracle.weights.items():
             low, exact = array(self.subject.param(name)), self.subject.exact(name)
             assert np.isfinite(low).all(), f"{name}: {low}"

@@ -86,6 +86,8 @@ class Weight:
         trains: ``requires_grad``.
         pending: Which elements were edited beside the remainder of another value, which takes the exact one at most
             half a spacing away.
+        is_elsewhere: Whether a program gave it memory in which no forward pass has seen it: its remainder is lost with
+            the next memory that it is given.
     """
 
     dtype: str
@@ -96,6 +98,7 @@ class Weight:
     count: int = 0
     trains: bool = True
     pending: np.ndarray | None = None
+    is_elsewhere: bool = False
 
     @property
     def keeps_all(self):

@@ -21,6 +21,10 @@ STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"),
 STATES["Lion"] = ("exp_avg",)
 
 
+#: How many calls a model has counted when it is made: beyond what 16 bits count.
+BEFORE = 2.0**12 + 1
+
+
 class Net(nn.Module):
     """Three layers side by side; the last is trained only once an optimizer is given it."""
 
@@ -28,8 +32,12 @@ class Net(nn.Module):
         super().__init__()
         for name, (rows, columns) in shapes.items():
             self.add_module(name.partition(".")[0], nn.Linear(columns, rows, bias=False))
+        self.calls = 0
+        self.register_buffer("seen", torch.tensor(BEFORE))
 
     def forward(self, x):
+        self.calls += 1
+        self.seen += 1  # which no 16-bit format counts on from there
         return {name: self.get_submodule(name.partition(".")[0])(x) for name in NAMES}
 
 
@@ -189,6 +197,7 @@ class Subject:
 
     def save(self):
         states = {"model": self.model.state_dict(), "session": self.driver.state_dict()}
+        states["calls"] = self.model.calls
         states |= {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
         file = io.BytesIO()
         torch.save(states, file)
@@ -203,6 +212,7 @@ class Subject:
         parts += [(str(number), optimizer) for number, optimizer in enumerate(self.optimizers)]
         for name, part in (parts[number] for number in order if number < len(parts)):
             part.load_state_dict(states[name])
+        self.model.calls = states["calls"]
 
 
 def array(tensor):

@@ -1,4 +1,4 @@
-"""@mezzo.low, @mezzo.fp32 and @mezzo.promote on functions and module classes."""
+"""@mezzo.low and @mezzo.fp32 on functions and module classes."""
 
 import pytest
 import torch
@@ -21,11 +21,6 @@ def scores(a, *, scale=1.0):
 
 @mezzo.fp32
 def exact(a, b):
-    return a @ b.T
-
-
-@mezzo.promote
-def widest(a, b):
     return a @ b.T
 
 
@@ -57,15 +52,6 @@ def test_fp32_works_under_torch_s_own_autocast():
         assert exact(x, x).dtype == torch.float32
 
 
-@pytest.mark.parametrize("a, b, expected", [
-    (torch.float32, torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.bfloat16, torch.float32),
-])  # fmt: skip
-def test_promote_takes_the_widest(a, b, expected):
-    with mezzo.autocast(O1, "cpu"):
-        assert widest(x.to(a), x.to(b)).dtype == expected
-
-
 def test_the_function_keeps_its_name_and_words():
     assert (scores.__name__, scores.__doc__) == ("scores", "Say something.")
 
@@ -84,7 +70,7 @@ def test_a_pinned_class_computes_in_fp32_at_every_level(level):
     model[1].register_forward_hook(lambda module, args, out: seen.append((module.weight.dtype, out.dtype)))
     with handle.autocast():
         out = model(x)
-    assert seen == [(torch.float32, torch.float32 if level == "O1" else torch.bfloat16)]
+    assert seen == [(torch.float32, torch.float32)]
     out.float().sum().backward()
     assert model[1].weight.grad.dtype == torch.float32
 

@@ -1,16 +1,13 @@
-"""Checkpoints that began in a region are recomputed under it, in a bare ``loss.backward()`` too."""
+"""What a checkpoint recomputes is under the policy: modules by themselves, functions where one says so."""
 
-import functools
 import gc
-import logging
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint as torchs
+from torch.nn import functional
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -22,7 +19,6 @@ from torch.utils.checkpoint import (
 
 import mezzo
 from mezzo import Policy
-from mezzo.cast import recompute
 
 POLICIES = [
     "O1,dtype=float16,emulate=true",
@@ -34,6 +30,15 @@ POLICIES = [
 BF16 = Policy.O1("bfloat16", emulate=False)
 #: Without and with reentry.
 VARIANTS = [False, True]
+
+
+def through_region(policy):
+    """Return a backward pass as a session runs it."""
+    return lambda loss: mezzo.autocast(policy, "cpu").run_backward(loss)
+
+
+def bare(loss):
+    loss.backward()
 
 
 def inner(a, w):
@@ -52,7 +57,7 @@ def data(policy):
     return x, w.requires_grad_()
 
 
-def gradient(policy, run, backward=lambda loss: loss.backward()):
+def gradient(policy, run, backward=bare):
     x, w = data(policy)
     with mezzo.autocast(policy, "cpu"):
         loss = run(x, w).float().square().sum()
@@ -88,16 +93,27 @@ WAYS = {
 @pytest.mark.parametrize("reentrant", VARIANTS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_bare_backward_gives_the_gradients_of_the_plain_run(policy, way, reentrant):
+def test_functions_are_recomputed_under_the_policy_of_the_region_s_backward(policy, way, reentrant):
     plain, recomputed = WAYS[way]
-    assert torch.equal(gradient(policy, lambda a, w: recomputed(a, w, reentrant)), gradient(policy, plain))
+    mine = gradient(policy, lambda a, w: recomputed(a, w, reentrant), through_region(policy))
+    assert torch.equal(mine, gradient(policy, plain))
+
+
+@pytest.mark.parametrize("backward", ["bare", "through region"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contexts_serve_functions_whatever_begins_the_backward_pass(policy, backward):
+    def both(a, w):
+        inside = checkpoint(inner, a, w, use_reentrant=False, context_fn=mezzo.checkpoint_contexts).exp()
+        return checkpoint(torch.log1p, inside, use_reentrant=False, context_fn=mezzo.checkpoint_contexts)
+
+    mine = gradient(policy, both, bare if backward == "bare" else through_region(policy))
+    assert torch.equal(mine, gradient(policy, lambda a, w: torch.log1p(inner(a, w).exp())))
 
 
 @pytest.mark.parametrize("reentrant", VARIANTS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_without_the_region_the_gradients_would_be_others(policy, reentrant, monkeypatch):
-    """What the test above would not notice if torch did restore function modes by itself."""
-    monkeypatch.setattr(recompute, "_run", lambda again, function, *args: function(*args))
+def test_functions_in_a_bare_backward_are_torchs(policy, reentrant):
+    """What is documented of it, and what the tests above would not notice if torch restored function modes itself."""
     plain, recomputed = WAYS["whole"]
     try:
         assert not torch.equal(gradient(policy, lambda a, w: recomputed(a, w, reentrant)), gradient(policy, plain))
@@ -105,17 +121,59 @@ def test_without_the_region_the_gradients_would_be_others(policy, reentrant, mon
         assert not reentrant
 
 
-@pytest.mark.parametrize("reentrant", VARIANTS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_session_s_backward_takes_nothing_twice(policy, reentrant):
-    """It keeps a mode of its own active, which must not act on top of the region that the checkpoint brings back."""
+# Modules of prepared models -----------------------------------------------------------------------------
 
-    def through_region(loss):
-        mezzo.autocast(policy, "cpu").run_backward(loss)
+MODEL_POLICIES = [
+    *POLICIES,
+    "O1,dtype=bfloat16,emulate=true,fp32_module=up",
+    "O1,dtype=float16,emulate=true,low=softmax+gelu,fp32_module=norm",
+    "O2,dtype=bfloat16,emulate=true,fp32_module=up",
+    "O2,dtype=float16,emulate=false",
+    "O2,dtype=bfloat16,emulate=false,autocast=true",
+    "O1,dtype=bfloat16,emulate=true,fp32_param=down.weight",
+    "O2,dtype=bfloat16,emulate=true,fp32_param=up.weight",
+]
 
-    plain, recomputed = WAYS["both levels"]
-    mine = gradient(policy, lambda a, w: recomputed(a, w, reentrant), through_region)
-    assert torch.equal(mine, gradient(policy, plain))
+
+class Block(nn.Module):
+    """Products, a norm and an exponential in the forward pass of one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(self.norm(x))).softmax(-1).exp())
+
+
+def parts(model, x, how):
+    """Each module by itself, between functions that a policy leaves alone."""
+    return x + how(model.down, torch.relu(how(model.up, how(model.norm, x))))
+
+
+CALLS = {
+    "whole": (lambda model, x, how: how(model, x)),
+    "parts": parts,
+    "nested": lambda model, x, how: how(lambda y: torch.relu(how(model, y)), x),
+    "sequence": lambda model, x, how: how(nn.Sequential(model, nn.ReLU(), model), x),
+}
+
+
+@pytest.mark.parametrize("call, reentrant", [(call, reentrant) for call in CALLS for reentrant in VARIANTS])
+@pytest.mark.parametrize("policy", MODEL_POLICIES)
+def test_modules_are_recomputed_under_their_policy_in_a_bare_backward(policy, call, reentrant):
+    def gradients(how):
+        torch.manual_seed(0)
+        model, x = Block(), torch.randn(4, 8).requires_grad_()
+        with mezzo.prepare(model, policy).autocast():
+            loss = CALLS[call](model, x, how).float().square().sum()
+        loss.backward()
+        return [x.grad, *(param.grad for param in model.parameters())]
+
+    recomputed = gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant))
+    for mine, plain in zip(recomputed, gradients(lambda part, x: part(x)), strict=True):
+        assert (mine is None) == (plain is None)
+        assert mine is None or torch.equal(mine, plain)
 
 
 class Scaled(nn.Module):
@@ -139,9 +197,9 @@ def test_rules_on_parameters(reentrant, emulate):
         torch.manual_seed(0)
         model = nn.Sequential(Scaled())
         handle = mezzo.prepare(model, f"O2,dtype=bfloat16,emulate={emulate},fp32_param=*.scale")
-        with handle.autocast():
+        with handle.autocast() as region:
             loss = model[0](torch.ones(2, 8).bfloat16().requires_grad_(), how).float().square().sum()
-        loss.backward()
+        region.run_backward(loss)
         return model[0].scale.grad
 
     recomputed = gradients(lambda f, a: checkpoint(f, a, use_reentrant=reentrant))
@@ -172,7 +230,7 @@ def test_a_region_inside_the_checkpoint_stays_where_it_is(outer, reentrant):
         loss = checkpoint(
             partly, x.bfloat16().requires_grad_(), w.bfloat16(), use_reentrant=reentrant, **_all(reentrant)
         )
-    loss.sum().backward()
+    through_region(outer or "O0")(loss.sum())
     first, again = seen
     assert again == first
     assert first[1] == torch.float32
@@ -184,21 +242,23 @@ def _all(reentrant):
     return {} if reentrant else {"early_stop": False}
 
 
-@pytest.mark.parametrize("backward", [torch.Tensor.backward, mezzo.autocast(BF16, "cpu").run_backward])
-@pytest.mark.parametrize("reentrant", VARIANTS)
-def test_the_innermost_of_several_regions_is_brought_back(reentrant, backward):
+def test_the_innermost_of_several_regions_is_brought_back():
     """Alone, whatever else is active in the backward pass."""
+    innermost = BF16.low("softmax").native("exp")
 
-    def run(how):
+    def run(how, backward):
         x, w = data(BF16)
-        with mezzo.autocast(BF16, "cpu"), mezzo.autocast(BF16.low("softmax").native("exp"), "cpu"):
+        with mezzo.autocast(BF16, "cpu"), mezzo.autocast(innermost, "cpu"):
             loss = how(x, w).float().square().sum()
         backward(loss)
         return w.grad
 
-    recomputed = run(lambda a, w: checkpoint(body, a, w, use_reentrant=reentrant))
-    assert torch.equal(recomputed, run(body))
-    assert not torch.equal(recomputed, gradient(BF16, body))
+    for backward in (bare, through_region(BF16)):
+        recomputed = run(
+            lambda a, w: checkpoint(body, a, w, use_reentrant=False, context_fn=mezzo.checkpoint_contexts), backward
+        )
+        assert torch.equal(recomputed, run(body, bare))
+        assert not torch.equal(recomputed, gradient(BF16, body))
 
 
 def test_autocast_switched_off_inside_a_checkpoint_stays_off():
@@ -209,12 +269,18 @@ def test_autocast_switched_off_inside_a_checkpoint_stays_off():
 
     plain = gradient(BF16, guarded)
     for reentrant in VARIANTS:
-        again = gradient(BF16, lambda a, w, r=reentrant: checkpoint(guarded, a, w, use_reentrant=r))
+        again = gradient(
+            BF16, lambda a, w, r=reentrant: checkpoint(guarded, a, w, use_reentrant=r), through_region(BF16)
+        )
         assert torch.equal(again, plain)
+    told = gradient(
+        BF16, lambda a, w: checkpoint(guarded, a, w, use_reentrant=False, context_fn=mezzo.checkpoint_contexts)
+    )
+    assert torch.equal(told, plain)
 
 
-@pytest.mark.parametrize("reentrant", VARIANTS)
-def test_nothing_is_left_behind(reentrant):
+@pytest.mark.parametrize("contexts", [{}, {"context_fn": mezzo.checkpoint_contexts}])
+def test_nothing_is_left_behind(contexts):
     """Neither a mode, nor a hook, nor, once the graph is gone, the memory of a checkpoint."""
 
     def run(region):
@@ -222,9 +288,9 @@ def test_nothing_is_left_behind(reentrant):
         hidden = (x @ w).detach().requires_grad_()
         gone = weakref.ref(hidden)
         with region:
-            loss = checkpoint(body, hidden, w, use_reentrant=reentrant).sum()
+            loss = checkpoint(body, hidden, w, use_reentrant=False, **contexts).sum()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        loss.backward()
+        (through_region(BF16) if isinstance(region, mezzo.autocast) else bare)(loss)
         assert torch.overrides._get_current_function_mode_stack() == []
         del loss, hidden
         return gone
@@ -236,27 +302,6 @@ def test_nothing_is_left_behind(reentrant):
         assert run(mezzo.autocast(BF16, "cpu"))() is None
     finally:
         gc.enable()
-
-
-def test_one_note_for_a_checkpoint_and_none_without_differences():
-    records = []
-    original = torchs._CheckpointFrame
-
-    class Frame(original):
-        def __init__(self, *args):
-            super().__init__(*args)
-            records.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchs, "_CheckpointFrame", Frame)
-        x, w = data(BF16)
-        for policy in (BF16.evolve(lists="device"), BF16):
-            with mezzo.autocast(policy, "cpu"):
-                checkpoint(body, x, w, use_reentrant=False)
-    plain, noted = (record.recompute_fn for record in records)
-    assert not isinstance(plain, functools.partial)
-    assert noted.func is recompute._run
-    assert not isinstance(noted.args[1], functools.partial)
 
 
 # Other options of torch's --------------------------------------------------------------------------------
@@ -292,115 +337,38 @@ def selective():
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_options_of_checkpoints(policy, option):
-    assert torch.equal(gradient(policy, OPTIONS[option]), gradient(policy, body))
+    assert torch.equal(gradient(policy, OPTIONS[option], through_region(policy)), gradient(policy, body))
 
 
 def test_debug_once_in_a_process():
     """A second time torch's own logging mode makes ``a @ b`` raise under pytest, without any region."""
-    debugged = gradient(BF16, lambda a, w: checkpoint(body, a, w, use_reentrant=False, debug=True))
+    debugged = gradient(
+        BF16, lambda a, w: checkpoint(body, a, w, use_reentrant=False, debug=True), through_region(BF16)
+    )
     assert torch.equal(debugged, gradient(BF16, body))
 
 
-@pytest.mark.parametrize("contexts", [torchs.noop_context_fn, mezzo.checkpoint_contexts])
-def test_a_graph_that_is_kept_is_recomputed_each_time(contexts):
+def test_a_graph_that_is_kept_is_recomputed_each_time():
     x, w = data(BF16)
-    with mezzo.autocast(BF16, "cpu"):
-        loss = checkpoint(body, x, w, use_reentrant=False, context_fn=contexts).float().square().sum()
-    first, second = (torch.autograd.grad(loss, w, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, gradient(BF16, body))
-    assert torch.equal(first, second)
+    with mezzo.autocast(BF16, "cpu") as region:
+        loss = checkpoint(body, x, w, use_reentrant=False, context_fn=mezzo.checkpoint_contexts).float().square().sum()
+        other = checkpoint(body, x, w, use_reentrant=False).float().square().sum()
+    expected = gradient(BF16, body)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(loss, w, retain_graph=True)[0], expected)
+        assert torch.equal(region.run_grad(other, [w], retain_graph=True)[0], expected)
 
 
 def test_early_stop_switched_off_for_all():
     with set_checkpoint_early_stop(False):
-        recomputed = gradient(BF16, lambda a, w: checkpoint(body, a, w, use_reentrant=False))
+        recomputed = gradient(BF16, lambda a, w: checkpoint(body, a, w, use_reentrant=False), through_region(BF16))
     assert torch.equal(recomputed, gradient(BF16, body))
-
-
-def test_a_mode_of_the_user_s_own_on_top():
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    for reentrant in VARIANTS:
-
-        def watched(a, w, r=reentrant):
-            with Watch():
-                return checkpoint(body, a, w, use_reentrant=r)
-
-        assert torch.equal(gradient(BF16, watched), gradient(BF16, body))
 
 
 def test_gradients_switched_off_need_no_checkpoint():
     x, w = data(BF16)
     with mezzo.autocast(BF16, "cpu"), torch.no_grad():
         assert torch.equal(checkpoint(body, x, w, use_reentrant=False), body(x, w))
-
-
-# What torch keeps where ----------------------------------------------------------------------------------
-
-
-def test_torch_keeps_what_to_run_again_where_we_look():
-    """If this fails, torch has changed: read its torch/utils/checkpoint.py, and then mezzo/cast/recompute.py."""
-    record = torchs._CheckpointFrame(body, True, None, None)
-    assert recompute._record_of(torchs._checkpoint_hook(record).pack_hook) is record
-    forward = torchs.CheckpointFunction.forward.__code__
-    assert (forward.co_qualname, forward.co_varnames[0]) == (recompute._REENTRANT, "ctx")
-    assert recompute._record_of(save_on_cpu().pack_hook) is None
-
-
-@pytest.fixture
-def unknown_torch(caplog):
-    """What is said about a torch that nobody here knows: once, in the log."""
-    recompute._report_unknown_torch.cache_clear()
-    caplog.set_level(logging.WARNING, "mezzo.cast.recompute")
-    yield lambda: [record.getMessage() for record in caplog.records]
-    recompute._report_unknown_torch.cache_clear()
-
-
-def assert_says_what_to_write(messages):
-    (text,) = messages
-    assert text.startswith("activation checkpoints will not see the policy in a bare loss.backward()\n")
-    assert f"torch {torch.__version__}" in text
-    assert "write  amp.backward(loss); or" in text
-    assert "checkpoint(fn, x, use_reentrant=False, context_fn=mezzo.checkpoint_contexts)" in text
-
-
-def test_a_torch_that_keeps_it_elsewhere_is_left_to_itself(monkeypatch, unknown_torch):
-    known = torchs._checkpoint_hook
-
-    class _checkpoint_hook(known):  # noqa: N801 - torch's name
-        def __init__(self, record):
-            super().__init__(record)
-            pack = self.pack_hook
-
-            def pack_hook(x):
-                return pack(x)
-
-            pack_hook.__module__, pack_hook.__qualname__ = pack.__module__, pack.__qualname__
-            self.pack_hook = pack_hook
-
-    monkeypatch.setattr(torchs, "_checkpoint_hook", _checkpoint_hook)
-    recomputed = functools.partial(checkpoint, body, use_reentrant=False)
-    with pytest.raises(CheckpointError, match="different metadata"):
-        gradient(BF16, recomputed)
-    assert_says_what_to_write(unknown_torch())
-    with_contexts = functools.partial(recomputed, context_fn=mezzo.checkpoint_contexts)
-    assert torch.equal(gradient(BF16, with_contexts), gradient(BF16, body))
-    with_session = gradient(BF16, recomputed, mezzo.autocast(BF16, "cpu").run_backward)
-    assert torch.equal(with_session, gradient(BF16, body))
-    assert len(unknown_torch()) == 1
-
-
-def test_a_reentrant_checkpoint_without_a_record_is_left_to_itself(unknown_torch):
-    lines = (
-        "class CheckpointFunction:\n  def forward(self):\n    with torch.no_grad():\n      return torch.ones(2).exp()"
-    )
-    place = {"__name__": "torch.utils.checkpoint", "torch": torch}
-    exec(lines, place)
-    with mezzo.autocast(BF16, "cpu"):
-        assert torch.equal(place["CheckpointFunction"]().forward(), torch.ones(2).exp())
-    assert_says_what_to_write(unknown_torch())
 
 
 @pytest.mark.gpu
@@ -411,9 +379,9 @@ def test_a_backward_pass_in_a_thread_of_autograd_s(reentrant):
 
     def run(how):
         x, w = (t.detach().cuda() for t in data(policy))
-        with mezzo.autocast(policy):
+        with mezzo.autocast(policy) as region:
             loss = how(x, w.requires_grad_()).float().square().sum()
-        loss.backward()
+        region.run_backward(loss)
         return w.grad
 
     assert torch.equal(run(lambda a, w: checkpoint(body, a, w, use_reentrant=reentrant)), run(body))

@@ -214,7 +214,7 @@ def test_decorated_functions():
         amp.half_function: (HALF,) * 4,
         amp.bfloat16_function: (torch.bfloat16,) * 4,
         amp.float_function: (FLOAT,) * 4,
-        amp.promote_function: (FLOAT,) * 4,
+        amp.promote_function: (FLOAT, FLOAT, HALF, FLOAT),
     }
     made = {decorator: decorator(dtypes) for decorator in expected}
     assert all(function(half, wide) == (HALF, FLOAT, FLOAT, FLOAT) for function in made.values())

@@ -4,7 +4,7 @@ Decides nothing: every question "which precision?" is answered by :class:`mezzo.
 """
 
 from mezzo.cast.model.prepare import Prepared, prepare
-from mezzo.cast.pins import fp32, low, promote
+from mezzo.cast.pins import fp32, low
 from mezzo.cast.region import autocast, checkpoint_contexts
 
-__all__ = ["Prepared", "autocast", "checkpoint_contexts", "fp32", "low", "prepare", "promote"]
+__all__ = ["Prepared", "autocast", "checkpoint_contexts", "fp32", "low", "prepare"]

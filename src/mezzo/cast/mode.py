@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.nested import widest
 from mezzo.cast.notes import WATCHERS, during
-from mezzo.cast.recompute import SWITCHES_GRADIENTS, RecomputedMode, saved_tensor_hooks
 from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import UnsupportedError
 from mezzo.policy.spelling import both
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
 __all__ = [
-    "OPENED_BACKWARD", "PolicyMode", "acting_differences", "acting_modes", "compiled_inside_alone", "pinned_parameter",
+    "OPENED_BACKWARD", "PolicyMode", "acting", "acting_differences", "acting_modes", "compiled_inside_alone",
+    "pinned_parameter", "shadowed",
 ]  # fmt: skip
 
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
@@ -52,21 +53,20 @@ def compiled_inside_alone(function: C) -> C:
     return function
 
 
-class PolicyMode(RecomputedMode):
-    """Handle the functions a policy treats differently, and open Python functions that call them."""
+class PolicyMode(TorchFunctionMode):
+    """Handle the functions a policy treats differently, and open Python functions that call them.
+
+    Args:
+        per_device: What it does on each device.
+        casts: Where casts of weights are kept; nowhere when omitted.
+        recomputing: Whether it serves what a backward pass runs again.
+    """
 
     def __init__(
-        self,
-        per_device: Sequence[Differences],
-        casts: WeightCasts,
-        *,
-        recomputing: bool = False,
-        holds_inside: bool = False,
+        self, per_device: Sequence[Differences], casts: WeightCasts | None, *, recomputing: bool = False
     ) -> None:
         super().__init__()
-        self.casts = casts
-        self.holds_inside = holds_inside  # of models too, whose own boundaries then do nothing
-        self.recomputing = recomputing  # in a backward pass
+        self.casts, self.recomputing = casts, recomputing
         self.per_device = {each.device_type: each for each in per_device}
         self.autocasts = [each.device_type for each in per_device if each.autocast]
         self.only = per_device[0] if len(per_device) == 1 else None
@@ -94,8 +94,6 @@ class PolicyMode(RecomputedMode):
             # A pass that begins inside the region is to compute as one that begins after it.
             with without_autocast(self.autocasts):
                 return func(*args, **kwargs)
-        if not compiling and func is SWITCHES_GRADIENTS:
-            self.outlive_reentrant()
         # A graph depends on the key of the differences and on no table of theirs.
         here = traced(self.key, func) if compiling and self.key else self.differences(args, kwargs)
         if here is None or not _acts(here):
@@ -106,8 +104,6 @@ class PolicyMode(RecomputedMode):
             handler, opened = here.handlers.get(func), here.opened.get(func)
             if handler is None and isinstance(func, _OPERATORS):
                 handler = here.handler(func)
-            if (handler or here.pinned) and not compiling and saved_tensor_hooks(False) is not None:
-                self.outlive()  # an activation checkpoint's
             if here.pinned and (param := pinned_parameter(here, args, kwargs)) is not None:
                 return _read_pinned(param, here, self.casts, func, args, kwargs)
         if handler is not None:
@@ -123,6 +119,29 @@ class PolicyMode(RecomputedMode):
             return self.only
         kinds = (x.device.type for x in tensors((args, kwargs)))
         return next((self.per_device[kind] for kind in kinds if kind in self.per_device), None)
+
+
+@contextlib.contextmanager
+def shadowed() -> Iterator[list[PolicyMode]]:
+    """Silence the regions around this one, and give their modes."""
+    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    outer = [mode for mode in active if isinstance(mode, PolicyMode)]
+    for mode in outer:
+        mode.shadows += 1
+    try:
+        yield outer
+    finally:
+        for mode in outer:
+            mode.shadows -= 1
+
+
+@contextlib.contextmanager
+def acting(per_device: Sequence[Differences]) -> Iterator[None]:
+    """Have differences act in the place of those around, with the casts of weights that are there, or their own."""
+    with shadowed() as around:
+        kept = around[-1].casts if around else None
+        with PolicyMode(per_device, WeightCasts() if kept is None else kept):
+            yield
 
 
 def acting_modes() -> list[PolicyMode]:
@@ -149,7 +168,7 @@ def _acts(here: Differences | Traced) -> bool:
 
 
 def _carry_out(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
+    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
     # In-place and out= variants are never cast, as in torch.autocast.
@@ -226,7 +245,9 @@ def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None
     return None
 
 
-def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
+def _read_pinned(
+    param: Tensor, here: Differences, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
     Without autocast (O2, O3) the result goes back to the compute dtype, as for a pinned module; views and

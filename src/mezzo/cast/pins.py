@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mezzo.cast.nested import cast_floating, widest
+from mezzo.cast.nested import cast_floating
 from mezzo.cast.region import autocast, emulates_here
 from mezzo.errors import PolicyError
-from mezzo.policy import Policy, Rule, Treatment
+from mezzo.policy import Policy, Rule
 from mezzo.tensors import CASTABLE
 
-__all__ = ["PIN", "fp32", "low", "promote"]
+__all__ = ["PIN", "fp32", "low"]
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -51,9 +51,9 @@ def low(target: Target) -> Target:
 def fp32(target: Target) -> Target:
     """Pin a function or an ``nn.Module`` class to FP32.
 
-    Floating inputs are cast to FP32 and nothing inside is cast. Under autocast the result is FP32; under policies that
-    store low precision (O2, O3) it goes back to the first floating input's dtype, and ``prepare`` keeps the parameters
-    of a pinned class in FP32.
+    Floating inputs are cast to FP32 and nothing inside is cast. What a function returns is FP32 under autocast; without,
+    as under policies that store low precision (O2, O3), it goes back to the first floating input's dtype. ``prepare``
+    keeps the parameters of a pinned class in FP32, and what it returns is FP32.
 
     Args:
         target: As for :func:`low`.
@@ -64,19 +64,7 @@ def fp32(target: Target) -> Target:
     return _pin(target, "fp32")
 
 
-def promote(target: Target) -> Target:
-    """Pin a function or an ``nn.Module`` class to the widest dtype among its floating inputs.
-
-    Args:
-        target: As for :func:`low`.
-
-    Returns:
-        As for :func:`low`.
-    """
-    return _pin(target, "promote")
-
-
-def _pin(target: Target, treatment: Treatment) -> Target:
+def _pin(target: Target, treatment: Literal["low", "fp32"]) -> Target:
     if isinstance(target, type):
         if not issubclass(target, nn.Module):
             raise PolicyError(
@@ -94,7 +82,7 @@ def _pin(target: Target, treatment: Treatment) -> Target:
     return _pinned(target, treatment)  # type: ignore[return-value]
 
 
-def _pinned(function: Callable[..., Any], treatment: Treatment) -> Callable[..., Any]:
+def _pinned(function: Callable[..., Any], treatment: Literal["low", "fp32"]) -> Callable[..., Any]:
     @functools.wraps(function)
     def pinned(*args: Any, **kwargs: Any) -> Any:
         floats = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
@@ -107,8 +95,7 @@ def _pinned(function: Callable[..., Any], treatment: Treatment) -> Callable[...,
             args, kwargs = cast_floating((args, kwargs), dtype)
             with autocast(_everything_low(dtype, emulates_here(kind)), kind):
                 return function(*args, **kwargs)
-        dtype = (widest(floats) if treatment == "promote" else None) or torch.float32
-        args, kwargs = cast_floating((args, kwargs), dtype)
+        args, kwargs = cast_floating((args, kwargs), torch.float32)
         with autocast(_OFF, kind):
             out = function(*args, **kwargs)
         return out if autocasting or not floats else cast_floating(out, floats[0].dtype)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ContextDecorator
 from typing import Any, Final, cast
 
@@ -22,15 +22,11 @@ from mezzo.cast.accumulation import accumulation
 from mezzo.cast.device import default_kinds
 from mezzo.cast.differences import Differences, Handler, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
-from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting_modes
-from mezzo.cast.recompute import Again, shadowed
-from mezzo.cast.weight_casts import WeightCasts
+from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, compiled_inside_alone, shadowed
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import functions
 
-__all__ = [
-    "Region", "acting_keys", "autocast", "checkpoint_contexts", "emulates_here", "holds_inside",
-]  # fmt: skip
+__all__ = ["Region", "autocast", "checkpoint_contexts", "emulates_here"]
 
 #: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.
 _OPENED_GRAD: Final = open_function(cast(types.FunctionType, torch.autograd.grad))
@@ -43,31 +39,16 @@ class Region:
     Attributes:
         policy: The policy that is carried out.
         per_device: What it changes on each device that is covered.
-        casts: Where weight casts are kept; those of the region around it, or its own for as long as it is entered,
-            where there is none.
-        on_entry: What is called whenever the region is entered.
-        on_error: What is called with an exception that leaves the region; it may raise another one.
-        holds_inside: Whether it holds inside prepared models as well, whose boundaries then neither cast nor enter
-            regions of their own: the weights are the model's, and what is computed is this region's.
         caches: Whether torch's own autocast keeps casts of weights; as it is set around the region where it is None.
     """
 
     policy: Policy
     per_device: tuple[Differences, ...]
-    casts: WeightCasts | None = None
-    on_entry: Callable[[], object] | None = None
-    on_error: Callable[[BaseException], object] | None = None
-    holds_inside: bool = False
     caches: bool | None = None
 
     @classmethod
     def inside(
-        cls,
-        policy: Policy,
-        module: str,
-        pinned: Mapping[int, Treatment],
-        device_types: tuple[str, ...],
-        casts: WeightCasts | None = None,
+        cls, policy: Policy, module: str, pinned: Mapping[int, Treatment], device_types: tuple[str, ...]
     ) -> Region:
         """Make the region of one module of a prepared model.
 
@@ -76,10 +57,9 @@ class Region:
             module: Path of the module, for rules that name one.
             pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
             device_types: The devices to cover.
-            casts: Where weight casts are kept.
         """
         found = tuple([find_differences(policy, kind, module, tuple(pinned.items())) for kind in device_types])
-        return cls(policy=policy, per_device=found, casts=casts)
+        return cls(policy=policy, per_device=found)
 
     def with_wide_norm(self) -> Region:
         """Return this region with batch norm's weights widened to the FP32 of its statistics, for the call only."""
@@ -139,6 +119,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         torch.bfloat16
     """
 
+    @compiled_inside_alone
     def __init__(self, policy: Policy | str | os.PathLike[str], device_type: str | None = None) -> None:
         if isinstance(policy, Policy) and torch.compiler.is_compiling():
             # Which Dynamo reads field by field, and so guards: an equal policy compiles nothing. Numbers, which only
@@ -203,16 +184,16 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             found: tuple[Tensor, ...] = (_OPENED_GRAD if differs else torch.autograd.grad)(outputs, inputs, **kwargs)
             return found
 
+    @compiled_inside_alone
     def __enter__(self) -> autocast:
         active = _active(self.region)
         active.__enter__()
         self._entered.append(active)
         return self
 
+    @compiled_inside_alone
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
-        if self.region.on_error is not None and exception[1] is not None:
-            self.region.on_error(exception[1])
 
     def _recreate_cm(self) -> autocast:
         """Give each call of a decorated function a region of its own, so that threads do not share one."""
@@ -222,32 +203,24 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 @contextlib.contextmanager
 def _active(region: Region) -> Iterator[None]:
     """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
-    if region.on_entry is not None:
-        region.on_entry()
     flags, native = accumulation(region.policy, region.per_device), _native(region.per_device)
-    with flags, _caching(region.caches), native, shadowed() as around:
-        if not region.has_differences:
-            yield
-            return
-        casts = region.casts
-        if casts is None:
-            casts = around[-1].casts if around else WeightCasts()
-        with casts.region(), PolicyMode(region.per_device, casts, holds_inside=region.holds_inside):
-            yield
+    # Without differences the regions around are silenced all the same.
+    mode = acting(region.per_device) if region.has_differences else shadowed()
+    with flags, _caching(region.caches), native, mode:
+        yield
 
 
 @contextlib.contextmanager
 def _backward(region: Region) -> Iterator[bool]:
-    """Run what a backward pass runs in; whether it has a mode, which goes on with the casts of the forward pass."""
+    """Run what a backward pass runs in; whether it has a mode, which keeps no casts: the pass may be long."""
     own = region.per_device
     autocasts = [each.device_type for each in own if each.autocast]
     with accumulation(region.policy, own), shadowed(), without_autocast(autocasts):
-        if not region.has_differences:
+        if region.has_differences:
+            with PolicyMode(own, None, recomputing=True):
+                yield True
+        else:
             yield False
-            return
-        casts = WeightCasts() if region.casts is None else region.casts
-        with casts.region(continues=True), PolicyMode(own, casts, recomputing=True):
-            yield True
 
 
 @contextlib.contextmanager
@@ -278,12 +251,12 @@ def _native(per_device: tuple[Differences, ...]) -> Iterator[None]:
 def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     """Return the contexts in which an activation checkpoint runs first and is recomputed.
 
-    What ``torch.utils.checkpoint`` runs inside a region is recomputed under the region's differences by itself, with
-    reentry and without, whatever starts the backward pass. This is the ``context_fn`` to pass where that cannot be:
-    to another library's checkpoints, and to torch's own where a warning in the log says that this version of torch
-    keeps them in another way. Reentrant checkpoints of another library take no contexts, and under a bare
-    ``loss.backward()`` they are recomputed without the differences, which nothing here can notice; they are served by
-    ``MixedPrecision.backward`` and inside the modules of a prepared O2 or O3 model.
+    ``torch.utils.checkpoint`` restores torch's autocast around what it runs again, and knows nothing of a policy's
+    differences. What modules of a prepared model run is recomputed under them by itself, with reentry and without;
+    functions outside any module are under :meth:`MixedPrecision.backward`. This is the ``context_fn`` for such a
+    function's checkpoint where a bare ``loss.backward()`` starts the pass. Without it a checkpoint without reentry
+    recomputes other dtypes, which torch refuses, or the same dtypes in torch's own precision, which nothing can
+    notice; one with reentry takes no contexts.
 
     Returns:
         A context that does nothing, for the first run, and one that brings the current region's differences back, as
@@ -302,19 +275,23 @@ def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], conte
     modes = acting_modes()
     if not modes:
         return contextlib.nullcontext(), contextlib.nullcontext()
-    return contextlib.nullcontext(), Again(modes[-1])
+    return contextlib.nullcontext(), _Again(list(modes[-1].per_device.values()))
 
 
-def acting_keys() -> tuple[str, ...]:
-    """Return what names the differences of the innermost active region, the same for regions that do the same."""
-    modes = acting_modes()
-    return modes[-1].keys if modes else ()
+class _Again(contextlib.AbstractContextManager[None]):
+    """The differences of a region, in the place of those that are active; may be entered often."""
 
+    def __init__(self, per_device: list[Differences]) -> None:
+        self._per_device = per_device
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
 
-def holds_inside() -> bool:
-    """Whether the innermost active region holds inside prepared models too."""
-    modes = acting_modes()
-    return len(modes) > 0 and modes[-1].holds_inside  # torch 2.11 traces no bool(list)
+    def __enter__(self) -> None:
+        active = acting(self._per_device)
+        active.__enter__()
+        self._entered.append(active)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
 
 
 def emulates_here(device_type: str) -> bool:

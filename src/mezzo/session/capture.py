@@ -251,7 +251,6 @@ class Captured(Generic[R]):
             graph.replay()
             for outcome, packed in recorded.outcomes:
                 engine.account.note(outcome, packed)
-        engine.weights.forget_casts()
         stepped: list[Any] = engine.weights.optimizers
         for optimizer in stepped:
             optimizer._opt_called = True  # or schedulers warn that nothing has stepped

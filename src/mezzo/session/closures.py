@@ -156,7 +156,6 @@ class _Evaluations:
             else:
                 multiply(judged.gradients, judged.verdict.multiplier)
         window.close()
-        self._engine.weights.forget_casts()
 
 
 class Overflowed(Exception):  # noqa: N818 - it never leaves the engine

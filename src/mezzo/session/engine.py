@@ -207,8 +207,6 @@ class Engine(Writes):
                     steps_aside=has_low,
                     leaves_zeros=has_low and self.wrappers.finds_unused,
                 )
-            for prepared in self.weights.prepared:
-                prepared.casts.keep()
             self.under_way = by
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
@@ -474,7 +472,6 @@ class Engine(Writes):
             params=judged.params,
         )
         self.account.note(outcome)
-        self.weights.forget_casts()
         sharding.reshard(self.weights.units)
         return Step(
             skipped=verdict.found_inf,
@@ -514,7 +511,6 @@ class Engine(Writes):
             for window in self.windows:
                 window.clear()
             self._inner = None
-            self.weights.forget_casts()
             sharding.forget_gradients(self.weights.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Tensor, ...]:

@@ -149,11 +149,6 @@ class Weights:
         """Return the region to run the models and their losses in."""
         return self.prepared[0].autocast(*self.prepared[1:])
 
-    def forget_casts(self) -> None:
-        """Let go of the casts of weights that forward passes have made."""
-        for prepared in self.prepared:
-            prepared.casts.clear()
-
     # The weights -----------------------------------------------------------------------------------------
 
     def halves(self) -> list[Halves]:

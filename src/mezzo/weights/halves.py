@@ -136,9 +136,10 @@ class Halves:
         self._note()
 
     def drop(self) -> None:
-        """Give up the low halves: from now on what a tensor holds is its value."""
-        for held in self._held.values():
-            held.rest, held.left = None, []
+        """Give up the low halves of parameters: from now on what one holds is its value."""
+        for tensor, held in self._held.items():
+            if isinstance(tensor, nn.Parameter):
+                held.rest, held.left = None, []
         self.num_replaced += 1
 
     def move(self, to: Mapping[Tensor, Tensor]) -> None:

@@ -78,7 +78,8 @@ def adopt(optimizer: Optimizer, halves: Sequence[Halves]) -> Callable[[], None]:
     if isinstance(optimizer, ReadsHalves):
         optimizer.adopt(halves)
         return optimizer.leave
-    if not any(each.has_rest(tensor) for each in halves for tensor in each):  # O3, or a policy that stores FP32
+    params = (param for each in halves for param in each if isinstance(param, nn.Parameter))
+    if not any(owner_of(param, halves) is not None for param in params):  # O3, or a policy that stores FP32
         return lambda: None
     return Views(optimizer, halves).leave
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.cast.mode import compiled_inside_alone
 from mezzo.errors import message, some_of
 from mezzo.tensors import CASTABLE, LOW, tensors
 from mezzo.weights.halves import Halves
@@ -84,6 +85,7 @@ class Buffers:
         if self._watch is None:
             self._versions = {tensor: tensor._version for tensor in self._places if self._stands(tensor)}
 
+    @compiled_inside_alone
     def enter(self, module: nn.Module, _: Any) -> None:
         """Begin to watch a pass, where there is something to find out: a forward pre-hook."""
         if torch.compiler.is_compiling():
@@ -100,6 +102,7 @@ class Buffers:
             self._end = ExitStack()
             self._end.enter_context(watch)
 
+    @compiled_inside_alone
     def exit(self, module: nn.Module, _: Any, output: Any) -> None:
         """Keep in FP32 what the pass has written: a forward hook."""
         if torch.compiler.is_compiling():
@@ -198,6 +201,7 @@ class _Watch(TorchFunctionMode):
         self._shapes = {tensor.shape for tensor in self._low.values()}
         self.twins: Any = WeakTensorKeyDictionary()
 
+    @compiled_inside_alone
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")

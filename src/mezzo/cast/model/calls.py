@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import acting_modes
+from mezzo.cast.mode import acting_modes, compiled_inside_alone
 from mezzo.cast.model.places import RuledParams
 from mezzo.cast.nested import cast_floating
 from mezzo.cast.region import Region, autocast
@@ -52,6 +52,7 @@ class TakesIn:
         self.dtype = dtype
         self._others = frozenset(CASTABLE) - {dtype}
 
+    @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments, cast, or ``None`` where nothing has to be."""
         others = self._others
@@ -75,6 +76,7 @@ class MadeLow:
     def __init__(self, names: tuple[str, ...], dtype: torch.dtype) -> None:
         self.names, self.dtype = names, dtype
 
+    @compiled_inside_alone
     def enter(self, module: nn.Module, _: Any) -> None:
         """Cast them."""
         for name in self.names:
@@ -110,6 +112,7 @@ class GivesOut:
         """Whether this is a whole model's, and not that of a part which makes a weight."""
         return self._explain is not None
 
+    @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Put what was given out back to what it was."""
         if torch.compiler.is_compiling():
@@ -125,6 +128,7 @@ class GivesOut:
         low, version = self._given.get(each, (each, _version(each)))
         return low if version == _version(each) else each
 
+    @compiled_inside_alone
     def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return what came out, cast."""
         if output is None and not torch.compiler.is_compiling():
@@ -159,7 +163,8 @@ class Within:
         path: The path of the module whose region it is.
         params: The parameters that rules speak about.
         kinds: The devices that its regions cover.
-        is_own: Whether this is the model itself, or rules treat the module otherwise than what is around it.
+        is_own: Whether rules treat the module otherwise than what is around it, or it is the model, and rules speak
+            about parameters.
         inputs: What floating inputs are cast to where the region is entered.
         widens_norm: Whether batch norm has low-precision weights here: kernels want FP32, as the statistics are.
     """
@@ -191,8 +196,10 @@ class Within:
     @property
     def is_needed(self) -> bool:
         """Whether the region would do anything that is not done without it."""
+        self._keys_on(self.kinds())  # known before anything is traced
         return self.region().has_differences or (self.is_own and self.policy.autocast and self.path != "")
 
+    @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Enter the region if it is not there: a forward pre-hook."""
         if self._is_idle():
@@ -234,6 +241,7 @@ class Within:
         if stack := self._entered.get(threading.get_ident()):
             stack.append(None)
 
+    @compiled_inside_alone
     def exit(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the region, after an exception too: a forward hook."""
         if self._entered:  # not in a graph

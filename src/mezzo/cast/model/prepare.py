@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
+from mezzo.cast.mode import compiled_inside_alone
 from mezzo.cast.model import sharding
 from mezzo.cast.model.buffers import Buffers
 from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
@@ -25,7 +26,6 @@ from mezzo.cast.model.refusals import changes_since, out_of_reach, require_modul
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
-from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, Rule
 from mezzo.tensors import LOW
@@ -107,8 +107,6 @@ class Prepared:
         kinds: The device types of its tensors, which its regions cover.
         params: The parameters that rules speak about.
         buffers: Those that a forward pass may write.
-        casts: The casts of weights made in its regions. They end with the outermost one, but in a session, where those
-            of training serve a whole window.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
@@ -116,7 +114,6 @@ class Prepared:
         self.asked, self.in_session, self._is_removed = policy, False, False
         policy = with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
-        self.casts = WeightCasts()
         sharding.reshard(sharding.units(model))
         self._parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(model)}
         storage = wanted_storage(model, policy, self._parts, waits=waits)
@@ -186,7 +183,7 @@ class Prepared:
         paths = region_paths(self.model, self.policy)
         low = self.policy.param_dtype != torch.float32
         for path, module in called(self.model):
-            is_own = paths[path] == path
+            is_own = paths[path] == path and (path != "" or len(self.params) > 0)
             widens = low and not self.policy.keep_batchnorm_fp32 and isinstance(module, _NormBase)
             rule = self.policy.module_rule(path) if is_own else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
@@ -224,6 +221,7 @@ class Prepared:
         if self.policy.param_dtype != torch.float32:
             explain(error, self.model, self.policy, self.buffers.written)
 
+    @compiled_inside_alone
     def autocast(self, *others: Prepared) -> autocast:
         """Return a region for this model's policy: what to run the forward pass and the loss in.
 
@@ -235,9 +233,9 @@ class Prepared:
         pinned = {param: treatment for each in every for param, treatment in each.params.pinned().items()}
         if torch.compiler.is_compiling():
             if len(kinds) == 1 and not pinned:
-                return autocast(self.policy, kinds[0])  # which knows how to be traced; a graph keeps no casts
-            return autocast.of(Region.inside(self.policy, "", pinned, kinds, self.casts))
-        return _ModelRegion.around(Region.inside(self.policy, "", pinned, kinds, self.casts), every)
+                return autocast(self.policy, kinds[0])  # which knows how to be traced
+            return autocast.of(Region.inside(self.policy, "", pinned, kinds))
+        return _ModelRegion.around(Region.inside(self.policy, "", pinned, kinds), every)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer update the FP32 values of the model's weights, without a session, until :meth:`remove`.
@@ -313,13 +311,10 @@ class Prepared:
     def join(self) -> None:
         """Belong to a session, until :meth:`leave`."""
         self.in_session = True
-        # Casts of gathered parameters would keep the whole model in memory, which is sharded to avoid that.
-        self.casts.spans_regions = not self._parts
 
     def leave(self) -> None:
         """Be as :func:`prepare` has returned it: another session may come, or :meth:`remove`."""
-        self.in_session = self.casts.spans_regions = False
-        self.casts.clear()
+        self.in_session = False
 
     def remove(self) -> None:
         """Take the hooks off and store every tensor in the dtype it had, with all bits where nothing was written to it.

@@ -10,11 +10,13 @@ from typing import Any, Final, TypeVar
 import torch
 
 from mezzo.cast.device import default_kinds
-from mezzo.cast.pins import fp32, low, promote
+from mezzo.cast.nested import cast_floating, widest
+from mezzo.cast.pins import fp32, low
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, StateError, nearest, shown
 from mezzo.policy import Policy
 from mezzo.policy.ops import functions, resolve
+from mezzo.tensors import CASTABLE, tensors
 
 __all__ = [
     "REGISTERED", "bfloat16_function", "float_function", "half_function", "promote_function",
@@ -41,7 +43,14 @@ def float_function(fn: Function) -> Function:
 
 def promote_function(fn: Function) -> Function:
     """Decorate a function: in models at O1 its floating arguments are cast to the widest dtype among them."""
-    return _where_cast(fn, promote(fn))
+
+    @functools.wraps(fn)
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        dtype = widest(each for each in tensors((args, kwargs)) if each.dtype in CASTABLE)
+        args, kwargs = (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
+        return fn(*args, **kwargs)
+
+    return _where_cast(fn, promoted)  # type: ignore[arg-type]
 
 
 def _where_cast(fn: Function, pinned: Function) -> Function:
