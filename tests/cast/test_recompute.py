@@ -161,19 +161,21 @@ CALLS = {
 
 @pytest.mark.parametrize("call, reentrant", [(call, reentrant) for call in CALLS for reentrant in VARIANTS])
 @pytest.mark.parametrize("policy", MODEL_POLICIES)
-def test_modules_are_recomputed_under_their_policy_in_a_bare_backward(policy, call, reentrant):
-    def gradients(how):
+def test_modules_are_recomputed_under_their_policy_whatever_begins_the_backward_pass(policy, call, reentrant):
+    def gradients(how, through_region=False):
         torch.manual_seed(0)
         model, x = Block(), torch.randn(4, 8).requires_grad_()
-        with mezzo.prepare(model, policy).autocast():
+        with mezzo.prepare(model, policy).autocast() as region:
             loss = CALLS[call](model, x, how).float().square().sum()
-        loss.backward()
+        (region.run_backward if through_region else bare)(loss)
         return [x.grad, *(param.grad for param in model.parameters())]
 
-    recomputed = gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant))
-    for mine, plain in zip(recomputed, gradients(lambda part, x: part(x)), strict=True):
-        assert (mine is None) == (plain is None)
-        assert mine is None or torch.equal(mine, plain)
+    expected = gradients(lambda part, x: part(x))
+    for through_region in (False, True):
+        found = gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant), through_region)
+        for mine, plain in zip(found, expected, strict=True):
+            assert (mine is None) == (plain is None)
+            assert mine is None or torch.equal(mine, plain)
 
 
 class Scaled(nn.Module):

@@ -105,7 +105,7 @@ _CAST = (
             "calls: recomputed parts run without the region",
             "return not modes[-1].recomputing or modes[-1].keys == self._keys_on(self.kinds())",
             "return True",
-            "tests/cast",
+            "tests/cast/test_recompute.py::test_modules_are_recomputed_under_their_policy_whatever_begins_the_backward_pass",
             "an island that is recomputed under amp.backward would get other rules",
         ),
         (

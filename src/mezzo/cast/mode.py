@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
@@ -23,7 +24,7 @@ from mezzo.tensors import CASTABLE, dtype_name, tensors
 
 __all__ = [
     "OPENED_BACKWARD", "PolicyMode", "acting", "acting_differences", "acting_modes", "compiled_inside_alone",
-    "pinned_parameter", "shadowed",
+    "forget_compiled", "pinned_parameter", "shadowed",
 ]  # fmt: skip
 
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
@@ -51,6 +52,15 @@ def compiled_inside_alone(function: C) -> C:
     skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
     dynamo.set_code_exec_strategy(function.__code__, skip)
     return function
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile has made so far: hooks were put on modules, or taken off, and torch guards none of them.
+
+    **Cost**: what is called again is compiled again.
+    """
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset_code_caches()
 
 
 class PolicyMode(TorchFunctionMode):

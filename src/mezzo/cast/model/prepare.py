@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import compiled_inside_alone
+from mezzo.cast.mode import compiled_inside_alone, forget_compiled
 from mezzo.cast.model import sharding
 from mezzo.cast.model.buffers import Buffers
 from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
@@ -177,6 +177,8 @@ class Prepared:
             last = GivesOut(policy.output_dtype, self.explain, self.halves.settle)
             self._hooks.append(module.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(last.exit, always_call=True))
+        if self._hooks:
+            forget_compiled()
 
     def _plan_regions(self) -> Iterator[tuple[nn.Module, Within]]:
         """Yield the modules in which a region has something to do, the model itself first."""
@@ -335,6 +337,8 @@ class Prepared:
         self._undo.close()
         for hook in self._hooks:
             hook.remove()
+        if self._hooks:
+            forget_compiled()
         self._hooks.clear()
         self.buffers.remove()
         is_sharded = any(tensor in self._parts for tensor in self.halves)
