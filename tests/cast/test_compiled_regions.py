@@ -19,6 +19,8 @@ POLICIES = [
     "O2,dtype=bfloat16,emulate=false",
     "O2,dtype=float16,emulate=true",
     "O3,dtype=bfloat16,emulate=true",
+    "O1,dtype=bfloat16,emulate=true,output_dtype=float32",
+    "O2,dtype=bfloat16,emulate=true,autocast=true",
 ]
 
 
@@ -75,7 +77,7 @@ def test_layers_in_a_graph_know_the_region_around_them_whatever_the_loss_scale(s
     assert torch.equal(out, run(torch.ones(4, 3)))
 
 
-#: Layers of models prepared under all but the first enter regions of their own.
+#: Where layers enter regions of their own, or the model's outputs are cast.
 BREAKING = [
     "O1,dtype=float16,emulate=true,norms=fp32_math,low=gelu",
     "O1,dtype=bfloat16,emulate=true,output_dtype=float32",
@@ -83,6 +85,8 @@ BREAKING = [
     "O1,dtype=bfloat16,emulate=true,fp32_module=3",
     "O2,dtype=bfloat16,emulate=true,autocast=true",
     "O3,dtype=float16,emulate=false,autocast=true",
+    "O1,dtype=bfloat16,emulate=false,lists=device,fp32_module=0",
+    "O2,dtype=float16,emulate=true,fp32_module=3",
 ]
 
 
@@ -133,7 +137,7 @@ def test_where_torch_leaves_a_function_to_python_it_computes_what_uncompiled_cod
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
-@pytest.mark.parametrize("policy", BREAKING[1:4:2])
+@pytest.mark.parametrize("policy", [BREAKING[3], BREAKING[6]])
 def test_a_graph_that_has_to_be_whole_is_refused_by_torch_where_layers_enter_regions_of_their_own(policy):
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
@@ -145,6 +149,118 @@ def test_a_graph_that_has_to_be_whole_is_refused_by_torch_where_layers_enter_reg
 
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_enter_region"):
         torch.compile(run, backend="eager", fullgraph=True)(torch.randn(4, 8))
+
+
+def in_a_loop(model, region):
+    def run(x):
+        with region():
+            for layer in model:
+                x = layer(x)
+            return x.softmax(-1)
+
+    return run
+
+
+def left_by_exceptions(model, region):
+    def run(x):
+        try:
+            with region():
+                y = model(x)
+                raise KeyError
+        except KeyError:
+            z = y.float() @ y.float().t() + x @ x.t()
+        with region(), contextlib.ExitStack() as stack:
+            stack.enter_context(region())
+            break_the_graph()
+            return z.float() @ model(x).float()
+
+    return run
+
+
+def entered_by_hand(model, region):
+    def run(x):
+        inside = region()
+        inside.__enter__()
+        y = model(x)
+        z = (y.float() @ y.float().t()).softmax(-1)
+        break_the_graph()
+        z = z.float() @ model(x.tanh()).float()
+        inside.__exit__(None, None, None)
+        return z @ z.t() + x @ x.t()
+
+    return run
+
+
+def behind_a_function(model, region):
+    def piece(x):
+        y = model(x)
+        break_the_graph()
+        return (y.float() @ y.float().t()).softmax(-1)
+
+    def run(x):
+        with region(), region():
+            y = piece(x)
+        return y.float() @ y.float().t()
+
+    return run
+
+
+SLOWER = (left_by_exceptions, entered_by_hand, behind_a_function)
+PROGRAMS = [in_a_loop, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOWER)]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo hides, unless warnings are errors
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_policies_one_after_the_other_in_one_process(program):
+    """More than torch compiles of one function: what it then runs again is to be left and entered as before."""
+    torch.compiler.reset()
+    x = torch.randn(4, 8)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for policy in BREAKING:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+            run = program(model, mezzo.prepare(model, policy).autocast)
+
+            def results(function):
+                model.zero_grad()  # noqa: B023 - called before the next one
+                out = function(x)
+                out.float().square().sum().backward()
+                return [out.detach(), *(param.grad for param in model.parameters())]  # noqa: B023
+
+            expected, compiled = results(run), torch.compile(run, backend="eager")
+            for _ in range(2):
+                for a, b in zip(results(compiled), expected, strict=True):
+                    assert a.dtype == b.dtype, policy
+                    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=policy)
+                assert not torch.is_autocast_enabled("cpu")
+                assert torch.overrides._get_current_function_mode_stack() == []
+
+
+#: Under the first two no mode and no dtype tells the policies of a model apart.
+REPLACED = [
+    ("O1,dtype=bfloat16,emulate=false,lists=device", "O1,dtype=bfloat16,emulate=false,lists=device,fp32_module=3"),
+    ("O1,dtype=bfloat16,emulate=false,lists=device,fp32_module=3", "O1,dtype=bfloat16,emulate=false,lists=device"),
+    ("O1,dtype=bfloat16,emulate=true", "O1,dtype=bfloat16,emulate=true,low=softmax@3,fp32=gelu@1"),
+    ("O2,dtype=bfloat16,emulate=false", "O2,dtype=bfloat16,emulate=false,output_dtype=bfloat16"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.parametrize("first, second", REPLACED)
+def test_another_policy_of_a_compiled_model_is_seen(first, second):
+    """torch guards no hooks."""
+    torch.compiler.reset()
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4)), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="eager")
+    for policy in (first, second):
+        handle = mezzo.prepare(model, policy)
+        with handle.autocast(), torch.no_grad():
+            expected, found = model(x), compiled(x)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+        handle.remove()
+    assert compiled(x).dtype == torch.float32
 
 
 def compiled_product():

@@ -178,6 +178,34 @@ def test_modules_are_recomputed_under_their_policy_whatever_begins_the_backward_
             assert mine is None or torch.equal(mine, plain)
 
 
+class Attention(nn.Module):
+    """Recomputes a part of its own, for which no rule is but the one for all of it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.product, self.softmax, self.how = nn.Linear(8, 8), nn.Softmax(-1), how
+
+    def forward(self, x):
+        return self.how(self.softmax, self.product(x)).exp()
+
+
+@pytest.mark.parametrize("reentrant", VARIANTS)
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16,emulate=true,low=softmax@1", "O2,dtype=float16,fp32=softmax@1"])
+def test_a_part_of_a_module_with_a_rule_is_recomputed_under_that_rule(policy, reentrant):
+    def gradients(how, through_region=False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), Attention(how))
+        with mezzo.prepare(model, policy).autocast() as region:
+            loss = model(torch.randn(4, 8)).float().square().sum()
+        (region.run_backward if through_region else bare)(loss)
+        return [param.grad for param in model.parameters()]
+
+    expected = gradients(lambda part, x: part(x))
+    for through_region in (False, True):
+        found = gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant), through_region)
+        assert all(map(torch.equal, found, expected)), through_region
+
+
 class Scaled(nn.Module):
     """Reads a parameter that a rule pins, and nothing else that a policy treats."""
 

@@ -51,7 +51,14 @@ _CAST = (
             "    dynamo.set_code_exec_strategy(function.__code__, skip)\n",
             "",
             "tests/cast/test_compiled_regions.py::test_where_torch_leaves_a_function_to_python_it_computes_what_uncompiled_code_does",
-            "compiled code would run another function's graph: square() as float()",
+            "compiled code would run another function's graph, and leave regions open: wrong tensors ever after",
+        ),
+        (
+            "region: compiled code outlives hooks",
+            "dynamo.reset_code_caches()",
+            "pass",
+            "tests/cast/test_compiled_regions.py::test_another_policy_of_a_compiled_model_is_seen",
+            "a compiled model would go on without the rules of its new policy",
         ),
         (
             "casts: they outlive their region",
@@ -105,7 +112,7 @@ _CAST = (
             "calls: recomputed parts run without the region",
             "return not modes[-1].recomputing or modes[-1].keys == self._keys_on(self.kinds())",
             "return True",
-            "tests/cast/test_recompute.py::test_modules_are_recomputed_under_their_policy_whatever_begins_the_backward_pass",
+            "tests/cast/test_recompute.py::test_a_part_of_a_module_with_a_rule_is_recomputed_under_that_rule",
             "an island that is recomputed under amp.backward would get other rules",
         ),
         (

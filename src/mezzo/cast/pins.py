@@ -51,9 +51,9 @@ def low(target: Target) -> Target:
 def fp32(target: Target) -> Target:
     """Pin a function or an ``nn.Module`` class to FP32.
 
-    Floating inputs are cast to FP32 and nothing inside is cast. What a function returns is FP32 under autocast; without,
-    as under policies that store low precision (O2, O3), it goes back to the first floating input's dtype. ``prepare``
-    keeps the parameters of a pinned class in FP32, and what it returns is FP32.
+    Floating inputs are cast to FP32 and nothing inside is cast. What a function returns is FP32 under autocast;
+    without, as under policies that store low precision (O2, O3), it goes back to the first floating input's dtype.
+    ``prepare`` keeps the parameters of a pinned class in FP32, and what it returns is FP32.
 
     Args:
         target: As for :func:`low`.

@@ -50,10 +50,10 @@ def promote_function(fn: Function) -> Function:
         args, kwargs = (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
         return fn(*args, **kwargs)
 
-    return _where_cast(fn, promoted)  # type: ignore[arg-type]
+    return _where_cast(fn, promoted)
 
 
-def _where_cast(fn: Function, pinned: Function) -> Function:
+def _where_cast(fn: Function, pinned: Callable[..., Any]) -> Function:
     """Return a function that is pinned where ops are cast, and left alone elsewhere."""
 
     @functools.wraps(fn)
