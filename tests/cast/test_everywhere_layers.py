@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree as pytree
 
@@ -73,13 +74,23 @@ def gradients(policy, model, *inputs, run=None):
 def by_hand(policy, model, *inputs, run):
     """The same step with casts by hand; ``run(hand, model, *inputs)`` spells out the arithmetic."""
     hand = Hand(policy)
+    makers = [part for part in model.modules() if isinstance(part, ParametrizationList)]
+    made = [[tensor.data for tensor in stored(part)] for part in makers]
     model = model.to(hand.dtype) if hand.converts else model
+    for part, values in zip(makers, made, strict=True):  # of which a weight is made, in FP32
+        for tensor, wide in zip(stored(part), values, strict=True):
+            tensor.data = wide
+    owns = any(param.requires_grad for param in model.parameters(recurse=False))
     inputs = [x.clone().requires_grad_() for x in inputs]
-    output = run(hand, model, *(x.to(hand.dtype) if hand.converts else x for x in inputs))
+    output = run(hand, model, *(x.to(hand.dtype) if hand.converts and owns else x for x in inputs))
     loss = first(output).square().mean()
     (loss * 128).backward()
     # Of leaves that no optimizer has the session takes the scale away.
     return [loss.detach(), *(x.grad / 128 for x in inputs), *(p.grad for p in model.parameters())]
+
+
+def stored(part):
+    return [*part.parameters(), *part.buffers()]
 
 
 def assert_equal(mine, theirs):
@@ -140,7 +151,8 @@ def encoder():
 
 def encoded(hand, model, x):
     def norm(module, y):
-        return hand.wide(functional.layer_norm, y, (8,), module.weight, module.bias)
+        given = y.to(hand.dtype) if hand.converts else y
+        return hand.wide(functional.layer_norm, given, (8,), module.weight, module.bias)
 
     for layer in model.layers:
         x = norm(layer.norm1, x + attention(hand, layer.self_attn, x, need_weights=False)[0])
@@ -298,14 +310,15 @@ def test_spectral_norm(policy):
     def theirs(hand, model, x):
         stored = model.parametrizations.weight
         weight, u, v = stored.original, stored[0]._u, stored[0]._v
+        product_of = (lambda function, *operands: function(*operands)) if hand.converts else hand.low
 
         def normalized(y, like):
             return (y / hand.wide(torch.norm, y, 2, 0, keepdim=True).clamp_min(stored[0].eps)).to(like.dtype)
 
         with torch.no_grad():
-            u = normalized(hand.low(torch.mv, weight, v), u)
-            v = normalized(hand.low(torch.mv, weight.mT, u), v)
-        product = hand.low(torch.mv, weight, v)
+            u = normalized(product_of(torch.mv, weight, v), u)
+            v = normalized(product_of(torch.mv, weight.mT, u), v)
+        product = product_of(torch.mv, weight, v)
         sigma = torch.vdot(u, product.to(u.dtype))  # mixed types: the widest
         return hand.low(functional.linear, x, weight / sigma, model.bias)
 

@@ -119,7 +119,7 @@ def test_programs_that_import_paddle_whole_find_amp_there(conv):
 
 
 def test_levels_and_dtypes_are_read_as_paddle_reads_them(conv):
-    for level, dtype in (("o1", "FLOAT16"), ("O1", torch.float16)):
+    for level, dtype in (("o1", "FLOAT16"), ("O1", "fp16"), ("O1", torch.float16)):
         with paddle.auto_cast(level=level, dtype=dtype):
             assert conv(image).dtype == torch.float16
 

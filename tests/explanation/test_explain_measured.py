@@ -59,10 +59,10 @@ def test_emulation_is_told_apart_from_the_policy(two_layers):
     assert {row.computes_in for row in explanation.rows} == {("bfloat16",)}
 
 
-def test_a_model_stored_low_casts_at_its_boundary_only(two_layers):
+def test_a_model_stored_low_casts_what_its_first_module_takes_in_and_what_it_gives_out(two_layers):
     explanation = explain(*two_layers, "O2,dtype=bfloat16,emulate=false")
     assert set(explanation.casts) == {
-        cast("", "forward", "activation", "float32", "bfloat16", 1, 12 * 6),
+        cast("first", "forward", "activation", "float32", "bfloat16", 1, 12 * 6),
         cast("", "forward", "activation", "bfloat16", "float32", 1, 6 * 6),
         cast("", "backward", "gradient", "float32", "bfloat16", 1, 6 * 6),
     }

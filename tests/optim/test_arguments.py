@@ -80,3 +80,11 @@ def test_bytes_kept_of_a_parameter(make, expected):
     kept = [value for name, value in optimizer.state[weight].items() if name != "step"]
     assert sum(tensor.nbytes for tensor in kept) == expected * weight.numel()
     assert weight.nbytes + halves.rest_of(weight).nbytes == 4 * weight.numel()
+
+
+def test_short_words_for_the_dtype_of_the_state_are_its_names():
+    first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    groups = [{"params": [first]}, {"params": [second], "state_dtype": "fp32"}]
+    optimizer = optim.AdamW(groups, state_dtype="bf16")
+    optimizer.add_param_group({"params": [third], "state_dtype": "bf16"})
+    assert [group["state_dtype"] for group in optimizer.param_groups] == ["bfloat16", "float32", "bfloat16"]

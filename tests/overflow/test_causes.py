@@ -333,7 +333,7 @@ CURES = [
      'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
     (LargeWeight, FP16, 1, "0 linear 0.weight cast to float16", "fp32_param=0.weight"),
     (LargeInput, FP16, 1e5, "0 linear input 0 cast to float16", "fp32_module=0"),
-    (LargeInput, "O2,emulate=true", 1e5, " to input 0 cast to float16",
+    (LargeInput, "O2,emulate=true", 1e5, "0 to input 0 cast to float16",
      'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
 ]  # fmt: skip
 

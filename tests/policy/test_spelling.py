@@ -63,6 +63,8 @@ def test_any_text_is_the_same_policy_in_python(level, dtype, entries):
         ("keep_fp32=head.weight", "fp32_param=head.weight"),
         ("keep_fp32=softmax", "fp32=softmax"),
         ("keep_fp32_modules=head", "fp32_module=head"),
+        ("keepfp32=head", "fp32_module=head"),
+        ("kep_fp32=head", "fp32_module=head"),
         ("float32_module=head", "fp32_module=head"),
         ("fp32_modules=head", "fp32_module=head"),
         ("modules=head", "fp32_module=head"),

@@ -102,7 +102,7 @@ LEFT_ALONE = {
     ),
     "a scripted part": (
         SCRIPTED.format(a="torch.jit.script(torch.nn.Linear(8, 8))", model="Net()"), O2,
-        "SGD over ", COMPILED, "where  Net.a\n",
+        "SGD over ", COMPILED, "where  a\n",
     ),
     "a traced model": (
         SCRIPTED.format(a="torch.nn.Linear(8, 8)", model="torch.jit.trace(Net(), x)"), BF16,

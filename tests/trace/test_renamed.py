@@ -32,7 +32,7 @@ class Checkpointed(nn.Module):
         with mezzo.autocast("O1,dtype=bfloat16,emulate=true,norms=fp32_math"):
             contexts = {"use_reentrant": False, "context_fn": mezzo.checkpoint_contexts}
             x = checkpoint(lambda y: self.second(y.float()).softmax(-1), x, **contexts)
-        return checkpoint(self.cell, x, use_reentrant=True)[0]
+        return self.cell(x)[0]
 
 
 def _renamed(code):
@@ -83,7 +83,7 @@ def test_renamed_helpers_explain_the_same(policy):
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(4, 8)
     plain = mezzo.explain(model, x, policy)
-    assert {cast.by for cast in plain.casts} == {"policy", "emulation", "model"}
+    assert {cast.by for cast in plain.casts} >= {"policy", "emulation", "model"}
     with all_renamed():
         renamed = mezzo.explain(model, x, policy)
     assert renamed.differences(plain) == ()

@@ -19,6 +19,7 @@ from mezzo.step.update import RULES
 from mezzo.tensors import CASTABLE, described, dtype_name
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
+_SHORT: Final = {"fp32": "float32", "bf16": "bfloat16"}
 #: Hyper-parameters: the least they may be, and what to write.
 _LEAST: Final = {
     "lr": (0.0, "1e-3"),
@@ -104,6 +105,12 @@ def ordered(params: Any) -> Any:
             )
         )
     return params
+
+
+def named(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group, or the defaults of an optimizer, with the full name of the dtype of its state."""
+    word = group.get("state_dtype")
+    return {**group, "state_dtype": _SHORT[word]} if isinstance(word, str) and word in _SHORT else dict(group)
 
 
 def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:

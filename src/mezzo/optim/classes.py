@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mezzo.optim.optimizer import OnePassOptimizer, Params
 
-StateDtype = Literal["float32", "bfloat16"]
+StateDtype = Literal["float32", "bfloat16", "fp32", "bf16"]
 
 
 class _TorchOnly(TypedDict, total=False):
@@ -32,7 +32,7 @@ class AdamW(OnePassOptimizer):
         weight_decay: Decoupled: weights shrink by ``lr · weight_decay``, whatever the gradient.
         amsgrad: Divide by the largest second moment so far.
         maximize: Climb instead of descend.
-        state_dtype: Of the running means: ``"float32"``, or ``"bfloat16"``, rounded stochastically.
+        state_dtype: Of the running means: ``"fp32"``, or ``"bf16"``, rounded stochastically; by their long names, too.
 
     Raises:
         PolicyError: A value that no update can work with, or an argument of torch's that chooses among its

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mezzo.errors import StateError, UnsupportedError, raise_together, some_of
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.checks import check_arguments, check_group, check_state, check_unchanged, ordered, wrong_weights
+from mezzo.optim.checks import check_arguments, check_group, check_state, check_unchanged, named, ordered, wrong_weights
 from mezzo.optim.hypers import Hypers, changes_nothing
 from mezzo.optim.state import Group, restored, saved
 from mezzo.shards import locals_of, number_of_shard, placed, sharding
@@ -109,6 +109,7 @@ class OnePassOptimizer(Optimizer):
     def __init__(self, params: Params, torch_only: Mapping[str, Any], **defaults: Any) -> None:
         check_arguments(self, torch_only)
         self._start()
+        defaults = named(defaults)
         check_group(defaults)
         super().__init__(ordered(params), defaults)
 
@@ -152,7 +153,7 @@ class OnePassOptimizer(Optimizer):
             TypeError: A set of parameters, as torch says it.
         """
         params = param_group["params"]
-        given = {**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))}
+        given = named({**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))})
         check_group({**self.defaults, **given})
         super().add_param_group(given)
 

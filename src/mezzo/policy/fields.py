@@ -76,6 +76,8 @@ _FIXED: Final = {
     "reduce": "ranks exchange gradients in the dtype that they have, or in FP32 with mezzo.fully_shard",
     "reduce_dtype": "ranks exchange gradients in the dtype that they have, or in FP32 with mezzo.fully_shard",
 }
+#: The builder whose name is most often taken for a key.
+_KEEP: Final = "keep_fp32"
 _MASTERS: Final = ("master_weights", "masters", "master", "master_weight")
 
 
@@ -234,10 +236,10 @@ def unknown_key(key: str, value: Any, level: str, dtype: Any) -> PolicyError:
             low = text_of(_value("dtype", dtype))
             write = both(f"{'O2' if asked else 'O3'},dtype={low},keep_batchnorm_fp32={text_of(has)}")
         return PolicyError(what, why=why, write=write)
-    if entries := [f"{key}={given}"] if key in RULE_KEYS else meant(key, given):
+    near = _ALSO_CALLED.get(key.lower()) or closest(key, (*words, _KEEP))
+    if entries := [f"{key}={given}"] if key in RULE_KEYS else meant(_KEEP if near == _KEEP else key, given):
         why = "a rule's key is what is done, then _module or _param where it is done to one: fp32_module=head"
         return PolicyError(what, why=why, write="; or ".join(map(both, entries)))
-    near = _ALSO_CALLED.get(key.lower()) or closest(key, words)
     return PolicyError(what, why=nearest(near or key, words), write=both(f"{near}={given}") if near else "")
 
 

@@ -266,7 +266,7 @@ def new_rate(loop):
 CHANGES = {
     load: ("adamw", r"where  state of AdamW, optimizer 0\n"),
     move: ("adamw", r"where  parameters and buffers of Sequential, model 0\n(?s:.*)once more"),
-    swap: ("torch", r"where  parameters and buffers of Sequential, model 0\n +low halves of Sequential, model 0\n"),
+    swap: ("torch", r"where  parameters and buffers of Sequential, model 0\n"),
     grow: ("adamw", r"where  parameters and buffers of Sequential, model 0\n(?s:.*)what AdamW, optimizer 0 updates\n"),
     replace: ("adamw", r"where  hyper-parameters of AdamW, optimizer 0\n"),
     freeze: ("adamw", r"where  requires_grad of Sequential, model 0\n"),

@@ -95,8 +95,10 @@ class Buffers:
             self._inside += self._watch[1] == key
             return
         self.note()
-        # torch.func.functional_call may have put others there
-        if module.training and self._unseen and len(self._versions) == len(self._places):
+        # What is compiled from here on would be compiled once more without the mode; and torch.func.functional_call may
+        # have put other tensors there.
+        is_compiled = torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+        if not is_compiled and module.training and self._unseen and len(self._versions) == len(self._places):
             watch = _Watch(self._versions, self._widen, self._halves.read)
             self._watch = watch, key
             self._end = ExitStack()
@@ -204,6 +206,8 @@ class _Watch(TorchFunctionMode):
     @compiled_inside_alone
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         written = [*map(_memory, (*tensors(args[:1] if is_write else ()), *tensors(kwargs.get("out"))))]
