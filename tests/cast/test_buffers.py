@@ -112,7 +112,7 @@ def test_a_buffer_that_a_pass_writes_is_as_in_fp32(policy, write, caplog):
     assert model[0].table.dtype == low
     said = [text for text in caplog.messages if "buffers that a forward pass writes" in text]
     assert len(said) == 1
-    assert "policy.keep_fp32(params=['0.sum']), the text fp32_param=0.sum" in said[0]
+    assert 'policy.keep_fp32(params=["0.sum"]), the text fp32_param=0.sum' in said[0]
     assert torch.equal(model.state_dict()["0.sum"], model[0].sum)
     expected = model[0].sum.clone()
     handle.remove()

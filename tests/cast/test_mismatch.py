@@ -111,7 +111,7 @@ def test_the_note_names_both_tensors_the_module_and_the_rule_and_its_cures_work(
     assert note.startswith("mezzo: ")
     assert re.search(r"test_mismatch.py:\d+: .*\n", note)
     assert f"in part, of which no rule speaks: the level {policy.level} holds" in note
-    assert "policy.keep_fp32(modules=['part']), the text fp32_module=part" in note
+    assert 'policy.keep_fp32(modules=["part"]), the text fp32_module=part' in note
     for each in says:
         assert each.format(low=low) in note
     assert low in note.splitlines()[0]

@@ -188,7 +188,7 @@ def test_a_part_that_is_called_by_itself_returns_fp32_and_inside_of_its_model_it
             inner.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
             assert outer(batch(0)[0]).dtype == torch.float32
             assert inner(batch(0)[0]).dtype == torch.float32
-            assert seen == [torch.bfloat16, torch.bfloat16]
+            assert seen == [torch.bfloat16, torch.float32], policy
         assert "forward" not in vars(inner)
 
 

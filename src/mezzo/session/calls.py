@@ -27,7 +27,7 @@ __all__ = ["Binding", "Calls", "rebound"]
 class Calls:
     """Run each method of models, and of their parts that are called by themselves, in a region, until :meth:`close`.
 
-    A call inside of another one is part of that. What comes out of the outer one is FP32, unless the policy has an
+    A call inside of another one is part of that. What comes out of the outer one is FP32, or the policy's
     ``output_dtype``; parameters that a method returns stay what they are.
 
     Args:
@@ -46,7 +46,9 @@ class Calls:
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self._region, self._before = region, before
-        self._is_wide, self._autocasts = policy.output_dtype is None, policy.autocast
+        is_plain = policy.param_dtype == torch.float32
+        self._gives_out = policy.output_dtype or (torch.float32 if is_plain else None)
+        self._autocasts = policy.autocast
         self._here, self._is_over = threading.local(), False
         self._undo = ExitStack()
         for model in models:
@@ -69,7 +71,7 @@ class Calls:
                     return plain(*args, **kwargs)
                 with self._region():
                     output = plain(*args, **kwargs)
-                return cast_floating(output, torch.float32) if self._is_wide else output
+                return output if self._gives_out is None else cast_floating(output, self._gives_out)
             if getattr(self._here, "inside", False) or self._is_over:
                 return plain(*args, **kwargs)
             self._here.inside = True
@@ -79,9 +81,9 @@ class Calls:
                     output = plain(*args, **kwargs)
             finally:
                 self._here.inside = False
-            if not self._is_wide or any(isinstance(each, nn.Parameter) for each in tensors(output)):
+            if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
                 return output
-            return cast_floating(output, torch.float32)
+            return cast_floating(output, self._gives_out)
 
         call.is_of_mezzo = True  # type: ignore[attr-defined]
         return call

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.cast.mode import compiled_inside_alone
 from mezzo.errors import message, some_of
+from mezzo.policy.spelling import both
 from mezzo.tensors import CASTABLE, LOW, tensors
 from mezzo.weights.halves import Halves
 
@@ -142,7 +143,7 @@ class Buffers:
                 "buffers that a forward pass writes are kept in FP32 from here on",
                 where=some_of(names),
                 why="in 16 bits counters and sums stand still: BF16 counts to 256",
-                write=f"policy.keep_fp32(params=[{names[0]!r}]), the text fp32_param={names[0]}: says so beforehand",
+                write=f"{both(f'fp32_param={names[0]}')}: says so beforehand",
             )
             logger.warning("%s", text)
         for tensor in found:

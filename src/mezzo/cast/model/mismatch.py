@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import message
 from mezzo.policy import Policy
+from mezzo.policy.spelling import both
 from mezzo.tensors import LOW, described, dtype_name
 
 __all__ = ["explain"]
@@ -82,9 +83,9 @@ def _cures(policy: Policy, path: str | None, wide: str = "x", *, low: str, lacks
     else:
         yield f"{wide}.to({f'{low}.dtype' if low else policy.param_dtype})"
     if path:
-        yield f"policy.keep_fp32(modules=[{path!r}]), the text fp32_module={path}: computes there in float32"
+        yield f"{both(f'fp32_module={path}')}: computes there in float32"
     if not policy.autocast and not lacks:
-        yield "policy.evolve(autocast=True), the text autocast=true: casts at each op, as O1 does"
+        yield f"{both('autocast=true')}: casts at each op, as O1 does"
 
 
 def _rule(policy: Policy, path: str) -> str:
