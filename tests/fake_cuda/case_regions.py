@@ -83,14 +83,14 @@ def test_a_model_without_tensors_and_a_bare_region_are_on_the_accelerator(machin
 def test_a_prepared_model_that_moves_takes_its_regions_along(machine):
     model = model_on("cpu")
     prepared = mezzo.prepare(model, "O1,dtype=bfloat16,emulate=true,fp32_module=4")
-    boundary = prepared._boundaries[-1][1]
+    _, within = prepared._regions[-1]
     for owner in model.modules():
         for name, param in owner.named_parameters(recurse=False):
             setattr(owner, name, None)
             param.data = torch.empty(0)
             setattr(owner, name, param)
     prepared.kinds._examples = [nn.Parameter(torch.empty(2, device="cuda"))]
-    assert prepared.autocast().device_types == boundary.region().device_types == ("cuda",)
+    assert prepared.autocast().device_types == within.region().device_types == ("cuda",)
 
 
 def test_what_a_region_covers_is_copied_with_the_model():

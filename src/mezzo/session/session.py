@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from mezzo.cast import Prepared, region
+from mezzo.cast.mode import compiled_inside_alone
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, raise_together
 from mezzo.policy import Policy
@@ -224,6 +225,7 @@ class MixedPrecision:
 
     # The loop -------------------------------------------------------------------------------------------
 
+    @compiled_inside_alone
     def autocast(self) -> region.autocast:
         """Return the region to run the forward pass and the loss in."""
         self._require_open("autocast")

@@ -362,12 +362,14 @@ class _ModelRegion(autocast):
         made._models = models
         return made
 
+    @compiled_inside_alone
     def __enter__(self) -> autocast:
         for each in self._models:
             each.halves.settle()
             each.buffers.note()
         return super().__enter__()
 
+    @compiled_inside_alone
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         for each in self._models:
