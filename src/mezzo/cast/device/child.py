@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["FAULTS", "PREFIX", "PRODUCTS", "die_quietly", "examined", "products"]
+__all__ = ["FAULTS", "PREFIX", "PRODUCTS", "die_quietly", "examined", "main", "products"]
 
 #: Begins the line that is meant for the parent; all else on stdout is other people's chatter.
 PREFIX: Final = "mezzo-probe "
@@ -63,7 +63,7 @@ def examined(dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
         slowest product; None but for ``"right"``. ``detail``: a phrase that says why.
 
     Cost:
-        About a second on a CPU, and ten where the format is slow; synchronises an accelerator.
+        A second on a CPU, and three where the format is slow; synchronises an accelerator.
     """
     speeds: dict[str, float] = {}
     with _plainly(device), torch.enable_grad():
@@ -149,9 +149,14 @@ def _seconds(work: Callable[[], object], device: str) -> float:
     return min(times)
 
 
-if __name__ == "__main__":
+def main(name: str) -> None:
+    """Be the program: examine a format, and print a line for the parent."""
     die_quietly()
     # One thread: on a busy machine threads that wait for each other hide the arithmetic, and an FP16 product six times
     # slower than FP32 was measured as equally fast.
     torch.set_num_threads(1)
-    print(PREFIX + json.dumps(examined(getattr(torch, sys.argv[1]))), flush=True)
+    print(PREFIX + json.dumps(examined(getattr(torch, name))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
