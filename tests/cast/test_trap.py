@@ -224,16 +224,37 @@ ELSEWHERE = """
 TOO_LATE = "\n    torch.bmm(x[None], x[None])  # oneDNN has read its environment\n"
 
 
+def test_the_probe_finds_the_trap_and_its_cure(trap):
+    program = """
+    found = probe("cpu")
+    print(found.needs_isa_limit, found.formats[torch.bfloat16].status, found.formats[torch.float16].status)
+    print(arithmetic(torch.bfloat16, "cpu", False).action, fast_format({"cpu"}))
+    low @ low
+    """
+    done = trap.run(PREFIX + program)
+    assert done.stdout.split() == ["True", "dead", "right", "limit", "torch.bfloat16"], done.stderr
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("emulate", ["", ",emulate=true"])
 def test_where_the_limit_comes_too_late_products_are_emulated_and_one_warning_says_so(trap, emulate):
-    done = trap.run(PREFIX + TOO_LATE + f"    EMULATE = {emulate!r}\n" + WAYS)
+    refused = """
+    try:
+        session(net())
+    except mezzo.errors.UnsupportedError as error:
+        print(str(error).splitlines()[-1].strip())
+    print("ONEDNN_MAX_CPU_ISA" in os.environ)
+    """
+    done = trap.run(PREFIX + TOO_LATE + refused + f"EMULATE = {emulate!r}\n" + WAYS)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    assert done.stdout.splitlines()[-1] == "alive True", "oneDNN stays on for all else"
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [f"ONEDNN_MAX_CPU_ISA={trap.limit} python …", "False"], "what is refused changes nothing"
+    assert lines[-1] == "alive True", "oneDNN stays on for all else"
     warned = (
         "bfloat16 products are emulated on this cpu\n"
         "  where  every region of mezzo's in this process; do not compute in the format outside them\n"
-        "  why    bfloat16 kills the process on this CPU (another process that tried it was killed by SIGILL; right with "
-        f"ONEDNN_MAX_CPU_ISA={trap.limit}), and this process has used oneDNN before that was set\n"
+        "  why    bfloat16 kills the process on this CPU (another process that tried it was killed by SIGILL; right "
+        f"with ONEDNN_MAX_CPU_ISA={trap.limit}), and this process has used oneDNN before that was set\n"
         f"  write  ONEDNN_MAX_CPU_ISA={trap.limit} python …\n"
     )
     assert done.stderr.count(warned) == done.stderr.count("emulated") == (not emulate)
@@ -281,28 +302,3 @@ def test_a_limit_of_the_users_own_is_kept_or_known_to_be_too_late(trap):
     assert done.stdout.split() == ["native", trap.limit], done.stderr
     done = trap.run(PREFIX + TOO_LATE + program)
     assert "UnsupportedError: bfloat16 cannot be computed natively" in done.stderr
-
-
-def test_a_refused_policy_leaves_everything_as_it_is(trap):
-    program = """
-    try:
-        session(net())
-    except mezzo.errors.UnsupportedError as error:
-        print(str(error).splitlines()[-1])
-    print("ONEDNN_MAX_CPU_ISA" in os.environ)
-    """
-    done = trap.run(PREFIX + TOO_LATE + program)
-    assert done.stdout.split("\n")[:2] == [f"         ONEDNN_MAX_CPU_ISA={trap.limit} python …", "False"], done.stderr
-    assert done.stderr == ""
-
-
-def test_the_probe_finds_the_trap_and_its_cure(trap):
-    program = """
-    found = probe("cpu")
-    print(found.needs_isa_limit, found.formats[torch.bfloat16].status, found.formats[torch.float16].status)
-    print(arithmetic(torch.bfloat16, "cpu", False).action, fast_format({"cpu"}))
-    low @ low
-    """
-    done = trap.run(PREFIX + program)
-    assert done.stdout.split() == ["True", "dead", "right", "limit", "torch.bfloat16"], done.stderr
-    assert done.returncode == 0

@@ -18,7 +18,6 @@ from mezzo.cast.device.probing import Status
 from mezzo.cli import main
 from mezzo.cli.machine import doctor as doctor_module
 
-
 CRASHING = DeviceReport(
     device_type="cpu",
     name="a crashing CPU",
