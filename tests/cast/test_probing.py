@@ -244,8 +244,8 @@ def test_under_the_users_own_limit_a_death_stays_one(children, monkeypatch):
 @pytest.mark.parametrize(
     "end, detail",
     [
-        (-signal.SIGKILL, "another process that tried it was killed by SIGKILL and had said nothing"),
-        (7, "another process that tried it ended with exit code 7 and had said nothing"),
+        (-signal.SIGKILL, "it could not be asked: another process was killed by SIGKILL and had said nothing"),
+        (7, "it could not be asked: another process ended with exit code 7 and had said nothing"),
     ],
 )
 def test_a_child_that_says_nothing_is_asked_again_by_the_next_process(children, unlimited, end, detail):

@@ -187,23 +187,16 @@ def _ask_child(dtype: torch.dtype, limit: str | None) -> FormatSupport:
     """Examine a format in a fresh interpreter, under a limit."""
     if not sys.executable or getattr(sys, "frozen", False):
         # A frozen program's executable is the program: starting it would run the user's work again.
-        return FormatSupport(status="unknown", detail="this Python has no executable of its own to start another with")
+        return _unknown("this Python has no executable of its own to start another with")
     environment = {key: value for key, value in os.environ.items() if key not in (ISA_VARIABLE, "DNNL_MAX_CPU_ISA")}
     environment |= {ISA_VARIABLE: limit} if limit else {}
     # It must find the torch that this process found, wherever that was.
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    command = [*CHILD_COMMAND, dtype_name(dtype)]
+    command, nothing = [*CHILD_COMMAND, dtype_name(dtype)], subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=CHILD_TIMEOUT_S,
-            check=False,
-        )
+        done = subprocess.run(command, env=environment, stdin=nothing, capture_output=True, timeout=CHILD_TIMEOUT_S)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return FormatSupport(status="unknown", detail=f"another process could not be started or did not end ({error})")
+        return _unknown(f"another process could not be started or did not end ({error})")
     logger.debug("stderr of the probe's child: %s", done.stderr.decode(errors="replace")[-2000:])
     fault = {number.value: number.name for number in signal.Signals}.get(-done.returncode, "")
     if fault in child.FAULTS:
@@ -211,8 +204,12 @@ def _ask_child(dtype: torch.dtype, limit: str | None) -> FormatSupport:
     said = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith(child.PREFIX)]
     if done.returncode != 0 or not said:
         ended = f"was killed by {fault}" if fault else f"ended with exit code {done.returncode}"
-        return FormatSupport(status="unknown", detail=f"another process that tried it {ended} and had said nothing")
+        return _unknown(f"another process {ended} and had said nothing")
     return FormatSupport(**json.loads(said[-1].removeprefix(child.PREFIX)))
+
+
+def _unknown(why: str) -> FormatSupport:
+    return FormatSupport(status="unknown", detail=f"it could not be asked: {why}")
 
 
 # This process ------------------------------------------------------------------------------------------
