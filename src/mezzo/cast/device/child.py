@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["FAULTS", "PREFIX", "PRODUCTS", "die_quietly", "examined", "main", "products"]
-
 #: Begins the line that is meant for the parent; all else on stdout is other people's chatter.
 PREFIX: Final = "mezzo-probe "
 #: The signals by which a processor refuses to go on.

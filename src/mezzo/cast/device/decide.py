@@ -21,8 +21,6 @@ from mezzo.cast.device.probing import FORMATS, ISA_VARIABLE, DeviceReport, isa_s
 from mezzo.errors import UnsupportedError, message
 from mezzo.tensors import dtype_name
 
-__all__ = ["Action", "Choice", "arithmetic", "fast_format", "intended", "probe"]
-
 logger = logging.getLogger(__name__)
 
 Action = Literal["native", "limit", "emulate"]

@@ -28,9 +28,6 @@ from mezzo import files
 from mezzo.cast.device import child
 from mezzo.tensors import dtype_name
 
-__all__ = ["FORMATS", "ISA_LIMIT", "ISA_VARIABLE", "DeviceReport", "FormatSupport", "accelerator_report", "cpu_report"]
-__all__ += ["cuda_report", "isa_setting", "processor", "survives_here"]
-
 logger = logging.getLogger(__name__)
 
 #: The formats that a report covers.
