@@ -111,8 +111,11 @@ WAYS = """
     def checkpoints():
         from torch.utils.checkpoint import checkpoint
         for reentrant in (False, True):
-            with region():
-                checkpoint(net(), x.clone().requires_grad_(), use_reentrant=reentrant).float().sum().backward()
+            model = net()
+            amp = session(model)
+            with amp.autocast():
+                value = checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant).float().sum()
+            amp.backward(value)
 
     def functional_transforms():
         from torch import func
