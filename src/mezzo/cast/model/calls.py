@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import acting_modes, compiled_inside_alone
+from mezzo.cast.mode import acting_modes, acts_here, compiled_inside_alone
 from mezzo.cast.model.places import RuledParams
 from mezzo.cast.nested import cast_floating
 from mezzo.cast.region import Region, autocast
@@ -202,6 +202,8 @@ class Within:
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Enter the region if it is not there: a forward pre-hook."""
+        if not self.is_own and not self._entered and not torch.compiler.is_compiling() and acts_here():
+            return None  # as it is in nearly all calls
         if self._is_idle():
             if self._entered and not torch.compiler.is_compiling():
                 self._skip()
