@@ -23,8 +23,8 @@ from mezzo.policy.spelling import both
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
 __all__ = [
-    "OPENED_BACKWARD", "PolicyMode", "acting", "acting_differences", "acting_modes", "acts_here", "compiled_inside_alone",
-    "forget_compiled", "pinned_parameter", "shadowed",
+    "OPENED_BACKWARD", "PolicyMode", "acting", "acting_differences", "acting_modes", "acts_here",
+    "compiled_inside_alone", "forget_compiled", "pinned_parameter", "shadowed",
 ]  # fmt: skip
 
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
