@@ -162,6 +162,19 @@ def test_a_buffer_that_is_fp32_since_a_pass_writes_it_is_named_as_such():
     assert "self.codes is float32 [8, 8], the model's codes, in float32 since" in error.value.__notes__[0]
 
 
+def test_the_cure_of_a_write_in_place_casts_what_is_written():
+    def average(self, h):
+        mean = h.mean(0)
+        self.angles.lerp_(mean, 0.5)
+        return h
+
+    model = Body(average)
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(4, 8))
+    assert "mean.to(self.angles.dtype)" in error.value.__notes__[0]
+
+
 class Island(nn.Module):
     """A part that computes in FP32 under torch.amp: autocast is off, and the input widened."""
 

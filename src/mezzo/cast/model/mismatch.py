@@ -73,6 +73,8 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     what = f"torch has no kernel in {low} for this" if lacks else f"float32 and {low} meet in one function"
     why = f"under {policy.level} modules cast what they take in to the dtype of their weights, {low}, and give that out"
     why += "" if lacks else "; a function takes what it is given"
+    if wides and program and wides[0] == _written(program[-1]):  # a copy of it would be written, and lost
+        wides, lows = lows or computed[:1], wides
     cures = _cures(policy, path, *wides[:1], low=lows[0] if lows else "", lacks=lacks)
     error.add_note(message(f"mezzo: {what}", where="\n".join(where), why=why, write=";\nor ".join(cures)))
 
@@ -127,12 +129,23 @@ def _expression(at: TracebackType) -> str:
     return b"".join(lines).decode(errors="replace")
 
 
+def _node(at: TracebackType) -> ast.expr | None:
+    try:
+        return ast.parse(_expression(at).strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _written(at: TracebackType) -> str:
+    """Return what a failing call writes in place."""
+    node = _node(at)
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
+    return ast.unparse(node.func.value) if is_method else ""  # type: ignore[union-attr]
+
+
 def _operands(at: TracebackType) -> Iterator[_Operand]:
     """Yield the floating tensors that a failing call or product is given, and what is computed in its place."""
-    try:
-        node = ast.parse(_expression(at).strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        return
+    node = _node(at)
     given: list[ast.expr] = []
     if isinstance(node, ast.Call):
         method = [node.func.value] if isinstance(node.func, ast.Attribute) else []
