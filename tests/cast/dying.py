@@ -1,7 +1,7 @@
 """A processor that dies of products in BF16 unless oneDNN is limited to AVX2, as far as torch's dispatcher shows.
 
 The death is simulated; whether the limit is in force is oneDNN's own answer, as under it BF16 is no more offered. It
-needs a processor with AVX-512. That is so in the thread that imports this file, and in the children of its probe.
+needs a processor with AVX-512. That is so in the thread that sets the trap, and in the children of its probe.
 """
 
 import os
@@ -27,11 +27,15 @@ class Dying(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-probing.ISA_LIMIT = "AVX2"
-probing.CHILD_COMMAND = [*probing.CHILD_COMMAND[:-1], __file__]
-Dying().__enter__()
+def set_trap():
+    """Begin."""
+    probing.ISA_LIMIT = "AVX2"
+    probing.CHILD_COMMAND = [*probing.CHILD_COMMAND[:-1], __file__]
+    Dying().__enter__()
+
 
 if __name__ == "__main__":
+    set_trap()
     child.WIDTHS = (128,)
     child._seconds = lambda work, device: work() and 1.0
     child.main(sys.argv[1])
