@@ -333,6 +333,55 @@ def test_a_compiled_model_counts_from_the_second_pass_on():
     assert model.sum[1] in (256 + 3, 255 + 4)
 
 
+# Frozen weights ------------------------------------------------------------------------------------------------
+
+
+class Student(nn.Module):
+    """A student and the average of its weights, as in BYOL."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.teacher = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x):
+        return (self.net(x) - self.teacher(x)).square().mean()
+
+    @torch.no_grad()
+    def follow(self):
+        for mine, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mine.mul_(0.99).add_(other, alpha=0.01)
+
+
+@pytest.mark.parametrize("rule, times", [("", 1), (",fp32_module=teacher", 0)])
+def test_a_teacher_that_stands_still_in_16_bits_is_named_once(rule, times, caplog):
+    torch.manual_seed(0)
+    model = Student()
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.net.parameters(), lr=0.1), f"O2,dtype=bfloat16{rule}")
+    model.load_state_dict(model.state_dict())  # which writes frozen weights, too
+    for _ in range(8):
+        with amp.autocast():
+            loss = model(torch.randn(4, 8))
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+        model.follow()
+    said = [text for text in caplog.messages if text.startswith("frozen weights")]
+    assert len(said) == times
+    assert all('policy.keep_fp32(modules=["teacher.0"]), the text fp32_module=teacher.0' in text for text in said)
+
+
+def test_frozen_weights_that_nobody_writes_are_not_spoken_of(caplog):
+    model = Student()
+    handle = mezzo.prepare(model, POLICIES[0])
+    for number in range(8):
+        if number % 3 == 0:
+            model.load_state_dict(model.state_dict())
+        with handle.autocast():
+            model(torch.ones(2, 8))
+    assert not caplog.messages
+
+
 # What stays low ---------------------------------------------------------------------------------------------
 
 

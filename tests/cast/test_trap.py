@@ -30,7 +30,9 @@ class Trap:
         environment |= {"XDG_CACHE_HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
         if self._preloaded:
             environment["LD_PRELOAD"] = str(self._preloaded)
-        begin = "" if self._preloaded else f"import sys; sys.path.append({str(HERE)!r}); import dying; dying.set_trap()\n"
+        begin = (
+            "" if self._preloaded else f"import sys; sys.path.append({str(HERE)!r}); import dying; dying.set_trap()\n"
+        )
         return subprocess.run(
             [sys.executable, "-c", begin + textwrap.dedent(program)],
             env=unset | environment, capture_output=True, text=True, timeout=600,

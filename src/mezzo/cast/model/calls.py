@@ -217,8 +217,9 @@ class Within:
         if not self.is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)
             return not modes[-1].recomputing or modes[-1].keys == self._keys_on(self.kinds())
         kinds = self.kinds()
-        if self.policy.autocast and not any(torch.is_autocast_enabled(kind) for kind in kinds):
-            # Outside any region nothing is cast. But in a part that is kept in FP32 autocast is switched off.
+        is_plain = self.policy.param_dtype == torch.float32
+        if is_plain and self.policy.autocast and not any(torch.is_autocast_enabled(kind) for kind in kinds):
+            # Outside any region FP32 weights compute in FP32. But in a part that is kept in FP32 autocast is off, too.
             return not self.is_own or not (getattr(self._depth, "count", 0) or runs_backward())
         # Whichever tensors stand in the places of ruled ones now, the region is to know them.
         return len(modes) > 0 and len(self.params) == 0 and modes[-1].keys == self._keys_on(kinds)
