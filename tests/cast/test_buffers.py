@@ -150,6 +150,66 @@ def test_operands_that_a_program_casts_to_the_buffers_dtype_meet_it_in_every_pas
         assert model.sum[3] == 0.5
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_program_holds_of_a_buffer_keeps_its_dtype_and_has_its_numbers(policy):
+    def write(module):
+        alias = module.sum.to(module.lin.weight.dtype)  # the buffer itself
+        module.sum.mul_(0.5)
+        part = alias[2:]
+        assert alias.dtype == module.lin.weight.dtype
+        module.seen = functional.linear(torch.ones(1, 4, dtype=alias.dtype), alias[None]), part.clone()
+        part.add_(1.0)
+
+    model = Counted(write)
+    mezzo.prepare(model, policy)
+    model(torch.ones(2, 4))
+    value = torch.tensor([BEYOND, 255.0, 0.001, 1 / 3])
+    torch.testing.assert_close(model.seen[1].float(), value[2:] / 2, rtol=0.01, atol=0)
+    torch.testing.assert_close(model.seen[0].float().reshape(()), value.sum() / 2, rtol=0.01, atol=0)
+    torch.testing.assert_close(model.sum, value / 2 + torch.tensor([0.0, 0.0, 1.0, 1.0]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("length", [4, 6])
+def test_a_table_that_is_built_anew_is_what_the_program_makes_it(policy, length, caplog):
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+            self.register_buffer("mask", torch.zeros(4, 4))
+            self.length = 0
+
+        def forward(self, x):
+            q = self.lin(x)
+            if self.length < len(x):
+                self.length = len(x)
+                self.mask = torch.full((len(x), len(x)), float("-inf")).triu(1).to(q.dtype)
+            return functional.scaled_dot_product_attention(q, q, q, attn_mask=self.mask)
+
+    model = Cached()
+    handle = mezzo.prepare(model, policy)
+    for _ in range(3):
+        model(torch.ones(length, 8)).sum().backward()
+    assert model.mask.dtype == handle.policy.dtype
+    assert not caplog.messages
+    handle.remove()
+
+
+def test_one_cure_names_all_that_were_written(caplog):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Counted(by_method), Counted(by_assignment)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    model = Two()
+    mezzo.prepare(model, POLICIES[0])
+    model(torch.ones(2, 4))
+    assert "the text fp32_param=a.sum+b.sum" in caplog.messages[0]
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_running_statistics_that_a_program_hands_to_batch_norm_are_fp32(named):
     class Stored(nn.Module):

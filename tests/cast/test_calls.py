@@ -156,6 +156,23 @@ def test_fp32_that_a_model_makes_meets_modules_as_it_meets_hand_made_casts():
 
 
 @pytest.mark.parametrize("policy", LOW)
+def test_weights_in_lists_and_dicts_are_those_of_the_module_that_uses_them(policy):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.each = nn.ParameterList([nn.Parameter(torch.eye(4)) for _ in range(2)])
+            self.named = nn.ParameterDict({"out": nn.Parameter(torch.eye(4))})
+            self.parts = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, x):
+            return sum(x @ weight for weight in self.each) @ self.named["out"]
+
+    model = nn.Sequential(Experts())
+    mezzo.prepare(model, policy)
+    assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 2.0))
+
+
+@pytest.mark.parametrize("policy", LOW)
 def test_a_module_may_call_itself(policy):
     class Tree(nn.Module):
         def __init__(self):

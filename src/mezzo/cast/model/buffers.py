@@ -38,6 +38,8 @@ _ARITHMETIC: Final = frozenset(
 _SAME: Final = frozenset("to type_as type half bfloat16 float detach clone contiguous".split())
 
 
+#: How many buffers a cure names.
+_MOST: Final = 8
 #: After how many regions in a row a frozen weight is taken for a teacher's.
 _OFTEN: Final = 3
 _VERSION: Final = attrgetter("_version")
@@ -72,7 +74,7 @@ class Buffers:
         self._all_places = {**self._places}
         self._unseen = set(self._places)  # of which no pass in training mode was watched
         self._marks: dict[Tensor, tuple[int, int]] = {}
-        self._watch: tuple[_Watch, tuple[int, nn.Module]] | None = None
+        self._watch: tuple[_FirstPass, tuple[int, nn.Module]] | None = None
         self._end = ExitStack()
         self._inside = 0
         self.written: dict[Tensor, torch.dtype] = {}
@@ -109,7 +111,7 @@ class Buffers:
         # have put other tensors there.
         is_compiled = torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
         if not is_compiled and module.training and self._unseen and len(self._marks) == len(self._places):
-            watch = _Watch(self._marks, self._widen, self._halves.read)
+            watch = _FirstPass(self._marks, self._widen, self._halves.read)
             self._watch = watch, key
             self._end = ExitStack()
             self._end.enter_context(watch)
@@ -132,7 +134,7 @@ class Buffers:
             self._unseen = {t for t in self._unseen if not any(owner in inside for owner, _ in self._places[t])}
         self.settle(watch)
 
-    def settle(self, watch: _Watch | None = None) -> None:
+    def settle(self, watch: _FirstPass | None = None) -> None:
         """Keep in FP32 what was written since :meth:`note`.
 
         Args:
@@ -141,18 +143,20 @@ class Buffers:
         if self._watch is not None:
             return
         found = [t for t, before in self._marks.items() if mark(t) != before or not self._stands(t)]
+        names = list[str]()
         for tensor in found:
             if self._stands(tensor):
                 self._widen(tensor)
-            elif not any(module._buffers.get(name) in self.written for module, name in self._places[tensor]):
-                self._take(tensor, watch)
-        if found:
-            names = [self._paths[tensor] for tensor in found]
+            elif not self._is_written(tensor) and not self._take(tensor, watch):
+                self._halves.forget(tensor)
+                continue
+            names.append(self._paths[tensor])
+        if names:
             text = message(
                 "buffers that a forward pass writes are kept in FP32 from here on",
                 where=some_of(names),
                 why="in 16 bits counters and sums stand still: BF16 counts to 256",
-                write=f"{both(f'fp32_param={names[0]}')}: says so beforehand",
+                write=f"{both('fp32_param=' + '+'.join(names[:_MOST]))}: says so beforehand",
             )
             logger.warning("%s", text)
         for tensor in found:
@@ -169,20 +173,29 @@ class Buffers:
     def _stands(self, tensor: Tensor) -> bool:
         return all(module._buffers.get(name) is tensor for module, name in self._places[tensor])
 
+    def _is_written(self, tensor: Tensor) -> bool:
+        return any(module._buffers.get(name) in self.written for module, name in self._places[tensor])
+
     def _widen(self, tensor: Tensor) -> Tensor:
         """Put an FP32 tensor in the place of a buffer: another one, since autograd may have saved the low one."""
         wide = self._halves.read(tensor)
         self._put(tensor, wide)
         return wide
 
-    def _take(self, tensor: Tensor, watch: _Watch | None) -> None:
-        """Go over to what a pass has assigned in the place of a buffer."""
+    def _take(self, tensor: Tensor, watch: _FirstPass | None) -> bool:
+        """Go over to what a pass has assigned in the place of a buffer, if it was made of that.
+
+        A table that is built anew, of another length for instance, is what the program makes it.
+        """
         for module, name in self._places[tensor]:
             now = module._buffers.get(name)
-            if now is not None and now is not tensor and now.dtype in CASTABLE:
+            if now is None or now is tensor or now.dtype not in CASTABLE or now.shape != tensor.shape:
+                continue
+            if watch is None or watch.descends(now):
                 twin = None if watch is None else watch.twins.get(now)
                 self._put(tensor, now.detach().float() if twin is None else twin)
-                return
+                return True
+        return False
 
     def _put(self, tensor: Tensor, wide: Any) -> None:
         for module, name in self._places[tensor]:
@@ -227,8 +240,10 @@ class Frozen:
             self._weights = self._versions = []
 
 
-class _Watch(TorchFunctionMode):
+class _FirstPass(TorchFunctionMode):
     """Look at each function of a pass that writes a low buffer, or reads one to assign it anew.
+
+    What is written goes to an FP32 tensor, and rounded into the low memory as well, for what a program holds of that.
 
     Args:
         buffers: The low ones.
@@ -245,9 +260,10 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._low = {_memory(tensor): tensor for tensor in buffers}
         self._wide: dict[int, Tensor] = {}  # what stands there now, by the memory of the low one
-        self._theirs: set[int] = set()  # their memory
+        self._low_of: dict[int, int] = {}  # the memory of the low one, by its
         self._widen, self._value = widen, value
         self._shapes = {tensor.shape for tensor in self._low.values()}
+        self._descends: Any = WeakTensorKeyDictionary()  # what was made of a low buffer, whatever made it
         self.twins: Any = WeakTensorKeyDictionary()
 
     @compiled_inside_alone
@@ -258,56 +274,62 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         targets = args[:1] if is_write else (args, kwargs) if _trains(name, args, kwargs) else kwargs.get("out")
-        written = [*map(_memory, tensors(targets))]
-        for memory in self._low.keys() & {*written} - self._wide.keys():
+        found = {_memory(each) for each in tensors(targets)}
+        written = (self._low.keys() & found) | {self._low_of[memory] for memory in self._low_of.keys() & found}
+        for memory in written - self._wide.keys():
             self._wide[memory] = self._widen(self._low[memory])
-            self._theirs.add(_memory(self._wide[memory]))
-        if self._wide:
-            args, kwargs = tree_map_only(Tensor, self._there, (args, kwargs))
-        if not (self._wide.keys() | self._theirs).isdisjoint(written):  # what is written there is made in FP32, too
+            self._low_of[_memory(self._wide[memory])] = memory
+        if written:
             args, kwargs = tree_map_only(Tensor, self._as_wide, (args, kwargs))
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.dtype in CASTABLE and out.shape in self._shapes and not is_write:
+        for memory in written:
+            self._low[memory].data.copy_(self._wide[memory])
+        if not is_write:
             self._follow(func, name.strip("_"), args, kwargs, out)
         return out
 
-    def _there(self, each: Tensor) -> Tensor:
-        """Return what stands for a tensor in a low buffer's memory now: the same part of the FP32 one."""
-        wide = self._wide.get(_memory(each)) if each.dtype in LOW else None
-        if wide is None:
-            return each
-        low = self._low[_memory(each)]
-        if each.shape == low.shape and each.stride() == low.stride():
-            return wide
-        return wide.as_strided(each.shape, each.stride(), each.storage_offset() - low.storage_offset())
+    def descends(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made of a low buffer."""
+        return tensor in self._descends
 
     def _as_wide(self, each: Tensor) -> Tensor:
         """Return an operand of a write in FP32; a program may have cast it to what the buffer was."""
+        memory = _memory(each)
+        if memory in self._wide and each.dtype in LOW:
+            wide, low = self._wide[memory], self._low[memory]
+            if each.shape == low.shape and each.stride() == low.stride():
+                return wide
+            return wide.as_strided(each.shape, each.stride(), each.storage_offset() - low.storage_offset())
         twin: Tensor = self.twins.get(each, each)
         return twin.float() if twin.dtype in LOW else twin
 
     @torch.no_grad()
-    def _follow(self, func: Any, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
-        """Make the twin of what is made of a low buffer, or of what has a twin."""
-        if name not in _SAME and name not in _ARITHMETIC:
+    def _follow(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what is made of a low buffer, and make the twin of what arithmetic makes of one."""
+        given = [*tensors((args, kwargs))]
+        if not any(each in self._descends or _memory(each) in self._low for each in given):
             return
-        known = {id(each): twin for each in tensors((args, kwargs)) if (twin := self._twin(each)) is not None}
+        for each in tensors(out):
+            self._descends[each] = True
+        if not isinstance(out, Tensor) or out.dtype not in CASTABLE or out.shape not in self._shapes:
+            return
+        known = {id(each): twin for each in given if (twin := self._twin(each)) is not None}
         if not known:
             return
         if name in _SAME:
             self.twins[out] = next(iter(known.values()))
-            return
+        elif name in _ARITHMETIC:
 
-        def wide(each: Tensor) -> Tensor:
-            return known[id(each)] if id(each) in known else each.float() if each.dtype in LOW else each
+            def wide(each: Tensor) -> Tensor:
+                return known[id(each)] if id(each) in known else each.float() if each.dtype in LOW else each
 
-        args, kwargs = tree_map_only(Tensor, wide, (args, kwargs))
-        self.twins[out] = func(*args, **kwargs)
+            args, kwargs = tree_map_only(Tensor, wide, (args, kwargs))
+            self.twins[out] = func(*args, **kwargs)
 
     def _twin(self, each: Tensor) -> Tensor | None:
-        low = self._low.get(_memory(each))
-        if low is not None and low.shape == each.shape and each.dtype in LOW:
-            return self._value(low)
+        memory = _memory(each)
+        if memory in self._low and self._low[memory].shape == each.shape and each.dtype in LOW:
+            return self._wide[memory] if memory in self._wide else self._value(self._low[memory])
         twin: Tensor | None = self.twins.get(each)
         return twin
 

@@ -75,9 +75,9 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     what = f"torch has no kernel in {low} for this" if lacks else f"float32 and {low} meet in one function"
     why = f"under {policy.level} modules cast what they take in to the dtype of their weights, {low}, and give that out"
     why += "" if lacks else "; a function takes what it is given"
-    if wides and program and wides[0] == _written(program[-1]):  # a copy of it would be written, and lost
-        wides, lows = lows or computed[:1], wides
     widened = next((names[id(tensor)] for _, tensor in known if tensor in written and id(tensor) in names), "")
+    if program and wides and (widened or wides[0] == _written(program[-1])):  # what is summed there stays FP32
+        wides, lows = lows or computed[:1], wides
     op = _op(program[-1]) if program else ""
     cures = _cures(policy, path, *wides[:1], low=lows[0] if lows else "", lacks=lacks, widened=widened, op=op)
     error.add_note(message(f"mezzo: {what}", where="\n".join(where), why=why, write=";\nor ".join(cures)))

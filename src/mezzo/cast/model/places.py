@@ -14,7 +14,7 @@ from mezzo.policy import Policy, Treatment
 from mezzo.tensors import CASTABLE, is_distributed
 
 __all__ = [
-    "RuledParams", "called", "has_forward", "made_weights", "makes_weight", "outermost", "region_paths",
+    "RuledParams", "called", "has_forward", "made_weights", "makes_weight", "outermost", "owned", "region_paths",
     "stored_tensors",
 ]  # fmt: skip
 
@@ -55,6 +55,14 @@ def has_forward(module: nn.Module) -> bool:
 def called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the model and its modules that have a forward."""
     yield from ((path, module) for path, module in model.named_modules() if not path or has_forward(module))
+
+
+def owned(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield a module's own parameters, with those in containers of it that are never called."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not has_forward(child):
+            yield from owned(child)
 
 
 def outermost(model: nn.Module) -> Iterator[nn.Module]:

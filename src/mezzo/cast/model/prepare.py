@@ -21,7 +21,15 @@ from mezzo.cast.model import sharding
 from mezzo.cast.model.buffers import Buffers, Frozen
 from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
 from mezzo.cast.model.mismatch import explain
-from mezzo.cast.model.places import RuledParams, called, made_weights, outermost, region_paths, stored_tensors
+from mezzo.cast.model.places import (
+    RuledParams,
+    called,
+    made_weights,
+    outermost,
+    owned,
+    region_paths,
+    stored_tensors,
+)
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
@@ -205,7 +213,7 @@ class Prepared:
         paths = region_paths(self.model, self.policy)
         for path, module in called(self.model):
             rule = self.policy.module_rule(path)
-            own = module.parameters(recurse=False)
+            own = owned(module)
             stored = {self._storage[param] for param in own if param in self._storage}
             if made_weights(module) or is_parametrized(module):
                 stored.add(self.policy.param_dtype)
