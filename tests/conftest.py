@@ -78,10 +78,7 @@ def swept():
 def emulated():
     """A processor on which neither 16-bit format is fast: both are emulated, which costs what FP32 does everywhere."""
     told = decide._reports["cpu"]
-    slow = {
-        dtype: dataclasses.replace(support, speeds=dict.fromkeys(support.speeds, 0.1))
-        for dtype, support in told.formats.items()
-    }
+    slow = {dtype: dataclasses.replace(support, speed_ratio=0.1) for dtype, support in told.formats.items()}
     return dataclasses.replace(told, formats=slow)
 
 

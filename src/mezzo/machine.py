@@ -60,7 +60,7 @@ def describe(device: torch.device) -> dict[str, str | int | bool]:
     """
     facts: dict[str, str | int | bool] = {
         "device": device.type,
-        "cpu": processor().name,
+        "cpu": processor()["name"],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -164,11 +164,11 @@ class Environment:
         yield "C++", self.compiler
         yield "packages", _versions(self.packages)
         for report in self.devices:
-            for support in report.formats.values():
+            for dtype, support in report.formats.items():
                 speed = support.speed_ratio
                 products = "" if speed is None else f", products {speed:.2g}× as fast as in FP32"
                 text = f"{support.status}{products}; {support.detail}"
-                yield f"{report.device_type} {dtype_name(support.dtype)}", text
+                yield f"{report.device_type} {dtype_name(dtype)}", text
         yield from self.variables.items()
         for extra, packages in self.extras.items():
             yield f"[{extra}]", _versions(packages)

@@ -86,8 +86,16 @@ def by_helper(module):
         buffer.lerp_(buffer + 2 * STEP, 0.5)
 
 
+def by_cast_to_its_dtype(module):
+    module.sum.lerp_((module.sum + 2 * STEP).to(module.sum.dtype), 0.5)
+
+
+def by_setting_data(module):
+    module.sum.data = module.sum.data + STEP
+
+
 WRITES = [by_operator, by_method, by_alias, by_data, by_copy, by_part, by_item, by_out, by_assignment, by_average,
-          by_float, by_helper]  # fmt: skip
+          by_float, by_helper, by_cast_to_its_dtype]  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -118,6 +126,59 @@ def test_a_buffer_that_a_pass_writes_is_as_in_fp32(policy, write, caplog):
     handle.remove()
     assert torch.equal(model[0].sum, expected)
     assert model[0].table.dtype == torch.float32
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_operands_that_a_program_casts_to_the_buffers_dtype_meet_it_in_every_pass(policy):
+    """Of functions that promote nothing; what is rounded by the program stays so."""
+    index = torch.tensor([0, 1])
+
+    def write(module):
+        ones = torch.ones(2, dtype=module.sum.dtype)
+        module.sum.scatter_add_(0, index, ones)
+        module.sum.index_add_(0, index, ones)
+        module.sum.index_put_((index,), ones, accumulate=True)
+        torch.lerp(module.sum, torch.ones(4, dtype=module.sum.dtype), 0.0, out=module.sum)
+        module.sum[3] = torch.tensor(0.5).to(module.sum.dtype)
+
+    model = Counted(write)
+    mezzo.prepare(model, policy)
+    for number in range(1, 4):
+        model(torch.ones(2, 4))
+        assert model.sum.dtype == torch.float32
+        assert model.sum[:2].tolist() == [BEYOND + 3 * number, 255.0 + 3 * number]
+        assert model.sum[3] == 0.5
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_running_statistics_that_a_program_hands_to_batch_norm_are_fp32(named):
+    class Stored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x):
+            given = {"training": self.training, "momentum": 0.01}
+            x = self.lin(x)
+            if named:
+                return functional.batch_norm(x, running_mean=self.mean, running_var=self.var, **given)
+            return functional.batch_norm(x, self.mean, self.var, None, None, self.training, 0.01)
+
+    torch.manual_seed(0)
+    plain = Stored()
+    model = copy.deepcopy(plain)
+    mezzo.prepare(model, POLICIES[0])
+    model.eval()
+    model(torch.randn(8, 4))
+    assert model.mean.dtype == torch.bfloat16
+    model.train()
+    for _ in range(20):
+        x = torch.randn(8, 4) + 3
+        model(x), plain(x)
+    assert model.mean.dtype == model.var.dtype == torch.float32
+    torch.testing.assert_close(model.mean, plain.mean, rtol=0.01, atol=0.002)
 
 
 def test_the_rule_that_the_warning_names_says_so_beforehand(caplog):
@@ -270,6 +331,55 @@ def test_a_compiled_model_counts_from_the_second_pass_on():
         amp.zero_grad()
     assert model.sum.dtype == torch.float32
     assert model.sum[1] in (256 + 3, 255 + 4)
+
+
+# Frozen weights ------------------------------------------------------------------------------------------------
+
+
+class Student(nn.Module):
+    """A student and the average of its weights, as in BYOL."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.teacher = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x):
+        return (self.net(x) - self.teacher(x)).square().mean()
+
+    @torch.no_grad()
+    def follow(self):
+        for mine, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mine.mul_(0.99).add_(other, alpha=0.01)
+
+
+@pytest.mark.parametrize("rule, times", [("", 1), (",fp32_module=teacher", 0)])
+def test_a_teacher_that_stands_still_in_16_bits_is_named_once(rule, times, caplog):
+    torch.manual_seed(0)
+    model = Student()
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.net.parameters(), lr=0.1), f"O2,dtype=bfloat16{rule}")
+    model.load_state_dict(model.state_dict())  # which writes frozen weights, too
+    for _ in range(8):
+        with amp.autocast():
+            loss = model(torch.randn(4, 8))
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+        model.follow()
+    said = [text for text in caplog.messages if text.startswith("frozen weights")]
+    assert len(said) == times
+    assert all('policy.keep_fp32(modules=["teacher.0"]), the text fp32_module=teacher.0' in text for text in said)
+
+
+def test_frozen_weights_that_nobody_writes_are_not_spoken_of(caplog):
+    model = Student()
+    handle = mezzo.prepare(model, POLICIES[0])
+    for number in range(8):
+        if number % 3 == 0:
+            model.load_state_dict(model.state_dict())
+        with handle.autocast():
+            model(torch.ones(2, 8))
+    assert not caplog.messages
 
 
 # What stays low ---------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ CASES = [
     (codebook, ["h.float() is computed there", "self.codes is {low} [8, 8], the model's part.codes"], True),
     (einsum, ["kernel is float32 [8, 8]", "h is {low} [4, 8]"], True),
     (filled, ["out[torch.arange(4)] = h"], False),
-    (scattered, ["torch.zeros(4, 8) is computed there", "h is {low} [4, 8]"], False),
+    (scattered, ["torch.zeros(4, 8) is computed there", "h is {low} [4, 8]"], True),
     (blended, ["target is float32 [4, 8]", "h is {low} [4, 8]"], False),
     (fourier, ["h is {low} [4, 8]", "h.float()"], False),
     (fourier_of_a_call, ["self.first(h).float()"], False),
@@ -117,6 +117,7 @@ def test_the_note_names_both_tensors_the_module_and_the_rule_and_its_cures_work(
     assert low in note.splitlines()[0]
     run(policy.keep_fp32(modules=["part"]))
     run(mezzo.Policy.parse(f"{policy},fp32_module=part"))
+    assert ("autocast=true" in note) == by_op
     if by_op and policy.level == "O2":
         assert "policy.evolve(autocast=True), the text autocast=true" in note
         run(policy.evolve(autocast=True))
@@ -160,6 +161,45 @@ def test_a_buffer_that_is_fp32_since_a_pass_writes_it_is_named_as_such():
     with pytest.raises(RuntimeError) as error:
         model(torch.ones(4, 8))
     assert "self.codes is float32 [8, 8], the model's codes, in float32 since" in error.value.__notes__[0]
+
+
+def test_a_queue_that_is_only_assigned_may_stay_low():
+    """Of momentum contrast: the operands stand in a list, and one is a copy of the buffer."""
+
+    def contrast(self, h):
+        scores = torch.einsum("nc,ck->nk", [h, self.codes.clone().detach()])
+        self.codes[:, :4] = h.detach().T
+        return scores
+
+    def run(policy):
+        model = Body(contrast)
+        mezzo.prepare(model, policy)
+        for _ in range(2):
+            model(torch.ones(4, 8))
+        return model.codes.dtype
+
+    with pytest.raises(RuntimeError) as error:
+        run("O2,dtype=bfloat16")
+    (note,) = error.value.__notes__
+    assert "self.codes.clone().detach() is float32 [8, 8], the model's codes, in float32 since a forward pass" in note
+    assert "h is bfloat16 [4, 8]" in note
+    assert "the text low_param=codes" in note
+    assert run("O2,dtype=bfloat16,low_param=codes") == torch.bfloat16
+    assert run("O2,dtype=bfloat16,autocast=true") == torch.float32
+
+
+def test_the_cure_of_a_write_in_place_casts_what_is_written():
+    def average(self, h):
+        mean = h.mean(0)
+        self.angles.lerp_(mean, 0.5)
+        return h
+
+    model = Body(average)
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(4, 8))
+    assert "mean.to(self.angles.dtype)" in error.value.__notes__[0]
+    assert "autocast" not in error.value.__notes__[0]  # which casts nothing for what writes in place
 
 
 class Island(nn.Module):

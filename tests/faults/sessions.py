@@ -361,13 +361,6 @@ _STATE = (
 _REFUSALS = in_file(
     "session/refusals.py",
     (
-        "refusals: TorchScript is taken",
-        "if isinstance(module, torch.jit.ScriptModule)",
-        "if False",
-        ("tests/session/test_refusals.py", "tests/script/test_report.py"),
-        "an error of mezzo's own, or a script that runs without casts and a word",
-    ),
-    (
         "refusals: DataParallel is taken",
         "if any(isinstance(m, nn.DataParallel) for",
         "if any(False for",

@@ -1,11 +1,12 @@
 """All faults: ``make faults`` plants each."""
 
-from . import lower, scalers, scripts, sessions, upper, weights
+from . import lower, probe, scalers, scripts, sessions, upper, weights
 from .fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *lower.FAULTS,
     *upper.FAULTS,
+    *probe.FAULTS,
     *weights.FAULTS,
     *sessions.FAULTS,
     *scalers.FAULTS,

@@ -155,21 +155,28 @@ _CAST = (
         ),
         (
             "buffers: later writes go unseen",
-            "found = [t for t, version in self._versions.items() if t._version != version or not self._stands(t)]",
-            "found = [t for t in self._versions if watch is not None and not self._stands(t)]",
+            "found = [t for t, before in self._marks.items() if mark(t) != before or not self._stands(t)]",
+            "found = [t for t in self._marks if watch is not None and not self._stands(t)]",
             "tests/cast/test_buffers.py",
             "a counter that begins after a warm-up would stop at 256",
         ),
         (
             "buffers: any write is a pass's",
-            "        if self._watch is None:\n            self._versions =",
-            "        if self._watch is None and not self._versions:\n            self._versions =",
+            "        if self._watch is None:\n            self._marks =",
+            "        if self._watch is None and not self._marks:\n            self._marks =",
             "tests/cast/test_buffers.py::test_a_write_outside_a_pass_is_no_pass_s",
             "loading a state dict would make FP32 of every mask, and attention would fail",
         ),
     ),
     *in_file(
         "cast/model/refusals.py",
+        (
+            "refusals: TorchScript is taken",
+            "if isinstance(m, ScriptModule)",
+            "if False",
+            ("tests/session/test_refusals.py", "tests/script/test_report.py"),
+            "an error of mezzo's own, or a script that runs without casts and a word",
+        ),
         (
             "parametrizations: made in low precision",
             "if rule is None and makes_weight(path, module):",

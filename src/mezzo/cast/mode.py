@@ -23,8 +23,8 @@ from mezzo.policy.spelling import both
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
 __all__ = [
-    "OPENED_BACKWARD", "PolicyMode", "acting", "acting_differences", "acting_modes", "compiled_inside",
-    "compiled_inside_alone",     "forget_compiled", "pinned_parameter", "shadowed",
+    "OPENED_BACKWARD", "PolicyMode", "acting", "acting_differences", "acting_modes", "acts_here", "compiled_inside",
+    "compiled_inside_alone", "forget_compiled", "pinned_parameter", "shadowed",
 ]  # fmt: skip
 
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
@@ -167,6 +167,15 @@ def acting_modes() -> list[PolicyMode]:
     """Return the modes of the active regions, the innermost last, without those that another one replaces."""
     active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return [mode for mode in active if isinstance(mode, PolicyMode) and not mode.shadows]
+
+
+def acts_here() -> bool:
+    """Whether the innermost mode of all is that of a region, in a forward pass."""
+    depth = torch._C._len_torch_function_stack()
+    if not depth:
+        return False
+    mode: Any = torch._C._get_function_stack_at(depth - 1)
+    return type(mode) is PolicyMode and not mode.shadows and not mode.recomputing
 
 
 def acting_differences(args: Any, kwargs: Any) -> Differences | None:

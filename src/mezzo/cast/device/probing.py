@@ -1,67 +1,113 @@
-"""Find out what a device can do: in a child process for a CPU, in process for an accelerator; and keep the answer.
+"""Find out whether products in a format are right on a device, and keep what a CPU's answer was.
 
-On some virtual machines the processor advertises AMX, and oneDNN's AMX path dies with an illegal
-instruction on any BF16 product wider than about 64, because the hypervisor hides a CPUID leaf. No query
-tells beforehand; only trying does, and only another process may try. What follows from the answer is
-decided in ``decide.py``. Whether *this* process survives what kills others is tried in a copy of it.
+On some virtual machines the processor advertises AMX, and oneDNN's AMX path dies with an illegal instruction on any
+BF16 product wider than about 64, because the hypervisor hides a CPUID leaf. No query tells beforehand; only trying
+does, and only another process may try. What follows from the answer is decided in ``decide.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import platform
+import signal
 import subprocess
 import sys
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 
 from mezzo import files
 from mezzo.cast.device import child
-from mezzo.cast.device.child import ISA_VARIABLE, TIMED_CASES, Tried, run_case
-from mezzo.cast.device.report import FORMATS, DeviceReport, FormatSupport
 from mezzo.tensors import dtype_name
-
-__all__ = ["ISA_LIMIT", "Processor", "accelerator_report", "cpu_report", "isa_setting", "load", "processor"]
-__all__ += ["read_limit", "store", "survives_here", "switch_onednn_off"]
 
 logger = logging.getLogger(__name__)
 
+#: The formats that a report covers.
+FORMATS: Final = (torch.float16, torch.bfloat16)
+
+ISA_VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
 #: All of AVX-512 with FP16 and BF16, but not AMX.
 ISA_LIMIT = "AVX512_CORE_FP16"
 
-#: The program that tries the formats. It gets its arguments as JSON. ``-P`` keeps the folder of this file,
-#: with names like ``report``, off its import path.
-CHILD_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("child.py")))
+#: A format counts as fast from this share of FP32's speed on. Emulation costs an FP32 product and the rounding of its
+#: operands and result, and native storage halves the memory, so a somewhat slower native product is still the better
+#: bargain; one that takes more than twice FP32's time no longer is.
+FAST_ENOUGH: Final = 0.5
 
-#: The child needs about four seconds, and stops what hangs by itself.
-CHILD_TIMEOUT_S = 900.0
+#: The program that examines a format, whose name it gets. ``-P`` keeps the folder of this file off its import path; no
+#: warning filter of the user's turns a deprecation inside torch into a failed probe.
+CHILD_COMMAND = [sys.executable, "-P", "-W", "ignore", str(Path(child.__file__))]
+#: It needs a few seconds, and on a busy machine many times that.
+CHILD_TIMEOUT_S = 300.0
 
-#: Large enough for a GPU to be busy, small enough to fit beside a model.
-ACCELERATOR_SIZES = (128, 4096)
+#: A copy of this process that waits for a lock which another thread held would do so for ever; it needs some 20 ms.
+TRIAL_TIMEOUT_S = 20
 
-#: The work takes some 20 ms. A copy that waits for a lock which another thread held will wait for ever.
-TRIAL_TIMEOUT_S = 20.0
-
-#: Counted up whenever the cases or the meaning of a report change.
-PROBE_VERSION = 4
-
+#: Counted up whenever the products or the meaning of an answer change.
+_VERSION: Final = 5
 #: What /proc/cpuinfo calls the things that decide which kernels run; the rest varies, like the clock.
-IDENTIFYING = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
+_IDENTIFYING: Final = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
 
-#: The cases of each format, by name.
-Table = Mapping[str, Mapping[str, Tried]]
+Status = Literal["right", "wrong", "dead", "unsupported", "unknown"]
 
 
-class CannotProbeError(Exception):
-    """The child said nothing at all."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatSupport:
+    """What products in one format are on one device.
+
+    Args:
+        status: ``"right"``: they agree with FP32's from the same rounded operands; ``"wrong"``: they do not;
+            ``"dead"``: they kill the process; ``"unsupported"``: torch has no kernel; ``"unknown"``: it could not be
+            asked.
+        speed_ratio: Time of FP32 over time of this format in the slowest product, above 1 is faster; None where that
+            was not measured. A dead format has one only if it is right under the limit on oneDNN that it will be used
+            with.
+        detail: Why, in words.
+    """
+
+    status: Status
+    speed_ratio: float | None = None
+    detail: str
+
+    @property
+    def fast(self) -> bool:
+        """Whether :attr:`speed_ratio` reaches ``FAST_ENOUGH``, or the device is made for the format."""
+        return self.status == "right" if self.speed_ratio is None else self.speed_ratio >= FAST_ENOUGH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """What one device can do.
+
+    Args:
+        device_type: As in ``torch.device``.
+        name: The maker's name of the processor.
+        formats: dtype -> support, for each of ``FORMATS``.
+        needs_isa_limit: Whether a format kills its process on this CPU, and is right once oneDNN is kept from the
+            instructions that the machine claims to have but cannot run.
+    """
+
+    device_type: str
+    name: str
+    formats: Mapping[torch.dtype, FormatSupport] = field(hash=False)
+    needs_isa_limit: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON can hold it."""
+        formats = [
+            {"dtype": dtype_name(dtype), **asdict(support), "fast": support.fast}
+            for dtype, support in self.formats.items()
+        ]
+        own = ("device_type", "name", "needs_isa_limit")
+        return {name: getattr(self, name) for name in own} | {"formats": formats}
 
 
 def isa_setting() -> str | None:
@@ -70,253 +116,142 @@ def isa_setting() -> str | None:
     return os.environ.get(ISA_VARIABLE) or os.environ.get("DNNL_MAX_CPU_ISA") or None
 
 
-def cpu_report(name: str) -> tuple[DeviceReport, bool]:
-    """Run every case in a child process and put the answers together.
+def cpu_report(*, refresh: bool = False) -> DeviceReport:
+    """Examine each format in a fresh interpreter: without a limit on oneDNN, and as it will be used.
+
+    It is used under the user's own limit; where there is none, under mezzo's if the format is dead without.
 
     Args:
-        name: The processor's name.
-
-    Returns:
-        The report, and whether it is worth keeping: an answer that is missing, because the child could not
-        be started, or a copy of it was too slow or stopped from outside, may be there the next time.
+        refresh: Forget what is kept on disk.
 
     Cost:
-        About four seconds; some more if the environment limits oneDNN or if a case crashes.
+        A few seconds for each format and limit once on a machine, then that of reading a file.
     """
+    cpu, own, kept = processor(), isa_setting(), dict[str, FormatSupport]()
+    about = {**cpu, "torch": torch.__version__, "probe": _VERSION}
+    file = f"device-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
     try:
-        found = _ask_child()
-    except CannotProbeError as reason:
-        logger.info("the CPU could not be probed: %s", reason)
-        detail = f"{reason}, so it is treated as if it crashed"
-        nothing = {dtype: FormatSupport(dtype=dtype, cases={}, speeds={}, detail=detail) for dtype in FORMATS}
-        return DeviceReport(device_type="cpu", name=name, formats=nothing, needs_isa_limit=False), False
-    free, limited = found["free"], found["limited"]
-    crashed = [name for name, cases in free.items() if child.crashes(cases)]
-    cured = bool(crashed) and all(o.status == "native" for name in crashed for o in limited[name].values())
-    note = f"; works with {ISA_VARIABLE}={ISA_LIMIT}" if cured else ""
-    formats = {dtype: _support(dtype, free, found["used"], note) for dtype in FORMATS}
-    report = DeviceReport(device_type="cpu", name=name, formats=formats, needs_isa_limit=cured)
-    return report, not any(o.accident for tried in found.values() for cases in tried.values() for o in cases.values())
+        stored = {} if refresh else json.loads(files.kept(file))
+        kept = {key: FormatSupport(**support) for key, support in stored.items()}
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError) as fault:
+        logger.info("nothing is known of this CPU: %s", fault)
+    known = dict(kept)
+
+    def asked(dtype: torch.dtype, limit: str | None) -> FormatSupport:
+        key = dtype_name(dtype) + (f" under {limit}" if limit else "")
+        known[key] = known.get(key) or _ask_child(dtype, limit)
+        return known[key]
+
+    formats, needs_isa_limit = {}, False
+    for dtype in FORMATS:
+        free = asked(dtype, None)
+        cured = free.status == "dead" and asked(dtype, ISA_LIMIT).status == "right"
+        used = asked(dtype, own or (ISA_LIMIT if cured else None))
+        detail = free.detail + (f"; right with {ISA_VARIABLE}={ISA_LIMIT}" if cured else "")
+        formats[dtype] = replace(used, status="dead", detail=detail) if free.status == "dead" else used
+        needs_isa_limit |= cured
+    # What could not be asked, on a machine that is too busy for instance, may answer the next time.
+    lasting = {key: support for key, support in known.items() if support.status != "unknown"}
+    if lasting != kept:
+        try:
+            files.keep(file, json.dumps({key: asdict(support) for key, support in lasting.items()}, indent=1).encode())
+        except (OSError, RuntimeError) as fault:
+            logger.info("what was found out of this CPU could not be kept: %s", fault)
+    return DeviceReport(device_type="cpu", name=cpu["name"], formats=formats, needs_isa_limit=needs_isa_limit)
 
 
-def accelerator_report(device_type: str, name: str, imitated: Container[torch.dtype]) -> DeviceReport:
-    """Run every case on an accelerator, in this process.
+def cuda_report() -> DeviceReport:
+    """Ask a GPU: nothing is measured, so that a training run does not begin with a benchmark."""
+    native = FormatSupport(status="right", detail="the device is made for it")
+    imitated = FormatSupport(status="unsupported", detail="torch only imitates it on this device")
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    formats = {torch.float16: native, torch.bfloat16: native if has_bfloat16 else imitated}
+    return DeviceReport(device_type="cuda", name=torch.cuda.get_device_name(), formats=formats)
 
-    Args:
-        device_type: An accelerator that is present.
-        name: Its name.
-        imitated: Formats whose kernels only pretend to compute in them, which does not count.
 
-    Returns:
-        The report. FP32 is timed as this process has set it, TF32 included.
+def accelerator_report(device_type: str) -> DeviceReport:
+    """Examine each format on another accelerator, in this process.
 
     Cost:
-        A second or two, many synchronisations, and about 0.5 GiB of device memory for their duration.
+        A second or two, with synchronisations.
     """
-    outcomes: dict[str, dict[str, Tried]] = {}
-    for dtype in (torch.float32, *FORMATS):
-
-        def tried(case: str, dtype: torch.dtype = dtype) -> Tried:
-            if case == "gemm" and dtype in imitated:
-                return Tried("unsupported", detail="torch only imitates it on this device")
-            return child.try_case(case, dtype, device_type, ACCELERATOR_SIZES)
-
-        outcomes[dtype_name(dtype)] = child.try_format(tried)
-    formats = {dtype: _support(dtype, outcomes, outcomes) for dtype in FORMATS}
-    return DeviceReport(device_type=device_type, name=name, formats=formats, needs_isa_limit=False)
+    named = getattr(torch.get_device_module(device_type), "get_device_name", None)
+    formats = {dtype: FormatSupport(**child.examined(dtype, device_type)) for dtype in FORMATS}
+    return DeviceReport(device_type=device_type, name=named() if named else device_type, formats=formats)
 
 
-def _ask_child() -> dict[str, Table]:
-    """Start the child, and return the outcomes of every case: without a limit, with mezzo's own, and timed."""
+def _ask_child(dtype: torch.dtype, limit: str | None) -> FormatSupport:
+    """Examine a format in a fresh interpreter, under a limit."""
     if not sys.executable or getattr(sys, "frozen", False):
         # A frozen program's executable is the program: starting it would run the user's work again.
-        raise CannotProbeError("this Python has no executable of its own to start a child process with")
-    dtypes = [dtype_name(dtype) for dtype in (torch.float32, *FORMATS)]
-    arguments = json.dumps({"dtypes": dtypes, "setting": isa_setting(), "limit": ISA_LIMIT})
+        return _unknown("this Python has no executable of its own to start another with")
+    environment = {key: value for key, value in os.environ.items() if key not in (ISA_VARIABLE, "DNNL_MAX_CPU_ISA")}
+    environment |= {ISA_VARIABLE: limit} if limit else {}
+    # It must find the torch that this process found, wherever that was.
+    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    command, nothing = [*CHILD_COMMAND, dtype_name(dtype)], subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            [*CHILD_COMMAND, arguments],
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=CHILD_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, ValueError, subprocess.SubprocessError) as fault:
-        raise CannotProbeError(f"a child process could not be started or did not end ({fault})") from fault
+        done = subprocess.run(command, env=environment, stdin=nothing, capture_output=True, timeout=CHILD_TIMEOUT_S)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return _unknown(f"another process could not be started or did not end ({error})")
     logger.debug("stderr of the probe's child: %s", done.stderr.decode(errors="replace")[-2000:])
+    fault = {number.value: number.name for number in signal.Signals}.get(-done.returncode, "")
+    if fault in child.FAULTS:
+        return FormatSupport(status="dead", detail=f"another process that tried it was killed by {fault}")
     said = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith(child.PREFIX)]
     if done.returncode != 0 or not said:
-        raise CannotProbeError(f"a child process ended with exit code {done.returncode} before it had said anything")
-    return {
-        setting: {dtype: {case: Tried(**fields) for case, fields in cases.items()} for dtype, cases in tried.items()}
-        for setting, tried in json.loads(said[-1].removeprefix(child.PREFIX)).items()
-    }
+        ended = f"was killed by {fault}" if fault else f"ended with exit code {done.returncode}"
+        return _unknown(f"another process {ended} and had said nothing")
+    return FormatSupport(**json.loads(said[-1].removeprefix(child.PREFIX)))
 
 
-def _environment() -> dict[str, str]:
-    # The user's limits must not hide a crash, their verbosity not flood the pipe, and their warning
-    # filters not turn a deprecation inside torch into a failed probe.
-    unwanted = {ISA_VARIABLE, "DNNL_MAX_CPU_ISA", "ONEDNN_VERBOSE", "DNNL_VERBOSE", "PYTHONWARNINGS"}
-    environment = {key: value for key, value in os.environ.items() if key not in unwanted}
-    # The child must find the torch that this process found, wherever that was.
-    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return environment
+def _unknown(why: str) -> FormatSupport:
+    return FormatSupport(status="unknown", detail=f"it could not be asked: {why}")
 
 
-def _support(dtype: torch.dtype, free: Table, used: Table, note: str = "") -> FormatSupport:
-    """Draw the conclusion for one format from the outcomes of its cases."""
-    own, fp32, tried = used[dtype_name(dtype)], used["float32"], free[dtype_name(dtype)]
-    speeds: dict[str, float] = {}
-    for case in TIMED_CASES:
-        base, seconds = (cases[case].seconds if case in cases else None for cases in (fp32, own))
-        if base and seconds and not any(outcome.status == "crashes" for outcome in own.values()):
-            speeds[case] = base / seconds
-    slowest = min(speeds, key=speeds.__getitem__, default="")
-    detail = f"slowest: {slowest}" if slowest else "nothing was timed"
-    for status, and_more in (("unsupported", ""), ("crashes", note)):  # of both, a crash is what matters
-        troubles = [f"{case}: {outcome.detail}" for case, outcome in tried.items() if outcome.status == status]
-        detail = troubles[0] + and_more if troubles else detail
-    cases = {case: outcome.status for case, outcome in tried.items()}
-    return FormatSupport(dtype=dtype, cases=cases, speeds=speeds, detail=detail)
+# This process ------------------------------------------------------------------------------------------
 
 
-# A copy of this process --------------------------------------------------------------------------------
+def survives_here(dtype: torch.dtype) -> bool:
+    """Try products in a forked copy of this process, with whatever state oneDNN is in here.
 
-
-def read_limit() -> None:
-    """Have oneDNN read its environment now, if it has not done so yet; later changes of that mean nothing.
-
-    A limit that is only set would be lost if the environment were put back before oneDNN's first use, as
-    ``unittest.mock.patch.dict(os.environ)`` does.
-
-    Cost:
-        None: oneDNN is asked what the processor can do, and computes nothing.
-    """
-    if torch._C._has_mkldnn:
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def switch_onednn_off() -> None:
-    """Have torch compute everything on the CPU without oneDNN: in any thread, and for C++ callers too."""
-    torch._C._set_mkldnn_enabled(False)
-
-
-def survives_here(dtype: torch.dtype, cases: Iterable[str], *, onednn: bool = True) -> str:
-    """Try cases in a copy of this process, with whatever state oneDNN is in here.
-
-    oneDNN reads its limit once, at its first use or at the first query of it, and torch has no call that
-    tells whether that has happened: an FP32 ``bmm`` already does it. A forked copy has the same state, so
-    what it survives, this process survives.
-
-    Args:
-        dtype: The format.
-        cases: Some of ``child.CASES``.
-        onednn: Whether the copy may use oneDNN; without it torch falls back on its own kernels.
-
-    Returns:
-        The empty string if the copy survived, otherwise why that cannot be said.
+    oneDNN reads its limit once, at its first use or at the first query of it, and torch has no call that tells whether
+    that has happened: an FP32 ``bmm`` already does it. What a copy survives, this process survives.
 
     Cost:
         A fork and some 20 ms.
     """
-
-    def work() -> None:
-        torch.set_num_threads(1)  # the threads of the pool are not copied
-        if not onednn:
-            switch_onednn_off()
-        for case in cases:
-            run_case(
-                case, dtype, "cpu", child.SIZES if onednn else child.SIZES[:1]
-            )  # without oneDNN a large product takes seconds
-
-    try:
-        _, ended = child.in_copy(work, TRIAL_TIMEOUT_S)
-    except OSError as fault:
-        return f"this process could not be copied to find out ({fault})"
-    return ended.trouble and f"a copy of this process that tried it {ended.trouble}"
-
-
-# What is kept on disk ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Processor:
-    """The CPU, as far as it matters which kernels run on it.
-
-    Args:
-        name: What to call it.
-        digest: A hash of its model, its flags, and the machine that may hide some of them.
-    """
-
-    name: str
-    digest: str
+    if not hasattr(os, "fork"):
+        return False
+    with suppress(OSError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the threads that a fork leaves behind: the copy needs none of them
+        copy = os.fork()
+        if copy == 0:
+            code = 1
+            try:
+                child.die_quietly()
+                signal.alarm(TRIAL_TIMEOUT_S)
+                torch.set_num_threads(1)  # the threads of the pool are not copied
+                child.products(dtype)
+                code = 0
+            finally:
+                os._exit(code)  # no exit handlers, no flushing of buffers that belong to the parent
+        return os.waitpid(copy, 0)[1] == 0
+    return False
 
 
-def processor() -> Processor:
-    """Identify the CPU of this machine.
-
-    Example:
-        >>> processor() == processor()
-        True
-    """
+def processor() -> dict[str, str]:
+    """Return the CPU's ``name``, and what tells it from others as far as it matters which kernels run on it."""
     facts: dict[str, str] = {}
-    with contextlib.suppress(OSError, UnicodeDecodeError):
+    with suppress(OSError, UnicodeDecodeError):
         for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
             key, _, value = line.partition(":")
-            if key.strip() in IDENTIFYING:
+            if key.strip() in _IDENTIFYING:
                 facts[key.strip()] = value.strip()
-    name = facts.get("model name") or platform.processor() or platform.machine() or "unknown CPU"
-    # A cluster shares a home folder among machines, and whether an advertised instruction really works is
-    # a matter of the hypervisor, which only these give away.
+    # A cluster shares a home folder among machines, and whether an advertised instruction really works is a matter of
+    # the hypervisor, which only these give away.
     for source in ("sys_vendor", "product_name"):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
+        with suppress(OSError, UnicodeDecodeError):
             facts[source] = Path("/sys/class/dmi/id", source).read_text().strip()
     facts["platform"] = f"{platform.machine()} {platform.system()} {platform.release()}"
-    return Processor(name=name, digest=_digest(facts))
-
-
-def load(cpu: Processor) -> DeviceReport | None:
-    """Read the report of an earlier process, or None if there is none that fits and is as it was written.
-
-    Args:
-        cpu: The CPU of this machine.
-    """
-    key = _key(cpu)
-    try:
-        stored = json.loads(files.kept(_name(key)))
-        if stored["key"] != key or stored["digest"] != _digest(stored["report"]):
-            raise ValueError("it was written for another key, or changed since")
-        return DeviceReport.from_dict(stored["report"])
-    except FileNotFoundError:
-        return None
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as fault:
-        logger.info("ignoring the stored device report: %s", fault)
-        return None
-
-
-def store(cpu: Processor, report: DeviceReport) -> None:
-    """Write a report for later processes; if that fails, later processes probe again.
-
-    Args:
-        cpu: The CPU of this machine.
-        report: What the probe found.
-    """
-    key, found = _key(cpu), report.to_dict()
-    try:
-        # Several ranks may finish together: each file appears whole, so a reader sees one whole report.
-        files.keep(_name(key), json.dumps({"key": key, "digest": _digest(found), "report": found}, indent=1).encode())
-    except (OSError, RuntimeError) as fault:
-        logger.info("the device report could not be stored: %s", fault)
-
-
-def _key(cpu: Processor) -> dict[str, Any]:
-    return {"probe": PROBE_VERSION, "torch": torch.__version__, "cpu": cpu.digest, "isa_setting": isa_setting()}
-
-
-def _name(key: dict[str, Any]) -> str:
-    return f"device-{_digest(key)}.json"
-
-
-def _digest(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
+    return facts | {"name": facts.get("model name") or platform.processor() or platform.machine() or "unknown CPU"}

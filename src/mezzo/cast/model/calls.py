@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import acting_modes, compiled_inside_alone
+from mezzo.cast.mode import acting_modes, acts_here, compiled_inside_alone
 from mezzo.cast.model.places import RuledParams
 from mezzo.cast.nested import cast_floating
 from mezzo.cast.region import Region, autocast
@@ -202,6 +202,8 @@ class Within:
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Enter the region if it is not there: a forward pre-hook."""
+        if not self.is_own and not self._entered and not torch.compiler.is_compiling() and acts_here():
+            return None  # as it is in nearly all calls
         if self._is_idle():
             if self._entered and not torch.compiler.is_compiling():
                 self._skip()
@@ -215,8 +217,9 @@ class Within:
         if not self.is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)
             return not modes[-1].recomputing or modes[-1].keys == self._keys_on(self.kinds())
         kinds = self.kinds()
-        if self.policy.autocast and not any(torch.is_autocast_enabled(kind) for kind in kinds):
-            # Outside any region nothing is cast. But in a part that is kept in FP32 autocast is switched off.
+        is_plain = self.policy.param_dtype == torch.float32
+        if is_plain and self.policy.autocast and not any(torch.is_autocast_enabled(kind) for kind in kinds):
+            # Outside any region FP32 weights compute in FP32. But in a part that is kept in FP32 autocast is off, too.
             return not self.is_own or not (getattr(self._depth, "count", 0) or runs_backward())
         # Whichever tensors stand in the places of ruled ones now, the region is to know them.
         return len(modes) > 0 and len(self.params) == 0 and modes[-1].keys == self._keys_on(kinds)

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mezzo.errors import message
+from mezzo.errors import PolicyError, message
 from mezzo.policy import Policy
 from mezzo.policy.spelling import both
 from mezzo.tensors import LOW, described, dtype_name
@@ -26,6 +26,8 @@ _TWO_DTYPES: Final = (
 )  # fmt: skip
 #: How it says that there is no kernel for a dtype.
 _NO_KERNEL: Final = ("not implemented for", "Unsupported dtype", "powers of two when computing in half")
+#: What gives numbers of the same dtype, some or all of those that are there.
+_SAME: Final = frozenset("clone detach contiguous t view reshape permute transpose unsqueeze squeeze expand".split())
 _LIBRARIES: Final = tuple(str(Path(place).parent) for place in (torch.__file__, __file__.partition("/cast/")[0] + "/x"))
 
 
@@ -73,19 +75,35 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     what = f"torch has no kernel in {low} for this" if lacks else f"float32 and {low} meet in one function"
     why = f"under {policy.level} modules cast what they take in to the dtype of their weights, {low}, and give that out"
     why += "" if lacks else "; a function takes what it is given"
-    cures = _cures(policy, path, *wides[:1], low=lows[0] if lows else "", lacks=lacks)
+    if wides and program and wides[0] == _written(program[-1]):  # a copy of it would be written, and lost
+        wides, lows = lows or computed[:1], wides
+    widened = next((names[id(tensor)] for _, tensor in known if tensor in written and id(tensor) in names), "")
+    op = _op(program[-1]) if program else ""
+    cures = _cures(policy, path, *wides[:1], low=lows[0] if lows else "", lacks=lacks, widened=widened, op=op)
     error.add_note(message(f"mezzo: {what}", where="\n".join(where), why=why, write=";\nor ".join(cures)))
 
 
-def _cures(policy: Policy, path: str | None, wide: str = "x", *, low: str, lacks: bool) -> Iterator[str]:
+def _cures(
+    policy: Policy, path: str | None, wide: str = "x", *, low: str, lacks: bool, widened: str, op: str
+) -> Iterator[str]:
     if lacks:
         yield f"{low or 'x'}.float()"
     else:
         yield f"{wide}.to({f'{low}.dtype' if low else policy.param_dtype})"
+    if widened:
+        yield f"{both(f'low_param={widened}')}: keeps it in 16 bits, if it is assigned and never summed"
     if path:
         yield f"{both(f'fp32_module={path}')}: computes there in float32"
-    if not policy.autocast and not lacks:
+    if not policy.autocast and not lacks and _is_cast(op, policy):
         yield f"{both('autocast=true')}: casts at each op, as O1 does"
+
+
+def _is_cast(op: str, policy: Policy) -> bool:
+    """Whether O1 would cast what an op is given; nothing is cast for what writes in place."""
+    try:
+        return not op.endswith("_") and policy.evolve(autocast=True).explain(op).treatment != "native"
+    except PolicyError:
+        return False
 
 
 def _rule(policy: Policy, path: str) -> str:
@@ -127,18 +145,39 @@ def _expression(at: TracebackType) -> str:
     return b"".join(lines).decode(errors="replace")
 
 
+def _node(at: TracebackType) -> ast.expr | None:
+    try:
+        return ast.parse(_expression(at).strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _written(at: TracebackType) -> str:
+    """Return what a failing call writes in place."""
+    node = _node(at)
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
+    return ast.unparse(node.func.value) if is_method else ""  # type: ignore[union-attr]
+
+
+def _op(at: TracebackType) -> str:
+    """Return the name of the function that has failed."""
+    node = _node(at)
+    if isinstance(node, ast.BinOp):
+        return "matmul" if isinstance(node.op, ast.MatMult) else ""
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
 def _operands(at: TracebackType) -> Iterator[_Operand]:
     """Yield the floating tensors that a failing call or product is given, and what is computed in its place."""
-    try:
-        node = ast.parse(_expression(at).strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        return
+    node = _node(at)
     given: list[ast.expr] = []
     if isinstance(node, ast.Call):
         method = [node.func.value] if isinstance(node.func, ast.Attribute) else []
         given = [*method, *node.args, *(keyword.value for keyword in node.keywords)]
     elif isinstance(node, ast.BinOp):
         given = [node.left, node.right]
+    given = [part for each in given for part in (each.elts if isinstance(each, ast.List | ast.Tuple) else [each])]
     for each in given:
         value = _value(each, at.tb_frame)
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -160,6 +199,8 @@ def _value(node: ast.AST, frame: FrameType) -> Any:
             return getattr(owner, node.attr)
         if isinstance(owner, ModuleType):
             return owner
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME:
+        return _value(node.func.value, frame)  # the same numbers
     return None
 
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.cast.device import Kinds
 from mezzo.cast.mode import compiled_inside_alone, forget_compiled
 from mezzo.cast.model import sharding
-from mezzo.cast.model.buffers import Buffers
+from mezzo.cast.model.buffers import Buffers, Frozen
 from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
 from mezzo.cast.model.mismatch import explain
 from mezzo.cast.model.places import RuledParams, called, made_weights, outermost, region_paths, stored_tensors
@@ -107,6 +107,7 @@ class Prepared:
         kinds: The device types of its tensors, which its regions cover.
         params: The parameters that rules speak about.
         buffers: Those that a forward pass may write.
+        frozen: Weights that were frozen when they were stored low.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
@@ -130,6 +131,7 @@ class Prepared:
         self._regions = [*self._plan_regions()]
         written = [] if policy.param_dtype == torch.float32 else [*self._maybe_written()]
         self.buffers = Buffers(written, self.halves)
+        self.frozen = Frozen({})
         self._undo = ExitStack()
         try:
             self._carry_out()
@@ -149,6 +151,8 @@ class Prepared:
             if dtype not in LOW and tensor.dtype != dtype:
                 self._widened[tensor] = tensor.dtype
                 give(tensor, tensor.data.to(dtype))
+        frozen = ((name, p) for name, p in self.model.named_parameters() if p in low and not p.requires_grad)
+        self.frozen = Frozen(dict(frozen))
         if not low.keys().isdisjoint(self._parts):
             sharding.refresh(self.model)
         self._undo.callback(show_fp32(self.model, self.halves))
@@ -367,6 +371,7 @@ class _ModelRegion(autocast):
         for each in self._models:
             each.halves.settle()
             each.buffers.note()
+            each.frozen.look()
         return super().__enter__()
 
     @compiled_inside_alone

@@ -166,9 +166,7 @@ def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:
     params = list(model.named_parameters())
     lazy = [name for name, p in params if isinstance(p, nn.parameter.UninitializedParameter)]
     wide = [f"{name} (float64)" for name, p in params if p.dtype == torch.float64]
-    scripted = [
-        path or type(module).__name__ for path, module in model.named_modules() if isinstance(module, ScriptModule)
-    ]
+    scripted = [path or type(m).__name__ for path, m in model.named_modules() if isinstance(m, ScriptModule)]
     for names, what, why, write in (
         (lazy, "lazy parameters have no values yet",
          "there is nothing to store in the policy's dtype, and no shape for a master",

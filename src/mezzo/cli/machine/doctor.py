@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,25 +13,23 @@ from rich.text import Text
 
 from mezzo.bench.layers import WIDTHS, LayerSteps, layer_steps
 from mezzo.cast import device
-from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, FormatSupport, isa_setting
+from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, intended, isa_setting
 from mezzo.cli.app import app
 from mezzo.cli.output import console_for, show_json
 from mezzo.errors import printable
 from mezzo.explanation.table import table
 from mezzo.machine import describe, tf32
-from mezzo.tensors import LOW, dtype_name
+from mezzo.tensors import dtype_name
 
 __all__ = ["doctor", "findings"]
 
 #: Timed training steps, by device type and format.
 Steps = Mapping[str, Mapping[torch.dtype, LayerSteps]]
 
-WHAT_MEZZO_DOES: dict[Action | Literal["unused"], str] = {
+WHAT_MEZZO_DOES: dict[Action, str] = {
     "native": "compute natively",
     "limit": f"set {ISA_VARIABLE}={ISA_LIMIT}, then compute natively",
     "emulate": "emulate in FP32",
-    "unused": "not compute in it yet",
-    "unsupported": "refuse",
 }
 
 
@@ -60,7 +58,7 @@ def doctor(
     steps: Steps = {}
     if not quick:
         with Console(stderr=True).status("timing training steps of layers 128 and 2048 wide; some ten seconds"):
-            steps = {report.device_type: layer_steps(report.device_type, _trainable(report)) for report in reports}
+            steps = {report.device_type: layer_steps(report.device_type, [*report.formats]) for report in reports}
     if as_json:
         show_json(findings(reports, steps))
         return
@@ -82,27 +80,18 @@ def doctor(
         console.print(_table(report, steps.get(report.device_type, {})))
 
 
-def _trainable(report: DeviceReport) -> list[torch.dtype]:
-    """List the formats that mezzo would train in."""
-    there = (each for each in report.formats.values() if _intention(report, each) not in ("unused", "unsupported"))
-    return [each.dtype for each in there]
-
-
 def _answer(report: DeviceReport, steps: Mapping[torch.dtype, LayerSteps]) -> list[str]:
-    """Say of each format that a policy can ask for whether it pays, or at least whether it works."""
+    """Say of each format whether it pays, or at least whether it works."""
     found = []
-    for support in report.formats.values():
-        name = f"{report.device_type}: {dtype_name(support.dtype)}"
-        intention = _intention(report, support)
-        if intention == "unused":
-            continue
-        if support.dtype in steps:
-            text = steps[support.dtype].verdict(name)
+    for dtype, support in report.formats.items():
+        name = f"{report.device_type}: {dtype_name(dtype)}"
+        if dtype in steps:
+            text = steps[dtype].verdict(name)
         elif support.speed_ratio is not None:
             text = f"{name}: products {support.speed_ratio:.2g}× as fast as in FP32, {support.detail}"
         else:
             text = f"{name}: {support.detail}"
-        found.append(f"{text}; mezzo will {WHAT_MEZZO_DOES[intention]}")
+        found.append(f"{text}; mezzo will {WHAT_MEZZO_DOES[intended(report, dtype)]}")
     return found
 
 
@@ -124,9 +113,9 @@ def findings(reports: list[DeviceReport], steps: Steps | None = None) -> dict[st
     devices = []
     for report in reports:
         shown = report.to_dict()
-        for entry, support in zip(shown["formats"], report.formats.values(), strict=True):
-            entry["intention"] = _intention(report, support)
-            timed = (steps or {}).get(report.device_type, {}).get(support.dtype)
+        for entry, dtype in zip(shown["formats"], report.formats, strict=True):
+            entry["intention"] = intended(report, dtype)
+            timed = (steps or {}).get(report.device_type, {}).get(dtype)
             entry |= {} if timed is None else {"steps": timed.to_dict()}
         devices.append(shown)
     here = describe(torch.device("cpu"))
@@ -138,32 +127,25 @@ def findings(reports: list[DeviceReport], steps: Steps | None = None) -> dict[st
     }
 
 
-def _intention(report: DeviceReport, support: FormatSupport) -> Action | Literal["unused"]:
-    """Say what mezzo will do with a format; one that no policy can ask for is measured all the same."""
-    return device.intended(report, support.dtype) if support.dtype in LOW else "unused"
-
-
 def _table(report: DeviceReport, steps: Mapping[torch.dtype, LayerSteps]) -> Table:
     title = Text(f"{report.device_type}: {report.name}", style="bold")
-    caption = Text("products and steps: times as fast as in FP32, the slowest product counts", style="dim")
+    caption = Text("speed and steps: times as fast as in FP32, the slowest product counts", style="dim")
     widths = WIDTHS if steps else ()
-    numbers = ("products", *(f"steps, {width}" for width in widths))
-    heads = ("format", "works", *numbers, "mezzo will", "because")
-    rows = (_row(report, support, steps.get(support.dtype), widths) for support in report.formats.values())
+    numbers = ("speed", *(f"steps, {width}" for width in widths))
+    heads = ("format", "products are", *numbers, "mezzo will", "because")
+    rows = (_row(report, dtype, steps.get(dtype), widths) for dtype in report.formats)
     left: Any = {"title_justify": "left", "caption_justify": "left"}
     return table(heads, rows, right=numbers, title=title, caption=caption, **left)
 
 
-def _row(
-    report: DeviceReport, support: FormatSupport, steps: LayerSteps | None, widths: Sequence[int]
-) -> tuple[str, ...]:
-    ratio = support.speed_ratio
+def _row(report: DeviceReport, dtype: torch.dtype, steps: LayerSteps | None, widths: Sequence[int]) -> tuple[str, ...]:
+    support, ratio = report.formats[dtype], report.formats[dtype].speed_ratio
     speeds = [None if steps is None else steps.speeds.get(width) for width in widths]
     return (
-        dtype_name(support.dtype),
-        {"native": "yes", "crashes": "crashes"}.get(support.status, "no"),
+        dtype_name(dtype),
+        support.status,
         "–" if ratio is None else f"{ratio:.2g}×",
         *("–" if speed is None else f"{speed.median:.2g}× ({speed.p10:.2g}–{speed.p90:.2g})" for speed in speeds),
-        WHAT_MEZZO_DOES[_intention(report, support)],
+        WHAT_MEZZO_DOES[intended(report, dtype)],
         support.detail,
     )
