@@ -48,7 +48,7 @@ _CAST = (
         "cast/mode.py",
         (
             "region: a mode is compiled by itself",
-            "    dynamo.set_code_exec_strategy(function.__code__, skip)\n",
+            "    dynamo.set_code_exec_strategy(function.__code__, strategy)\n",
             "",
             "tests/cast/test_compiled_regions.py::test_where_torch_leaves_a_function_to_python_it_computes_what_uncompiled_code_does",
             "compiled code would run another function's graph, and leave regions open: wrong tensors ever after",

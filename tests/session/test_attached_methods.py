@@ -245,3 +245,31 @@ def test_a_compiled_step_with_its_backward_pass_is_the_eager_one(policy):
                 made.step()
             ends.append([p.detach().clone() for p in model.parameters()])
     assert_same(*ends)
+
+
+class Island(nn.Module):
+    """Parts of it are called where autocast is off; the second by the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.inner(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.last(x.float())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.parametrize("rule", ["", ",fp32_module=inner"])
+def test_parts_without_autocast_are_that_in_compiled_code_too(rule):
+    torch.compiler.reset()
+    model = Island()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(model, made, f"O1,dtype=bfloat16,emulate=true{rule}"), torch.no_grad():
+        x = torch.randn(4, 8)
+        compiled = torch.compile(lambda x: model(x).softmax(-1), backend="eager")
+        for _ in range(2):
+            assert torch.equal(compiled(x), model(x).softmax(-1))
+        part = torch.compile(model.inner, backend="eager")
+        assert torch.equal(part(x), model.inner(x))

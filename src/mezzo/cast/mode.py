@@ -6,7 +6,7 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from mezzo.policy.spelling import both
 from mezzo.tensors import CASTABLE, dtype_name, tensors
 
 __all__ = [
-    "OPENED_BACKWARD", "PolicyMode", "acting", "acting_differences", "acting_modes", "acts_here",
+    "OPENED_BACKWARD", "PolicyMode", "acting", "acting_differences", "acting_modes", "acts_here", "compiled_inside",
     "compiled_inside_alone", "forget_compiled", "pinned_parameter", "shadowed",
 ]  # fmt: skip
 
@@ -48,9 +48,18 @@ def compiled_inside_alone(function: C) -> C:
     takes torch's functions as arguments, as a mode's does, must not be: torch 2.13 guards no method of C's among them,
     and ``x.square()`` ran what was compiled for ``x.float()``, without an error.
     """
+    return _with_strategy(function, "SKIP")
+
+
+def compiled_inside(function: C) -> C:
+    """As :func:`compiled_inside_alone`, but for what it calls, which is compiled as anything else."""
+    return _with_strategy(function, "DEFAULT")
+
+
+def _with_strategy(function: C, calls: Literal["SKIP", "DEFAULT"]) -> C:
     dynamo = torch._C._dynamo.eval_frame  # which has it without torch._dynamo, a second of imports
-    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
-    dynamo.set_code_exec_strategy(function.__code__, skip)
+    strategy = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, getattr(dynamo._FrameAction, calls))
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 

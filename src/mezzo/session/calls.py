@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.cast import autocast
+from mezzo.cast.mode import compiled_inside
 from mezzo.cast.nested import cast_floating
 from mezzo.policy import Policy
 from mezzo.tensors import tensors
@@ -62,36 +63,50 @@ class Calls:
                     self._undo.callback(rebound(vars(module), name, types.MethodType(call, module)))
 
     def _around(self, plain: Callable[..., Any], *, is_root: bool) -> Callable[..., Any]:
-        @functools.wraps(getattr(plain, "__func__", plain))
-        def call(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                if not is_root and (
-                    not self._autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-                ):
-                    return plain(*args, **kwargs)
-                with self._region():
-                    output = plain(*args, **kwargs)
-                return output if self._gives_out is None else cast_floating(output, self._gives_out)
-            if getattr(self._here, "inside", False) or self._is_over:
-                return plain(*args, **kwargs)
-            self._here.inside = True
-            try:
-                self._before()
-                with self._region():
-                    output = plain(*args, **kwargs)
-            finally:
-                self._here.inside = False
-            if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
-                return output
-            return cast_floating(output, self._gives_out)
+        def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return self._call(plain, args, kwargs)
+            with self._region():
+                output = plain(*args, **kwargs)
+            return output if self._gives_out is None else cast_floating(output, self._gives_out)
 
+        @compiled_inside
+        def part(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                if not self._autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                    return plain(*args, **kwargs)
+                _leave_graph()  # called from outside, or where the model has autocast switched off: Python knows
+            return self._call(plain, args, kwargs)
+
+        call = functools.wraps(getattr(plain, "__func__", plain))(root if is_root else part)
         call.is_of_mezzo = True  # type: ignore[attr-defined]
         return call
+
+    @compiled_inside
+    def _call(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a method, in the region where it is called from outside."""
+        if getattr(self._here, "inside", False) or self._is_over:
+            return plain(*args, **kwargs)
+        self._here.inside = True
+        try:
+            self._before()
+            with self._region():
+                output = plain(*args, **kwargs)
+        finally:
+            self._here.inside = False
+        if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
+            return output
+        return cast_floating(output, self._gives_out)
 
     def close(self) -> None:
         """Give the methods back; those that others hold meanwhile do nothing of their own."""
         self._is_over = True
         self._undo.close()
+
+
+@_disable_dynamo
+def _leave_graph() -> None:
+    """Have the call that is traced run in Python."""
 
 
 def rebound(names: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
