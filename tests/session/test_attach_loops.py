@@ -374,6 +374,34 @@ def test_checkpoints_are_recomputed_in_the_region_and_change_no_bit(policy, reen
     assert_same(*found)
 
 
+class Functions(nn.Module):
+    """Checkpoints of functions, in which nothing is a module that could enter a region."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.weight, self.again = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8)), again
+
+    def forward(self, x, *, reentrant):
+        def run(x):
+            scores = functional.gelu(x @ self.weight).softmax(-1)
+            return functional.layer_norm(scores @ self.weight, (8,)).tanh() / 8
+
+        return checkpoint(run, x, use_reentrant=reentrant) if self.again else run(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("policy", [*EVERY, "O1,bf16,emulate=true,low=softmax"])
+def test_checkpointed_functions_are_recomputed_under_the_policy(policy, reentrant):
+    found = []
+    for again in (True, False):
+        model = Functions(again)
+        with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), policy):
+            x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+            model(x, reentrant=reentrant).float().square().sum().backward()
+            found.append([x.grad, model.weight.grad])
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("policy", [*EVERY, *O3])
 def test_a_pass_that_fails_leaves_nothing_behind(policy):
     ends = []

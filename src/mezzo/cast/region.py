@@ -166,7 +166,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             tensor: What to differentiate.
             **kwargs: As ``torch.autograd.backward`` takes them.
         """
-        with _backward(self.region) as differs:
+        with self.around_backward() as differs:
             if differs:
                 OPENED_BACKWARD(tensor, **kwargs)
             else:
@@ -180,9 +180,13 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             inputs: By what.
             **kwargs: As ``torch.autograd.grad`` takes them.
         """
-        with _backward(self.region) as differs:
+        with self.around_backward() as differs:
             found: tuple[Tensor, ...] = (_OPENED_GRAD if differs else torch.autograd.grad)(outputs, inputs, **kwargs)
             return found
+
+    def around_backward(self) -> contextlib.AbstractContextManager[bool]:
+        """Return what a backward pass runs in, for what calls torch's engine itself; it gives whether it has a mode."""
+        return _backward(self.region)
 
     @compiled_inside_alone
     def __enter__(self) -> autocast:

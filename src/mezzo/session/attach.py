@@ -349,7 +349,8 @@ def _run(
         roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)
     engine.begin(windows, scale, amp)
     try:
-        with unscaled(others, scale) if others else contextlib.nullcontext():
+        hidden = unscaled(others, scale) if others else contextlib.nullcontext()
+        with amp.autocast().around_backward(), hidden:  # checkpoints are recomputed under the policy
             found = plain(roots, gradients, *args, **kwargs)
     except BaseException:
         engine.fail(windows)
