@@ -191,20 +191,34 @@ def test_a_module_may_call_itself(policy):
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
+@dataclasses.dataclass
+class Cache:
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+KINDS = {
+    "tuple": (lambda k, v: (k, v), lambda kept: kept),
+    "dict": (lambda k, v: {"k": k, "v": v}, lambda kept: (kept["k"], kept["v"])),
+    "dataclass": (Cache, lambda kept: (kept.k, kept.v)),
+}
+
+
 class Cached(nn.Module):
     """Attention whose keys and values go from call to call, as in ``generate``."""
 
-    def __init__(self):
+    def __init__(self, kind="tuple"):
         super().__init__()
+        self.make, self.read = KINDS[kind]
         self.table, self.qkv, self.head = nn.Embedding(11, 16), nn.Linear(16, 48), nn.Linear(16, 11)
 
     def forward(self, tokens, cache=None):
         q, k, v = self.qkv(self.table(tokens)).chunk(3, -1)
         if cache is not None:
-            ((before, values),) = cache
+            before, values = self.read(cache[0])
             k, v = torch.cat([before, k], 1), torch.cat([values, v], 1)
         hidden = functional.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
-        return self.head(hidden), [(k, v)]
+        return self.head(hidden), [self.make(k, v)]
 
     @torch.no_grad()
     def generate(self, tokens, count):
@@ -215,21 +229,22 @@ class Cached(nn.Module):
         return tokens, cache
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_what_a_model_gave_out_comes_back_as_it_was(level):
+def test_what_a_model_gave_out_comes_back_as_it_was(level, kind):
     torch.manual_seed(0)
-    model = Cached()
+    model = Cached(kind)
     by_hand = copy.deepcopy(model).bfloat16()
     mezzo.prepare(model, f"{level},dtype=bfloat16,emulate=false")
     tokens = torch.randint(11, (2, 3))
     found, cache = model.generate(tokens, 5)
     assert torch.equal(found, by_hand.generate(tokens, 5)[0])
-    assert cache[0][0].dtype == torch.float32
+    assert model.read(cache[0])[0].dtype == torch.float32
     with torch.inference_mode():
         assert torch.equal(model.generate(tokens, 5)[0], found)
     with torch.no_grad():
         _, cache = model(tokens)
-        cache[0][0].zero_()  # a program's own edit counts, and is FP32
+        model.read(cache[0])[0].zero_()  # a program's own edit counts, and is FP32
         with pytest.raises(RuntimeError, match="dtype"):
             model(tokens[:, :1], cache)
 

@@ -140,6 +140,18 @@ def test_weights_that_are_used_outside_their_module_are_explained_where_the_regi
     assert "hidden.to(" in note
 
 
+def test_where_one_of_torchs_layers_fails_it_is_named_with_what_it_was_given():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    model[1][0].register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(4, 8))
+    (note,) = error.value.__notes__
+    assert "input is float32 [4, 8]" in note
+    assert "self.weight is bfloat16 [8, 8], the model's 1.0.weight" in note
+    assert "in 1.0, of which" in note
+
+
 def test_an_island_is_named_by_its_rule():
     model = nn.ModuleDict({"part": Body(lambda self, h: functional.linear(h, torch.eye(8).bfloat16()))})
     model.forward = lambda x: model["part"](x)

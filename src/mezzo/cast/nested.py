@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import CASTABLE
 
-__all__ = ["cast_floating", "widest"]
+__all__ = ["cast_floating", "mapped", "widest"]
 
 T = TypeVar("T")  # Python 3.11 has no `def f[T]`
 
@@ -39,44 +39,53 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
     """
     # One cast for a tensor that stands in several places, as in attention(x, x, x). Found by `is`: on an id() compiled
     # code would depend, and be compiled again for every new tensor.
-    made: list[tuple[Tensor, Tensor]] = []
+    made: list[tuple[Any, Any]] = []
 
-    def cast_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dtype not in CASTABLE or leaf.dtype == dtype:
-            return _cast_leaf(leaf, dtype)
+    def cast(each: Any) -> Any:
+        tensor = each.data if isinstance(each, PackedSequence) else each
+        if tensor.dtype not in CASTABLE or tensor.dtype == dtype:
+            return each
         for seen, cast in made:
-            if seen is leaf:
+            if seen is each:
                 return cast
-        made.append((leaf, _to(leaf, dtype)))
+        made.append((each, _to(each, dtype)))
         return made[-1][1]
 
-    cast_value: T = pytree.tree_map(cast_leaf, value)
-    return cast_value
+    return mapped(value, cast)
+
+
+def mapped(value: T, change: Callable[[Any], Any]) -> T:
+    """Change each tensor and packed sequence in nested containers.
+
+    Args:
+        value: As of :func:`cast_floating`.
+        change: Returns what stands for one.
+    """
+
+    def inside(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor | PackedSequence):
+            return change(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+            items = {name: getattr(leaf, name) for name in names}
+        elif isinstance(leaf, MutableMapping):
+            items = dict(leaf)
+        else:
+            return leaf
+        changed = {key: new for key, item in items.items() if (new := mapped(item, change)) is not item}
+        if not changed:
+            return leaf
+        out = copy.copy(leaf)
+        for key, new in changed.items():
+            if isinstance(leaf, MutableMapping):
+                out[key] = new
+            else:  # frozen ones cannot be assigned to, nor always be constructed anew
+                object.__setattr__(out, key, new)
+        return out
+
+    out: T = pytree.tree_map(inside, value)
+    return out
 
 
 def _to(value: Any, dtype: torch.dtype) -> Any:
     return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
-
-
-def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf
-    if isinstance(leaf, PackedSequence):
-        return _to(leaf, dtype) if leaf.data.dtype in CASTABLE else leaf
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = [field.name for field in dataclasses.fields(leaf)]
-        cast = {name: cast_floating(getattr(leaf, name), dtype) for name in names if hasattr(leaf, name)}
-        changed = {name: new for name, new in cast.items() if new is not getattr(leaf, name)}
-        if not changed:
-            return leaf
-        out = copy.copy(leaf)
-        for name, new in changed.items():
-            # Frozen dataclasses of the user's own cannot be assigned to, nor always be constructed anew.
-            object.__setattr__(out, name, new)
-        return out
-    if isinstance(leaf, MutableMapping):
-        mapping = copy.copy(leaf)
-        for key, item in leaf.items():
-            mapping[key] = cast_floating(item, dtype)
-        return mapping
-    return leaf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -229,12 +230,14 @@ class Frozen:
         written = [path for path, a, b in zip(self._paths, self._versions, now, strict=True) if a != b]
         self._versions, self._in_a_row = now, self._in_a_row + 1
         if self._in_a_row == _OFTEN:
-            part = written[0].rpartition(".")[0]
+            owners = [path.split(".")[:-1] for path in written]
+            same = itertools.takewhile(lambda names: len({*names}) == 1, zip(*owners, strict=False))
+            part = ".".join(names[0] for names in same)
             text = message(
                 "frozen weights are written in 16 bits again and again",
                 where=some_of(written),
                 why="an average of other weights moves by less than half a spacing, and stands still",
-                write=f"{both(f'fp32_module={part}')}: the module that has them, and those like it" if part else "",
+                write=f"{both(f'fp32_module={part}')}: the part that they are of" if part else "",
             )
             logger.warning("%s", text)
             self._weights = self._versions = []

@@ -12,16 +12,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.mode import acting_modes, acts_here, compiled_inside_alone
 from mezzo.cast.model.places import RuledParams
-from mezzo.cast.nested import cast_floating
+from mezzo.cast.nested import cast_floating, mapped
 from mezzo.cast.region import Region, autocast
 from mezzo.policy import Policy
-from mezzo.tensors import CASTABLE, tensors
+from mezzo.tensors import CASTABLE, each_tensor
 
 __all__ = ["GivesOut", "MadeLow", "TakesIn", "Within", "runs_backward"]
 
@@ -119,12 +118,13 @@ class GivesOut:
             return None
         if self._before is not None:
             self._before()
-        if not len(self._given):
+        if not any(each in self._given for _, each in each_tensor((args, kwargs))):
             return None
-        back: tuple[Any, Any] = pytree.tree_map_only(Tensor, self._as_it_was, (args, kwargs))
-        return back
+        return mapped((args, kwargs), self._as_it_was)
 
-    def _as_it_was(self, each: Tensor) -> Tensor:
+    def _as_it_was(self, each: Any) -> Any:
+        if not isinstance(each, Tensor):
+            return each
         low, version = self._given.get(each, (each, _version(each)))
         return low if version == _version(each) else each
 
@@ -139,7 +139,7 @@ class GivesOut:
             return None
         wide = cast_floating(output, self.dtype)
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            for low, given in zip(tensors(output), tensors(wide), strict=True):
+            for (_, low), (_, given) in zip(each_tensor(output), each_tensor(wide), strict=True):
                 if given is not low:
                     self._given[given] = low, _version(given)
         return wide

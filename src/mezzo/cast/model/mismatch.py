@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, Final, NamedTuple
@@ -51,7 +51,8 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     differ, lacks = (any(words in text for words in those) for those in (_TWO_DTYPES, _NO_KERNEL))
     if not (differ or lacks) or any(note.startswith("mezzo: ") for note in getattr(error, "__notes__", ())):
         return
-    program = [*_program(error.__traceback__)]
+    paths = {id(module): path for path, module in model.named_modules()}
+    program = [*_program(error.__traceback__, paths)]
     operands = [*_operands(program[-1])] if program else []
     known = [(each.text, each.tensor) for each in operands if each.tensor is not None]
     computed = [each.text for each in operands if each.tensor is None]
@@ -67,7 +68,7 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     where = [*map(_line, program[-1:])]
     told = [(text, tensor) for text, tensor in known if text in (*wides[:1], *lows[:1])]
     where += [_described(text, tensor, names, policy, written) for text, tensor in told]
-    path = _module_of((at.tb_frame for at in program), model)
+    path = next((paths[id(module)] for at in reversed(program) if id(module := _first(at)) in paths), None)
     where += [f"{text} is computed there, in another dtype" for text in computed if text in (*wides[:1], *lows[:1])]
     if path is not None:
         where.append(f"in {path or 'the model itself'}, of which {_rule(policy, path)}")
@@ -123,12 +124,24 @@ def _described(text: str, tensor: Tensor, names: dict[int, str], policy: Policy,
 # The failing line ------------------------------------------------------------------------------------------
 
 
-def _program(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    """Yield the frames of the program's own, the innermost last."""
+def _program(traceback: TracebackType | None, paths: Container[int]) -> Iterator[TracebackType]:
+    """Yield the frames of the program's own and of the model's modules, the innermost last.
+
+    Args:
+        traceback: Where it failed.
+        paths: The modules, by ``id``.
+    """
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+        is_library = traceback.tb_frame.f_code.co_filename.startswith(_LIBRARIES)
+        if not is_library or (traceback.tb_frame.f_code.co_name == "forward" and id(_first(traceback)) in paths):
             yield traceback
         traceback = traceback.tb_next
+
+
+def _first(at: TracebackType) -> Any:
+    """Return the first argument of a frame's function: ``self``, as most call it."""
+    names = at.tb_frame.f_code.co_varnames[:1]
+    return at.tb_frame.f_locals.get(names[0]) if names else None
 
 
 def _expression(at: TracebackType) -> str:
@@ -208,15 +221,3 @@ def _line(at: TracebackType) -> str:
     place = at.tb_frame.f_code.co_filename
     line = linecache.getline(place, at.tb_lineno).strip()
     return f"{Path(place).name}:{at.tb_lineno}" + (f": {line}" if line else "")
-
-
-def _module_of(frames: Iterable[FrameType], model: nn.Module) -> str | None:
-    """Return the path of the module whose method was running: the innermost one of the model's."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    found = None
-    for frame in frames:
-        first = frame.f_code.co_varnames[:1]  # self, as most call it
-        owner = frame.f_locals.get(*first) if first else None
-        if isinstance(owner, nn.Module) and id(owner) in paths:
-            found = paths[id(owner)]
-    return found
