@@ -311,6 +311,8 @@ def in_order(policy, optimizer, order):
         handle = mezzo.prepare(model, policy)
     if "meta" in order:
         model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.zeros_(param)  # whatever was in that memory, beyond BF16's range by chance, is no weight
     params = model.parameters()
     optimizer = mezzo.optim.SGD(params, lr=0.1) if optimizer == "mezzo" else OPTIMIZERS[optimizer](params)
     amp = mezzo.MixedPrecision(handle or model, optimizer, policy)
