@@ -83,7 +83,7 @@ def compare(
     else:
         recipes.get(subject)  # before anything is said of formats
     if policies is None:
-        usual_format('--policies "O0; O1,{}"')
+        usual_format('--policies "O0; O1,{}" for the other alone')
         texts = default_policies()
     else:
         texts = tuple(text for each in policies.split(";") if (text := each.strip()))

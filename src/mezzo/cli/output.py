@@ -63,13 +63,13 @@ def usual_format(option: str) -> str:
     """Return the low format to train in on this machine, and say so; of several ranks the first one does.
 
     Args:
-        option: How to have the other one instead, with ``{}`` for its name.
+        option: How to have the other one, with ``{}`` for its name.
     """
     fast = fast_format(default_kinds())
     other = "fp16" if fast == torch.bfloat16 else "bf16"
     if os.environ.get("RANK", "0") == "0":
         why = f"{dtype_name(fast)} is the format for this machine (mezzo doctor says why)"
-        note(f"{why}; {option.format(other)} for the other")
+        note(f"{why}; {option.format(other)}")
     return dtype_name(fast)
 
 
@@ -80,7 +80,7 @@ def format_named(word: str) -> str:
 
 def usual_policy(given: Policy | str | None) -> Policy:
     """Return the policy that ``--policy`` names, and without it O1 in the format for this machine."""
-    return Policy.O1(usual_format("--policy O1,{}")) if given is None else Policy.of(given)
+    return Policy.O1(usual_format("--policy O1,{} for the other")) if given is None else Policy.of(given)
 
 
 def show_judgement(console: Console, judgement: Judgement) -> None:

@@ -65,7 +65,7 @@ def tune(
     where gradients stay far from FP32's and no rule helps, or where training goes wrong under one of the policies.
     """
     subject = subject_of(words, is_module)
-    dtype = usual_format("--dtype {}") if dtype is None else format_named(dtype)
+    dtype = usual_format("--dtype {} for the other") if dtype is None else format_named(dtype)
     path = out or Path(f"{stem_of(subject)}-{dtype}{SUFFIX}")
     options: Any = {"dtype": dtype, "steps": steps, "objective": objective, "after": after}
     if isinstance(subject, Program):
