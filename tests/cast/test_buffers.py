@@ -285,6 +285,19 @@ def test_a_session_counts_through_steps_checkpoints_and_close(tmp_path):
     assert model[0].sum[1] == 255 + 300
 
 
+def test_a_model_that_moves_keeps_its_buffers_and_what_is_known_of_them():
+    """``model.to(device)`` gives a module other buffers; here each is copied."""
+    model = Counted(by_method)
+    mezzo.prepare(model, POLICIES[1])
+    exact = model.state_dict()["sum"]
+    buffer = model.sum
+    model._apply(torch.clone)
+    assert model.sum is buffer
+    assert torch.equal(model.state_dict()["sum"], exact)
+    model(torch.ones(2, 4))
+    assert torch.equal(model.sum, exact + STEP)
+
+
 def test_a_write_outside_a_pass_is_no_pass_s():
     model = Counted(lambda module: None)
     handle = mezzo.prepare(model, POLICIES[0])

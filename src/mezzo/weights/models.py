@@ -215,7 +215,13 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
                 write="amp.close() (or prepared.remove()), which gives FP32 weights; copy.deepcopy(model) is a plain "
                 "FP32 model; .to(device) alone may be called",
             )
+    before = dict(module._buffers)
     moved: nn.Module = type(module)._apply(module, change, recurse)  # type: ignore[no-untyped-call]
+    for name, buffer in before.items():  # which stay the objects that they are, as parameters do
+        now = module._buffers[name]
+        if buffer is not None and now is not None and now is not buffer and any(buffer in each for each in owners):
+            buffer.data = now
+            module._buffers[name] = buffer
     for _, tensor in named_in(module):
         for halves in owners:
             if halves.has_rest(tensor):
