@@ -1,5 +1,6 @@
 """Functions run as the ranks of a process group, each in a process of its own, over gloo."""
 
+import contextlib
 import faulthandler
 import importlib
 import multiprocessing
@@ -50,7 +51,7 @@ def on_ranks(count, function, *args, timeout=60, group_timeout=20, backend="gloo
         call = pickle.dumps((function.__module__, function.__qualname__, args))
         there, processes = {}, []
         for rank in range(count):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(
                 target=_rank, args=(theirs, rank, count, f"{folder}/store", backend, group_timeout, call)
             )
@@ -60,8 +61,10 @@ def on_ranks(count, function, *args, timeout=60, group_timeout=20, backend="gloo
             processes.append(process)
         try:
             found = _answers(there, time.monotonic() + timeout)
-            for rank in found:
-                processes[rank].join(5)
+            for connection, rank in there.items():
+                connection.close()
+                if rank in found:
+                    processes[rank].join(5)
         finally:
             for process in processes:
                 process.kill()
@@ -103,11 +106,11 @@ def _rank(answer, rank, count, store, backend, group_timeout, call):
                 timeout=timedelta(seconds=group_timeout),
             )
         module, name, args = pickle.loads(call)
-        outcome = pickle.dumps((True, getattr(importlib.import_module(module), name)(*args)))
+        answer.send_bytes(pickle.dumps((True, getattr(importlib.import_module(module), name)(*args))))
+        with contextlib.suppress(EOFError, OSError):
+            answer.recv_bytes()  # until all have answered: another rank may still be shaking hands with this one
     except BaseException:
-        outcome = pickle.dumps((False, traceback.format_exc()))
-    answer.send_bytes(outcome)
-    answer.close()
+        answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
     sys.stdout.flush()
     os._exit(0)  # without the goodbyes of a process group whose other ranks may be gone
 
