@@ -31,7 +31,7 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     Args:
         name: The op's base name, a key of :data:`EMULATED`.
         function: The torch function itself, for ops that have no rule of their own here.
-        args: Its positional arguments; floating tensors all have the low dtype.
+        args: Its positional arguments; floating tensors all have the low dtype, and are dense.
         kwargs: Its keyword arguments.
 
     Returns:
@@ -40,8 +40,6 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     **Cost**: two casts for each operand and one for the result; linear, matmul and convolution save exactly
     their low-precision operands, other ops run forward once more in the backward pass.
     """
-    if any(x.layout != torch.strided for x in tensors((args, kwargs))):
-        return function(*args, **kwargs)  # sparse products have their own kernels
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return _in_steps(function, args, kwargs)
     if "self" in kwargs:  # what operators of torch.ops.aten call their first argument

@@ -100,7 +100,8 @@ class PolicyMode(TorchFunctionMode):
         return self._handle(func, args, kwargs or {})
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.shadows:
+        compiling = torch.compiler.is_compiling()
+        if self.shadows or (not compiling and self.only is not None and _is_idle(func, self.only)):
             return func(*args, **kwargs)
         # out= variants are never cast, and compiled code calls its products so; Python functions are still opened.
         if kwargs.get("out") is not None and type(func) is not types.FunctionType:
@@ -108,7 +109,6 @@ class PolicyMode(TorchFunctionMode):
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
                 return OPENED_BACKWARD(*args, **kwargs)
-        compiling = torch.compiler.is_compiling()
         if not compiling and func in _DIFFERENTIATE:
             # A pass that begins inside the region is to compute as one that begins after it.
             with without_autocast(self.autocasts):
@@ -183,6 +183,12 @@ def acting_differences(args: Any, kwargs: Any) -> Differences | None:
     modes = acting_modes()
     here = modes[-1].differences(args, kwargs) if modes else None
     return here if here is not None and _acts(here) else None
+
+
+def _is_idle(func: Any, here: Differences) -> bool:
+    """Whether nothing is done about a function, whatever it is given: most, and all that read a tensor's attribute."""
+    is_known = func in here.handlers or func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS
+    return not is_known and not here.pinned
 
 
 def _acts(here: Differences | Traced) -> bool:
@@ -298,9 +304,16 @@ def _floats(args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _all_low(value: Any, dtype: torch.dtype) -> bool:
-    """Whether every number with a fraction is in the low dtype: what emulation is for."""
-    dtypes = {x.dtype for x in tensors(value) if x.is_floating_point() or x.is_complex()}
-    return dtypes == {dtype}
+    """Whether every number with a fraction is in the low dtype: what emulation is for. Sparse kernels are torch's."""
+    is_any = False
+    for x in tensors(value):
+        if x.dtype == dtype:
+            is_any = True
+        elif x.is_floating_point() or x.is_complex():
+            return False
+        if x.layout != torch.strided:
+            return False
+    return is_any
 
 
 def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> Any:

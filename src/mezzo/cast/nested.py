@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Container, Iterable, MutableMapping
+from types import NoneType
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +17,26 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import CASTABLE
 
-__all__ = ["cast_floating", "mapped", "widest"]
+__all__ = ["any_off", "cast_floating", "mapped", "widest"]
 
 T = TypeVar("T")  # Python 3.11 has no `def f[T]`
+
+#: What holds no tensor, of the arguments that modules are called with most.
+_HOLDS_NONE: Final = frozenset({NoneType, bool, int, float, str})
 
 
 def widest(each: Iterable[Tensor]) -> torch.dtype | None:
     """Return the dtype that holds what all of these tensors do; ``None`` for none."""
     dtypes = {tensor.dtype for tensor in each}
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def any_off(values: Iterable[Any], dtypes: Container[torch.dtype]) -> bool:
+    """Whether there is a tensor in one of some dtypes, or what may hold tensors: of that it is not known."""
+    for each in values:  # noqa: SIM110 - a generator would cost as much again
+        if each.dtype in dtypes if isinstance(each, Tensor) else type(each) not in _HOLDS_NONE:
+            return True
+    return False
 
 
 def cast_floating(value: T, dtype: torch.dtype) -> T:
@@ -42,8 +54,8 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
     made: list[tuple[Any, Any]] = []
 
     def cast(each: Any) -> Any:
-        tensor = each.data if isinstance(each, PackedSequence) else each
-        if tensor.dtype not in CASTABLE or tensor.dtype == dtype:
+        now = (each.data if isinstance(each, PackedSequence) else each).dtype
+        if now == dtype or now not in CASTABLE:
             return each
         for seen, cast in made:
             if seen is each:
@@ -51,39 +63,44 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
         made.append((each, _to(each, dtype)))
         return made[-1][1]
 
-    return mapped(value, cast)
+    out: T = mapped(value, cast)
+    return out
 
 
-def mapped(value: T, change: Callable[[Any], Any]) -> T:
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Change each tensor and packed sequence in nested containers.
 
     Args:
         value: As of :func:`cast_floating`.
         change: Returns what stands for one.
     """
-
-    def inside(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor | PackedSequence):
-            return change(leaf)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
-            items = {name: getattr(leaf, name) for name in names}
-        elif isinstance(leaf, MutableMapping):
-            items = dict(leaf)
-        else:
-            return leaf
-        changed = {key: new for key, item in items.items() if (new := mapped(item, change)) is not item}
-        if not changed:
-            return leaf
-        out = copy.copy(leaf)
-        for key, new in changed.items():
-            if isinstance(leaf, MutableMapping):
-                out[key] = new
-            else:  # frozen ones cannot be assigned to, nor always be constructed anew
-                object.__setattr__(out, key, new)
-        return out
-
-    out: T = pytree.tree_map(inside, value)
+    kind = type(value)
+    if isinstance(value, Tensor | PackedSequence):
+        return change(value)
+    if kind in _HOLDS_NONE:
+        return value
+    if kind is tuple or kind is list:
+        return kind([mapped(item, change) for item in value])
+    if kind is dict:
+        return {key: mapped(item, change) for key, item in value.items()}
+    if not pytree.tree_is_leaf(value):  # named tuples, and what programs have registered
+        return pytree.tree_map(lambda leaf: mapped(leaf, change), value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        given = {name: getattr(value, name) for name in names}
+    elif isinstance(value, MutableMapping):
+        given = dict(value)
+    else:
+        return value
+    changed = {key: new for key, item in given.items() if (new := mapped(item, change)) is not item}
+    if not changed:
+        return value
+    out = copy.copy(value)
+    for key, new in changed.items():
+        if isinstance(value, MutableMapping):
+            out[key] = new
+        else:  # frozen ones cannot be assigned to, nor always be constructed anew
+            object.__setattr__(out, key, new)
     return out
 
 

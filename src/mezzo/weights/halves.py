@@ -264,7 +264,9 @@ class Halves:
 
         **Cost**: 0.05 µs a tensor where nothing was swapped.
         """
-        if self._are_away or list(map(_DTYPE, self._held)) != self._lows:
+        with torch._C.DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
+            is_settled = not self._are_away and list(map(_DTYPE, self._held)) == self._lows
+        if not is_settled:
             self._settle()
 
     @torch.no_grad()

@@ -6,8 +6,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from types import NoneType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo.cast.device import Kinds
 from mezzo.cast.mode import acting_modes, acts_here, compiled_inside_alone
 from mezzo.cast.model.places import RuledParams
-from mezzo.cast.nested import cast_floating, mapped
+from mezzo.cast.nested import any_off, cast_floating, mapped
 from mezzo.cast.region import Region, autocast
 from mezzo.policy import Policy
 from mezzo.tensors import CASTABLE, each_tensor
 
 __all__ = ["GivesOut", "MadeLow", "TakesIn", "Within", "runs_backward"]
-
-#: What holds no tensor, of the arguments that modules are called with most.
-_HOLDS_NONE: Final = (NoneType, bool, int, float, str)
 
 
 def runs_backward() -> bool:
@@ -54,14 +50,13 @@ class TakesIn:
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments, cast, or ``None`` where nothing has to be."""
-        others = self._others
-        for given in args:
-            if given.dtype in others if isinstance(given, Tensor) else not isinstance(given, _HOLDS_NONE):
-                return cast_floating((args, kwargs), self.dtype)
-        for given in kwargs.values() if kwargs else ():
-            if given.dtype in others if isinstance(given, Tensor) else not isinstance(given, _HOLDS_NONE):
-                return cast_floating((args, kwargs), self.dtype)
-        return None
+        given = (*args, *kwargs.values()) if kwargs else args
+        if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+            is_off = any_off(given, self._others)
+        else:
+            with torch._C.DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
+                is_off = any_off(given, self._others)
+        return cast_floating((args, kwargs), self.dtype) if is_off else None
 
 
 class MadeLow:
@@ -120,7 +115,8 @@ class GivesOut:
             self._before()
         if not any(each in self._given for _, each in each_tensor((args, kwargs))):
             return None
-        return mapped((args, kwargs), self._as_it_was)
+        before: tuple[Any, Any] = mapped((args, kwargs), self._as_it_was)
+        return before
 
     def _as_it_was(self, each: Any) -> Any:
         if not isinstance(each, Tensor):
