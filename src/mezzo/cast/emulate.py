@@ -82,9 +82,10 @@ def _emulated(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, ctx.saved_tensors, *gradients)
         with without_autocast([kind]):
             saved = ctx.saved_tensors
-            if WATCHERS:
-                return during("emulation", ctx, backward, ctx, saved, *gradients)
-            return backward(ctx, saved, *gradients)
+            with torch._C.DisableTorchFunction():  # as no mode sees what C++ does in a backward pass
+                if WATCHERS:
+                    return during("emulation", ctx, backward, ctx, saved, *gradients)
+                return backward(ctx, saved, *gradients)
 
     return run
 
