@@ -11,21 +11,15 @@ from mezzo.errors import PolicyError, closest, nearest, shown
 from mezzo.policy.rules import RULE_KEYS, Rule, format_rules
 from mezzo.policy.spelling import both, meant
 from mezzo.scale import LossScale
-from mezzo.tensors import LOW, dtype_name
+from mezzo.tensors import DTYPES, LOW, dtype_name, dtype_of
 
-__all__ = ["DTYPES", "FIELDS", "LEVELS", "LONGEST_TEXT", "WORDS", "Level", "impossible_combinations", "is_dtype",
-           "level_fields", "replaced", "resolved", "text_of", "unknown_key", "wrong_value", "wrong_values"]  # fmt: skip
+__all__ = ["FIELDS", "LEVELS", "LONGEST_TEXT", "WORDS", "Level", "impossible_combinations", "level_fields",
+           "replaced", "resolved", "text_of", "unknown_key", "wrong_value", "wrong_values"]  # fmt: skip
 
 Level = Literal["O0", "O1", "O2", "O3"]
 #: The optimisation levels, in the field's numbering (apex).
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
-#: The words for a dtype, wherever one stands.
-DTYPES: Final[dict[str, Any]] = {
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
-    "float32": torch.float32, "fp32": torch.float32, "float": torch.float32,
-}  # fmt: skip
 _BOOLEANS: Final[dict[str, Any]] = {"true": True, "false": False}
 #: What each field can be, by the words for it.
 WORDS: Final[dict[str, dict[str, Any]]] = {
@@ -213,11 +207,6 @@ def _value(name: str, value: Any) -> Any:
     return WORDS[name].get(_bare(value), value) if isinstance(value, str) else value
 
 
-def is_dtype(word: str) -> bool:
-    """Whether a word is one for a dtype, whatever its case."""
-    return _bare(word) in DTYPES
-
-
 def _bare(word: str) -> str:
     return word.removeprefix("torch.").lower()
 
@@ -252,7 +241,7 @@ def unknown_key(key: str, value: Any, level: str, dtype: Any) -> PolicyError:
         return PolicyError(what, why=why, write=write)
     if key.lower() in _LEVEL_KEYS:
         level, low = (given.upper() if given.upper() in LEVELS else "O1"), text_of(_value("dtype", dtype))
-        text = level if level == "O0" else f"{level},dtype={low if low in DTYPES else 'bfloat16'}"
+        text = level if level == "O0" else f"{level},dtype={low if dtype_of(low) in LOW else 'bfloat16'}"
         return PolicyError(what, why="a level has no key, and stands first", write=both(text))
     near = _ALSO_CALLED.get(key.lower()) or closest(key, (*words, _KEEP))
     if entries := [f"{key}={given}"] if key in RULE_KEYS else meant(_KEEP if near == _KEEP else key, given):

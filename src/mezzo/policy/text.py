@@ -14,13 +14,15 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
+import torch
+
 from mezzo import files
 from mezzo.errors import MOST_PROBLEMS, PolicyError, closest, nearest, printable, shown
 from mezzo.policy import fields
-from mezzo.policy.fields import DTYPES, FIELDS, LEVELS, LONGEST_TEXT, WORDS
+from mezzo.policy.fields import FIELDS, LEVELS, LONGEST_TEXT, WORDS
 from mezzo.policy.rules import RULE_KEYS, Rule, parse_rules
 from mezzo.policy.spelling import both, is_rule, split
-from mezzo.tensors import LOW
+from mezzo.tensors import DTYPES, LOW, dtype_of
 
 __all__ = ["SUFFIX", "load", "read", "save"]
 
@@ -103,7 +105,7 @@ def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, 
 def _read_field(entry: str, level: str, given: dict[str, Any]) -> None:
     """Read one entry that is no rule into the fields that are known."""
     key, equals, value = entry.partition("=")
-    if fields.is_dtype(entry):  # a bare word for one, as in O1,bf16
+    if _is_dtype(entry):  # a bare word for one, as in O1,bf16
         key, equals, value = "dtype", "=", entry
     if not equals or not value:
         raise _no_pair(entry, key)
@@ -116,17 +118,21 @@ def _read_field(entry: str, level: str, given: dict[str, Any]) -> None:
     given[key] = value
 
 
+def _is_dtype(word: str) -> bool:
+    return isinstance(dtype_of(word), torch.dtype)
+
+
 def _wrong_level(entry: str) -> PolicyError:
     key, _, value = entry.partition("=")
     if os.sep in entry or entry.endswith((SUFFIX, ".txt", ".toml")):
         return PolicyError(f"unknown level {shown(entry)}",
                            why=f"there is no such file, and a text begins with {', '.join(LEVELS)}",
                            write=f"Policy.load(path) of a file, whose name may end with {SUFFIX}")  # fmt: skip
-    is_entry = fields.is_dtype(entry) or key in ("dtype", *FIELDS) or is_rule(key)
+    is_entry = _is_dtype(entry) or key in ("dtype", *FIELDS) or is_rule(key)
     why = "a level stands first" if is_entry else nearest(entry, LEVELS)
     first, *others = re.findall(r"[\w.]+", value or entry) or ("O1",)  # another separator, or level=O1
     level = first.upper() if first.upper() in LEVELS else "O1"
-    dtype = next(filter(fields.is_dtype, others), "bfloat16")
+    dtype = next(filter(_is_dtype, others), "bfloat16")
     written = f"O1,{entry}" if is_entry else level if level == "O0" else f"{level},dtype={dtype}"
     return PolicyError(f"unknown level {shown(entry)}" if entry else "there is no level", why=why, write=both(written))
 
