@@ -341,6 +341,7 @@ def _run(
     windows = engine.reached(walk)
     if not windows:
         return plain(roots, gradients, *args, **kwargs)
+    losses = [root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
     engine.commit()
     scale = engine.scale_now
     others = engine.others(walk.leaves) if scale is not None else []
@@ -355,7 +356,6 @@ def _run(
     except BaseException:
         engine.fail(windows)
         raise
-    losses = [root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
     engine.end(dict.fromkeys(windows, losses))
     return found
 
