@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import types
 import weakref
@@ -38,6 +39,8 @@ from mezzo.weights.views import inner_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["CARRIED", "AttachedPrecision", "attach", "attached_now"]
 
@@ -157,6 +160,7 @@ class AttachedPrecision(MixedPrecision):
         if policy is None and not any(isinstance(each, Prepared) for each in subjects):
             kinds = {p.device.type for each in subjects if isinstance(each, nn.Module) for p in each.parameters()}
             policy = Policy.O1(fast_format(kinds))
+            logger.info("no policy is given: %s, in the format for this machine (mezzo doctor says why)", policy)
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
         super().__init__(subjects, given, policy, **options)
