@@ -40,9 +40,9 @@ from mezzo.weights.views import inner_optimizers
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-logger = logging.getLogger(__name__)
-
 __all__ = ["CARRIED", "AttachedPrecision", "attach", "attached_now"]
+
+logger = logging.getLogger(__name__)
 
 #: The key under which an optimizer's state dict has the session's state; plain torch ignores it.
 CARRIED: Final = "mezzo"
