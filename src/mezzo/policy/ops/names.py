@@ -180,7 +180,8 @@ def _resolve(name: str, in_place: bool, treatment: str) -> str:
     near = _near(bare)
     written = [_written(near, treatment)] if near else []
     if treatment in ("low", "fp32"):
-        rule = f'policy.keep_fp32(modules=["{bare}"])' if treatment == "fp32" else f'Rule("low", module="{bare}")'
+        low = f'policy.evolve(rules=[Rule("low", module="{bare}"), *policy.rules])'
+        rule = f'policy.keep_fp32(modules=["{bare}"])' if treatment == "fp32" else low
         written.append(f"for a module {rule}, the text {treatment}_module={bare}")
     raise PolicyError(
         f"unknown op {name!r}",
