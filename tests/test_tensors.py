@@ -3,8 +3,13 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import pytest
 import torch
 
+import mezzo
+from mezzo.compat import paddle
+from mezzo.compat import torch as torch_like
+from mezzo.compat.apex import options
 from mezzo.tensors import each_tensor, mark, moved, tensors
 
 
@@ -60,3 +65,13 @@ def test_marks_tell_writing_and_other_memory():
     assert mark(made) == (-1, made.data_ptr())
     sparse = torch.eye(2).to_sparse()
     assert mark(sparse) == (sparse._version, 0)
+
+
+@pytest.mark.parametrize("word", ["bf16", "BF16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_words_for_a_dtype_are_known_wherever_one_stands(word):
+    assert [each.dtype for each in mezzo.weights.encode(torch.ones(3), word)] == [torch.bfloat16, torch.int16]
+    for region in (torch_like.autocast("cpu", dtype=word), paddle.auto_cast(dtype=word)):
+        with region:
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+    assert options.policy_of("O2", word).dtype == torch.bfloat16
+    assert options.policy_of("O2", cast_model_outputs=word).output_dtype == torch.bfloat16

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CASTABLE", "LOW", "addresses", "described", "dtype_name", "each_tensor", "flat", "has_fraction", "is_distributed",
-    "local", "mark", "marks", "moved", "overflows", "tensors", "versions",
+    "CASTABLE", "DTYPES", "LOW", "addresses", "described", "dtype_name", "dtype_of", "each_tensor", "flat",
+    "has_fraction", "is_distributed", "local", "mark", "marks", "moved", "overflows", "tensors", "versions",
 ]  # fmt: skip
 
 #: The dtypes of low-precision weights and arithmetic.
 LOW: Final = (torch.float16, torch.bfloat16)
 #: The dtypes that a policy converts. FP64, integers and complex numbers stay what they are.
 CASTABLE: Final = (torch.float32, *LOW)
+
+#: The words for a dtype, wherever one stands.
+DTYPES: Final[dict[str, Any]] = {
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
+    "float32": torch.float32, "fp32": torch.float32, "float": torch.float32,
+}  # fmt: skip
 
 _VERSION: Final = attrgetter("_version")
 
@@ -35,6 +42,16 @@ def dtype_name(dtype: torch.dtype | torch.layout) -> str:
         'bfloat16'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(word: Any) -> Any:
+    """Return the dtype that a word stands for, whatever its case; what is none is returned as it is.
+
+    Example:
+        >>> dtype_of("BF16"), dtype_of("torch.float16"), dtype_of(torch.float32), dtype_of("int4")
+        (torch.bfloat16, torch.float16, torch.float32, 'int4')
+    """
+    return DTYPES.get(word.removeprefix("torch.").lower(), word) if isinstance(word, str) else word
 
 
 def has_fraction(dtype: torch.dtype) -> bool:

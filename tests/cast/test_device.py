@@ -146,7 +146,7 @@ def test_native_arithmetic_that_is_not_right_is_refused(told, status):
     assert str(caught.value) == textwrap.dedent(f"""\
         bfloat16 cannot be computed natively on this cpu
           why    bfloat16 on this cpu is {status} (as told)
-          write  emulate="auto\"""")
+          write  emulate="auto", the text emulate=auto""")
 
 
 @pytest.mark.parametrize("emulate, action", [("auto", "limit"), (False, "limit"), (True, "emulate")])
@@ -174,7 +174,7 @@ def test_where_the_limit_comes_too_late_it_is_taken_back_and_one_warning_says_so
     assert str(caught.value) == (
         "bfloat16 cannot be computed natively on this cpu\n"
         f"  why    {why}\n"
-        '  write  emulate="auto"\n'
+        '  write  emulate="auto", the text emulate=auto\n'
         f"         ONEDNN_MAX_CPU_ISA={LIMIT} python …"
     )
     assert not caplog.records, "what is refused is not said twice"

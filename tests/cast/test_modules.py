@@ -1,4 +1,4 @@
-"""prepare: conversion, casting at the boundary, module and parameter rules, and undoing it."""
+"""prepare: conversion, casting at modules, module and parameter rules, and undoing it."""
 
 import collections
 import copy

@@ -284,7 +284,7 @@ def test_warning_filters_and_folders_of_the_users_do_not_reach_the_child(monkeyp
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    monkeypatch.setattr(sys, "path", [*filter(None, sys.path), tmp_path / "no text", None])  # imports pass over them
     program = f"import warnings; warnings.warn('old'); import json; print('mezzo-probe ' + json.dumps({RIGHT}))"
     script = tmp_path / "folder" / "program.py"
     script.parent.mkdir()
@@ -322,8 +322,10 @@ def test_another_processor_torch_or_probe_is_another_file(children, unlimited, m
 
 
 @pytest.mark.parametrize(
-    "harm", [b"", b"null", b"[]", b"3", b'{"bfloat16": 1}', b'{"bfloat16": {"word": 1}}', b"\xff\xfe", b"[" * 100_000]
-)
+    "harm", [b"", b"null", b"[]", b"3", b'{"bfloat16": 1}', b'{"bfloat16": {"word": 1}}', b"\xff\xfe", b"[" * 100_000,
+             b'{"bfloat16": {"status": "rigth", "detail": ""}}',
+             b'{"bfloat16": {"status": "right", "speed_ratio": "2", "detail": ""}}'],
+)  # fmt: skip
 def test_a_file_that_is_not_right_is_replaced_with_a_line_in_the_log(children, unlimited, caplog, harm):
     report = probing.cpu_report()
     (file,) = unlimited.iterdir()

@@ -150,7 +150,7 @@ def test_only_those_that_it_does_not_hold_are_named(base, policy, lost):
         "parameters are already in a low precision that O2 would change\n"
         f"  where  0.bias ({dtypes[0]})\n"
         f"  why    one 16-bit format does not hold what another does; the policy says {dtypes[1]}\n"
-        "  write  model.float() first, or a policy with the parameters' own dtype"
+        f'  write  model.float() first; or Policy.O2("{dtypes[0]}"), the text O2,dtype={dtypes[0]}'
     )
     assert model[0].weight.dtype == base
 

@@ -126,7 +126,7 @@ TORCH = [
     (lambda g: autocast(len), PolicyError, ["a decorator that is not called", '@autocast("cuda")']),
     (lambda g: autocast(torch.float16), PolicyError, ["torch has no autocast for device_type torch.float16"]),
     (lambda g: autocast(None), PolicyError, ["torch has no autocast for device_type None"]),
-    (lambda g: autocast("cpu", "float16"), PolicyError, ["dtype is 'float16', not a torch.dtype"]),
+    (lambda g: autocast("cpu", "float61"), PolicyError, ["dtype is 'float61', not a torch.dtype"]),
 ]
 
 
@@ -163,7 +163,7 @@ APEX = [
     (lambda g: g.initialize(loss_scale=True), PolicyError, ["loss_scale is True"]),
     (lambda g: g.initialize(patch_torch_functions="True"), PolicyError, ["patch_torch_functions is 'True'"]),
     (lambda g: g.initialize(enabled="False"), PolicyError, ["enabled is 'False'"]),
-    (lambda g: g.initialize(cast_model_outputs="half"), PolicyError, ["cast_model_outputs is 'half'"]),
+    (lambda g: g.initialize(cast_model_outputs="int4"), PolicyError, ["cast_model_outputs is 'int4'"]),
     (lambda g: g.initialize(min_loss_scale=-1.0), PolicyError, ["floor"]),
     (lambda g: g.initialize(min_loss_scale=2.0**10, max_loss_scale=2.0**8), PolicyError, ["ceiling"]),
     (again, StateError, ["amp is initialised already", "amp.initialize([model, other], [optimizer, another], …)"]),

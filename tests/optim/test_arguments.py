@@ -83,8 +83,9 @@ def test_bytes_kept_of_a_parameter(make, expected):
 
 
 def test_short_words_for_the_dtype_of_the_state_are_its_names():
-    first, second, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [{"params": [first]}, {"params": [second], "state_dtype": "fp32"}]
     optimizer = optim.AdamW(groups, state_dtype="bf16")
-    optimizer.add_param_group({"params": [third], "state_dtype": "bf16"})
-    assert [group["state_dtype"] for group in optimizer.param_groups] == ["bfloat16", "float32", "bfloat16"]
+    for word in ("bf16", "BF16", torch.bfloat16):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "state_dtype": word})
+    assert [group["state_dtype"] for group in optimizer.param_groups] == ["bfloat16", "float32", *["bfloat16"] * 3]

@@ -120,8 +120,15 @@ def test_masters_are_where_weights_are_stored_in_halves():
         (lambda: Policy.O2(autocast=1), "unknown autocast '1'", "valid: true, false"),
         (lambda: Policy.O2(level="O9"), "unknown level 'O9'", "valid: O0, O1, O2, O3"),
         (lambda: Policy.parse("runs/mine.policy"), "unknown level 'runs/mine.policy'", "write  Policy.load(path)"),
-        (lambda: Policy.parse(""), "unknown level ''", "valid: O0, O1, O2, O3"),
+        (lambda: Policy.parse(""), "there is no level", "valid: O0, O1, O2, O3"),
         (lambda: Policy.parse("o2"), "unknown level 'o2'", "the text O2,dtype=bfloat16"),
+        (lambda: Policy.parse("o2 BF16"), "unknown level 'o2 BF16'", 'Policy.O2("BF16"), the text O2,dtype=BF16'),
+        (lambda: Policy.parse("O1,opt_level=o3,bf16"), "unknown policy key 'opt_level'", "the text O3,dtype=float16"),
+        (lambda: Policy.parse("O1,fp16,O2"), "the level O2 does not stand first", "the text O2,dtype=bfloat16"),
+        (lambda: Policy.parse("O1,,bf16"), "nothing between two commas", "the text dtype=bfloat16"),
+        (lambda: Policy.parse("O1,fp32_module=a b"), "the module glob 'a b' cannot be written", "=head+blocks.*"),
+        (lambda: Rule("bf16", module="head"), "unknown treatment 'bf16'", "the text low_module=head"),
+        (lambda: Policy.O2("bf16").evolve(dtype="fp16"), "weights cannot be bfloat16", "the text O2,dtype=float16"),
         (lambda: Policy.parse("bf16"), "unknown level 'bf16'", 'Policy.O1("bf16"), the text O1,bf16'),
         (lambda: Policy.parse("O1,loss_scale=dynamic(init=1024,low=exp"), "a bracket is not closed", "init=1024)"),
         (lambda: Policy.O1(loss_scale="dynamic(init=1024"), "unknown loss scale", "a bracket is not closed"),
@@ -158,6 +165,13 @@ def test_all_problems_of_a_text_are_reported_together():
 def test_a_key_that_stands_twice_is_refused():
     with pytest.raises(PolicyError, match="the key 'lists' stands twice"):
         Policy.parse("O1,lists=device,lists=portable")
+
+
+@pytest.mark.parametrize("word", ["bf16", "BF16", "bfloat16", "Bfloat16", "torch.bfloat16"])
+def test_a_dtype_has_its_words_wherever_it_stands(word):
+    for text in (f"O2,{word}", f"O2,dtype={word}", f"O2,{word},param_dtype={word}", f"O2,{word},output_dtype={word}"):
+        assert Policy.parse(text) == Policy.O2("bfloat16", **({"output_dtype": "bf16"} if "output" in text else {}))
+    assert Policy.O1(word) == Policy.O1(torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +368,10 @@ def test_a_file_may_be_written_by_hand(tmp_path):
         ("O1\nloss_scale=dynamic(init=8\nlists=x", ["line 2: a bracket is not closed", "line 3: unknown lists 'x'"]),
         ("O1\nlow=exp\nban_module=head", ["line 3: a module cannot be treated as 'ban'", "the text ban=*@head"]),
         ("O0\ndtype=float16", ["mine.policy", "O0 cannot compute in float16"]),
-        ("", ["mine.policy", "unknown level ''"]),
+        ("", ["mine.policy", "there is no level"]),
+        ('version = 1\nlevel = "O2"\n\n[[rules]]\ntreatment = "fp32"\nmodule = "head"', [
+            "mine.policy' is TOML", "one entry a line", "write  O2\n         dtype=bfloat16\n",
+        ]),
     ],
 )  # fmt: skip
 def test_wrong_policy_files_say_which_lines_are_wrong(tmp_path, text, says):
@@ -385,13 +402,15 @@ def test_a_policy_file_may_have_any_name(tmp_path, monkeypatch):
     assert Policy.of("mine.txt") == Policy.of("O9") == policy
     assert Policy.of("O1") == Policy.O1(), "a policy's text is one, whatever lies beside it"
     (tmp_path / "notes.txt").write_text("my notes")
-    with pytest.raises(PolicyError, match=r"policy file 'notes\.txt': line 1: unknown level 'mynotes'"):
+    with pytest.raises(PolicyError, match=r"policy file 'notes\.txt': line 1: unknown level 'my notes'"):
         Policy.of("notes.txt")
     (tmp_path / "notes.txt").write_bytes(b"\xff")
     with pytest.raises(PolicyError, match=r"notes\.txt' is not a policy file"):
         Policy.of("notes.txt")
     with pytest.raises(PolicyError, match="unknown level"):
         Policy.of("nothing.txt")
+    with pytest.raises(PolicyError, match="this is a folder"):
+        Policy.of(str(tmp_path))
 
 
 def test_an_unwritable_place_leaves_no_half_file(tmp_path):

@@ -1,5 +1,7 @@
 """Cures stand in both spellings, each means what the other does, and other people's words lead to the right key."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -145,3 +147,27 @@ def test_pythons_words_are_answered_in_both_spellings(make, cure):
     with pytest.raises(PolicyError) as caught:
         make()
     assert both(cure) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "bf17", "fp8", "tf32", "dtype", "autocast", "loss_scale", "low", "fp32_module=", "low_param=", "emulate=on",
+        "dtype==bf16", "dtyp=bf16", "lists=devices", "precision=16-mixed", "fp32_modul=head", "FP32_MODULE=head",
+        "low=softmaxx", "fp32=exp_", "ban_module=head", "native_param=x", "fp32_module=a b", "rules=x",
+        "fp32=nn.Sequential", "half=softmax", "O3", ",lists=device", "level=O3", "loss_scale=dynamic(init=8",
+        "keep_fp32=head", "low=exp,fp32=exp", "param_dtype=fp32,autocast=false",
+    ],
+)  # fmt: skip
+def test_the_text_of_a_cure_is_one_and_so_is_its_python(entry):
+    with pytest.raises(PolicyError, match="  write  ") as caught:
+        Policy.parse(f"O2,fp16,{entry}")
+    cures = re.findall(r"([\w.]+\(.*\)|dtype=\S+), the text (\S+[^\s;,])", str(caught.value))
+    assert cures
+    for python, text in cures:
+        begin = "" if text.startswith("O") else "O2," if text.startswith("dtype") else "O2,bf16,low=tanh,"
+        policy = Policy.parse(begin + text)
+        if python.startswith("policy"):
+            made = eval(python, NAMES)
+            assert set(made.rules) == set(policy.rules)
+            assert made.evolve(rules=()) == policy.evolve(rules=())

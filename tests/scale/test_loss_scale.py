@@ -157,10 +157,17 @@ def test_any_text_is_read_or_refused(text):
 @pytest.mark.parametrize(
     "text, parts",
     [
-        ("dynamc", ["unknown loss scale 'dynamc'", "did you mean 'dynamic'?", "write  none, dynamic,"]),
+        (
+            "dynamc",
+            [
+                "unknown loss scale 'dynamc'",
+                "did you mean 'dynamic'?",
+                "LossScale.dynamic(init=1024), the text dynamic",
+            ],
+        ),
         ("", ["unknown loss scale ''", "valid: none, constant, dynamic"]),
         ("dynamic(init=1024", ["unknown loss scale 'dynamic(init=1024'"]),
-        ("constant", ["a constant scale needs its factor", "write  constant(1024)"]),
+        ("constant", ["a constant scale needs its factor", "LossScale.constant(1024), the text 1024"]),
         ("constant(patience=3)", ["a constant scale needs its factor"]),
         ("constant(big)", ["init is 'big'", "a number was expected"]),
         ("dynamic(intervall=3)", ["unknown field 'intervall'", "did you mean 'interval'?"]),

@@ -99,8 +99,9 @@ def test_a_session_that_nobody_holds_ends_by_itself():
     assert torch.autograd._engine_run_backward is engine
 
 
-def test_without_a_policy_it_is_o1_in_the_fast_format():
-    with attached(*built()) as amp:
+def test_without_a_policy_it_is_o1_in_the_fast_format_and_the_log_says_so(caplog):
+    with caplog.at_level("INFO", "mezzo.session.attach"), attached(*built()) as amp:
+        assert [record.getMessage().split(",")[0] for record in caplog.records] == ["no policy is given: O1"]
         assert amp.policy.level == "O1"
         assert amp.policy.dtype in (torch.float16, torch.bfloat16)
 

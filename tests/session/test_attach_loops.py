@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from mezzo.session.observers import watching
 
 from ..support.tables import pairwise, thinned
 from .loops import (
@@ -184,6 +185,33 @@ def test_losses_that_are_not_finite_are_skipped_and_leave_the_scale(policy, pois
         assert (amp.stats().skipped, float(amp.loss_scale)) == (1, scale)
         train_plainly(model, made, 2)
         assert amp.stats().skipped == 1
+
+
+def test_observers_are_told_losses_as_the_loop_has_them():
+    """What a report shows, and what is judged as a loss that failed itself."""
+
+    losses = []
+
+    class Told:
+        def begins(self, engine, scale):
+            pass
+
+        def judged(self, engine, judged):
+            losses.extend(float(loss) for loss in judged.losses)
+
+        def stepped(self, engine, step):
+            pass
+
+    model, made = built("AdamW")
+    with watching(Told()), attached(model, made, "O1,fp16,loss_scale=dynamic(init=1024)") as amp:
+        loss = loss_of(model, 0)
+        loss.backward()
+        made.step()
+        assert losses == [loss.item()]
+        made.zero_grad()
+        (loss_of(model, 1) * 1e36).backward()  # finite, and times 1024 it is not: an overflow
+        made.step()
+        assert (amp.stats().skipped, float(amp.loss_scale)) == (1, 512)
 
 
 # Windows of a loop's own ----------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from mezzo.documents import jsonable
 from mezzo.errors import PolicyError, message, printable
 from mezzo.explanation.table import WIDEST, plain
 from mezzo.policy import Policy
-from mezzo.policy.fields import DTYPES, text_of
+from mezzo.policy.fields import text_of
 from mezzo.report import Judgement
-from mezzo.tensors import dtype_name
+from mezzo.tensors import dtype_name, dtype_of
 
 __all__ = [
     "ALERT", "INTERRUPTED", "UsualPolicy", "console_for", "exit_code", "format_named", "leave", "note", "require_free",
@@ -75,7 +75,7 @@ def usual_format(option: str) -> str:
 
 def format_named(word: str) -> str:
     """Return a dtype's name for any word for it, such as ``bf16``; what is none is left to be refused."""
-    return text_of(DTYPES.get(word.lower(), word))
+    return text_of(dtype_of(word))
 
 
 def usual_policy(given: Policy | str | None) -> Policy:

@@ -229,5 +229,5 @@ def _two_dtypes(dtypes: Mapping[str, torch.dtype], path: str) -> MezzoError:
         why="fully_shard gathers the parameters of a module together, in one dtype",
         write=f"{both(f'fp32_module={path}')}: for all of them"
         if path
-        else "a module of its own for those in float32, and policy.keep_fp32(modules=[its path])",
+        else f"a module of its own for those in float32, and of that path {both('fp32_module=part')}",
     )

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.errors import PolicyError, StateError, message, nearest, raise_together, shown, some_of
+from mezzo.errors import PolicyError, StateError, closest, message, nearest, raise_together, shown, some_of
 from mezzo.step.update import RULES
-from mezzo.tensors import CASTABLE, described, dtype_name
+from mezzo.tensors import CASTABLE, described, dtype_name, dtype_of
 
 _STATE_DTYPES: Final = ("float32", "bfloat16")
-_SHORT: Final = {"fp32": "float32", "bf16": "bfloat16"}
 #: Hyper-parameters: the least they may be, and what to write.
 _LEAST: Final = {
     "lr": (0.0, "1e-3"),
@@ -109,8 +108,10 @@ def ordered(params: Any) -> Any:
 
 def named(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group, or the defaults of an optimizer, with the full name of the dtype of its state."""
-    word = group.get("state_dtype")
-    return {**group, "state_dtype": _SHORT[word]} if isinstance(word, str) and word in _SHORT else dict(group)
+    if "state_dtype" not in group:
+        return dict(group)
+    dtype = dtype_of(group["state_dtype"])
+    return {**group, "state_dtype": dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype}
 
 
 def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
@@ -133,7 +134,8 @@ def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
         )
     if group["state_dtype"] not in _STATE_DTYPES:
         wrong = str(group["state_dtype"])
-        yield PolicyError(f"unknown state_dtype {wrong!r}", why=nearest(wrong, _STATE_DTYPES))
+        write = f'state_dtype="{closest(wrong, _STATE_DTYPES) or "bfloat16"}"'
+        yield PolicyError(f"unknown state_dtype {wrong!r}", why=nearest(wrong, _STATE_DTYPES), write=write)
     yield from wrong_weights(group.get("params"))
 
 

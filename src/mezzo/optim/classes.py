@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, Never, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
 from mezzo.optim.optimizer import OnePassOptimizer, Params
 
-StateDtype = Literal["float32", "bfloat16", "fp32", "bf16"]
+StateDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | torch.dtype
 
 
 class _TorchOnly(TypedDict, total=False):

@@ -11,21 +11,15 @@ from mezzo.errors import PolicyError, closest, nearest, shown
 from mezzo.policy.rules import RULE_KEYS, Rule, format_rules
 from mezzo.policy.spelling import both, meant
 from mezzo.scale import LossScale
-from mezzo.tensors import LOW, dtype_name
+from mezzo.tensors import DTYPES, LOW, dtype_name, dtype_of
 
-__all__ = ["DTYPES", "FIELDS", "LEVELS", "LONGEST_TEXT", "WORDS", "Level", "impossible_combinations", "level_fields",
+__all__ = ["FIELDS", "LEVELS", "LONGEST_TEXT", "WORDS", "Level", "impossible_combinations", "level_fields",
            "replaced", "resolved", "text_of", "unknown_key", "wrong_value", "wrong_values"]  # fmt: skip
 
 Level = Literal["O0", "O1", "O2", "O3"]
 #: The optimisation levels, in the field's numbering (apex).
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
-#: The words for a dtype, wherever one stands.
-DTYPES: Final[dict[str, Any]] = {
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
-    "float32": torch.float32, "fp32": torch.float32, "float": torch.float32,
-}  # fmt: skip
 _BOOLEANS: Final[dict[str, Any]] = {"true": True, "false": False}
 #: What each field can be, by the words for it.
 WORDS: Final[dict[str, dict[str, Any]]] = {
@@ -78,6 +72,7 @@ _FIXED: Final = {
 }
 #: The builder whose name is most often taken for a key.
 _KEEP: Final = "keep_fp32"
+_LEVEL_KEYS: Final = ("level", "opt_level", "amp_level")
 _MASTERS: Final = ("master_weights", "masters", "master", "master_weight")
 
 
@@ -94,7 +89,8 @@ def wrong_value(name: str, value: Any) -> PolicyError | None:
     if name == "rules":
         if isinstance(value, tuple) and all(isinstance(rule, Rule) for rule in value):
             return _too_many(value)
-        return PolicyError("rules must be a tuple of Rule", write='rules=(Rule("fp32", op="softmax"),)')
+        write = 'rules=[Rule("fp32", op="softmax")], the text fp32=softmax'
+        return PolicyError("rules must be a tuple of Rule", write=write)
     known = WORDS[name].values()
     is_word = isinstance(value, str | torch.dtype | bool | None)  # 1 == True, and answers no yes-or-no question
     if is_word and value in known:
@@ -126,18 +122,19 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
     """
     level, dtype, param_dtype, scale = (values[name] for name in ("level", "dtype", "param_dtype", "loss_scale"))
     low, is_fp32, name = param_dtype in LOW, dtype == torch.float32, dtype_name(dtype)
+    stores = level if level in ("O2", "O3") else "O2"
     low_name = name if dtype in LOW else "bfloat16"
-    problems = (  # whether it is there, what, why, what to write
+    problems = (  # whether it is there, what, why, the texts to write
         (level == "O0" and not is_fp32,
          f"O0 cannot compute in {name}", "O0 is the FP32 reference", f"O1,dtype={name}"),
         (level != "O0" and is_fp32,
-         f"{level} cannot compute in float32", "nothing would be mixed", f"{level},dtype=bfloat16"),
+         f"{level} cannot compute in float32", "nothing would be mixed", f"{level},dtype=bfloat16 O0"),
         (level == "O0" and is_fp32 and values["autocast"],
          f"{level} with dtype=float32 cannot autocast", "autocast casts to a low-precision dtype", "O1,dtype=bfloat16"),
         (low and param_dtype != dtype,
          f"weights cannot be {dtype_name(param_dtype)} while ops compute in {name}",
          "each use would cast between two 16-bit formats, which is as lossy as both together",
-         f"{level if level in ('O2', 'O3') else 'O2'},dtype={dtype_name(param_dtype)}"),
+         f"{stores},dtype={dtype_name(param_dtype)}" + (f" {stores},dtype={name}" if dtype in LOW else "")),
         (level != "O0" and dtype in LOW and not low and not values["autocast"],
          f"{level} with float32 weights and no autocast has nothing in {name}",
          "neither the weights nor the ops would be low precision", f"O1,dtype={name}"),
@@ -146,7 +143,9 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
          "only weights stored in low precision can take batch norm with them",
          f"O2,dtype={low_name},keep_batchnorm_fp32=false"),
     )  # fmt: skip
-    yield from (PolicyError(what, why=why, write=both(write)) for is_there, what, why, write in problems if is_there)
+    for is_there, what, why, write in problems:
+        if is_there:
+            yield PolicyError(what, why=why, write=";\nor ".join(map(both, write.split())))
     yield from _contradictions(values["rules"])
     changes_gradients = scale.mode == "dynamic" or (scale.mode == "constant" and scale.init != 1.0)
     if param_dtype == torch.float16 and level == "O3" and changes_gradients:
@@ -205,7 +204,11 @@ def _value(name: str, value: Any) -> Any:
         return LossScale.parse(value)
     if name == "rules":
         return tuple(value) if isinstance(value, list) else value
-    return WORDS[name].get(value.removeprefix("torch.").lower(), value) if isinstance(value, str) else value
+    return WORDS[name].get(_bare(value), value) if isinstance(value, str) else value
+
+
+def _bare(word: str) -> str:
+    return word.removeprefix("torch.").lower()
 
 
 def text_of(value: Any) -> str:
@@ -236,11 +239,18 @@ def unknown_key(key: str, value: Any, level: str, dtype: Any) -> PolicyError:
             low = text_of(_value("dtype", dtype))
             write = both(f"{'O2' if asked else 'O3'},dtype={low},keep_batchnorm_fp32={text_of(has)}")
         return PolicyError(what, why=why, write=write)
+    if key.lower() in _LEVEL_KEYS:
+        level, low = (given.upper() if given.upper() in LEVELS else "O1"), text_of(_value("dtype", dtype))
+        text = level if level == "O0" else f"{level},dtype={low if dtype_of(low) in LOW else 'bfloat16'}"
+        return PolicyError(what, why="a level has no key, and stands first", write=both(text))
     near = _ALSO_CALLED.get(key.lower()) or closest(key, (*words, _KEEP))
     if entries := [f"{key}={given}"] if key in RULE_KEYS else meant(_KEEP if near == _KEEP else key, given):
         why = "a rule's key is what is done, then _module or _param where it is done to one: fp32_module=head"
         return PolicyError(what, why=why, write="; or ".join(map(both, entries)))
-    return PolicyError(what, why=nearest(near or key, words), write=both(f"{near}={given}") if near else "")
+    if near in WORDS and _bare(given) not in WORDS[near]:
+        given = closest(given, WORDS[near]) or next(iter(WORDS[near]))
+    write = both(f"{near}={given}") if near else f"the policy without {key}={given}"
+    return PolicyError(what, why=nearest(near or key, words), write=write)
 
 
 def _given(value: Any) -> str:

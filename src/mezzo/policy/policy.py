@@ -301,7 +301,8 @@ class Policy:
                 return cls.parse(value)
             except PolicyError:
                 is_text = value.partition(",")[0].strip() in LEVELS
-                if os.path.isfile(value) or (value.endswith(texts.SUFFIX) and not is_text):
+                is_there = os.path.exists(value) and os.sep in value  # a folder says so
+                if os.path.isfile(value) or is_there or (value.endswith(texts.SUFFIX) and not is_text):
                     return cls.load(value)
                 raise
         raise PolicyError(

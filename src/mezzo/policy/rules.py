@@ -9,9 +9,9 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, Final, cast
 
-from mezzo.errors import PolicyError, nearest, shown
+from mezzo.errors import PolicyError, closest, nearest, shown
 from mezzo.policy.ops import TREATMENTS, Treatment, matching, resolve
-from mezzo.policy.spelling import both
+from mezzo.policy.spelling import both, treatment_of
 
 __all__ = ["RULE_KEYS", "Decision", "Rule", "format_rules", "parse_rules"]
 
@@ -56,28 +56,30 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.treatment, str) or self.treatment not in TREATMENTS:
+            word = self.treatment if isinstance(self.treatment, str) else ""
+            near = treatment_of(word) or closest(word, TREATMENTS) or "fp32"
             raise PolicyError(
                 f"unknown treatment {shown(self.treatment)}",
                 where=f"Rule({shown(self.treatment)}, …)",
                 why=nearest(shown(self.treatment), TREATMENTS),
-                write='Rule("fp32", op="softmax"), the text fp32=softmax',
+                write=_example(near, next((kind for kind in ("module", "param") if getattr(self, kind)), "op")),
             )
         if not isinstance(self.reason, str):
             raise PolicyError(f"the reason is {shown(self.reason)}, not text", write='reason="…"')
         globs = {"op": self.op, "module": self.module, "param": self.param}
         for kind, glob in globs.items():
             if not isinstance(glob, str | None):
-                raise PolicyError(f"the {kind} glob is {shown(glob)}, not text", write=f'{kind}="…"')
+                raise PolicyError(f"the {kind} glob is {shown(glob)}, not text", write=_example(self.treatment, kind))
         rule = f"Rule({self.treatment!r}"
         if not any(globs.values()):
-            write = f'{rule}, op="softmax"), or module="head.*", or param="*.scale"'
+            write = ";\nor ".join(_example(self.treatment, kind) for kind in globs)
             raise PolicyError("a rule must match something", where=f"{rule})", write=write)
         for kind, glob in globs.items():
             if glob is not None and (not glob or any(c in _TEXT_CHARACTERS or c.isspace() for c in glob)):
                 raise PolicyError(
                     f"the {kind} glob {shown(glob)} cannot be written in a policy's text",
                     why="a glob is not empty and has no space and none of , + = @ ; ( ) #",
-                    write=f"one rule for each {kind}",
+                    write=f"one name for each {kind}: {_example(self.treatment, kind)}",
                 )
         if self.param is not None and (self.op is not None or self.module is not None):
             raise PolicyError(
@@ -165,6 +167,14 @@ class Decision:
     rule: Rule | None
     reason: str
     source: str
+
+
+def _example(treatment: Treatment | str, kind: str) -> str:
+    """Write a cure that gives a treatment to things of a kind, in both spellings."""
+    if kind == "op":
+        return both(f"{treatment}=softmax+gelu")
+    treated = treatment if treatment in _STORAGE_TREATMENTS else "fp32"
+    return both(f"{treated}_{kind}={'head+blocks.*' if kind == 'module' else '*.scale+*.bias'}")
 
 
 def format_rules(rules: Iterable[Rule]) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 from mezzo.errors import PolicyError
 from mezzo.policy.ops import TREATMENTS, matching, resolve
 
-__all__ = ["assignment", "both", "is_rule", "meant", "split"]
+__all__ = ["assignment", "both", "is_rule", "meant", "split", "treatment_of"]
 
 _LEVEL: Final = re.compile("O[0-3]")
 _NUMBER: Final = re.compile(r"\d+(\.\d*)?(e[-+]?\d+)?")
@@ -109,6 +109,11 @@ def _quoted(word: str) -> str:
 def is_rule(key: str) -> bool:
     """Whether a key is a rule's: a treatment, alone or on modules or parameters."""
     return key.removesuffix("_module").removesuffix("_param") in TREATMENTS
+
+
+def treatment_of(word: str) -> str:
+    """Return the treatment that another library, or a dtype, has another word for; empty where it is none."""
+    return _TREATED.get(word.lower(), "")
 
 
 def split(text: str) -> list[str]:

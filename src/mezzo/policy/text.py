@@ -10,21 +10,30 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
+
+import torch
 
 from mezzo import files
 from mezzo.errors import MOST_PROBLEMS, PolicyError, closest, nearest, printable, shown
 from mezzo.policy import fields
-from mezzo.policy.fields import DTYPES, FIELDS, LEVELS, LONGEST_TEXT
+from mezzo.policy.fields import FIELDS, LEVELS, LONGEST_TEXT, WORDS
 from mezzo.policy.rules import RULE_KEYS, Rule, parse_rules
 from mezzo.policy.spelling import both, is_rule, split
+from mezzo.tensors import DTYPES, LOW, dtype_of
 
 __all__ = ["SUFFIX", "load", "read", "save"]
 
 #: What the name of a policy's file ends with, so that it is told from a text.
 SUFFIX: Final = ".policy"
 _MOST_BYTES: Final = 1_000_000
+_LINE_END: Final = re.compile(r"\r\n|\r|\n")
+#: Spaces that do not count: those around what separates words.
+_AROUND: Final = re.compile(r"\s*([,=+*()])\s*")
+#: What only policy files of releases that wrote TOML have.
+_TOML: Final = re.compile(r"^\s*(version\s*=|level\s*=\s*[\"']|\[)", re.MULTILINE)
 
 
 def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
@@ -41,7 +50,14 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
         PolicyError: With every wrong entry, and its line where there are several, or where it is from a file.
     """
     subject = f"policy file {shown(path)}" if path else f"policy {shown(text)}"
-    has_lines = bool(path) or "\n" in text.strip()
+    if path and _TOML.search(text):
+        raise PolicyError(
+            f"{subject} is TOML",
+            why="a policy file is the policy's text: one entry a line, and reasons behind #",
+            write="O2\ndtype=bfloat16\nfp32_module=head   # a reason\n"
+            f"or {both('O2,dtype=bfloat16,fp32_module=head')}, and policy.save(path)",
+        )
+    has_lines = bool(path) or _LINE_END.search(text.strip()) is not None
     level, given, rules, problems = "", dict[str, Any](), list[Rule](), list[PolicyError]()
     for line, entry, reason in _entries(text, subject):
         if len(problems) == MOST_PROBLEMS:
@@ -59,7 +75,7 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
                 _read_field(entry, level, given)
         except PolicyError as problem:
             problems.append(PolicyError(f"line {line}: {problem}") if has_lines else problem)
-    if not level:
+    if not level and not problems:
         problems.append(_wrong_level(""))
     if problems:
         raise PolicyError(f"{subject}: {PolicyError.together(problems)}")
@@ -67,11 +83,11 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
 
 
 def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, str]]:
-    """Yield each entry, its line and the reason behind it; spaces do not count, nor does a comma that ends a line."""
+    """Yield each entry, its line and the reason behind it; a comma that ends a line does not count."""
     size = 0
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(_LINE_END.split(text), start=1):
         entries, _, reason = line.partition("#")
-        entries = "".join(entries.split()).removesuffix(",")
+        entries = _AROUND.sub(r"\1", entries).strip().removesuffix(",")
         size += len(entries)
         if size > LONGEST_TEXT:
             raise PolicyError(
@@ -89,12 +105,12 @@ def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, 
 def _read_field(entry: str, level: str, given: dict[str, Any]) -> None:
     """Read one entry that is no rule into the fields that are known."""
     key, equals, value = entry.partition("=")
-    if entry in DTYPES:  # a bare word for one, as in O1,bf16
+    if _is_dtype(entry):  # a bare word for one, as in O1,bf16
         key, equals, value = "dtype", "=", entry
     if not equals or not value:
         raise _no_pair(entry, key)
     if key in given:
-        raise PolicyError(f"the key {key!r} stands twice", write=f"one {key}=…")
+        raise PolicyError(f"the key {key!r} stands twice", write=f"one of the two: {both(f'{key}={given[key]}')}")
     if key not in ("dtype", *FIELDS):
         raise fields.unknown_key(key, value, level, given.get("dtype", "float16"))
     for problem in fields.wrong_values(fields.replaced({key: value}, level, None)):
@@ -102,27 +118,37 @@ def _read_field(entry: str, level: str, given: dict[str, Any]) -> None:
     given[key] = value
 
 
+def _is_dtype(word: str) -> bool:
+    return isinstance(dtype_of(word), torch.dtype)
+
+
 def _wrong_level(entry: str) -> PolicyError:
-    what, key = f"unknown level {shown(entry)}", entry.partition("=")[0]
+    key, _, value = entry.partition("=")
     if os.sep in entry or entry.endswith((SUFFIX, ".txt", ".toml")):
-        return PolicyError(what, why=f"there is no such file, and a text begins with {', '.join(LEVELS)}",
+        return PolicyError(f"unknown level {shown(entry)}",
+                           why=f"there is no such file, and a text begins with {', '.join(LEVELS)}",
                            write=f"Policy.load(path) of a file, whose name may end with {SUFFIX}")  # fmt: skip
-    is_entry = key in DTYPES or key in ("dtype", *FIELDS) or is_rule(key)
+    is_entry = _is_dtype(entry) or key in ("dtype", *FIELDS) or is_rule(key)
     why = "a level stands first" if is_entry else nearest(entry, LEVELS)
-    written = f"O1,{entry}" if is_entry else f"{entry.upper() if entry.upper() in LEVELS else 'O1'},dtype=bfloat16"
-    return PolicyError(what, why=why, write=both(written))
+    first, *others = re.findall(r"[\w.]+", value or entry) or ("O1",)  # another separator, or level=O1
+    level = first.upper() if first.upper() in LEVELS else "O1"
+    dtype = next(filter(_is_dtype, others), "bfloat16")
+    written = f"O1,{entry}" if is_entry else level if level == "O0" else f"{level},dtype={dtype}"
+    return PolicyError(f"unknown level {shown(entry)}" if entry else "there is no level", why=why, write=both(written))
 
 
 def _no_pair(entry: str, key: str) -> PolicyError:
     """Build the error for an entry without a value: a key, or a word that is not even a dtype's."""
     keys = ["dtype", *FIELDS, *RULE_KEYS]
+    if entry in LEVELS:
+        return PolicyError(f"the level {entry} does not stand first", write=both(f"{entry},dtype=bfloat16"))
     if key in keys:
-        return PolicyError(f"{shown(entry)} is not key=value", write=f"{key}=…")
-    dtype = closest(key, DTYPES)
-    write = both(f"dtype={dtype}") if dtype else ""
-    return PolicyError(
-        f"{shown(entry)} is neither a dtype nor key=value", why=nearest(key, [*DTYPES, *keys]), write=write
-    )
+        example = "head" if key.endswith("_module") else "head.weight" if key.endswith("_param") else "softmax"
+        value = "1024" if key == "loss_scale" else next(iter(WORDS[key])) if key in WORDS else example
+        return PolicyError(f"{shown(entry)} is not key=value", write=both(f"{key}={value}"))
+    dtype = closest(key, (word for word, each in DTYPES.items() if each in LOW)) or "bfloat16"
+    what = f"{shown(entry)} is neither a dtype nor key=value" if entry else "there is nothing between two commas"
+    return PolicyError(what, why=nearest(key, [*DTYPES, *keys]), write=both(f"dtype={dtype}"))
 
 
 # Files ------------------------------------------------------------------------------------------------
@@ -140,7 +166,9 @@ def save(entries: Iterable[str], rules: Iterable[Rule], path: str | os.PathLike[
         with files.whole(path) as file:
             file.write(data)
     except (OSError, ValueError) as error:  # also of a null byte in the path
-        raise PolicyError(f"the policy cannot be written to {shown(os.fspath(path))}", why=str(error)) from error
+        is_bare = isinstance(error, OSError) and "\n" not in str(error)
+        write = f'policy.save("mine{SUFFIX}"), in a folder that you may write to' if is_bare else ""
+        raise PolicyError(f"the policy cannot be written to {shown(os.fspath(path))}: {error}", write=write) from error
 
 
 def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
@@ -160,5 +188,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         write = f'policy.save("mine{SUFFIX}"); mezzo tune and mezzo inspect write such files, too'
         raise PolicyError(f"there is no policy file {shown(name)}", write=write) from None
     except (OSError, ValueError) as error:
-        raise PolicyError(f"{shown(name)} is not a policy file", why=str(error)) from None
+        why = str(error).partition("\n")[0]
+        write = f'Policy.load(path) of a file as policy.save("mine{SUFFIX}") writes it'
+        raise PolicyError(f"{shown(name)} is not a policy file", why=why, write=write) from None
     return read(text, name)

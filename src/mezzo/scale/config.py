@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
-from mezzo.errors import PolicyError, nearest, raise_together, shown, unknown_word
+from mezzo.errors import PolicyError, closest, nearest, raise_together, shown, unknown_word
 from mezzo.scale.state import ScaleState
 
 __all__ = ["LOWEST", "PRESETS", "LossScale", "as_float32"]
@@ -335,7 +335,9 @@ def _unknown_fields(names: Collection[str], where: str) -> Iterator[PolicyError]
     """Yield a problem for each name that is no field of a dynamic scale."""
     for name in names:
         if name not in _FIELDS:
-            yield PolicyError(f"unknown field {name!r}", where=where, why=nearest(name, _FIELDS))
+            near = closest(name, _FIELDS) or "interval"
+            write = "init=2**16" if near == "init" else _FIELDS[near].write
+            yield PolicyError(f"unknown field {name!r}", where=where, why=nearest(name, _FIELDS), write=write)
 
 
 def _fault(name: str, value: Any, where: str) -> PolicyError | None:
@@ -345,7 +347,8 @@ def _fault(name: str, value: Any, where: str) -> PolicyError | None:
     if field.words:
         if isinstance(value, str) and field.accepts(value):
             return None
-        return PolicyError(f"unknown {name} {shown(value)}", where=where, why=nearest(shown(value), field.words))
+        why = nearest(shown(value), field.words)
+        return PolicyError(f"unknown {name} {shown(value)}", where=where, why=why, write=field.write)
     if isinstance(value, bool) or not isinstance(value, int if field.is_count else int | float):
         why = "a whole number was expected" if field.is_count else "a number was expected"
         why += ", or none" if isinstance(value, str) and field.is_optional else ""
@@ -424,6 +427,13 @@ def _written(value: Any) -> str:
     return str(int(value)) if float(value).is_integer() and value < 2.0**53 else repr(float(value))
 
 
+#: A scale of each kind, in Python's words and in the text's.
+_IN_BOTH: Final = (
+    "LossScale.dynamic(init=1024), the text dynamic(init=1024);\nor LossScale.constant(1024), the text 1024;\n"
+    "or LossScale.none(), the text none"
+)
+
+
 def _read(text: str) -> dict[str, Any]:
     """Read what :func:`_write` wrote, or a plain number, into fields.
 
@@ -438,7 +448,7 @@ def _read(text: str) -> dict[str, Any]:
         raise PolicyError(
             f"loss scale {shown(text)} is too long",
             why=f"a loss scale's text has at most {_LONGEST_TEXT:,} characters",
-            write="dynamic(init=1024,interval=100)",
+            write=_IN_BOTH,
         )
     if (number := _number(text.strip())) is not None:
         return {"mode": "constant", "init": number}
@@ -448,7 +458,7 @@ def _read(text: str) -> dict[str, Any]:
         raise PolicyError(
             f"unknown loss scale {text!r}",
             why="a bracket is not closed" if is_open else nearest(shape["mode"] if shape else text, MODES),
-            write="none, dynamic, dynamic(init=1024,interval=100), constant(1024) or 1024",
+            write=_IN_BOTH,
         )
     mode, where = shape["mode"], f"loss scale {text!r}"
     words = shape["words"].split(",") if (shape["words"] or "").strip() else []
@@ -460,7 +470,7 @@ def _read(text: str) -> dict[str, Any]:
 def _read_words(mode: str, words: list[str], fields: dict[str, Any], where: str) -> Iterator[PolicyError]:
     if mode == "constant":
         if not words or "=" in words[0]:
-            yield PolicyError("a constant scale needs its factor", where=where, write="constant(1024)")
+            yield PolicyError("a constant scale needs its factor", where=where, write=_IN_BOTH)
         else:
             words[0] = f"init={words[0]}"
     seen = set()
@@ -469,7 +479,7 @@ def _read_words(mode: str, words: list[str], fields: dict[str, Any], where: str)
         if not equals:
             yield PolicyError(f"{word!r} is no field", where=where, write="name=value, as init=1024")
         elif name in seen:
-            yield PolicyError(f"{name} is given twice", where=where)
+            yield PolicyError(f"{name} is given twice", where=where, write=f"one {name}=…")
         elif unknown := list(_unknown_fields([name], where)):
             yield from unknown
         else:
@@ -483,7 +493,7 @@ def _value(name: str, text: str) -> Any:
     """Read the value of a field; what cannot be one stays text."""
     field, number = _FIELDS[name], _number(text)
     if number is None:
-        return None if field.is_optional and text == "none" else text
+        return None if field.is_optional and text.lower() == "none" else text
     if field.words or (field.is_count and not number.is_integer()):
         return text
     return int(number) if field.is_count else number

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import types
 import weakref
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["CARRIED", "AttachedPrecision", "attach", "attached_now"]
+
+logger = logging.getLogger(__name__)
 
 #: The key under which an optimizer's state dict has the session's state; plain torch ignores it.
 CARRIED: Final = "mezzo"
@@ -157,6 +160,7 @@ class AttachedPrecision(MixedPrecision):
         if policy is None and not any(isinstance(each, Prepared) for each in subjects):
             kinds = {p.device.type for each in subjects if isinstance(each, nn.Module) for p in each.parameters()}
             policy = Policy.O1(fast_format(kinds))
+            logger.info("no policy is given: %s, in the format for this machine (mezzo doctor says why)", policy)
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
         super().__init__(subjects, given, policy, **options)
@@ -341,6 +345,7 @@ def _run(
     windows = engine.reached(walk)
     if not windows:
         return plain(roots, gradients, *args, **kwargs)
+    losses = [root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
     engine.commit()
     scale = engine.scale_now
     others = engine.others(walk.leaves) if scale is not None else []
@@ -355,7 +360,6 @@ def _run(
     except BaseException:
         engine.fail(windows)
         raise
-    losses = [root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
     engine.end(dict.fromkeys(windows, losses))
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mezzo.errors import NumericsError, PolicyError, shown
 from mezzo.step.rounding import SIGN, nearest, one_nan
-from mezzo.tensors import flat, moved
+from mezzo.tensors import dtype_of, flat, moved
 
 __all__ = ["decode", "encode", "encode_into", "halves", "is_beyond", "joined", "refuse_beyond"]
 
@@ -91,12 +91,12 @@ def joined(high: Tensor, remainder: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def encode(w: Tensor, dtype: torch.dtype, *, name: str | None = None) -> tuple[Tensor, Tensor]:
+def encode(w: Tensor, dtype: torch.dtype | str, *, name: str | None = None) -> tuple[Tensor, Tensor]:
     """Store FP32 weights as low-precision weights and 16 remainder bits each.
 
     Args:
         w: FP32, any shape, layout and device.
-        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        dtype: ``torch.bfloat16`` or ``torch.float16``, or a word for it.
         name: The parameter's name, for the error.
 
     Returns:
@@ -117,9 +117,10 @@ def encode(w: Tensor, dtype: torch.dtype, *, name: str | None = None) -> tuple[T
         tensor([1.0000, 0.1000])
     """
     _check(_is(w, torch.float32), f"split storage of {_named(w)}", "encode(w.float(), torch.bfloat16)")
-    _check(dtype in _LARGEST, f"split storage with a {dtype} high half", "encode(w, torch.bfloat16) or torch.float16")
-    hi, lo = torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16)
-    refuse_beyond([(w, dtype)], name)
+    low: torch.dtype = dtype_of(dtype)
+    _check(low in _LARGEST, f"split storage with a {dtype} high half", "encode(w, torch.bfloat16) or torch.float16")
+    hi, lo = torch.empty_like(w, dtype=low), torch.empty_like(w, dtype=torch.int16)
+    refuse_beyond([(w, low)], name)
     encode_into(w, hi, lo)
     return hi, lo
 

@@ -128,7 +128,8 @@ def arithmetic(dtype: torch.dtype, device_type: str = "cpu", emulate: Literal["a
         return Choice(action="emulate", reason="emulate=True asks for it")
     if emulate is False and choice.action == "emulate":
         what = f"{name} cannot be computed natively on this {device_type}"
-        raise UnsupportedError(what, why=choice.reason, write='emulate="auto"' + (cure and f"\n{cure}"))
+        write = 'emulate="auto", the text emulate=auto'
+        raise UnsupportedError(what, why=choice.reason, write=write + (cure and f"\n{cure}"))
     if choice.action != "emulate" and emulate == "auto" and not support.fast:
         ratio = f"{support.speed_ratio:.2g} times float32's, {support.detail}"
         return Choice(action="emulate", reason=f"{name} on this {device_type} is slow: speed {ratio}")

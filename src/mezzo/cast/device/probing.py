@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 
@@ -82,6 +82,12 @@ class FormatSupport:
         """Whether :attr:`speed_ratio` reaches ``FAST_ENOUGH``, or the device is made for the format."""
         return self.status == "right" if self.speed_ratio is None else self.speed_ratio >= FAST_ENOUGH
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each value is one that it can have; what a file says may be anything."""
+        is_ratio = isinstance(self.speed_ratio, int | float | None)
+        return self.status in get_args(Status) and is_ratio and isinstance(self.detail, str)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
@@ -133,7 +139,10 @@ def cpu_report(*, refresh: bool = False) -> DeviceReport:
     try:
         stored = {} if refresh else json.loads(files.kept(file))
         kept = {key: FormatSupport(**support) for key, support in stored.items()}
+        if odd := [each for each in kept.values() if not each.is_whole]:
+            raise ValueError(f"its file says {odd[0]}")
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError) as fault:
+        kept = {}
         logger.info("nothing is known of this CPU: %s", fault)
     known = dict(kept)
 
@@ -187,10 +196,10 @@ def _ask_child(dtype: torch.dtype, limit: str | None) -> FormatSupport:
         return _unknown("this Python has no executable of its own to start another with")
     environment = {key: value for key, value in os.environ.items() if key not in (ISA_VARIABLE, "DNNL_MAX_CPU_ISA")}
     environment |= {ISA_VARIABLE: limit} if limit else {}
-    # It must find the torch that this process found, wherever that was.
-    environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command, nothing = [*CHILD_COMMAND, dtype_name(dtype)], subprocess.DEVNULL
     try:
+        # It must find the torch that this process found, wherever that was; imports pass over what is no text.
+        environment["PYTHONPATH"] = os.pathsep.join(each or os.getcwd() for each in sys.path if isinstance(each, str))
         done = subprocess.run(command, env=environment, stdin=nothing, capture_output=True, timeout=CHILD_TIMEOUT_S)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return _unknown(f"another process could not be started or did not end ({error})")

@@ -94,7 +94,7 @@ def wanted_storage(
                 PolicyError(
                     f"the tied parameter {path} is given two storage dtypes",
                     where=f"{before[1]} by {before[0]}, {path} by {rule}",
-                    write="one rule that matches both paths",
+                    write=f"one rule for both: {both(f'fp32_param={before[1]}+{path}')}",
                 )
             )
         if tensor not in storage or rule is not None:
@@ -251,7 +251,7 @@ def _cannot_convert(
             f"parameters are already in a low precision that {policy.level} would change",
             where=some_of([f"{names[t]} ({dtype_name(t.dtype)})" for t in low]),
             why=f"one 16-bit format does not hold what another does; the policy says {targets}",
-            write="model.float() first, or a policy with the parameters' own dtype",
+            write=f"model.float() first; or {both(f'{policy.level},dtype={dtype_name(low[0].dtype)}')}",
         )
     if overflowing := [t for t in converting if t in lost]:
         yield do_not_fit([names[t] for t in overflowing], converting[overflowing[0]])

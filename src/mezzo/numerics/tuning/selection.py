@@ -20,6 +20,7 @@ from mezzo.numerics.tuning.survey import SUSPECT_DB, Sensitivity, Spot, sensitiv
 from mezzo.numerics.tuning.trial import DEFAULT_SCALE, FAULT_DB, Outcome, Trials, ratio_text
 from mezzo.numerics.tuning.tuned import Candidate, Objective, Tuned, TuningEvidence
 from mezzo.policy import Policy, Rule
+from mezzo.policy.spelling import both
 from mezzo.scale import LossScale
 
 __all__ = ["Selection"]
@@ -128,7 +129,7 @@ class Selection:
                 f"no rule brings the gradients of {self.dtype} near those of FP32",
                 where=str(outcome),
                 why="the error is there with every op in FP32 that a rule reaches: what makes it is no op of torch's",
-                write="policy = mezzo.Policy.O0(), or @mezzo.fp32 on the function that casts by itself",
+                write=f"{both('O0')}; or @mezzo.fp32 on the function that casts by itself",
             )
         few = smallest(groups, passes)
         if len(few) > 1:  # what cannot be left out of it need not be the fewest: a single one may do as well

@@ -110,7 +110,7 @@ def out_of_place(name: str) -> str | None:
     return _known_as(bare)
 
 
-def resolve(name: str, *, in_place: bool = False, treatment: str = "fp32") -> str:
+def resolve(name: str, *, in_place: bool = False, treatment: str = "") -> str:
     """Return the base name for any spelling of an op.
 
     Args:
@@ -120,7 +120,7 @@ def resolve(name: str, *, in_place: bool = False, treatment: str = "fp32") -> st
             it is torch's: ``mul`` is element-wise, and ``paddle:mul`` the matrix product that Paddle calls so.
         in_place: Whether in-place variants are allowed. They keep their own name, for nothing ever casts them:
             what they write to keeps its dtype. Elsewhere a rule on one would silently do nothing, so it is refused.
-        treatment: Of the rule that names it, for the error.
+        treatment: Of the rule that names it, for the error; empty where no rule does.
 
     Returns:
         The base name.
@@ -167,7 +167,7 @@ def _resolve(name: str, in_place: bool, treatment: str) -> str:
         raise PolicyError(
             f"the in-place op {name!r} is never cast",
             why="what it writes to keeps its dtype, under torch.autocast too",
-            write=f"{instead!r}, and the out-of-place form in the model" if instead else "",
+            write=f"{_written(instead, treatment)}, and the out-of-place form in the model" if instead else "",
         )
     if (found := _known_as(bare)) is not None:
         return found
@@ -178,15 +178,21 @@ def _resolve(name: str, in_place: bool, treatment: str) -> str:
             write='a rule on its path in the model: policy.keep_fp32(modules=["head"]), the text fp32_module=head',
         )
     near = _near(bare)
-    written = [f'policy.{treatment}("{near}"), the text {treatment}={near}'] if near else []
+    written = [_written(near, treatment)] if near else []
     if treatment in ("low", "fp32"):
-        rule = f'policy.keep_fp32(modules=["{bare}"])' if treatment == "fp32" else f'Rule("low", module="{bare}")'
+        low = f'policy.evolve(rules=[Rule("low", module="{bare}"), *policy.rules])'
+        rule = f'policy.keep_fp32(modules=["{bare}"])' if treatment == "fp32" else low
         written.append(f"for a module {rule}, the text {treatment}_module={bare}")
     raise PolicyError(
         f"unknown op {name!r}",
         why=(f"did you mean {near!r}? " if near else "") + "neither the op table nor torch has it",
         write=";\n".join(written) or "the name of a function in torch, torch.nn.functional or torch.Tensor",
     )
+
+
+def _written(op: str, treatment: str) -> str:
+    """Write a rule on an op in both spellings; of a question, the op's name."""
+    return f'policy.{treatment}("{op}"), the text {treatment}={op}' if treatment else repr(op)
 
 
 def _custom(name: str) -> str | None:
