@@ -34,6 +34,12 @@ def rotary(self, h):
     return functional.scaled_dot_product_attention(q, q, v)[0]
 
 
+def turned(self, h):
+    q = k = (h * self.angles.cos())[None]
+    v = h[None]
+    return functional.scaled_dot_product_attention(q, k, v)[0]
+
+
 def computed(self, h):
     return functional.linear(h, self.angles.cos()[:, None] * torch.eye(8))
 
@@ -68,6 +74,20 @@ def blended(self, h):
     return torch.lerp(h, target, 0.5)
 
 
+def filled_with_what_is_computed(self, h):
+    out = torch.zeros(4, 8)
+    out[torch.arange(4)] = h * 2
+    return out
+
+
+def two_computed(self, h):
+    return torch.einsum("bi,ij->bj", self.first(h), self.angles.cos() * torch.eye(8))
+
+
+def product_of_a_sum(self, h):
+    return (h.float() + 1) @ self.first.weight
+
+
 def fourier(self, h):
     return torch.fft.irfft(torch.fft.rfft(h), n=8)
 
@@ -80,11 +100,15 @@ def fourier_of_a_call(self, h):
 CASES = [
     (masked, ["weights is float32 [4, 4]", "h is {low} [4, 8]"], True),
     (rotary, ["q is float32 [1, 4, 8]", "v is {low} [1, 4, 8]"], True),
-    (computed, ["h is {low} [4, 8]", "self.angles.cos()[:, None] * torch.eye(8) is computed there"], True),
+    (computed, ["h is {low} [4, 8]", "(self.angles.cos()[:, None] * torch.eye(8)) is computed there"], True),
     (tied, ["wide is float32 [4, 8]", "self.first.weight is {low} [8, 8], the model's part.first.weight"], True),
     (codebook, ["h.float() is computed there", "self.codes is {low} [8, 8], the model's part.codes"], True),
     (einsum, ["kernel is float32 [8, 8]", "h is {low} [4, 8]"], True),
-    (filled, ["out[torch.arange(4)] = h"], False),
+    (turned, ["q is float32 [1, 4, 8]", "k is float32 [1, 4, 8]", "q.to(v.dtype), k.to(v.dtype)"], True),
+    (two_computed, ["self.first(h).to(torch.{low}), (self.angles.cos() * torch.eye(8)).to(torch.{low})"], True),
+    (product_of_a_sum, ["(h.float() + 1).to(self.first.weight.dtype)"], True),
+    (filled, ["out[torch.arange(4)] = h", "out is float32 [4, 8]", "h.to(out.dtype)"], False),
+    (filled_with_what_is_computed, ["out is float32 [4, 8]", "(h * 2).to(out.dtype)"], False),
     (scattered, ["torch.zeros(4, 8) is computed there", "h is {low} [4, 8]"], True),
     (blended, ["target is float32 [4, 8]", "h is {low} [4, 8]"], False),
     (fourier, ["h is {low} [4, 8]", "h.float()"], False),
@@ -121,6 +145,27 @@ def test_the_note_names_both_tensors_the_module_and_the_rule_and_its_cures_work(
     if by_op and policy.level == "O2":
         assert "policy.evolve(autocast=True), the text autocast=true" in note
         run(policy.evolve(autocast=True))
+
+
+def test_pairs_that_are_no_complex_numbers_in_bfloat16():
+    class Filter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 2))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(x.float()) * torch.view_as_complex(self.weight), n=8)
+
+    model = nn.Sequential(nn.Linear(8, 8), Filter())
+    handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+    with pytest.raises(RuntimeError, match="is only supported for") as error:
+        model(torch.ones(2, 8))
+    (note,) = error.value.__notes__
+    assert "self.weight is bfloat16 [5, 2], the model's 1.weight" in note
+    assert "self.weight.float();" in note
+    handle.remove()
+    mezzo.prepare(model, "O2,dtype=bfloat16,fp32_module=1")
+    assert model(torch.ones(2, 8)).dtype == torch.float32
 
 
 def test_weights_that_are_used_outside_their_module_are_explained_where_the_region_ends():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Container, Iterator
+import opcode
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, Final, NamedTuple
@@ -25,7 +26,9 @@ _TWO_DTYPES: Final = (
     "to be equal to src.dtype", "expected dtype", "have the same type", "same scalar type",
 )  # fmt: skip
 #: How it says that there is no kernel for a dtype.
-_NO_KERNEL: Final = ("not implemented for", "Unsupported dtype", "powers of two when computing in half")
+_NO_KERNEL: Final = (
+    "not implemented for", "Unsupported dtype", "powers of two when computing in half", "is only supported for",
+)  # fmt: skip
 #: What gives numbers of the same dtype, some or all of those that are there.
 _SAME: Final = frozenset("clone detach contiguous t view reshape permute transpose unsqueeze squeeze expand".split())
 _LIBRARIES: Final = tuple(str(Path(place).parent) for place in (torch.__file__, __file__.partition("/cast/")[0] + "/x"))
@@ -64,12 +67,14 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
         wides = wides or computed[:1]
     elif wides:
         lows = computed[:1]
+    elif "Complex" not in text:
+        wides = computed
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     where = [*map(_line, program[-1:])]
-    told = [(text, tensor) for text, tensor in known if text in (*wides[:1], *lows[:1])]
+    told = [(text, tensor) for text, tensor in known if text in (*wides, *lows[:1])]
     where += [_described(text, tensor, names, policy, written) for text, tensor in told]
     path = next((paths[id(module)] for at in reversed(program) if id(module := _first(at)) in paths), None)
-    where += [f"{text} is computed there, in another dtype" for text in computed if text in (*wides[:1], *lows[:1])]
+    where += [f"{text} is computed there, in another dtype" for text in computed if text in (*wides, *lows[:1])]
     if path is not None:
         where.append(f"in {path or 'the model itself'}, of which {_rule(policy, path)}")
     low = dtype_name(policy.param_dtype)
@@ -80,17 +85,18 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     if program and wides and (widened or wides[0] == _written(program[-1])):  # what is summed there stays FP32
         wides, lows = lows or computed[:1], wides
     op = _op(program[-1]) if program else ""
-    cures = _cures(policy, path, *wides[:1], low=lows[0] if lows else "", lacks=lacks, widened=widened, op=op)
+    cures = [*_cures(policy, path, wides, low=lows[0] if lows else "", lacks=lacks, widened=widened, op=op)]
+    cures = cures or ["x.float()" if lacks else f"x.to({policy.param_dtype})"]
     error.add_note(message(f"mezzo: {what}", where="\n".join(where), why=why, write=";\nor ".join(cures)))
 
 
 def _cures(
-    policy: Policy, path: str | None, wide: str = "x", *, low: str, lacks: bool, widened: str, op: str
+    policy: Policy, path: str | None, wides: Sequence[str], *, low: str, lacks: bool, widened: str, op: str
 ) -> Iterator[str]:
-    if lacks:
-        yield f"{low or 'x'}.float()"
-    else:
-        yield f"{wide}.to({f'{low}.dtype' if low else policy.param_dtype})"
+    if lacks and low:
+        yield f"{low}.float()"
+    elif wides and not lacks:
+        yield ", ".join(f"{wide}.to({f'{low}.dtype' if low else policy.param_dtype})" for wide in wides)
     if widened:
         yield f"{both(f'low_param={widened}')}: keeps it in 16 bits, if it is assigned and never summed"
     if path:
@@ -165,9 +171,25 @@ def _node(at: TracebackType) -> ast.expr | None:
         return None
 
 
+def _stored(at: TracebackType, node: ast.AST | None) -> ast.expr | None:
+    """Return what a failing line stores in a part of a tensor, as ``out[index] = value`` does."""
+    code = at.tb_frame.f_code
+    if not isinstance(node, ast.Subscript) or code.co_code[at.tb_lasti] != opcode.opmap["STORE_SUBSCR"]:
+        return None
+    line, _, column, _ = [*code.co_positions()][at.tb_lasti // 2]
+    for each in ast.walk(ast.parse("".join(linecache.getlines(code.co_filename)))):
+        if isinstance(each, ast.Assign):
+            for target in each.targets:
+                if isinstance(target, ast.Subscript) and (target.lineno, target.col_offset) == (line, column):
+                    return each.value
+    return None
+
+
 def _written(at: TracebackType) -> str:
     """Return what a failing call writes in place."""
     node = _node(at)
+    if isinstance(node, ast.Subscript) and _stored(at, node) is not None:
+        return ast.unparse(node.value)
     is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
     return ast.unparse(node.func.value) if is_method else ""  # type: ignore[union-attr]
 
@@ -190,13 +212,16 @@ def _operands(at: TracebackType) -> Iterator[_Operand]:
         given = [*method, *node.args, *(keyword.value for keyword in node.keywords)]
     elif isinstance(node, ast.BinOp):
         given = [node.left, node.right]
+    elif isinstance(node, ast.Subscript) and (stored := _stored(at, node)) is not None:
+        given = [node.value, stored]
     given = [part for each in given for part in (each.elts if isinstance(each, ast.List | ast.Tuple) else [each])]
     for each in given:
         value = _value(each, at.tb_frame)
         if isinstance(value, Tensor) and value.is_floating_point():
             yield _Operand(ast.unparse(each), value)
         elif value is None and isinstance(each, ast.Call | ast.BinOp | ast.Subscript | ast.Attribute):
-            yield _Operand(ast.unparse(each), None)
+            text = ast.unparse(each)
+            yield _Operand(f"({text})" if isinstance(each, ast.BinOp) else text, None)
 
 
 def _value(node: ast.AST, frame: FrameType) -> Any:
