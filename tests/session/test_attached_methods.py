@@ -107,6 +107,27 @@ def test_it_runs_low_forward_and_backward_and_trains(policy, call):
     assert set(products.dtypes) == {torch.float32}
 
 
+@pytest.mark.parametrize("rule", ["fp32_module=critic", "fp32=linear@critic"])
+def test_a_part_that_has_a_rule_follows_it_when_it_is_called_by_itself(rule):
+    x, _ = batch(0)
+    model = Agent()
+    with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), f"{POLICIES[0]},{rule}"), Products() as products:
+        model.critic(x)
+        model.critic[2](model.critic[1](model.critic[0](x)))
+        assert set(products.dtypes) == {torch.float32}
+        products.dtypes.clear()
+        model.actor(x)
+        assert set(products.dtypes) == {torch.bfloat16}
+
+
+def test_batch_norm_with_low_weights_may_be_called_by_itself():
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    x, _ = batch(0)
+    with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3,dtype=bfloat16,emulate=false"):
+        whole = model(x)
+        assert torch.equal(model[1](model[0](x)), whole)
+
+
 def test_products_of_a_method_itself_run_low():
     model = Agent()
     with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), POLICIES[0]), Products() as products:

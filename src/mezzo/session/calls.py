@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.cast import autocast
 from mezzo.cast.mode import compiled_inside
+from mezzo.cast.model.calls import Within
 from mezzo.cast.nested import cast_floating
+from mezzo.hooks import owner_of
 from mezzo.policy import Policy
 from mezzo.tensors import tensors
 
@@ -59,10 +61,11 @@ class Calls:
                     continue  # which is no function
                 is_torchs = type(module).__module__.startswith("torch.")
                 for name in ["forward"] if is_torchs else _methods(type(module)):
-                    call = self._around(getattr(module, name), is_root=module is root)
+                    within = _within(module) if name == "forward" else None
+                    call = self._around(getattr(module, name), within, is_root=module is root)
                     self._undo.callback(rebound(vars(module), name, types.MethodType(call, module)))
 
-    def _around(self, plain: Callable[..., Any], *, is_root: bool) -> Callable[..., Any]:
+    def _around(self, plain: Callable[..., Any], within: Within | None, *, is_root: bool) -> Callable[..., Any]:
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 return self._call(plain, args, kwargs)
@@ -76,22 +79,22 @@ class Calls:
                 if not self._autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                     return plain(*args, **kwargs)
                 _leave_graph()  # called from outside, or where the model has autocast switched off: Python knows
-            return self._call(plain, args, kwargs)
+            return self._call(plain, args, kwargs, within)
 
         call = functools.wraps(getattr(plain, "__func__", plain))(root if is_root else part)
         call.is_of_mezzo = True  # type: ignore[attr-defined]
         return call
 
     @compiled_inside
-    def _call(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method, in the region where it is called from outside."""
+    def _call(self, plain: Callable[..., Any], args: Any, kwargs: Any, within: Within | None = None) -> Any:
+        """Call a method, in the region where it is called from outside; a part that has rules in its own one."""
         if getattr(self._here, "inside", False) or self._is_over:
             return plain(*args, **kwargs)
         self._here.inside = True
         try:
             self._before()
             with self._region():
-                output = plain(*args, **kwargs)
+                output = plain(*args, **kwargs) if within is None else within.call(plain, args, kwargs)
         finally:
             self._here.inside = False
         if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
@@ -102,6 +105,12 @@ class Calls:
         """Give the methods back; those that others hold meanwhile do nothing of their own."""
         self._is_over = True
         self._undo.close()
+
+
+def _within(module: nn.Module) -> Within | None:
+    """Return what a module's hooks have it run in."""
+    owners = map(owner_of, module._forward_pre_hooks.values())
+    return next((each for each in owners if isinstance(each, Within)), None)
 
 
 @_disable_dynamo

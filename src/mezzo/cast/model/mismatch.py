@@ -177,7 +177,11 @@ def _stored(at: TracebackType, node: ast.AST | None) -> ast.expr | None:
     if not isinstance(node, ast.Subscript) or code.co_code[at.tb_lasti] != opcode.opmap["STORE_SUBSCR"]:
         return None
     line, _, column, _ = [*code.co_positions()][at.tb_lasti // 2]
-    for each in ast.walk(ast.parse("".join(linecache.getlines(code.co_filename)))):
+    try:
+        source = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except (SyntaxError, ValueError):  # it was written to since
+        return None
+    for each in ast.walk(source):
         if isinstance(each, ast.Assign):
             for target in each.targets:
                 if isinstance(target, ast.Subscript) and (target.lineno, target.col_offset) == (line, column):
