@@ -1,5 +1,6 @@
 """What is added to torch's errors about dtypes: the two tensors, the module, the rule, and what to write."""
 
+import functools
 import re
 
 import pytest
@@ -88,6 +89,11 @@ def product_of_a_sum(self, h):
     return (h.float() + 1) @ self.first.weight
 
 
+def gathered(self, h):
+    graph = torch.eye(4).to_sparse()
+    return torch.sparse.mm(graph, h)
+
+
 def fourier(self, h):
     return torch.fft.irfft(torch.fft.rfft(h), n=8)
 
@@ -111,6 +117,7 @@ CASES = [
     (filled_with_what_is_computed, ["out is float32 [4, 8]", "(h * 2).to(out.dtype)"], False),
     (scattered, ["torch.zeros(4, 8) is computed there", "h is {low} [4, 8]"], True),
     (blended, ["target is float32 [4, 8]", "h is {low} [4, 8]"], False),
+    (gathered, ["graph is float32 [4, 4]", "graph.to(h.dtype)"], False),
     (fourier, ["h is {low} [4, 8]", "h.float()"], False),
     (fourier_of_a_call, ["self.first(h).float()"], False),
 ]
@@ -145,6 +152,33 @@ def test_the_note_names_both_tensors_the_module_and_the_rule_and_its_cures_work(
     if by_op and policy.level == "O2":
         assert "policy.evolve(autocast=True), the text autocast=true" in note
         run(policy.evolve(autocast=True))
+
+
+ALONE = [torch.linalg.inv, torch.linalg.slogdet, torch.linalg.pinv, torch.linalg.svd, torch.fft.rfft,
+         functools.partial(torch.quantile, q=0.5)]  # fmt: skip
+PAIRS = [torch.complex, torch.polar, torch.linalg.lstsq]
+
+
+@pytest.mark.parametrize("function", [*ALONE, *PAIRS])
+def test_what_torch_has_no_kernel_for_is_to_be_given_fp32(function):
+    class Part(nn.Module):
+        def forward(self, h):
+            other = h.float() if self.is_cured else h
+            if self.is_cured:
+                h = h.float()
+            function(h) if function in ALONE else function(h, other)
+            return h
+
+    model = nn.Sequential(nn.Linear(4, 4), Part())
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    model[1].is_cured = False
+    with pytest.raises((RuntimeError, NotImplementedError)) as error:
+        model(torch.eye(4))
+    (note,) = error.value.__notes__
+    assert note.startswith("mezzo: torch has no kernel in bfloat16 for this")
+    assert ("write  h.float();" if function in ALONE else "write  h.float(), other.float();") in note
+    model[1].is_cured = True
+    model(torch.eye(4))
 
 
 def test_pairs_that_are_no_complex_numbers_in_bfloat16():

@@ -23,11 +23,16 @@ __all__ = ["explain"]
 #: How torch says that operands differ in dtype.
 _TWO_DTYPES: Final = (
     "same dtype", "should be the same", "mixed dtype", "expected scalar type", "match weight dtype", "dtypes match",
-    "to be equal to src.dtype", "expected dtype", "have the same type", "same scalar type",
+    "to be equal to src.dtype", "expected dtype", "have the same type", "same scalar type", "dtypes must be the same",
+    "Found dtype", "Type promoting not supported", "not match input dtype", "to have scalar type", "different dtypes",
+    "Expected object of scalar type", "Float did not match", "did not match Float",
 )  # fmt: skip
 #: How it says that there is no kernel for a dtype.
 _NO_KERNEL: Final = (
     "not implemented for", "Unsupported dtype", "powers of two when computing in half", "is only supported for",
+    "dtypes not supported", "inputs to be Half, Float or Double", "doesn't support tensors of type",
+    "doesn't handle types other than", "more dimensions of float", "must be either float or double",
+    "complex tensor, but got", "integer tensors, but got",
 )  # fmt: skip
 #: What gives numbers of the same dtype, some or all of those that are there.
 _SAME: Final = frozenset("clone detach contiguous t view reshape permute transpose unsqueeze squeeze expand".split())
@@ -64,17 +69,17 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     if lacks:
         lows, wides = lows or computed[:1], []
     elif lows:
-        wides = wides or computed[:1]
+        lows, wides = lows[:1], wides or computed[:1]
     elif wides:
         lows = computed[:1]
     elif "Complex" not in text:
         wides = computed
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     where = [*map(_line, program[-1:])]
-    told = [(text, tensor) for text, tensor in known if text in (*wides, *lows[:1])]
-    where += [_described(text, tensor, names, policy, written) for text, tensor in told]
+    told = {*lows, *wides}
+    where += [_described(text, tensor, names, policy, written) for text, tensor in known if text in told]
     path = next((paths[id(module)] for at in reversed(program) if id(module := _first(at)) in paths), None)
-    where += [f"{text} is computed there, in another dtype" for text in computed if text in (*wides, *lows[:1])]
+    where += [f"{text} is computed there, in another dtype" for text in computed if text in told]
     if path is not None:
         where.append(f"in {path or 'the model itself'}, of which {_rule(policy, path)}")
     low = dtype_name(policy.param_dtype)
@@ -85,18 +90,18 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     if program and wides and (widened or wides[0] == _written(program[-1])):  # what is summed there stays FP32
         wides, lows = lows or computed[:1], wides
     op = _op(program[-1]) if program else ""
-    cures = [*_cures(policy, path, wides, low=lows[0] if lows else "", lacks=lacks, widened=widened, op=op)]
+    cures = [*_cures(policy, path, wides, lows, lacks=lacks, widened=widened, op=op)]
     cures = cures or ["x.float()" if lacks else f"x.to({policy.param_dtype})"]
     error.add_note(message(f"mezzo: {what}", where="\n".join(where), why=why, write=";\nor ".join(cures)))
 
 
 def _cures(
-    policy: Policy, path: str | None, wides: Sequence[str], *, low: str, lacks: bool, widened: str, op: str
+    policy: Policy, path: str | None, wides: Sequence[str], lows: Sequence[str], *, lacks: bool, widened: str, op: str
 ) -> Iterator[str]:
-    if lacks and low:
-        yield f"{low}.float()"
+    if lacks and lows:
+        yield ", ".join(f"{low}.float()" for low in lows)
     elif wides and not lacks:
-        yield ", ".join(f"{wide}.to({f'{low}.dtype' if low else policy.param_dtype})" for wide in wides)
+        yield ", ".join(f"{wide}.to({f'{lows[0]}.dtype' if lows else policy.param_dtype})" for wide in wides)
     if widened:
         yield f"{both(f'low_param={widened}')}: keeps it in 16 bits, if it is assigned and never summed"
     if path:
@@ -203,8 +208,8 @@ def _op(at: TracebackType) -> str:
     node = _node(at)
     if isinstance(node, ast.BinOp):
         return "matmul" if isinstance(node.op, ast.MatMult) else ""
-    function = node.func if isinstance(node, ast.Call) else None
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return "" if ".sparse." in name else name.rpartition(".")[2]  # torch's autocast leaves those alone
 
 
 def _operands(at: TracebackType) -> Iterator[_Operand]:
