@@ -128,6 +128,30 @@ def test_batch_norm_with_low_weights_may_be_called_by_itself():
         assert torch.equal(model[1](model[0](x)), whole)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_keys_and_values_that_the_model_gave_out_come_back_as_they_were(policy):
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x, cache=None):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            if cache is not None:
+                k, v = torch.cat([cache[0], k]), torch.cat([cache[1], v])
+            return functional.scaled_dot_product_attention(q[None], k[None], v[None])[0], (k, v)
+
+    model = Cached()
+    x, _ = batch(0)
+    with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), policy), torch.no_grad():
+        whole, _ = model(x)
+        _, cache = model(x[:-2])
+        assert cache[0].dtype == torch.float32
+        _, cache = model(x[-2:-1], cache)
+        last, _ = model(x[-1:], cache)
+        torch.testing.assert_close(last, whole[-1:], rtol=0.02, atol=0.01)
+
+
 def test_products_of_a_method_itself_run_low():
     model = Agent()
     with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), POLICIES[0]), Products() as products:

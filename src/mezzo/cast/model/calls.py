@@ -129,7 +129,7 @@ class GivesOut:
         return low if version == _version(each) else each
 
     @compiled_inside_alone
-    def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def exit(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         """Return what came out, cast."""
         if output is None and not torch.compiler.is_compiling():
             if self._explain is not None and (error := sys.exception()) is not None:
