@@ -202,6 +202,34 @@ def test_pairs_that_are_no_complex_numbers_in_bfloat16():
     assert model(torch.ones(2, 8)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("policy", ["O2,dtype=bfloat16", "O2,dtype=float16"])
+def test_a_low_buffer_that_meets_fp32_may_be_stored_in_fp32(policy):
+    """As the average of magnitudes in StyleGAN3: what the first pass writes is read by it in a function before."""
+
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.register_buffer("magnitude", torch.ones([]))
+
+        def forward(self, x):
+            now = x.detach().float().square().mean()
+            self.magnitude.copy_(now.lerp(self.magnitude, 0.999))
+            return super().forward(x) * self.magnitude.rsqrt()
+
+    model, plain = Scaled(), Scaled()
+    x = torch.full((2, 8), 3.0)
+    handle = mezzo.prepare(model, policy)
+    with pytest.raises(RuntimeError) as error:
+        model(x)
+    (note,) = error.value.__notes__
+    assert 'policy.keep_fp32(params=["magnitude"]), the text fp32_param=magnitude: stores it in float32' in note
+    handle.remove()
+    mezzo.prepare(model, f"{policy},fp32_param=magnitude")
+    for _ in range(3):
+        model(x), plain(x)
+    assert torch.equal(model.magnitude, plain.magnitude)
+
+
 def test_weights_that_are_used_outside_their_module_are_explained_where_the_region_ends():
     model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8))
     handle = mezzo.prepare(model, "O2,dtype=bfloat16")

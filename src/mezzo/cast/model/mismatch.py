@@ -90,13 +90,24 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     if program and wides and (widened or wides[0] == _written(program[-1])):  # what is summed there stays FP32
         wides, lows = lows or computed[:1], wides
     op = _op(program[-1]) if program else ""
-    cures = [*_cures(policy, path, wides, lows, lacks=lacks, widened=widened, op=op)]
+    alone = [tensor for _, tensor in known if tensor.dtype in LOW] if not computed else []
+    is_buffer = len(alone) == 1 and id(alone[0]) in names and not isinstance(alone[0], nn.Parameter)
+    stored = names[id(alone[0])] if is_buffer else ""
+    cures = [*_cures(policy, path, wides, lows, lacks=lacks, widened=widened, stored=stored, op=op)]
     cures = cures or ["x.float()" if lacks else f"x.to({policy.param_dtype})"]
     error.add_note(message(f"mezzo: {what}", where="\n".join(where), why=why, write=";\nor ".join(cures)))
 
 
 def _cures(
-    policy: Policy, path: str | None, wides: Sequence[str], lows: Sequence[str], *, lacks: bool, widened: str, op: str
+    policy: Policy,
+    path: str | None,
+    wides: Sequence[str],
+    lows: Sequence[str],
+    *,
+    lacks: bool,
+    widened: str,
+    stored: str,
+    op: str,
 ) -> Iterator[str]:
     if lacks and lows:
         yield ", ".join(f"{low}.float()" for low in lows)
@@ -104,6 +115,8 @@ def _cures(
         yield ", ".join(f"{wide}.to({f'{lows[0]}.dtype' if lows else policy.param_dtype})" for wide in wides)
     if widened:
         yield f"{both(f'low_param={widened}')}: keeps it in 16 bits, if it is assigned and never summed"
+    if stored:
+        yield f"{both(f'fp32_param={stored}')}: stores it in float32"
     if path:
         yield f"{both(f'fp32_module={path}')}: computes there in float32"
     if not policy.autocast and not lacks and _is_cast(op, policy):
