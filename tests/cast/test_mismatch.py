@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 import mezzo
@@ -257,6 +258,33 @@ def test_where_one_of_torchs_layers_fails_it_is_named_with_what_it_was_given():
     assert "input is float32 [4, 8]" in note
     assert "self.weight is bfloat16 [8, 8], the model's 1.0.weight" in note
     assert "in 1.0, of which" in note
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_a_parameter_that_came_after_the_preparation_is_to_be_there_before():
+    model = nn.Sequential(nn.Linear(8, 8), nn.utils.weight_norm(nn.Linear(8, 8)))
+    handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+    model(torch.ones(4, 8))
+
+    def fails(call):
+        with pytest.raises(RuntimeError) as error:
+            call(torch.ones(4, 8))
+        (note,) = error.value.__notes__
+        assert "write  mezzo.prepare, or the session, after the model got that parameter;" in note
+        assert "or dict(model.named_parameters()) as what functional_call is given" in note
+
+    nn.utils.remove_weight_norm(model[1])
+    fails(model)
+    handle.remove()
+    handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+    assert model(torch.ones(4, 8)).dtype == torch.float32
+    fails(lambda x: functional_call(model, model.state_dict(), x))
+    assert functional_call(model, dict(model.named_parameters()), torch.ones(4, 8)).dtype == torch.float32
+    model[1] = nn.Linear(8, 3)
+    fails(model)
+    handle.remove()
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    assert model(torch.ones(4, 8)).dtype == torch.float32
 
 
 def test_an_island_is_named_by_its_rule():

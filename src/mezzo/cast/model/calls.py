@@ -79,7 +79,8 @@ class MadeLow:
     def enter(self, module: nn.Module, _: Any) -> None:
         """Cast them."""
         for name in self.names:
-            setattr(module, name, getattr(module, name).to(self.dtype))
+            if name not in module._parameters:  # as it is where what makes it was removed
+                setattr(module, name, getattr(module, name).to(self.dtype))
 
 
 class GivesOut:

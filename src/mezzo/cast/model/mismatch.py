@@ -39,18 +39,28 @@ _SAME: Final = frozenset("clone detach contiguous t view reshape permute transpo
 _LIBRARIES: Final = tuple(str(Path(place).parent) for place in (torch.__file__, __file__.partition("/cast/")[0] + "/x"))
 
 
+#: What to write where a parameter is not the one that was stored low.
+_LATE: Final = (
+    "mezzo.prepare, or the session, after the model got that parameter;\n"
+    "or dict(model.named_parameters()) as what functional_call is given"
+)
+
+
 class _Operand(NamedTuple):
     text: str  # how the program writes it
     tensor: Tensor | None  # none of what is computed in place
 
 
-def explain(error: BaseException, model: nn.Module, policy: Policy, written: Container[Tensor] = ()) -> None:
+def explain(
+    error: BaseException, model: nn.Module, policy: Policy, stored: Container[Tensor], written: Container[Tensor] = ()
+) -> None:
     """Add a note to an error of torch's about dtypes, once.
 
     Args:
         error: Any exception.
         model: The model that it left.
         policy: The model's policy, under which weights are low.
+        stored: The tensors of the model that are stored as it says.
         written: Buffers that are FP32 since a forward pass writes them.
     """
     if not isinstance(error, RuntimeError | ValueError | TypeError | NotImplementedError):
@@ -90,10 +100,13 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     if program and wides and (widened or wides[0] == _written(program[-1])):  # what is summed there stays FP32
         wides, lows = lows or computed[:1], wides
     op = _op(program[-1]) if program else ""
+    others = {id(param) for param in model.parameters() if param not in stored}
+    is_late = any(id(tensor) in others and text in wides for text, tensor in known)
     alone = [tensor for _, tensor in known if tensor.dtype in LOW] if not computed else []
     is_buffer = len(alone) == 1 and id(alone[0]) in names and not isinstance(alone[0], nn.Parameter)
-    stored = names[id(alone[0])] if is_buffer else ""
-    cures = [*_cures(policy, path, wides, lows, lacks=lacks, widened=widened, stored=stored, op=op)]
+    buffer = names[id(alone[0])] if is_buffer else ""
+    cures = [_LATE] if is_late else []
+    cures += _cures(policy, path, [] if is_late else wides, lows, lacks=lacks, widened=widened, buffer=buffer, op=op)
     cures = cures or ["x.float()" if lacks else f"x.to({policy.param_dtype})"]
     error.add_note(message(f"mezzo: {what}", where="\n".join(where), why=why, write=";\nor ".join(cures)))
 
@@ -106,7 +119,7 @@ def _cures(
     *,
     lacks: bool,
     widened: str,
-    stored: str,
+    buffer: str,
     op: str,
 ) -> Iterator[str]:
     if lacks and lows:
@@ -115,8 +128,8 @@ def _cures(
         yield ", ".join(f"{wide}.to({f'{lows[0]}.dtype' if lows else policy.param_dtype})" for wide in wides)
     if widened:
         yield f"{both(f'low_param={widened}')}: keeps it in 16 bits, if it is assigned and never summed"
-    if stored:
-        yield f"{both(f'fp32_param={stored}')}: stores it in float32"
+    if buffer:
+        yield f"{both(f'fp32_param={buffer}')}: stores it in float32"
     if path:
         yield f"{both(f'fp32_module={path}')}: computes there in float32"
     if not policy.autocast and not lacks and _is_cast(op, policy):

@@ -233,7 +233,8 @@ class Prepared:
     def explain(self, error: BaseException) -> None:
         """Add to an error of torch's about dtypes what is known of it."""
         if self.policy.param_dtype != torch.float32:
-            explain(error, self.model, self.policy, self.buffers.written)
+            gathered = {*self.model.parameters()} if self._parts else set[Tensor]()
+            explain(error, self.model, self.policy, {*self._storage, *gathered}, self.buffers.written)
 
     @compiled_inside_alone
     def autocast(self, *others: Prepared) -> autocast:
