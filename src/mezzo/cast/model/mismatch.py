@@ -99,7 +99,8 @@ def explain(
     widened = next((names[id(tensor)] for _, tensor in known if tensor in written and id(tensor) in names), "")
     if program and wides and (widened or wides[0] == _written(program[-1])):  # what is summed there stays FP32
         wides, lows = lows or computed[:1], wides
-    op = _op(program[-1]) if program else ""
+    is_backward = bool(program) and program[-1].tb_frame.f_code.co_name == "backward"  # where nothing is cast
+    op = _op(program[-1]) if program and not is_backward else ""
     others = {id(param) for param in model.parameters() if param not in stored}
     is_late = any(id(tensor) in others and text in wides for text, tensor in known)
     alone = [tensor for _, tensor in known if tensor.dtype in LOW] if not computed else []
