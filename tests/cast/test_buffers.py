@@ -1,5 +1,6 @@
 """Buffers that a forward pass writes are FP32 from the first one in training mode on; what is only read stays low."""
 
+import contextlib
 import copy
 import logging
 
@@ -241,12 +242,20 @@ def test_running_statistics_that_a_program_hands_to_batch_norm_are_fp32(named):
     torch.testing.assert_close(model.mean, plain.mean, rtol=0.01, atol=0.002)
 
 
-def test_the_rule_that_the_warning_names_says_so_beforehand(caplog):
-    model = Counted(by_method)
-    mezzo.prepare(model, "O2,dtype=float16,emulate=true,fp32_param=sum")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("write", [*WRITES, by_setting_data])
+@pytest.mark.parametrize("in_region", [True, False])
+def test_the_rule_that_the_warning_names_says_so_beforehand(policy, write, in_region, caplog):
+    plain = Counted(write)
+    model = copy.deepcopy(plain)
+    handle = mezzo.prepare(model, f"{policy},fp32_param=sum")
     assert model.sum.dtype == torch.float32
-    model(torch.ones(2, 4))
-    assert model.sum[0] == 2 * BEYOND
+    for _ in range(3):
+        plain(torch.ones(2, 4))
+        with handle.autocast() if in_region else contextlib.nullcontext():
+            model(torch.ones(2, 4))
+        assert model.sum.dtype == torch.float32
+        torch.testing.assert_close(model.sum, plain.sum, rtol=2e-7, atol=0)
     assert not caplog.messages
 
 

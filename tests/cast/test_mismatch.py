@@ -1,10 +1,12 @@
 """What is added to torch's errors about dtypes: the two tensors, the module, the rule, and what to write."""
 
+import functools
 import re
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 import mezzo
@@ -32,6 +34,12 @@ def masked(self, h):
 def rotary(self, h):
     q, v = (h * self.angles.cos())[None], h[None]
     return functional.scaled_dot_product_attention(q, q, v)[0]
+
+
+def turned(self, h):
+    q = k = (h * self.angles.cos())[None]
+    v = h[None]
+    return functional.scaled_dot_product_attention(q, k, v)[0]
 
 
 def computed(self, h):
@@ -68,6 +76,25 @@ def blended(self, h):
     return torch.lerp(h, target, 0.5)
 
 
+def filled_with_what_is_computed(self, h):
+    out = torch.zeros(4, 8)
+    out[torch.arange(4)] = h * 2
+    return out
+
+
+def two_computed(self, h):
+    return torch.einsum("bi,ij->bj", self.first(h), self.angles.cos() * torch.eye(8))
+
+
+def product_of_a_sum(self, h):
+    return (h.float() + 1) @ self.first.weight
+
+
+def gathered(self, h):
+    graph = torch.eye(4).to_sparse()
+    return torch.sparse.mm(graph, h)
+
+
 def fourier(self, h):
     return torch.fft.irfft(torch.fft.rfft(h), n=8)
 
@@ -80,13 +107,18 @@ def fourier_of_a_call(self, h):
 CASES = [
     (masked, ["weights is float32 [4, 4]", "h is {low} [4, 8]"], True),
     (rotary, ["q is float32 [1, 4, 8]", "v is {low} [1, 4, 8]"], True),
-    (computed, ["h is {low} [4, 8]", "self.angles.cos()[:, None] * torch.eye(8) is computed there"], True),
+    (computed, ["h is {low} [4, 8]", "(self.angles.cos()[:, None] * torch.eye(8)) is computed there"], True),
     (tied, ["wide is float32 [4, 8]", "self.first.weight is {low} [8, 8], the model's part.first.weight"], True),
     (codebook, ["h.float() is computed there", "self.codes is {low} [8, 8], the model's part.codes"], True),
     (einsum, ["kernel is float32 [8, 8]", "h is {low} [4, 8]"], True),
-    (filled, ["out[torch.arange(4)] = h"], False),
+    (turned, ["q is float32 [1, 4, 8]", "k is float32 [1, 4, 8]", "q.to(v.dtype), k.to(v.dtype)"], True),
+    (two_computed, ["self.first(h).to(torch.{low}), (self.angles.cos() * torch.eye(8)).to(torch.{low})"], True),
+    (product_of_a_sum, ["(h.float() + 1).to(self.first.weight.dtype)"], True),
+    (filled, ["out[torch.arange(4)] = h", "out is float32 [4, 8]", "h.to(out.dtype)"], False),
+    (filled_with_what_is_computed, ["out is float32 [4, 8]", "(h * 2).to(out.dtype)"], False),
     (scattered, ["torch.zeros(4, 8) is computed there", "h is {low} [4, 8]"], True),
     (blended, ["target is float32 [4, 8]", "h is {low} [4, 8]"], False),
+    (gathered, ["graph is float32 [4, 4]", "graph.to(h.dtype)"], False),
     (fourier, ["h is {low} [4, 8]", "h.float()"], False),
     (fourier_of_a_call, ["self.first(h).float()"], False),
 ]
@@ -123,6 +155,82 @@ def test_the_note_names_both_tensors_the_module_and_the_rule_and_its_cures_work(
         run(policy.evolve(autocast=True))
 
 
+ALONE = [torch.linalg.inv, torch.linalg.slogdet, torch.linalg.pinv, torch.linalg.svd, torch.fft.rfft,
+         functools.partial(torch.quantile, q=0.5)]  # fmt: skip
+PAIRS = [torch.complex, torch.polar, torch.linalg.lstsq]
+
+
+@pytest.mark.parametrize("function", [*ALONE, *PAIRS])
+def test_what_torch_has_no_kernel_for_is_to_be_given_fp32(function):
+    class Part(nn.Module):
+        def forward(self, h):
+            other = h.float() if self.is_cured else h
+            if self.is_cured:
+                h = h.float()
+            function(h) if function in ALONE else function(h, other)
+            return h
+
+    model = nn.Sequential(nn.Linear(4, 4), Part())
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    model[1].is_cured = False
+    with pytest.raises((RuntimeError, NotImplementedError)) as error:
+        model(torch.eye(4))
+    (note,) = error.value.__notes__
+    assert note.startswith("mezzo: torch has no kernel in bfloat16 for this")
+    assert ("write  h.float();" if function in ALONE else "write  h.float(), other.float();") in note
+    model[1].is_cured = True
+    model(torch.eye(4))
+
+
+def test_pairs_that_are_no_complex_numbers_in_bfloat16():
+    class Filter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 2))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(x.float()) * torch.view_as_complex(self.weight), n=8)
+
+    model = nn.Sequential(nn.Linear(8, 8), Filter())
+    handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+    with pytest.raises(RuntimeError, match="is only supported for") as error:
+        model(torch.ones(2, 8))
+    (note,) = error.value.__notes__
+    assert "self.weight is bfloat16 [5, 2], the model's 1.weight" in note
+    assert "self.weight.float();" in note
+    handle.remove()
+    mezzo.prepare(model, "O2,dtype=bfloat16,fp32_module=1")
+    assert model(torch.ones(2, 8)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("policy", ["O2,dtype=bfloat16", "O2,dtype=float16"])
+def test_a_low_buffer_that_meets_fp32_may_be_stored_in_fp32(policy):
+    """As the average of magnitudes in StyleGAN3: what the first pass writes is read by it in a function before."""
+
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.register_buffer("magnitude", torch.ones([]))
+
+        def forward(self, x):
+            now = x.detach().float().square().mean()
+            self.magnitude.copy_(now.lerp(self.magnitude, 0.999))
+            return super().forward(x) * self.magnitude.rsqrt()
+
+    model, plain = Scaled(), Scaled()
+    x = torch.full((2, 8), 3.0)
+    handle = mezzo.prepare(model, policy)
+    with pytest.raises(RuntimeError) as error:
+        model(x)
+    (note,) = error.value.__notes__
+    assert 'policy.keep_fp32(params=["magnitude"]), the text fp32_param=magnitude: stores it in float32' in note
+    handle.remove()
+    mezzo.prepare(model, f"{policy},fp32_param=magnitude")
+    for _ in range(3):
+        model(x), plain(x)
+    assert torch.equal(model.magnitude, plain.magnitude)
+
+
 def test_weights_that_are_used_outside_their_module_are_explained_where_the_region_ends():
     model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8))
     handle = mezzo.prepare(model, "O2,dtype=bfloat16")
@@ -150,6 +258,33 @@ def test_where_one_of_torchs_layers_fails_it_is_named_with_what_it_was_given():
     assert "input is float32 [4, 8]" in note
     assert "self.weight is bfloat16 [8, 8], the model's 1.0.weight" in note
     assert "in 1.0, of which" in note
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_a_parameter_that_came_after_the_preparation_is_to_be_there_before():
+    model = nn.Sequential(nn.Linear(8, 8), nn.utils.weight_norm(nn.Linear(8, 8)))
+    handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+    model(torch.ones(4, 8))
+
+    def fails(call):
+        with pytest.raises(RuntimeError) as error:
+            call(torch.ones(4, 8))
+        (note,) = error.value.__notes__
+        assert "write  mezzo.prepare, or the session, after the model got that parameter;" in note
+        assert "or dict(model.named_parameters()) as what functional_call is given" in note
+
+    nn.utils.remove_weight_norm(model[1])
+    fails(model)
+    handle.remove()
+    handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+    assert model(torch.ones(4, 8)).dtype == torch.float32
+    fails(lambda x: functional_call(model, model.state_dict(), x))
+    assert functional_call(model, dict(model.named_parameters()), torch.ones(4, 8)).dtype == torch.float32
+    model[1] = nn.Linear(8, 3)
+    fails(model)
+    handle.remove()
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    assert model(torch.ones(4, 8)).dtype == torch.float32
 
 
 def test_an_island_is_named_by_its_rule():

@@ -429,6 +429,25 @@ def test_a_rule_on_a_container_reaches_its_modules():
         assert (model.seen, out.dtype) == ([torch.float32] * 2, torch.bfloat16)
 
 
+@pytest.mark.parametrize("rule, inside, around", [
+    ("fp32_module=head", torch.float32, torch.bfloat16),
+    ("fp32=linear@head", torch.float32, torch.bfloat16),
+    ("low_module=head,fp32=linear", torch.bfloat16, torch.float32),
+])  # fmt: skip
+def test_parts_that_are_called_by_themselves_follow_the_rule_of_what_they_are_in(rule, inside, around):
+    model = nn.Sequential()
+    model.body, model.head = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    handle = mezzo.prepare(model, f"O1,dtype=bfloat16,emulate=true,{rule}")
+    x = torch.randn(2, 8)
+    with handle.autocast():
+        whole = model.head(h := model.body(x))
+        h = model.head[0](h)
+        last = model.head[1][0](h)
+        after = model.body(last)
+    assert (whole.dtype, h.dtype, last.dtype, after.dtype) == (inside, inside, inside, around)
+    assert torch.equal(whole, last)
+
+
 def test_parameter_rules_follow_views_and_lists():
     class Views(nn.Module):
         def __init__(self):

@@ -107,6 +107,51 @@ def test_it_runs_low_forward_and_backward_and_trains(policy, call):
     assert set(products.dtypes) == {torch.float32}
 
 
+@pytest.mark.parametrize("rule", ["fp32_module=critic", "fp32=linear@critic"])
+def test_a_part_that_has_a_rule_follows_it_when_it_is_called_by_itself(rule):
+    x, _ = batch(0)
+    model = Agent()
+    with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), f"{POLICIES[0]},{rule}"), Products() as products:
+        model.critic(x)
+        model.critic[2](model.critic[1](model.critic[0](x)))
+        assert set(products.dtypes) == {torch.float32}
+        products.dtypes.clear()
+        model.actor(x)
+        assert set(products.dtypes) == {torch.bfloat16}
+
+
+def test_batch_norm_with_low_weights_may_be_called_by_itself():
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    x, _ = batch(0)
+    with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3,dtype=bfloat16,emulate=false"):
+        whole = model(x)
+        assert torch.equal(model[1](model[0](x)), whole)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_keys_and_values_that_the_model_gave_out_come_back_as_they_were(policy):
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x, cache=None):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            if cache is not None:
+                k, v = torch.cat([cache[0], k]), torch.cat([cache[1], v])
+            return functional.scaled_dot_product_attention(q[None], k[None], v[None])[0], (k, v)
+
+    model = Cached()
+    x, _ = batch(0)
+    with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), policy), torch.no_grad():
+        whole, _ = model(x)
+        _, cache = model(x[:-2])
+        assert cache[0].dtype == torch.float32
+        _, cache = model(x[-2:-1], cache)
+        last, _ = model(x[-1:], cache)
+        torch.testing.assert_close(last, whole[-1:], rtol=0.02, atol=0.01)
+
+
 def test_products_of_a_method_itself_run_low():
     model = Agent()
     with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), POLICIES[0]), Products() as products:
@@ -273,3 +318,34 @@ def test_parts_without_autocast_are_that_in_compiled_code_too(rule):
             assert torch.equal(compiled(x), model(x).softmax(-1))
         part = torch.compile(model.inner, backend="eager")
         assert torch.equal(part(x), model.inner(x))
+
+
+class Scaled(torch.autograd.Function):
+    """A function whose gradient is computed by hand, with an FP32 matrix of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        twice = 2 * torch.eye(len(gradient))
+        return twice @ gradient
+
+
+@pytest.mark.parametrize("begins", [mezzo.MixedPrecision, mezzo.attach])
+def test_torchs_errors_about_dtypes_in_a_backward_pass_are_explained(begins):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].register_forward_hook(lambda module, args, output: Scaled.apply(output))
+    amp = begins(model, torch.optim.SGD(model.parameters(), lr=0.1), POLICIES[1])
+    try:
+        with amp.autocast():
+            loss = model(batch(0)[0]).sum()
+        with pytest.raises(RuntimeError) as error:
+            loss.backward() if begins is mezzo.attach else amp.backward(loss)
+        (note,) = error.value.__notes__
+        assert "twice is float32 [" in note
+        assert "gradient is bfloat16 [" in note
+        assert note.endswith("write  twice.to(gradient.dtype)")
+    finally:
+        amp.close()

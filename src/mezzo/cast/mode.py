@@ -282,12 +282,13 @@ def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None
 def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
-    Without autocast (O2, O3) the result goes back to the compute dtype, as for a pinned module; views and
-    properties of the parameter itself stay what they are.
+    Without autocast (O2, O3) the result goes back to the compute dtype, as for a pinned module, but where a buffer is
+    read, whose treatment is ``promote``; views and properties of the parameter itself stay what they are.
     """
     handler = Handler(op="", treatment=here.pinned[id(param)])
     out = _carry_out(handler, here, casts, func, args, kwargs)
-    if here.autocast or not isinstance(out, Tensor) or _storage(out) == _storage(param):
+    stays = here.autocast or handler.treatment == "promote"
+    if stays or not isinstance(out, Tensor) or _storage(out) == _storage(param):
         return out
     return _cast(out, here.dtype)
 

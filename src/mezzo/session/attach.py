@@ -357,7 +357,8 @@ def _run(
         hidden = unscaled(others, scale) if others else contextlib.nullcontext()
         with amp.autocast().around_backward(), hidden:  # checkpoints are recomputed under the policy
             found = plain(roots, gradients, *args, **kwargs)
-    except BaseException:
+    except BaseException as error:
+        amp.weights.explain(error)
         engine.fail(windows)
         raise
     engine.end(dict.fromkeys(windows, losses))

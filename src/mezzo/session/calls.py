@@ -7,9 +7,9 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,11 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.cast import autocast
 from mezzo.cast.mode import compiled_inside
+from mezzo.cast.model.calls import GivesOut, Within
 from mezzo.cast.nested import cast_floating
+from mezzo.hooks import owner_of
 from mezzo.policy import Policy
 from mezzo.tensors import tensors
 
 __all__ = ["Binding", "Calls", "rebound"]
+
+K = TypeVar("K")  # Python 3.11 has no `def f[K]`
 
 
 class Calls:
@@ -59,13 +63,17 @@ class Calls:
                     continue  # which is no function
                 is_torchs = type(module).__module__.startswith("torch.")
                 for name in ["forward"] if is_torchs else _methods(type(module)):
-                    call = self._around(getattr(module, name), is_root=module is root)
+                    hooked = module if name == "forward" else None
+                    call = self._around(getattr(module, name), hooked, is_root=module is root)
                     self._undo.callback(rebound(vars(module), name, types.MethodType(call, module)))
 
-    def _around(self, plain: Callable[..., Any], *, is_root: bool) -> Callable[..., Any]:
+    def _around(self, plain: Callable[..., Any], hooked: nn.Module | None, *, is_root: bool) -> Callable[..., Any]:
+        within = _owner(hooked._forward_pre_hooks, Within) if hooked is not None else None
+        last = _owner(hooked._forward_hooks, GivesOut) if hooked is not None else None
+
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
-                return self._call(plain, args, kwargs)
+                return self._call(plain, args, kwargs, None, last)
             with self._region():
                 output = plain(*args, **kwargs)
             return output if self._gives_out is None else cast_floating(output, self._gives_out)
@@ -76,32 +84,39 @@ class Calls:
                 if not self._autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                     return plain(*args, **kwargs)
                 _leave_graph()  # called from outside, or where the model has autocast switched off: Python knows
-            return self._call(plain, args, kwargs)
+            return self._call(plain, args, kwargs, within, last)
 
         call = functools.wraps(getattr(plain, "__func__", plain))(root if is_root else part)
         call.is_of_mezzo = True  # type: ignore[attr-defined]
         return call
 
     @compiled_inside
-    def _call(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method, in the region where it is called from outside."""
+    def _call(
+        self, plain: Callable[..., Any], args: Any, kwargs: Any, within: Within | None, last: GivesOut | None
+    ) -> Any:
+        """Call a method, in the region where it is called from outside; a part that has rules in its own one."""
         if getattr(self._here, "inside", False) or self._is_over:
             return plain(*args, **kwargs)
         self._here.inside = True
         try:
             self._before()
             with self._region():
-                output = plain(*args, **kwargs)
+                output = plain(*args, **kwargs) if within is None else within.call(plain, args, kwargs)
         finally:
             self._here.inside = False
         if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
             return output
-        return cast_floating(output, self._gives_out)
+        return cast_floating(output, self._gives_out) if last is None else last.exit(None, args, output)
 
     def close(self) -> None:
         """Give the methods back; those that others hold meanwhile do nothing of their own."""
         self._is_over = True
         self._undo.close()
+
+
+def _owner(hooks: Mapping[int, Any], kind: type[K]) -> K | None:
+    """Return what of some kind has put one of a module's hooks there."""
+    return next((owner for owner in map(owner_of, hooks.values()) if isinstance(owner, kind)), None)
 
 
 @_disable_dynamo

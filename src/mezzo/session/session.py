@@ -283,7 +283,8 @@ class MixedPrecision:
         try:
             with unscaled(others, scale) if others else contextlib.nullcontext():
                 self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
-        except BaseException:
+        except BaseException as error:
+            self.weights.explain(error)
             engine.fail(windows)
             raise
         engine.end({window: [loss.detach().reshape(())] for window in windows})

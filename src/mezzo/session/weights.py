@@ -107,6 +107,11 @@ class Weights:
             self.undo()
             raise
 
+    def explain(self, error: BaseException) -> None:
+        """Add to an error of torch's about dtypes what is known of it."""
+        for prepared in self.prepared:
+            prepared.explain(error)
+
     def adopt(self, optimizers: list[Optimizer]) -> None:
         """Let optimizers update FP32 values of what is stored low."""
         for optimizer in optimizers:

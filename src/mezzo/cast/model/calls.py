@@ -74,7 +74,8 @@ class MadeLow:
     def enter(self, module: nn.Module, _: Any) -> None:
         """Cast them."""
         for name in self.names:
-            setattr(module, name, getattr(module, name).to(self.dtype))
+            if name not in module._parameters:  # as it is where what makes it was removed
+                setattr(module, name, getattr(module, name).to(self.dtype))
 
 
 class GivesOut:
@@ -125,7 +126,7 @@ class GivesOut:
         return low if version == _version(each) else each
 
     @compiled_inside_alone
-    def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def exit(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         """Return what came out, cast."""
         if output is None and not torch.compiler.is_compiling():
             if self._explain is not None and (error := sys.exception()) is not None:
@@ -150,7 +151,7 @@ class Within:
 
     Where torch recomputes a part of the model for a backward pass, and where a part is called by itself, no region is
     there; then it is entered for the call. A region that is there is left alone, but by a module that rules treat
-    otherwise than what is around it.
+    otherwise than what is around it, or by a part of such a one that is called by itself.
 
     Between calls it holds no region, so that a prepared model can be copied and pickled.
 
@@ -165,7 +166,7 @@ class Within:
         widens_norm: Whether batch norm has low-precision weights here: kernels want FP32, as the statistics are.
     """
 
-    _depth = threading.local()  # how many regions of modules with rules this thread is in
+    _inside = threading.local()  # the regions of modules with rules that this thread is in
 
     def __init__(
         self,
@@ -180,6 +181,7 @@ class Within:
     ) -> None:
         self.policy, self.path, self.params, self.kinds = policy, path, params, kinds
         self.is_own, self.inputs, self.widens_norm = is_own, inputs, widens_norm
+        self._place = id(params), path
         # One stack for each thread, since threads may run one model at the same time.
         self._entered: defaultdict[int, list[autocast | None]] = defaultdict(list)
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -189,16 +191,24 @@ class Within:
         region = Region.inside(self.policy, self.path, self.params.pinned(), self.kinds())
         return region.with_wide_norm() if self.widens_norm else region
 
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call what the hooks are around in the region, where another one was entered after they were called."""
+        args, kwargs = self.enter(None, args, kwargs) or (args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.exit(None, args, None)
+
     @property
     def is_needed(self) -> bool:
         """Whether the region would do anything that is not done without it."""
         self._keys_on(self.kinds())  # known before anything is traced
-        return self.region().has_differences or (self.is_own and self.policy.autocast and self.path != "")
+        return self.region().has_differences or (self.policy.autocast and self.path != "")
 
     @compiled_inside_alone
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def enter(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Enter the region if it is not there: a forward pre-hook."""
-        if not self.is_own and not self._entered and not torch.compiler.is_compiling() and acts_here():
+        if not self.is_own and not self._entered and not torch.compiler.is_compiling() and self._is_there():
             return None  # as it is in nearly all calls
         if self._is_idle():
             if self._entered and not torch.compiler.is_compiling():
@@ -207,16 +217,21 @@ class Within:
         self._enter_region()
         return None if self.inputs is None else cast_floating((args, kwargs), self.inputs)
 
+    def _is_there(self) -> bool:
+        """Whether the region of what is around the module is there."""
+        return self._place in getattr(self._inside, "places", ()) if self.path else acts_here()
+
     def _is_idle(self) -> bool:
         """Whether the region is there, or is not to be there."""
         modes = acting_modes()
-        if not self.is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)
+        is_own = self.is_own or (self.path != "" and not torch.compiler.is_compiling() and not self._is_there())
+        if not is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)
             return not modes[-1].recomputing or modes[-1].keys == self._keys_on(self.kinds())
         kinds = self.kinds()
         is_plain = self.policy.param_dtype == torch.float32
         if is_plain and self.policy.autocast and not any(torch.is_autocast_enabled(kind) for kind in kinds):
             # Outside any region FP32 weights compute in FP32. But in a part that is kept in FP32 autocast is off, too.
-            return not self.is_own or not (getattr(self._depth, "count", 0) or runs_backward())
+            return not is_own or not (getattr(self._inside, "places", ()) or runs_backward())
         # Whichever tensors stand in the places of ruled ones now, the region is to know them.
         return len(modes) > 0 and len(self.params) == 0 and modes[-1].keys == self._keys_on(kinds)
 
@@ -232,8 +247,8 @@ class Within:
         region = autocast.of(self.region())
         region.__enter__()
         self._entered[threading.get_ident()].append(region)
-        if self.is_own:
-            self._depth.count = getattr(self._depth, "count", 0) + 1
+        if self.is_own or self.path:
+            self._inside.places = [*getattr(self._inside, "places", ()), self._place]
 
     def _skip(self) -> None:
         """Note that a call inside of one that has entered the region did not."""
@@ -241,7 +256,7 @@ class Within:
             stack.append(None)
 
     @compiled_inside_alone
-    def exit(self, module: nn.Module, args: Any, output: Any) -> None:
+    def exit(self, module: nn.Module | None, args: Any, output: Any) -> None:
         """Leave the region, after an exception too: a forward hook."""
         if self._entered:  # not in a graph
             self._leave_region()
@@ -256,5 +271,5 @@ class Within:
             del self._entered[thread]
         if region is not None:
             region.__exit__(None, None, None)
-            if self.is_own:
-                self._depth.count -= 1
+            if self.is_own or self.path:
+                self._inside.places.pop()

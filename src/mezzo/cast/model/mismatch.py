@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Container, Iterator
+import opcode
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, Final, NamedTuple
@@ -22,13 +23,27 @@ __all__ = ["explain"]
 #: How torch says that operands differ in dtype.
 _TWO_DTYPES: Final = (
     "same dtype", "should be the same", "mixed dtype", "expected scalar type", "match weight dtype", "dtypes match",
-    "to be equal to src.dtype", "expected dtype", "have the same type", "same scalar type",
+    "to be equal to src.dtype", "expected dtype", "have the same type", "same scalar type", "dtypes must be the same",
+    "Found dtype", "Type promoting not supported", "not match input dtype", "to have scalar type", "different dtypes",
+    "Expected object of scalar type", "Float did not match", "did not match Float",
 )  # fmt: skip
 #: How it says that there is no kernel for a dtype.
-_NO_KERNEL: Final = ("not implemented for", "Unsupported dtype", "powers of two when computing in half")
+_NO_KERNEL: Final = (
+    "not implemented for", "Unsupported dtype", "powers of two when computing in half", "is only supported for",
+    "dtypes not supported", "inputs to be Half, Float or Double", "doesn't support tensors of type",
+    "doesn't handle types other than", "more dimensions of float", "must be either float or double",
+    "complex tensor, but got", "integer tensors, but got",
+)  # fmt: skip
 #: What gives numbers of the same dtype, some or all of those that are there.
 _SAME: Final = frozenset("clone detach contiguous t view reshape permute transpose unsqueeze squeeze expand".split())
 _LIBRARIES: Final = tuple(str(Path(place).parent) for place in (torch.__file__, __file__.partition("/cast/")[0] + "/x"))
+
+
+#: What to write where a parameter is not the one that was stored low.
+_LATE: Final = (
+    "mezzo.prepare, or the session, after the model got that parameter;\n"
+    "or dict(model.named_parameters()) as what functional_call is given"
+)
 
 
 class _Operand(NamedTuple):
@@ -36,13 +51,16 @@ class _Operand(NamedTuple):
     tensor: Tensor | None  # none of what is computed in place
 
 
-def explain(error: BaseException, model: nn.Module, policy: Policy, written: Container[Tensor] = ()) -> None:
+def explain(
+    error: BaseException, model: nn.Module, policy: Policy, stored: Container[Tensor], written: Container[Tensor] = ()
+) -> None:
     """Add a note to an error of torch's about dtypes, once.
 
     Args:
         error: Any exception.
         model: The model that it left.
         policy: The model's policy, under which weights are low.
+        stored: The tensors of the model that are stored as it says.
         written: Buffers that are FP32 since a forward pass writes them.
     """
     if not isinstance(error, RuntimeError | ValueError | TypeError | NotImplementedError):
@@ -61,15 +79,17 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     if lacks:
         lows, wides = lows or computed[:1], []
     elif lows:
-        wides = wides or computed[:1]
+        lows, wides = lows[:1], wides or computed[:1]
     elif wides:
         lows = computed[:1]
+    elif "Complex" not in text:
+        wides = computed
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     where = [*map(_line, program[-1:])]
-    told = [(text, tensor) for text, tensor in known if text in (*wides[:1], *lows[:1])]
-    where += [_described(text, tensor, names, policy, written) for text, tensor in told]
+    told = {*lows, *wides}
+    where += [_described(text, tensor, names, policy, written) for text, tensor in known if text in told]
     path = next((paths[id(module)] for at in reversed(program) if id(module := _first(at)) in paths), None)
-    where += [f"{text} is computed there, in another dtype" for text in computed if text in (*wides[:1], *lows[:1])]
+    where += [f"{text} is computed there, in another dtype" for text in computed if text in told]
     if path is not None:
         where.append(f"in {path or 'the model itself'}, of which {_rule(policy, path)}")
     low = dtype_name(policy.param_dtype)
@@ -79,20 +99,38 @@ def explain(error: BaseException, model: nn.Module, policy: Policy, written: Con
     widened = next((names[id(tensor)] for _, tensor in known if tensor in written and id(tensor) in names), "")
     if program and wides and (widened or wides[0] == _written(program[-1])):  # what is summed there stays FP32
         wides, lows = lows or computed[:1], wides
-    op = _op(program[-1]) if program else ""
-    cures = _cures(policy, path, *wides[:1], low=lows[0] if lows else "", lacks=lacks, widened=widened, op=op)
+    is_backward = bool(program) and program[-1].tb_frame.f_code.co_name == "backward"  # where nothing is cast
+    op = _op(program[-1]) if program and not is_backward else ""
+    others = {id(param) for param in model.parameters() if param not in stored}
+    is_late = any(id(tensor) in others and text in wides for text, tensor in known)
+    alone = [tensor for _, tensor in known if tensor.dtype in LOW] if not computed else []
+    is_buffer = len(alone) == 1 and id(alone[0]) in names and not isinstance(alone[0], nn.Parameter)
+    buffer = names[id(alone[0])] if is_buffer else ""
+    cures = [_LATE] if is_late else []
+    cures += _cures(policy, path, [] if is_late else wides, lows, lacks=lacks, widened=widened, buffer=buffer, op=op)
+    cures = cures or ["x.float()" if lacks else f"x.to({policy.param_dtype})"]
     error.add_note(message(f"mezzo: {what}", where="\n".join(where), why=why, write=";\nor ".join(cures)))
 
 
 def _cures(
-    policy: Policy, path: str | None, wide: str = "x", *, low: str, lacks: bool, widened: str, op: str
+    policy: Policy,
+    path: str | None,
+    wides: Sequence[str],
+    lows: Sequence[str],
+    *,
+    lacks: bool,
+    widened: str,
+    buffer: str,
+    op: str,
 ) -> Iterator[str]:
-    if lacks:
-        yield f"{low or 'x'}.float()"
-    else:
-        yield f"{wide}.to({f'{low}.dtype' if low else policy.param_dtype})"
+    if lacks and lows:
+        yield ", ".join(f"{low}.float()" for low in lows)
+    elif wides and not lacks:
+        yield ", ".join(f"{wide}.to({f'{lows[0]}.dtype' if lows else policy.param_dtype})" for wide in wides)
     if widened:
         yield f"{both(f'low_param={widened}')}: keeps it in 16 bits, if it is assigned and never summed"
+    if buffer:
+        yield f"{both(f'fp32_param={buffer}')}: stores it in float32"
     if path:
         yield f"{both(f'fp32_module={path}')}: computes there in float32"
     if not policy.autocast and not lacks and _is_cast(op, policy):
@@ -165,9 +203,29 @@ def _node(at: TracebackType) -> ast.expr | None:
         return None
 
 
+def _stored(at: TracebackType, node: ast.AST | None) -> ast.expr | None:
+    """Return what a failing line stores in a part of a tensor, as ``out[index] = value`` does."""
+    code = at.tb_frame.f_code
+    if not isinstance(node, ast.Subscript) or code.co_code[at.tb_lasti] != opcode.opmap["STORE_SUBSCR"]:
+        return None
+    line, _, column, _ = [*code.co_positions()][at.tb_lasti // 2]
+    try:
+        source = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except (SyntaxError, ValueError):  # it was written to since
+        return None
+    for each in ast.walk(source):
+        if isinstance(each, ast.Assign):
+            for target in each.targets:
+                if isinstance(target, ast.Subscript) and (target.lineno, target.col_offset) == (line, column):
+                    return each.value
+    return None
+
+
 def _written(at: TracebackType) -> str:
     """Return what a failing call writes in place."""
     node = _node(at)
+    if isinstance(node, ast.Subscript) and _stored(at, node) is not None:
+        return ast.unparse(node.value)
     is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_")
     return ast.unparse(node.func.value) if is_method else ""  # type: ignore[union-attr]
 
@@ -177,8 +235,8 @@ def _op(at: TracebackType) -> str:
     node = _node(at)
     if isinstance(node, ast.BinOp):
         return "matmul" if isinstance(node.op, ast.MatMult) else ""
-    function = node.func if isinstance(node, ast.Call) else None
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return "" if ".sparse." in name else name.rpartition(".")[2]  # torch's autocast leaves those alone
 
 
 def _operands(at: TracebackType) -> Iterator[_Operand]:
@@ -190,13 +248,16 @@ def _operands(at: TracebackType) -> Iterator[_Operand]:
         given = [*method, *node.args, *(keyword.value for keyword in node.keywords)]
     elif isinstance(node, ast.BinOp):
         given = [node.left, node.right]
+    elif isinstance(node, ast.Subscript) and (stored := _stored(at, node)) is not None:
+        given = [node.value, stored]
     given = [part for each in given for part in (each.elts if isinstance(each, ast.List | ast.Tuple) else [each])]
     for each in given:
         value = _value(each, at.tb_frame)
         if isinstance(value, Tensor) and value.is_floating_point():
             yield _Operand(ast.unparse(each), value)
         elif value is None and isinstance(each, ast.Call | ast.BinOp | ast.Subscript | ast.Attribute):
-            yield _Operand(ast.unparse(each), None)
+            text = ast.unparse(each)
+            yield _Operand(f"({text})" if isinstance(each, ast.BinOp) else text, None)
 
 
 def _value(node: ast.AST, frame: FrameType) -> Any:

@@ -10,7 +10,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from mezzo.cast.model.sharding import gathered
-from mezzo.policy import Policy, Treatment
+from mezzo.policy import Policy, Rule, Treatment
 from mezzo.tensors import CASTABLE, is_distributed
 
 __all__ = [
@@ -89,6 +89,12 @@ def region_paths(model: nn.Module, policy: Policy) -> dict[str, str]:
     return paths
 
 
+def _treatment(tensor: Tensor, rule: Rule) -> Treatment:
+    """Return the treatment of ops that read a tensor: what they make of an FP32 buffer may be its next value."""
+    is_buffer = not isinstance(tensor, nn.Parameter)
+    return "promote" if is_buffer and rule.treatment == "fp32" else rule.treatment
+
+
 @dataclass(frozen=True)
 class RuledParams:
     """Parameters under a rule, by where they stand: whatever tensor stands there when a region begins is meant.
@@ -110,7 +116,7 @@ class RuledParams:
         ruled = {tensor: rule for tensor, *_, rule in deciding if rule is not None}
         # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
         shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
-        found = cls(tuple((owner, name, ruled[t].treatment) for t, owner, name, _ in deciding if t in shared))
+        found = cls(tuple((owner, name, _treatment(t, ruled[t])) for t, owner, name, _ in deciding if t in shared))
         found.find_gathered(model)
         return found
 

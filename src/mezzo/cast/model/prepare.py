@@ -199,7 +199,7 @@ class Prepared:
         for path, module in called(self.model):
             is_own = paths[path] == path and (path != "" or len(self.params) > 0)
             widens = low and not self.policy.keep_batchnorm_fp32 and isinstance(module, _NormBase)
-            rule = self.policy.module_rule(path) if is_own else None
+            rule = self.policy.module_rule(path) if paths[path] else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
             within = Within(
                 self.policy, path if widens else paths[path], self.params, self.kinds, is_own=is_own or widens,
@@ -233,7 +233,8 @@ class Prepared:
     def explain(self, error: BaseException) -> None:
         """Add to an error of torch's about dtypes what is known of it."""
         if self.policy.param_dtype != torch.float32:
-            explain(error, self.model, self.policy, self.buffers.written)
+            gathered = {*self.model.parameters()} if self._parts else set[Tensor]()
+            explain(error, self.model, self.policy, {*self._storage, *gathered}, self.buffers.written)
 
     @compiled_inside_alone
     def autocast(self, *others: Prepared) -> autocast:
