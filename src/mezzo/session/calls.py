@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -63,13 +63,11 @@ class Calls:
                     continue  # which is no function
                 is_torchs = type(module).__module__.startswith("torch.")
                 for name in ["forward"] if is_torchs else _methods(type(module)):
-                    hooked = module if name == "forward" else None
-                    call = self._around(getattr(module, name), hooked, is_root=module is root)
+                    call = self._around(getattr(module, name), module, is_root=module is root)
                     self._undo.callback(rebound(vars(module), name, types.MethodType(call, module)))
 
-    def _around(self, plain: Callable[..., Any], hooked: nn.Module | None, *, is_root: bool) -> Callable[..., Any]:
-        within = _owner(hooked._forward_pre_hooks, Within) if hooked is not None else None
-        last = _owner(hooked._forward_hooks, GivesOut) if hooked is not None else None
+    def _around(self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool) -> Callable[..., Any]:
+        within, last = _owner(module._forward_pre_hooks, Within), _owner(module._forward_hooks, GivesOut)
 
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
@@ -100,13 +98,13 @@ class Calls:
         self._here.inside = True
         try:
             self._before()
-            with self._region():
-                output = plain(*args, **kwargs) if within is None else within.call(plain, args, kwargs)
+            with self._region(), autocast.of(within.region()) if within and within.path else nullcontext():
+                output = plain(*args, **kwargs)
         finally:
             self._here.inside = False
         if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
             return output
-        return cast_floating(output, self._gives_out) if last is None else last.exit(None, args, output)
+        return cast_floating(output, self._gives_out) if last is None else last.widen(output)
 
     def close(self) -> None:
         """Give the methods back; those that others hold meanwhile do nothing of their own."""

@@ -126,14 +126,18 @@ class GivesOut:
         return low if version == _version(each) else each
 
     @compiled_inside_alone
-    def exit(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+    def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return what came out, cast."""
         if output is None and not torch.compiler.is_compiling():
             if self._explain is not None and (error := sys.exception()) is not None:
                 self._explain(error)
             return None
+        return self.widen(output)
+
+    def widen(self, output: Any) -> Any:
+        """Cast what is given out, and remember what it was."""
         if self.dtype is None:
-            return None
+            return output
         wide = cast_floating(output, self.dtype)
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
             for (_, low), (_, given) in zip(each_tensor(output), each_tensor(wide), strict=True):
@@ -191,14 +195,6 @@ class Within:
         region = Region.inside(self.policy, self.path, self.params.pinned(), self.kinds())
         return region.with_wide_norm() if self.widens_norm else region
 
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call what the hooks are around in the region, where another one was entered after they were called."""
-        args, kwargs = self.enter(None, args, kwargs) or (args, kwargs)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.exit(None, args, None)
-
     @property
     def is_needed(self) -> bool:
         """Whether the region would do anything that is not done without it."""
@@ -206,7 +202,7 @@ class Within:
         return self.region().has_differences or (self.policy.autocast and self.path != "")
 
     @compiled_inside_alone
-    def enter(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Enter the region if it is not there: a forward pre-hook."""
         if not self.is_own and not self._entered and not torch.compiler.is_compiling() and self._is_there():
             return None  # as it is in nearly all calls
@@ -256,7 +252,7 @@ class Within:
             stack.append(None)
 
     @compiled_inside_alone
-    def exit(self, module: nn.Module | None, args: Any, output: Any) -> None:
+    def exit(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the region, after an exception too: a forward hook."""
         if self._entered:  # not in a graph
             self._leave_region()
