@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.cast import autocast
 from mezzo.cast.mode import compiled_inside
+from mezzo.cast.model.calls import runs_backward
 from mezzo.cast.nested import cast_floating
 from mezzo.policy import Policy
 from mezzo.tensors import tensors
@@ -29,7 +30,8 @@ class Calls:
     """Run each method of models, and of their parts that are called by themselves, in a region, until :meth:`close`.
 
     A call inside of another one is part of that. What comes out of the outer one is FP32, or the policy's
-    ``output_dtype``; parameters that a method returns stay what they are.
+    ``output_dtype``; parameters that a method returns stay what they are. A checkpoint recomputes a part after the
+    call around it has ended: such a call is part of another one if the last one in a forward pass was.
 
     Args:
         models: The models.
@@ -51,6 +53,7 @@ class Calls:
         self._gives_out = policy.output_dtype or (torch.float32 if is_plain else None)
         self._autocasts = policy.autocast
         self._here, self._is_over = threading.local(), False
+        self._parts = set[Callable[..., Any]]()  # methods whose last call in a forward pass was part of another one
         self._undo = ExitStack()
         for model in models:
             root = model.module if isinstance(model, DistributedDataParallel) else model
@@ -85,7 +88,7 @@ class Calls:
     @compiled_inside
     def _call(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method, in the region where it is called from outside."""
-        if getattr(self._here, "inside", False) or self._is_over:
+        if self._is_over or self._is_part(plain):
             return plain(*args, **kwargs)
         self._here.inside = True
         try:
@@ -97,6 +100,14 @@ class Calls:
         if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
             return output
         return cast_floating(output, self._gives_out)
+
+    def _is_part(self, plain: Callable[..., Any]) -> bool:
+        """Whether a call of a method is part of another one, or was where it is recomputed."""
+        inside = getattr(self._here, "inside", False)
+        if runs_backward():
+            return inside or plain in self._parts
+        (self._parts.add if inside else self._parts.discard)(plain)
+        return inside
 
     def close(self) -> None:
         """Give the methods back; those that others hold meanwhile do nothing of their own."""
