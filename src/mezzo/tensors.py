@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = [
     "CASTABLE", "DTYPES", "LOW", "addresses", "described", "dtype_name", "dtype_of", "each_tensor", "flat",
-    "has_fraction", "is_distributed", "local", "mark", "marks", "moved", "overflows", "tensors", "versions",
+    "has_fraction", "is_distributed", "is_transformed", "local", "mark", "marks", "moved", "overflows", "tensors", "versions",
 ]  # fmt: skip
 
 #: The dtypes of low-precision weights and arithmetic.
@@ -64,6 +65,11 @@ def overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
     if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
         return False
     return bool((tensor.isfinite() & ~tensor.to(dtype).isfinite()).any())
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` or forward-mode AD is at work, which see into no autograd function of Python's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def described(tensor: Tensor) -> str:

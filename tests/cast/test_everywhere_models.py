@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -175,6 +176,18 @@ def test_vmap_with_the_device_s_lists_is_torch_s_own():
         theirs = vmap(model)(batch)
     assert mine.dtype == theirs.dtype
     assert torch.equal(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # in torch's own decompositions
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16,emulate=true", "O2,dtype=float16,emulate=true"])
+def test_forward_mode(policy):
+    model, x = seeded(Block), data(4, 8)
+    _, true = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    handle = mezzo.prepare(model, policy)
+    with handle.autocast(), forward_ad.dual_level():
+        mine = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    eps = torch.finfo(handle.policy.dtype).eps
+    torch.testing.assert_close(mine.float(), true, rtol=0, atol=4 * eps * true.abs().max().item())
 
 
 # Copies ---------------------------------------------------------------------------------------------

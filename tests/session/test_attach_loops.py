@@ -417,16 +417,34 @@ class Functions(nn.Module):
         return checkpoint(run, x, use_reentrant=reentrant) if self.again else run(x)
 
 
+class PartsInFunctions(Functions):
+    """Checkpoints of functions that call several parts, none of which is called from outside the model."""
+
+    def __init__(self, again):
+        super().__init__(again)
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+        for param in self.parameters():
+            nn.init.uniform_(param, -1, 1, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x, *, reentrant):
+        def run(x):
+            y = functional.silu(self.up(self.norm(x)))
+            return (y.tanh() * y + y @ self.weight.to(y.dtype)) / 64
+
+        return checkpoint(run, x, use_reentrant=reentrant) if self.again else run(x)
+
+
+@pytest.mark.parametrize("kind", [Functions, PartsInFunctions])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("policy", [*EVERY, "O1,bf16,emulate=true,low=softmax"])
-def test_checkpointed_functions_are_recomputed_under_the_policy(policy, reentrant):
+def test_checkpointed_functions_are_recomputed_under_the_policy(policy, reentrant, kind):
     found = []
     for again in (True, False):
-        model = Functions(again)
+        model = kind(again)
         with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), policy):
             x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
             model(x, reentrant=reentrant).float().square().sum().backward()
-            found.append([x.grad, model.weight.grad])
+            found.append([x.grad, *gradients(model)])
     assert_same(*found)
 
 

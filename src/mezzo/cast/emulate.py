@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from mezzo.cast.notes import WATCHERS, during
-from mezzo.tensors import LOW, tensors
+from mezzo.tensors import LOW, is_transformed, tensors
 
 __all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_autocast", "with_dtypes_of_states", "without_autocast"]
 
@@ -40,7 +40,7 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     **Cost**: two casts for each operand and one for the result; linear, matmul and convolution save exactly
     their low-precision operands, other ops run forward once more in the backward pass.
     """
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and is_transformed():
         return _in_steps(function, args, kwargs)
     if "self" in kwargs:  # what operators of torch.ops.aten call their first argument
         args, kwargs = (kwargs["self"], *args), {key: value for key, value in kwargs.items() if key != "self"}

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mezzo.tensors import mark
+from mezzo.tensors import is_transformed, mark
 
 __all__ = ["WeightCasts", "is_further_use"]
 
@@ -50,7 +50,7 @@ class WeightCasts:
     as long and compares nothing.
 
     Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
-    under ``torch.func`` or while torch.compile traces.
+    under ``torch.func``, in forward-mode AD or while torch.compile traces.
 
     Each use has an autograd node of its own: the gradients of a weight that is used several times meet in the
     parameter's dtype, bit for bit as those of several casts would. Eager, compiled and recomputed code therefore give
@@ -79,7 +79,7 @@ class WeightCasts:
             torch.compiler.is_compiling()
             or torch.is_inference_mode_enabled()
             or param.is_inference()
-            or torch._C._are_functorch_transforms_active()
+            or is_transformed()
         ):
             return param.to(dtype)
         with_gradients = torch.is_grad_enabled()

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.cast import autocast
 from mezzo.cast.mode import compiled_inside
-from mezzo.cast.model.calls import GivesOut, Within
+from mezzo.cast.model.calls import GivesOut, Within, runs_backward
 from mezzo.cast.nested import cast_floating
 from mezzo.hooks import owner_of
 from mezzo.policy import Policy
@@ -33,7 +33,8 @@ class Calls:
     """Run each method of models, and of their parts that are called by themselves, in a region, until :meth:`close`.
 
     A call inside of another one is part of that. What comes out of the outer one is FP32, or the policy's
-    ``output_dtype``; parameters that a method returns stay what they are.
+    ``output_dtype``; parameters that a method returns stay what they are. A checkpoint recomputes a part after the
+    call around it has ended: such a call is part of another one if the last one in a forward pass was.
 
     Args:
         models: The models.
@@ -55,6 +56,7 @@ class Calls:
         self._gives_out = policy.output_dtype or (torch.float32 if is_plain else None)
         self._autocasts = policy.autocast
         self._here, self._is_over = threading.local(), False
+        self._parts = set[Callable[..., Any]]()  # methods whose last call in a forward pass was part of another one
         self._undo = ExitStack()
         for model in models:
             root = model.module if isinstance(model, DistributedDataParallel) else model
@@ -93,7 +95,7 @@ class Calls:
         self, plain: Callable[..., Any], args: Any, kwargs: Any, within: Within | None, last: GivesOut | None
     ) -> Any:
         """Call a method, in the region where it is called from outside; a part that has rules in its own one."""
-        if getattr(self._here, "inside", False) or self._is_over:
+        if self._is_over or self._is_part(plain):
             return plain(*args, **kwargs)
         self._here.inside = True
         try:
@@ -105,6 +107,14 @@ class Calls:
         if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
             return output
         return cast_floating(output, self._gives_out) if last is None else last.widen(output)
+
+    def _is_part(self, plain: Callable[..., Any]) -> bool:
+        """Whether a call of a method is part of another one, or was where it is recomputed."""
+        inside = getattr(self._here, "inside", False)
+        if runs_backward():
+            return inside or plain in self._parts
+        (self._parts.add if inside else self._parts.discard)(plain)
+        return inside
 
     def close(self) -> None:
         """Give the methods back; those that others hold meanwhile do nothing of their own."""
