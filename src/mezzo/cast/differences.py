@@ -17,7 +17,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
 from mezzo.cast.device import arithmetic
-from mezzo.cast.emulate import COMPOSED, EMULATED, RECURRENT
+from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
@@ -149,10 +149,11 @@ def _treated(
     """Say how an op is carried out in a region, and whether torch alone would do otherwise."""
     decision = policy.explain(op, module, device_type=device_type)
     wanted: Treatment = decision.treatment
-    if decision.rule is not None and decision.rule.op is None and not autocasts:
+    is_ruled = decision.rule is not None and decision.rule.op is not None
+    if decision.rule is not None and not is_ruled and not autocasts:
         wanted = "native"
     torch_does: Treatment = OPS[op].by_torch(device_type) if autocasts and op in OPS else "native"
-    if emulated and autocasts and wanted == "native":
+    if emulated and autocasts and wanted == "native" and not is_ruled:
         if op in COMPOSED:
             # torch's autocast would run the products inside in arithmetic that the device lacks. They are rounded
             # once, at the end, instead of one by one.
@@ -160,11 +161,14 @@ def _treated(
         if op in RECURRENT and torch_does == "native":
             # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
             return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
+        if op in REACHED and torch_does == "native":
+            return Handler(op=op, treatment="low", emulated=True), True
     by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
-    differs = wanted != torch_does or by_emulation or built_in
+    # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
+    differs = is_ruled or wanted != torch_does or by_emulation or built_in
     return Handler(op=op, treatment=wanted, emulated=by_emulation, reason=reason), differs
 
 

@@ -312,7 +312,7 @@ def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> A
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
             return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
         return during("cast", dtype, casts.cast, value, dtype) if WATCHERS else casts.cast(value, dtype)
-    if type(value) in (tuple, list):
+    if type(value) in (tuple, list) or type(value).__module__ == "torch.return_types":
         return type(value)([_cast(item, dtype, casts) for item in value])
     if type(value) is dict:
         return {key: _cast(item, dtype, casts) for key, item in value.items()}
