@@ -47,6 +47,7 @@ class Differences:
     device_type: str
     dtype: torch.dtype
     autocast: bool
+    is_island: bool  # of FP32, where what reads a parameter with a rule of its own comes back in no other dtype
     emulated: bool
     handlers: Mapping[Callable[..., Any], Handler]
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
@@ -120,13 +121,15 @@ def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
 @functools.lru_cache(maxsize=256)
 def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, _why: tuple[str, ...]) -> Differences:
     """Find them; reasons take no part in comparing policies, but a ban says its own."""
-    # A module pinned to FP32 gets FP32 inputs at its boundary: inside, nothing has to be cast.
     whole = policy.module_rule(module or "")
-    native_autocast = policy.autocast and (whole is None or whole.treatment in ("low", "ban"))
+    is_island = whole is not None and whole.treatment == "fp32"
+    native_autocast = policy.autocast and not is_island
     ops = [*OPS, *(op for rule in policy.rules for op in rule.ops), *((*EMULATED, *COMPOSED) if emulated else ())]
     differing, alike = dict[str, Handler](), dict[str, Handler]()
     for op in dict.fromkeys(ops):
-        handler, differs = _treated(op, policy, device_type, module, emulated=emulated, autocasts=native_autocast)
+        handler, differs = _treated(
+            op, policy, device_type, module, emulated=emulated, autocasts=native_autocast, is_island=is_island
+        )
         if differs:
             differing[op] = handler
         elif handler.treatment == "low":
@@ -135,7 +138,7 @@ def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, 
         differing.update(alike)
     handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
     differences = Differences(
-        device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
+        device_type=device_type, dtype=policy.dtype, autocast=native_autocast, is_island=is_island, emulated=emulated,
         handlers=handlers, opened=_concerned(handlers), pinned={},
         key=f"{policy.region_text()} in {module!r} on {device_type}{', emulated' if emulated else ''}",
     )  # fmt: skip
@@ -144,13 +147,15 @@ def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, 
 
 
 def _treated(
-    op: str, policy: Policy, device_type: str, module: str | None, *, emulated: bool, autocasts: bool
+    op: str, policy: Policy, device_type: str, module: str | None, *, emulated: bool, autocasts: bool, is_island: bool
 ) -> tuple[Handler, bool]:
     """Say how an op is carried out in a region, and whether torch alone would do otherwise."""
     decision = policy.explain(op, module, device_type=device_type)
     wanted: Treatment = decision.treatment
     is_ruled = decision.rule is not None and decision.rule.op is not None
-    if decision.rule is not None and not is_ruled and not autocasts:
+    # A module pinned to FP32 gets FP32 inputs at its boundary: inside nothing has to be cast, unless something is low.
+    is_mixed = is_island and any(rule.treatment == "low" for rule in policy.rules)
+    if decision.rule is not None and not is_ruled and not autocasts and not is_mixed:
         wanted = "native"
     torch_does: Treatment = OPS[op].by_torch(device_type) if autocasts and op in OPS else "native"
     if emulated and autocasts and wanted == "native" and not is_ruled:

@@ -281,7 +281,7 @@ def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, fu
     """
     handler = Handler(op="", treatment=here.pinned[id(param)])
     out = _carry_out(handler, here, casts, func, args, kwargs)
-    if here.autocast or not isinstance(out, Tensor) or _storage(out) == _storage(param):
+    if here.autocast or here.is_island or not isinstance(out, Tensor) or _storage(out) == _storage(param):
         return out
     return _cast(out, here.dtype)
 
