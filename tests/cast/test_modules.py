@@ -247,7 +247,7 @@ class Island(nn.Module):
         return product
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1,bf16,emulate=true", "O2,bf16,emulate=true", "O2,bf16,emulate=false"])
 @pytest.mark.parametrize(
     "rules, part",
     [
@@ -259,7 +259,7 @@ class Island(nn.Module):
 )
 def test_what_is_low_inside_a_module_in_fp32_stays_alone(level, rules, part):
     model = nn.Sequential(Island(), nn.Linear(8, 2))
-    with mezzo.prepare(model, f"{level},bf16,emulate=true,{rules}").autocast():
+    with mezzo.prepare(model, f"{level},{rules}").autocast():
         model(torch.randn(4, 8)).sum().backward()
     assert model[0].dtypes == (part, torch.float32, torch.float32)
 
