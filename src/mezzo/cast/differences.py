@@ -47,7 +47,7 @@ class Differences:
     device_type: str
     dtype: torch.dtype
     autocast: bool
-    is_island: bool  # of FP32, where what reads a parameter with a rule of its own comes back in no other dtype
+    gives_back: bool  # whether what reads a parameter with a rule of its own returns the compute dtype
     emulated: bool
     handlers: Mapping[Callable[..., Any], Handler]
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
@@ -138,8 +138,8 @@ def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, 
         differing.update(alike)
     handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
     differences = Differences(
-        device_type=device_type, dtype=policy.dtype, autocast=native_autocast, is_island=is_island, emulated=emulated,
-        handlers=handlers, opened=_concerned(handlers), pinned={},
+        device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
+        gives_back=not policy.autocast and not is_island, handlers=handlers, opened=_concerned(handlers), pinned={},
         key=f"{policy.region_text()} in {module!r} on {device_type}{', emulated' if emulated else ''}",
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces

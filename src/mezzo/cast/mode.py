@@ -276,12 +276,12 @@ def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None
 def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
-    Without autocast (O2, O3) the result goes back to the compute dtype, as for a pinned module; views and
+    Without autocast (O2, O3) the result goes back to the compute dtype, but in a module pinned to FP32; views and
     properties of the parameter itself stay what they are.
     """
     handler = Handler(op="", treatment=here.pinned[id(param)])
     out = _carry_out(handler, here, casts, func, args, kwargs)
-    if here.autocast or here.is_island or not isinstance(out, Tensor) or _storage(out) == _storage(param):
+    if not here.gives_back or not isinstance(out, Tensor) or _storage(out) == _storage(param):
         return out
     return _cast(out, here.dtype)
 
