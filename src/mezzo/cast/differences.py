@@ -153,6 +153,8 @@ def _treated(
     decision = policy.explain(op, module, device_type=device_type)
     wanted: Treatment = decision.treatment
     is_ruled = decision.rule is not None and decision.rule.op is not None
+    if wanted == "native" and op in OPS and OPS[op].parts:
+        is_ruled = False  # what it is made of decides, under a rule too
     # A module pinned to FP32 gets FP32 inputs at its boundary: inside nothing has to be cast, unless something is low.
     is_mixed = is_island and any(rule.treatment == "low" for rule in policy.rules)
     if decision.rule is not None and not is_ruled and not autocasts and not is_mixed:
