@@ -14,7 +14,8 @@ from torch.autograd import forward_ad
 
 __all__ = [
     "CASTABLE", "DTYPES", "LOW", "addresses", "described", "dtype_name", "dtype_of", "each_tensor", "flat",
-    "has_fraction", "is_distributed", "is_transformed", "local", "mark", "marks", "moved", "overflows", "tensors", "versions",
+    "has_fraction", "is_distributed", "is_transformed", "local", "mark", "marks", "moved", "overflows", "tensors",
+    "versions",
 ]  # fmt: skip
 
 #: The dtypes of low-precision weights and arithmetic.

@@ -242,6 +242,27 @@ def test_running_statistics_that_a_program_hands_to_batch_norm_are_fp32(named):
     torch.testing.assert_close(model.mean, plain.mean, rtol=0.01, atol=0.002)
 
 
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("cos", torch.linspace(-1, 1, 24).view(3, 8))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return nn.functional.scaled_dot_product_attention(q * self.cos, k * self.cos, v)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_turned_by_angles_that_a_rule_keeps_in_fp32_is_low_as_what_it_meets(policy):
+    model = Turned()
+    wide, angles = copy.deepcopy(model), model.cos.clone()
+    out = mezzo.prepare(model, f"{policy},fp32_param=cos").model(x := torch.randn(2, 3, 8))
+    assert model.cos.dtype == torch.float32
+    assert torch.equal(model.cos, angles)
+    torch.testing.assert_close(out, wide(x), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("write", [*WRITES, by_setting_data])
 @pytest.mark.parametrize("in_region", [True, False])

@@ -298,6 +298,18 @@ def test_composed_products_are_fp32_products_of_rounded_operands(case, dtype, lo
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", sorted(COMPOSED.keys() - {"convolution", "_convolution"}))  # what no program calls
+def test_emulated_device_lists_give_the_dtypes_of_torch(case, dtype):
+    function, *shapes = COMPOSED[case]
+    inputs = operands(shapes, torch.float32)
+    with mezzo.autocast(f"O1,dtype={str(dtype).removeprefix('torch.')},lists=device,emulate=true", "cpu"):
+        mine = function(*inputs)
+    with torch.autocast("cpu", dtype=dtype):
+        assert mine.dtype == function(*inputs).dtype
+
+
 # What C++ composes of products -------------------------------------------------------------------------
 
 

@@ -233,6 +233,37 @@ def test_every_treatment_of_a_module_or_its_ops(rule, inside, after):
     assert model(torch.ones(2)).dtype == torch.float32  # nothing is cast outside any region
 
 
+class Island(nn.Module):
+    """A part that may be low, a weight of its own, and functions of both, whose dtypes are kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.weight = nn.Linear(8, 8), nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        part = self.part(x)
+        product, after = part.exp() @ self.weight, torch.nn.functional.linear(part, torch.eye(8))
+        self.dtypes = part.dtype, product.dtype, after.dtype
+        return product
+
+
+@pytest.mark.parametrize("level", ["O1,bf16,emulate=true", "O2,bf16,emulate=true", "O2,bf16,emulate=false"])
+@pytest.mark.parametrize(
+    "rules, part",
+    [
+        ("fp32_module=0,fp32_param=*weight", torch.float32),
+        ("low_module=0.part,fp32_module=0", torch.bfloat16),
+        ("low_param=0.part.*,fp32_module=0", torch.bfloat16),
+        ("low=linear@0.part,fp32_module=0", torch.bfloat16),
+    ],
+)
+def test_what_is_low_inside_a_module_in_fp32_stays_alone(level, rules, part):
+    model = nn.Sequential(Island(), nn.Linear(8, 2))
+    with mezzo.prepare(model, f"{level},{rules}").autocast():
+        model(torch.randn(4, 8)).sum().backward()
+    assert model[0].dtypes == (part, torch.float32, torch.float32)
+
+
 def test_a_banned_op_of_a_module_says_so():
     model = nn.Sequential(nn.Linear(2, 2))
     handle = mezzo.prepare(model, "O1,dtype=bfloat16,ban=*@0")

@@ -94,6 +94,29 @@ def test_rules_decide_first():
         assert torch.bmm(low[None], w.bfloat16()[None]).dtype == torch.bfloat16
 
 
+def test_a_rule_decides_about_ops_that_torch_knows_by_their_parts_alone():
+    low = x.bfloat16()
+    with mezzo.autocast(BF16.native("norm", "tensordot", "linalg_multi_dot", "inner").fp32("pad"), "cpu"):
+        assert torch.norm(low).dtype == torch.bfloat16
+        assert torch.norm(x).dtype == torch.float32
+        for product in (torch.tensordot(x, w, 1), torch.linalg.multi_dot([x, w, w]), torch.inner(x, w)):
+            assert product.dtype == torch.float32
+        assert functional.pad(low, (1, 1)).dtype == functional.pad(low, (1, 1), mode="reflect").dtype == torch.float32
+
+
+@pytest.mark.parametrize("name, given", [("sort", -1), ("topk", 2), ("median", -1), ("cummax", -1), ("std_mean", -1)])
+def test_fp32_inside_gives_every_part_of_a_result_in_the_inputs_dtype(name, given):
+    low = x.bfloat16()
+    with mezzo.autocast(BF16.fp32_math(name), "cpu"):
+        mine = getattr(torch, name)(low, given)
+    theirs = getattr(torch, name)(low.float(), given)
+    assert type(mine) is type(theirs)
+    for part, wanted in zip(mine, theirs, strict=True):
+        wanted = wanted.bfloat16() if wanted.is_floating_point() else wanted
+        assert part.dtype == wanted.dtype
+        assert torch.equal(part, wanted)
+
+
 def test_a_rule_reaches_inside_python_functions():
     class Seen(TorchFunctionMode):
         dtypes = ()

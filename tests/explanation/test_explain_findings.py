@@ -56,6 +56,27 @@ def test_a_parameter_rule_decides_the_ops_that_read_it():
     assert rows["body"].returns == ("bfloat16",)
 
 
+class Counting(nn.Module):
+    """A buffer that each pass writes, and a scale for a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.body(x) * torch.sigmoid(self.scale)
+
+
+def test_what_o2_itself_does_to_buffers_and_ruled_parameters_is_no_disagreement():
+    explanation = explained("O2,dtype=bfloat16,emulate=false,fp32_param=scale", Counting())
+    rows = {row.op: row for row in explanation.rows}
+    assert (rows["add_"].computes_in, rows["add_"].returns) == (("float32",), ("float32",))
+    assert (rows["sigmoid"].computes_in, rows["sigmoid"].returns) == (("float32",), ("bfloat16",))
+    assert found(explanation, "disagreement") == {}
+
+
 def test_the_level_decides_without_autocast():
     rows = explained("O2,dtype=bfloat16,emulate=false").rows
     assert {(row.treatment, row.rule, row.source) for row in rows} == {("native", None, "level O2")}

@@ -457,10 +457,10 @@ def test_a_number_that_no_wider_kernel_tells():
 
 def test_without_a_policy_the_text_says_what_to_ask_for(make, step):
     model, x = make("chain", gain=1e5)
-    assert locate(step(model, "O2,emulate=true", x), model).cure == 'policy = mezzo.Policy.O2("bfloat16")'
+    assert locate(step(model, "O2,emulate=true", x), model).cure == 'policy = mezzo.Policy.parse("O2,dtype=bfloat16")'
     torch.manual_seed(0)
     model = Deep()
-    assert locate(step(model, FP16, x), model).cure == 'policy = mezzo.Policy.O1("bfloat16")'
+    assert locate(step(model, FP16, x), model).cure == 'policy = mezzo.Policy.parse("O1,dtype=bfloat16")'
     model, x = make("conv")
     overflow = locate(step(model, FP16, x), model, loss_scale=2.0**30)
     assert overflow.cure.startswith('policy = policy.evolve(loss_scale="dynamic(init=')

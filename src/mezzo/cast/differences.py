@@ -17,7 +17,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
 from mezzo.cast.device import arithmetic
-from mezzo.cast.emulate import COMPOSED, EMULATED, RECURRENT
+from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
@@ -47,6 +47,7 @@ class Differences:
     device_type: str
     dtype: torch.dtype
     autocast: bool
+    gives_back: bool  # whether what reads a parameter with a rule of its own returns the compute dtype
     emulated: bool
     handlers: Mapping[Callable[..., Any], Handler]
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
@@ -120,13 +121,15 @@ def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
 @functools.lru_cache(maxsize=256)
 def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, _why: tuple[str, ...]) -> Differences:
     """Find them; reasons take no part in comparing policies, but a ban says its own."""
-    # A module pinned to FP32 gets FP32 inputs at its boundary: inside, nothing has to be cast.
     whole = policy.module_rule(module or "")
-    native_autocast = policy.autocast and (whole is None or whole.treatment in ("low", "ban"))
+    is_island = whole is not None and whole.treatment == "fp32"
+    native_autocast = policy.autocast and not is_island
     ops = [*OPS, *(op for rule in policy.rules for op in rule.ops), *((*EMULATED, *COMPOSED) if emulated else ())]
     differing, alike = dict[str, Handler](), dict[str, Handler]()
     for op in dict.fromkeys(ops):
-        handler, differs = _treated(op, policy, device_type, module, emulated=emulated, autocasts=native_autocast)
+        handler, differs = _treated(
+            op, policy, device_type, module, emulated=emulated, autocasts=native_autocast, is_island=is_island
+        )
         if differs:
             differing[op] = handler
         elif handler.treatment == "low":
@@ -136,7 +139,7 @@ def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, 
     handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
     differences = Differences(
         device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
-        handlers=handlers, opened=_concerned(handlers), pinned={},
+        gives_back=not policy.autocast and not is_island, handlers=handlers, opened=_concerned(handlers), pinned={},
         key=f"{policy.region_text()} in {module!r} on {device_type}{', emulated' if emulated else ''}",
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces
@@ -144,15 +147,20 @@ def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, 
 
 
 def _treated(
-    op: str, policy: Policy, device_type: str, module: str | None, *, emulated: bool, autocasts: bool
+    op: str, policy: Policy, device_type: str, module: str | None, *, emulated: bool, autocasts: bool, is_island: bool
 ) -> tuple[Handler, bool]:
     """Say how an op is carried out in a region, and whether torch alone would do otherwise."""
     decision = policy.explain(op, module, device_type=device_type)
     wanted: Treatment = decision.treatment
-    if decision.rule is not None and decision.rule.op is None and not autocasts:
+    is_ruled = decision.rule is not None and decision.rule.op is not None
+    if wanted == "native" and op in OPS and OPS[op].parts:
+        is_ruled = False  # what it is made of decides, under a rule too
+    # A module pinned to FP32 gets FP32 inputs at its boundary: inside nothing has to be cast, unless something is low.
+    is_mixed = is_island and any(rule.treatment == "low" for rule in policy.rules)
+    if decision.rule is not None and not is_ruled and not autocasts and not is_mixed:
         wanted = "native"
     torch_does: Treatment = OPS[op].by_torch(device_type) if autocasts and op in OPS else "native"
-    if emulated and autocasts and wanted == "native":
+    if emulated and autocasts and wanted == "native" and not is_ruled:
         if op in COMPOSED:
             # torch's autocast would run the products inside in arithmetic that the device lacks. They are rounded
             # once, at the end, instead of one by one.
@@ -160,11 +168,14 @@ def _treated(
         if op in RECURRENT and torch_does == "native":
             # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
             return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
+        if op in REACHED and torch_does == "native":
+            return Handler(op=op, treatment="low", emulated=True), True
     by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
-    differs = wanted != torch_does or by_emulation or built_in
+    # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
+    differs = is_ruled or wanted != torch_does or by_emulation or built_in
     return Handler(op=op, treatment=wanted, emulated=by_emulation, reason=reason), differs
 
 

@@ -22,7 +22,10 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import LOW, is_transformed, tensors
 
-__all__ = ["COMPOSED", "EMULATED", "RECURRENT", "emulate", "with_autocast", "with_dtypes_of_states", "without_autocast"]
+__all__ = [
+    "COMPOSED", "EMULATED", "REACHED", "RECURRENT", "emulate", "with_autocast", "with_dtypes_of_states",
+    "without_autocast",
+]  # fmt: skip
 
 
 def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -330,6 +333,9 @@ EMULATED: Final[dict[str, Callable[..., Any]]] = {
 
 #: What C++ composes of products that nothing reaches one by one.
 COMPOSED: Final = frozenset({"linalg_matrix_power", "cov", "corrcoef"})
+
+#: What C++ composes of products that torch's CPU autocast casts, while its lists do not name the whole.
+REACHED: Final = frozenset("einsum tensordot inner chain_matmul linalg_multi_dot".split())
 
 #: What torch runs as one recurrent function, made of products and element-wise steps.
 RECURRENT: Final = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())

@@ -282,14 +282,15 @@ def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None
 def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
-    Without autocast (O2, O3) the result goes back to the compute dtype, as for a pinned module, but where a buffer is
-    read, whose treatment is ``promote``; views and properties of the parameter itself stay what they are.
+    Without autocast (O2, O3) the result goes back to the compute dtype, but in a module pinned to FP32, or where it may
+    be an FP32 buffer's next value, as what has its shape; views and properties of the parameter stay what they are.
     """
     handler = Handler(op="", treatment=here.pinned[id(param)])
     out = _carry_out(handler, here, casts, func, args, kwargs)
-    stays = here.autocast or handler.treatment == "promote"
-    if stays or not isinstance(out, Tensor) or _storage(out) == _storage(param):
+    if not here.gives_back or not isinstance(out, Tensor) or _storage(out) == _storage(param):
         return out
+    if handler.treatment == "promote" and out.shape == param.shape and not torch._C._functorch.is_batchedtensor(out):
+        return out  # that of a buffer
     return _cast(out, here.dtype)
 
 
@@ -326,7 +327,7 @@ def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> A
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
             return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
         return during("cast", dtype, casts.cast, value, dtype) if WATCHERS else casts.cast(value, dtype)
-    if type(value) in (tuple, list):
+    if type(value) in (tuple, list) or type(value).__module__ == "torch.return_types":
         return type(value)([_cast(item, dtype, casts) for item in value])
     if type(value) is dict:
         return {key: _cast(item, dtype, casts) for key, item in value.items()}

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 __all__ = ["WATCHERS", "Kind", "Note", "during", "notes", "watched"]
 
-Kind = Literal["op", "cast", "emulation"]
+Kind = Literal["op", "cast", "emulation", "buffer"]
 
 
 class Note(NamedTuple):
@@ -21,7 +21,8 @@ class Note(NamedTuple):
 
     Attributes:
         kind: ``op``: a region decides about a function of torch. ``cast``: a tensor is given the policy's dtype.
-            ``emulation``: a product is computed in FP32 from rounded operands.
+            ``emulation``: a product is computed in FP32 from rounded operands. ``buffer``: a low buffer is widened for
+            its first write.
         about: The function that runs. Where emulation runs in a backward pass, the autograd node.
     """
 

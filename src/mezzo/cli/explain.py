@@ -66,7 +66,7 @@ def explain(
 
     [bold]mezzo explain docs-lm --policy O1,bf16,low=softmax[/bold]
 
-    [bold]mezzo explain docs-lm --policy O1,bf16 --against O2,bf16[/bold]  what the second would change
+    [bold]mezzo explain docs-lm --policy O1,bf16 --against O2,bf16[/bold]  what changes
 
     [bold]mezzo explain docs-lm --full[/bold]                    every op, every cast
 
@@ -74,7 +74,7 @@ def explain(
 
     [bold]mezzo explain mypackage.models:tiny --json[/bold]      your own model, for a program
 
-    [bold]mezzo explain --policy O2,bf16 train.py --epochs 3[/bold]   your own script's first step
+    [bold]mezzo explain --policy O2,bf16 train.py --epochs 3[/bold]  your script
 
     A factory takes no argument and returns (model, inputs) or (model, inputs, loss): inputs are a tensor, a tuple of
     arguments or a mapping of keyword arguments; loss maps the model's output to a scalar. Modules are looked up from

@@ -33,7 +33,7 @@ def train(
 
     [bold]mezzo train digits-cnn --policy O0 --seed 1 --out runs/fp32-seed1 --json[/bold]
 
-    [bold]torchrun --nproc-per-node 2 -m mezzo train docs-lm --policy O2,bf16 --parallel ddp[/bold]
+    [bold]torchrun --nproc-per-node 2 -m mezzo train docs-lm --parallel ddp[/bold]
 
     Ends with one row of the table that [bold]mezzo compare[/bold] prints, and the same run directory. The exit code
     is 4 where training goes wrong under the policy. Ctrl-C sums up what there is, and the exit code is 130.

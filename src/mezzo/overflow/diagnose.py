@@ -286,7 +286,7 @@ def _takes_rule(op: str) -> bool:
 def _bfloat16(context: Context) -> str:
     policy = context.policy
     if policy is None:
-        return f'policy = mezzo.Policy.{"O1" if context.autocasts else "O2"}("bfloat16")'
+        return f'policy = mezzo.Policy.parse("{"O1" if context.autocasts else "O2"},dtype=bfloat16")'
     before = level_fields(policy.level, policy.dtype)
     # The format and the loss scale follow from the new one.
     kept = {name: getattr(policy, name) for name in FIELDS if getattr(policy, name) != before[name]}

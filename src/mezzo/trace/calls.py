@@ -44,9 +44,11 @@ class Decider:
         given = list(tensors((args, kwargs)))
         device_type = given[0].device.type if given else "cpu"
         op = op_name(function)
+        param, differences = self._param_decision(args, kwargs), acting_differences(args, kwargs)
         return OpCall(
             op=op,
-            decision=self._param_decision(args, kwargs) or self._decision(op, module, device_type),
+            decision=param or self._decision(op, module, device_type),
+            goes_back=param is not None and differences is not None and differences.gives_back,
             low=dtype_name(self.policy.dtype),
             given=_names(given),
             cause=_cause(kwargs, is_off=self.policy.autocast and not _autocasts(device_type)),
@@ -81,6 +83,7 @@ class OpCall:
         decision: What the policy decided.
         low: Name of the policy's compute dtype.
         given: Names of the dtypes of the arguments that hold fractions.
+        goes_back: Whether FP32 results go back to the compute dtype: of a parameter with a rule, without autocast.
         cause: Why the policy would not reach this call, should it turn out so.
         line: The user's line.
         hidden: Whether mezzo itself made the call: a cast, and no op of the model's.
@@ -93,6 +96,7 @@ class OpCall:
     decision: Decision
     low: str
     given: tuple[str, ...]
+    goes_back: bool
     cause: str
     line: str | None = None
     hidden: bool = False
@@ -178,7 +182,8 @@ class OpCall:
             case "low":
                 wanted, agrees = self.low, not set(ins) - {self.low}
             case "fp32":
-                wanted, agrees = "float32", not set(ins) - {"float32"} and not (given and set(outs) - {"float32"})
+                returned = {"float32", self.low} if self.goes_back else {"float32"}
+                wanted, agrees = "float32", not set(ins) - {"float32"} and not (given and set(outs) - returned)
             case "fp32_math":
                 wanted = f"float32 inside, {given[0] if given else 'float32'} out"
                 agrees = not set(ins) - {"float32"} and not (given and set(outs) - {given[0]})

@@ -13,7 +13,7 @@ from mezzo.policy.ops import resolve
 
 __all__ = ["Doing", "doing", "here", "is_from", "kernel_name", "op_name", "user_line"]
 
-Doing = Literal["emulation", "cast", "region", "other"]
+Doing = Literal["emulation", "cast", "buffer", "region", "other"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,7 +84,7 @@ def here() -> int:
 
 
 def doing() -> Doing:
-    """Say what mezzo does around the current function or kernel: emulate, cast, only decide in a region, or nothing."""
+    """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
     taken = notes()
     inner = (note.kind for note in reversed(taken) if note.kind != "op")
     return next(inner, "region" if taken else "other")

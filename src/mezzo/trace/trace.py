@@ -102,6 +102,10 @@ class Trace:
         with _NO_TORCH_FUNCTION():
             place = self.where.place()
             made_by = doing()
+            if made_by == "buffer":  # from the next pass on the call is given FP32
+                if place.call is not None:
+                    place.call.given = tuple(dict.fromkeys((*place.call.given, "float32")))
+                return
             is_alone = place.call is None and not self.where.is_backward and made_by in ("region", "other")
             if is_alone:  # no torch function stands above: a C++ extension, or a scripted function
                 call = self.decider.call(kernel, args, kwargs, place.path)

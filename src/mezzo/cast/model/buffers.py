@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.cast.mode import compiled_inside_alone
+from mezzo.cast.notes import WATCHERS, during
 from mezzo.errors import message, some_of
 from mezzo.policy.spelling import both
 from mezzo.tensors import CASTABLE, LOW, mark, tensors
@@ -280,15 +281,15 @@ class _FirstPass(TorchFunctionMode):
         found = {_memory(each) for each in tensors(targets)}
         written = (self._low.keys() & found) | {self._low_of[memory] for memory in self._low_of.keys() & found}
         for memory in written - self._wide.keys():
-            self._wide[memory] = self._widen(self._low[memory])
+            self._wide[memory] = _noted(func, self._widen, self._low[memory])
             self._low_of[_memory(self._wide[memory])] = memory
         if written:
             args, kwargs = tree_map_only(Tensor, self._as_wide, (args, kwargs))
         out = func(*args, **kwargs)
         for memory in written:
-            self._low[memory].data.copy_(self._wide[memory])
+            _noted(func, self._low[memory].data.copy_, self._wide[memory])
         if not is_write:
-            self._follow(func, name.strip("_"), args, kwargs, out)
+            _noted(func, self._follow, func, name.strip("_"), args, kwargs, out)
         return out
 
     def descends(self, tensor: Tensor) -> bool:
@@ -335,6 +336,11 @@ class _FirstPass(TorchFunctionMode):
             return self._wide[memory] if memory in self._wide else self._value(self._low[memory])
         twin: Tensor | None = self.twins.get(each)
         return twin
+
+
+def _noted(about: Any, run: Callable[..., Any], *args: Any) -> Any:
+    """Run what is done beside the program's own call, under a note."""
+    return during("buffer", about, run, *args) if WATCHERS else run(*args)
 
 
 def _trains(name: str, args: Any, kwargs: Any) -> bool:

@@ -199,7 +199,10 @@ class Within:
     def is_needed(self) -> bool:
         """Whether the region would do anything that is not done without it."""
         self._keys_on(self.kinds())  # known before anything is traced
-        return self.region().has_differences or (self.policy.autocast and self.path != "")
+        own, around = (self.policy.module_rule(path) for path in (self.path, self.path.rpartition(".")[0]))
+        # Functions in a low part of a module in FP32 are not to be cast to FP32 by the region of that module.
+        parts = own is not None and around is not None and (own.treatment, around.treatment) == ("low", "fp32")
+        return self.region().has_differences or (self.path != "" and (self.policy.autocast or parts))
 
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

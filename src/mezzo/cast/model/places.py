@@ -90,7 +90,7 @@ def region_paths(model: nn.Module, policy: Policy) -> dict[str, str]:
 
 
 def _treatment(tensor: Tensor, rule: Rule) -> Treatment:
-    """Return the treatment of ops that read a tensor: what they make of an FP32 buffer may be its next value."""
+    """Return the treatment of ops that read a tensor; an FP32 buffer's is told from that of a parameter's."""
     is_buffer = not isinstance(tensor, nn.Parameter)
     return "promote" if is_buffer and rule.treatment == "fp32" else rule.treatment
 
