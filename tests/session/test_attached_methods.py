@@ -268,6 +268,42 @@ def test_a_compiled_model_runs_low_too():
         assert_same(*ends)
 
 
+class Steps(nn.Module):
+    """A residual network that counts its passes; compiled, it is compiled anew when its counter becomes FP32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.parts = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        x = self.first(x)
+        for part in self.parts:
+            x = x + part(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parts_of_what_is_compiled_anew_between_two_passes_of_a_step_are_parts(policy):
+    """torch breaks the graph at a 16-bit weight with an FP32 gradient, so that Python calls the parts."""
+    outputs = []
+    for compiles in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Steps()
+        with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), policy):
+            run = torch.compile(model, backend="eager") if compiles else model
+            found = []
+            for x in torch.randn(3, 4, 8).unbind():
+                found.append(run(x))
+                found[-1].square().mean().backward()
+        outputs.append(found)
+    for plain, compiled in zip(*outputs, strict=True):
+        assert torch.equal(plain, compiled)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo, of any loss
 @pytest.mark.parametrize("policy", ["O0,loss_scale=1024", "O2,dtype=float16,loss_scale=1024"])

@@ -74,8 +74,12 @@ class Calls:
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 return self._call(plain, args, kwargs, None, last)
-            with self._region():
-                output = plain(*args, **kwargs)
+            self._here.inside = True  # for parts that run in Python, where the graph breaks
+            try:
+                with self._region():
+                    output = plain(*args, **kwargs)
+            finally:
+                self._here.inside = False
             return output if self._gives_out is None else cast_floating(output, self._gives_out)
 
         @compiled_inside

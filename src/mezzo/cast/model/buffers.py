@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.cast.mode import compiled_inside_alone
+from mezzo.cast.mode import compiled_inside, compiled_inside_alone
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.errors import message, some_of
 from mezzo.policy.spelling import both
@@ -99,11 +99,15 @@ class Buffers:
         if self._watch is None:
             self._marks = {tensor: mark(tensor) for tensor in self._places if self._stands(tensor)}
 
-    @compiled_inside_alone
+    @compiled_inside  # where torch.compile is left alone, whether it is at work cannot be asked
     def enter(self, module: nn.Module, _: Any) -> None:
         """Begin to watch a pass, where there is something to find out: a forward pre-hook."""
-        if torch.compiler.is_compiling():
-            return
+        if not torch.compiler.is_compiling():
+            callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+            self._begin(module, is_compiled=callback not in (None, False))
+
+    @compiled_inside_alone
+    def _begin(self, module: nn.Module, *, is_compiled: bool) -> None:
         key = threading.get_ident(), module
         if self._watch is not None:
             self._inside += self._watch[1] == key
@@ -111,7 +115,6 @@ class Buffers:
         self.note()
         # What is compiled from here on would be compiled once more without the mode; and torch.func.functional_call may
         # have put other tensors there.
-        is_compiled = torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
         if not is_compiled and module.training and self._unseen and len(self._marks) == len(self._places):
             watch = _FirstPass(self._marks, self._widen, self._halves.read)
             self._watch = watch, key
